@@ -1,0 +1,30 @@
+"""mpiddp: one mpirun starts every rank of a hostfile, torch.distributed does the rest.
+
+The public names load on first use, so that `import mpiddp` stays free of torch and mpi4py.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpiddp.errors import UserError
+    from mpiddp.group import init, process_group
+    from mpiddp.world import World
+
+__version__ = "0.1.0"
+__all__ = ["UserError", "World", "init", "process_group"]
+
+_ROOMS = {
+    "UserError": "mpiddp.errors",
+    "World": "mpiddp.world",
+    "init": "mpiddp.group",
+    "process_group": "mpiddp.group",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'mpiddp' has no attribute '{name}'")
+    return getattr(import_module(_ROOMS[name]), name)

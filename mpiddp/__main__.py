@@ -1,0 +1,7 @@
+"""`python -m mpiddp VERB …`, the same as the console script `mpiddp`."""
+
+import sys
+
+from mpiddp.cli import main
+
+sys.exit(main())

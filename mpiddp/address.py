@@ -1,0 +1,250 @@
+"""Choosing the master address: the first address of rank 0's host that every other host reaches.
+
+Pure functions over the cards that the ranks gathered, and two that touch sockets: rank 0 listens on
+every candidate before it is announced, one rank of every other host tries them all.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.network import Interface, interfaces
+from mpiddp.world import World
+
+LOOPBACK = "127.0.0.1"
+PROBE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank tells the others about itself."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    hostname: str
+    machine: str  # tells two machines of one name apart
+    interfaces: tuple[Interface, ...]
+
+    @classmethod
+    def of_this_process(cls, world: World) -> Card:
+        boot_id = Path("/proc/sys/kernel/random/boot_id")
+        return cls(
+            rank=world.rank,
+            local_rank=world.local_rank,
+            local_world_size=world.local_world_size,
+            hostname=world.hostname,
+            machine=boot_id.read_text().strip() if boot_id.exists() else "",
+            interfaces=tuple(interfaces()),
+        )
+
+    @property
+    def host(self) -> tuple[str, str]:
+        return (self.hostname, self.machine)
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Card:
+        values = json.loads(text)
+        values["interfaces"] = tuple(Interface(**each) for each in values["interfaces"])
+        return cls(**values)
+
+    def interface_towards(self, address: str) -> str:
+        """The name of this host's interface that carries traffic to `address`, "" if unknown."""
+        target = ipaddress.ip_address(address)
+        for interface in self.interfaces:
+            if target in ipaddress.ip_network(interface.network):
+                return interface.name
+        family = socket.AF_INET6 if target.version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            try:
+                route.connect((address, 9))  # asks the routing table; sends nothing
+            except OSError:
+                return ""
+            source = route.getsockname()[0]
+        return next((i.name for i in self.interfaces if i.address == source), "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where rank 0 could listen, best first, and who has to reach it."""
+
+    node_ranks: tuple[int, ...]  # [world_size]
+    probers: tuple[int, ...]  # the lowest rank of every host but rank 0's
+    addresses: tuple[str, ...]
+    reasons: tuple[str, ...]
+    port: int  # 0: any
+    hostnames: tuple[str, ...]  # [world_size]
+
+    @property
+    def num_nodes(self) -> int:
+        return max(self.node_ranks) + 1
+
+    def unreachable(self, reached: Sequence[Sequence[str]]) -> str:
+        blind = [rank for rank in self.probers if not reached[rank]] or list(self.probers)
+        return (
+            f"no address of {self.hostnames[0]} ({', '.join(self.addresses)}) is reached from "
+            f"{', '.join(self.hostnames[rank] for rank in blind)} within {PROBE_TIMEOUT_S:g} s: "
+            "a firewall, or networks that do not meet. Name the right one: --master-addr."
+        )
+
+
+def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Plan:
+    """Candidates for the master address from all ranks' cards and the user's wishes in `env`.
+
+    MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured. On a single host the loopback is
+    taken: nothing else has to reach the store, and nobody else should. Over several hosts never a
+    loopback, never a bridge of containers, and an address that another host has as well is no
+    address of a host.
+
+    Raises:
+        UserError: the same on every rank, since all see the same cards.
+    """
+    hosts = list(dict.fromkeys(card.host for card in cards))
+    node_ranks = tuple(hosts.index(card.host) for card in cards)
+    _check_local_ranks(cards)
+    probers = tuple(node_ranks.index(node) for node in range(1, len(hosts)))
+    port = _port(env.get("MASTER_PORT", "0"))
+    first_of_hosts = [cards[node_ranks.index(node)] for node in range(len(hosts))]
+    if env.get("MASTER_ADDR"):
+        found = _named(first_of_hosts, env["MASTER_ADDR"])
+    elif len(hosts) == 1:
+        found = [(LOOPBACK, "all ranks are on one host, and no other can reach this address")]
+    else:
+        found = _shared(first_of_hosts, env.get("MPIDDP_INTERFACE"))
+    addresses, reasons = zip(*found, strict=True)
+    return Plan(node_ranks, probers, addresses, reasons, port, tuple(c.hostname for c in cards))
+
+
+def _check_local_ranks(cards: Sequence[Card]) -> None:
+    for card in cards:
+        local_ranks = [other.local_rank for other in cards if other.host == card.host]
+        if sorted(local_ranks) != list(range(card.local_world_size)):
+            raise UserError(
+                f"{card.hostname} runs {len(local_ranks)} ranks with the local ranks "
+                f"{', '.join(map(str, local_ranks))}, but the launcher promised "
+                f"0 to {card.local_world_size - 1}: is one machine in the hostfile under two names?"
+            )
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise UserError(
+            f'MASTER_PORT="{text}" is not a port. Expected 1 to 65535, or leave it unset.'
+        )
+    return int(text)
+
+
+def _named(first_of_hosts: Sequence[Card], name: str) -> list[tuple[str, str]]:
+    """The address the user named; a host's own name may resolve to its loopback, which won't do."""
+    try:
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        raise UserError(f'MASTER_ADDR="{name}" cannot be resolved.') from None
+    if ipaddress.ip_address(address).is_loopback and len(first_of_hosts) > 1:
+        own, reason = _shared(first_of_hosts, None)[0]
+        return [(own, f"{name} resolves to {address}, which no other host can reach; {reason}")]
+    return [(address, "MASTER_ADDR names it")]
+
+
+def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[str, str]]:
+    """Rank 0's addresses, those on a network that all other hosts are on as well first."""
+    master, *others = first_of_hosts
+    if wished:
+        for card in first_of_hosts:
+            if not any(_is_wished(interface, wished) for interface in card.interfaces):
+                names = " and ".join(interface.name for interface in card.interfaces)
+                raise UserError(
+                    f'interface "{wished}" is not on {card.hostname}, which has {names or "none"}.'
+                )
+    ranked = []
+    for position, interface in enumerate(master.interfaces):
+        elsewhere = {i.address for card in others for i in card.interfaces}
+        if wished:
+            if not _is_wished(interface, wished):
+                continue
+        elif interface.is_loopback or interface.is_virtual or interface.address in elsewhere:
+            continue
+        sharing = sum(
+            any(other.network == interface.network for other in card.interfaces) for card in others
+        )
+        reason = f"{interface.name} of {master.hostname} is on {interface.network}, " + (
+            "as is every other host" if sharing == len(others) else "which routes must reach"
+        )
+        ranked.append((-sharing, ":" in interface.address, position, interface.address, reason))
+    if not ranked:
+        raise UserError(
+            f"{master.hostname}, where rank 0 runs, has no address that other hosts could reach: "
+            f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
+            "Name one: --master-addr."
+        )
+    return [(address, reason) for *_, address, reason in sorted(ranked)]
+
+
+def _is_wished(interface: Interface, wished: str) -> bool:
+    """`wished` is an interface's name, its address or its network in CIDR notation."""
+    return wished in (interface.name, interface.address, interface.network)
+
+
+def listen(plan: Plan) -> list[socket.socket]:
+    """Rank 0: a listening socket for every candidate.
+
+    Raises:
+        UserError: the port is taken, or the address is not one of this host.
+    """
+    listeners: list[socket.socket] = []
+    for address in plan.addresses:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listeners.append(listener)
+        try:
+            listener.bind((address, plan.port))
+            listener.listen(2048)
+        except OSError as error:
+            for each in listeners:
+                each.close()
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f"MASTER_PORT={plan.port} is taken on {plan.hostnames[0]} ({address}). "
+                    "Leave it unset, and a free one is chosen."
+                ) from None
+            raise UserError(
+                f"{address} is no address of {plan.hostnames[0]}, where rank 0 runs "
+                f"({error.strerror}). Leave MASTER_ADDR unset, or name one of that host."
+            ) from None
+    return listeners
+
+
+def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
+    """Which of the addresses answer a TCP connection; all tried at once, in `PROBE_TIMEOUT_S`."""
+    reached: list[str] = []
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    with selectors.DefaultSelector() as selector:
+        for address, port in zip(addresses, ports, strict=True):
+            attempt = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            attempt.setblocking(False)
+            attempt.connect_ex((address, port))
+            selector.register(attempt, selectors.EVENT_WRITE, address)
+        while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining):
+                attempt = key.fileobj  # type: ignore[assignment]
+                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    reached.append(key.data)
+                selector.unregister(attempt)
+                attempt.close()
+            if addresses[0] in reached:  # a dead network need not be waited for much longer
+                deadline = min(deadline, time.monotonic() + 0.05)
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return reached

@@ -1,0 +1,175 @@
+"""A checkpoint is a folder that appears whole, proves itself when read, and is never overwritten.
+
+Written beside its place: files, a manifest with their SHA-256, COMPLETE with the manifest's, each
+flushed to the disk, then one rename. torch.load notices no flipped bit; the manifest does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
+_NAME = re.compile(r"step_(\d{8,})")
+_UNFINISHED = ".unfinished-"
+
+
+class BrokenCheckpoint(Exception):
+    """A folder that is no valid checkpoint; the sentence says what of it is wrong."""
+
+
+def step_of(folder: Path) -> int:
+    """The step in the folder's name. Raises ValueError for a name of another form."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder.name} is not named step_00000000")
+    return int(match[1])
+
+
+def list_steps(root: Path) -> list[Path]:
+    """The checkpoint folders in `root`, oldest first, valid or not; none if `root` is missing."""
+    if not root.is_dir():
+        return []
+    return sorted((f for f in root.iterdir() if _NAME.fullmatch(f.name)), key=step_of)
+
+
+def write(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
+    """Make the checkpoint of `step` in `root`; `fill` writes its files into the folder it is given.
+
+    A valid checkpoint of that step stays as it is; a broken one is replaced. One process at a time
+    may write into `root`.
+
+    Raises:
+        OSError: the disk is full or read-only, … Nothing half-made is left in sight.
+    """
+    final = root / f"step_{step:08d}"
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)
+    if final.exists() and is_valid(final):
+        return final
+    unfinished = root / f"{_UNFINISHED}{final.name}"
+    unfinished.mkdir()
+    try:
+        fill(unfinished)
+        manifest = {
+            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for path in sorted(unfinished.iterdir())
+        }
+        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (unfinished / COMPLETE).write_text(_sha256(unfinished / MANIFEST))
+        for path in unfinished.iterdir():
+            _flush(path)
+        _flush(unfinished)
+        if final.exists():  # broken, as seen above
+            _remove(final)
+        unfinished.rename(final)
+        _flush(root)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return final
+
+
+def verify(folder: Path) -> None:
+    """Read every byte and hold it against the manifest.
+
+    Raises:
+        BrokenCheckpoint: whatever is missing, cut short or changed.
+    """
+    _check(folder, lambda path, entry: _sha256(path) == entry["sha256"])
+
+
+def is_valid(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except BrokenCheckpoint:
+        return False
+    return True
+
+
+def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies; each newer, broken one is reported in a sentence."""
+    complaints = []
+    for folder in reversed(list_steps(root)):
+        try:
+            verify(folder)
+        except BrokenCheckpoint as error:
+            complaints.append((step_of(folder), str(error)))
+            continue
+        for step, complaint in complaints:
+            lost = step - step_of(folder)
+            report(f"{complaint}; going on from {folder.name} ({lost} steps lost).")
+        return folder
+    for _, complaint in complaints:
+        report(f"{complaint}; no older one is valid.")
+    return None
+
+
+def prune(root: Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` complete checkpoints, and return what was removed.
+
+    Completeness is judged by the files' sizes: this runs after every save, beside the training.
+    """
+    kept = 0
+    removed = []
+    for folder in reversed(list_steps(root)):
+        if kept < keep:
+            with contextlib.suppress(BrokenCheckpoint):
+                _check(folder, lambda path, entry: True)
+                kept += 1
+            continue
+        _remove(folder)
+        removed.append(folder)
+    return removed
+
+
+def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) -> None:
+    name = f"checkpoint {folder.name}"
+    try:
+        promised = (folder / COMPLETE).read_text()
+        manifest_bytes = (folder / MANIFEST).read_bytes()
+    except (OSError, UnicodeDecodeError):
+        raise BrokenCheckpoint(f"{name}: it was never completed") from None
+    if hashlib.sha256(manifest_bytes).hexdigest() != promised:
+        raise BrokenCheckpoint(f"{name}: {MANIFEST} does not match its SHA-256")
+    for file_name, entry in json.loads(manifest_bytes).items():
+        path = folder / file_name
+        if not path.is_file():
+            raise BrokenCheckpoint(f"{name}: {file_name} is missing")
+        if path.stat().st_size != entry["bytes"]:
+            raise BrokenCheckpoint(
+                f"{name}: {file_name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+            )
+        if not is_right(path, entry):
+            raise BrokenCheckpoint(f"{name}: {file_name} does not match its SHA-256")
+
+
+def _remove(folder: Path) -> None:
+    """A folder that is being removed must not look like a checkpoint, not even for a moment."""
+    doomed = folder.with_name(f"{_UNFINISHED}{folder.name}-removed")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """fsync a file, or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

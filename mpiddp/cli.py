@@ -1,0 +1,44 @@
+"""The verbs of the command line: one table, each verb's module loaded only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from mpiddp.errors import UserError
+
+# verb: (module with main(argv) -> int, what it is for)
+VERBS = {
+    "launch": ("mpiddp.launch.main", "start a script on every slot of a hostfile with one mpirun"),
+    "run": ("mpiddp.run", "run an env:// script as this rank, under mpirun, srun or torchrun"),
+    "train": ("mpiddp.train.main", "train a ResNet as this rank, or alone"),
+    "hosts": ("mpiddp.launch.hosts_verb", "check, convert and compare hostfiles"),
+    "checkpoints": ("mpiddp.checkpoints_verb", "list, verify and prune checkpoints"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code is 2, and one sentence stands on stderr, for bad input."""
+    verb, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if verb in ("-h", "--help"):
+        print(usage())
+        return 0
+    if verb == "--version":
+        from mpiddp import __version__
+
+        print(f"mpiddp {__version__}")
+        return 0
+    try:
+        if verb not in VERBS:
+            raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
+        code: int = import_module(VERBS[verb][0]).main(rest)
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    return code
+
+
+def usage() -> str:
+    verbs = "\n".join(f"  {verb:<12} {purpose}" for verb, (_, purpose) in VERBS.items())
+    return f"usage: mpiddp VERB [options]\n\n{verbs}\n\nmpiddp VERB --help tells more of each."

@@ -1,0 +1,240 @@
+"""From ranks that know nothing of each other to a process group, and back out in good order.
+
+with mpiddp.process_group() as world:      # or: world = mpiddp.init()
+    model = DistributedDataParallel(model.to(mpiddp.group.device_of(world)))
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.address import LOOPBACK, Card
+from mpiddp.crew import Crew
+from mpiddp.errors import UserError
+from mpiddp.rendezvous import Meeting, meet_over_mpi
+from mpiddp.slurm import slurm_address
+from mpiddp.world import World
+
+JOIN_TIMEOUT_S = 60.0
+COLLECTIVE_TIMEOUT_S = 600.0
+BACKENDS = ("nccl", "gloo")
+
+
+@contextlib.contextmanager
+def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Crew]:
+    """The ranks meet, share one store, and leave together at the end of the body.
+
+    Afterwards os.environ holds what env:// scripts read: RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, besides GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME unless the user has set them. Nothing else in it is touched.
+
+    Raises:
+        UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
+        SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
+    """
+    world = world or World.from_env()
+    timeout_s = _seconds("MPIDDP_TIMEOUT", JOIN_TIMEOUT_S)
+    if world.launcher.speaks_mpi and world.world_size > 1:
+        meeting = meet_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
+        store = _serve_or_join(meeting.world, meeting.listener, timeout_s)
+    else:
+        world, listener = _meet_by_address(world)
+        store = _serve_or_join(world, listener, timeout_s)
+        meeting = _meet_over_store(Crew(world, store), timeout_s)
+    _export(meeting)
+    crew = Crew(meeting.world, store, tuple(card.hostname for card in meeting.cards))
+    yield crew
+    # Only a body that succeeded comes here: after an error there is nobody to wait for.
+    crew.leave()
+
+
+@contextlib.contextmanager
+def process_group(
+    world: World | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    keep_mpi: bool = False,
+) -> Iterator[World]:
+    """The job's default process group, formed from whatever launcher started this process.
+
+    Args:
+        backend: "nccl" or "gloo"; by default nccl where there is a GPU, else gloo.
+        timeout_s: how long a collective may wait for a peer before the job fails.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+    """
+    with assemble(world, keep_mpi=keep_mpi) as crew:
+        with crew.together():
+            backend = choose_backend(backend)
+            device = device_of(crew.world, backend)
+        with joined(crew, backend, device, timeout_s=timeout_s):
+            yield crew.world
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    keep_mpi: bool = False,
+) -> World:
+    """`process_group()` for a script without a `with`: the group lasts until the interpreter exits."""
+    group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
+    world = group.__enter__()
+    atexit.register(group.__exit__, None, None, None)
+    return world
+
+
+@contextlib.contextmanager
+def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) -> Iterator[None]:
+    """The default process group of torch.distributed over the crew's store, destroyed at the end."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL looks: else every rank opens a context on GPU 0
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("mpiddp", crew.store),
+        rank=crew.world.rank,
+        world_size=crew.world.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_backend(wished: str | None) -> str:
+    """The backend to use: `wished`, or nccl where there is a GPU, else gloo."""
+    has_gpu = torch.cuda.is_available()
+    if wished == "nccl" and not has_gpu:
+        raise UserError(
+            f"--backend nccl needs a GPU, and torch {torch.__version__} sees none on "
+            f"{socket.gethostname()}. Use --backend gloo, or look at nvidia-smi there."
+        )
+    return wished or ("nccl" if has_gpu else "gloo")
+
+
+def device_of(world: World, backend: str | None = None) -> torch.device:
+    """The device of this rank: nothing else in this package decides on one.
+
+    With nccl it is the GPU of the local rank, or the only visible one where the launcher shows each
+    rank its own; with gloo the CPU.
+
+    Raises:
+        UserError: more local ranks than GPUs.
+    """
+    if (backend or choose_backend(None)) != "nccl":
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if world.local_rank < gpus:
+        return torch.device("cuda", world.local_rank)
+    one_each = gpus == 1 and world.launcher.name == "slurm"  # --gpus-per-task hides the others
+    if one_each:
+        return torch.device("cuda", 0)
+    raise UserError(
+        f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "
+        "ranks would share GPUs. Give it fewer slots in the hostfile, or use --backend gloo."
+    )
+
+
+def _serve_or_join(world: World, listener: socket.socket | None, timeout_s: float) -> dist.TCPStore:
+    """Rank 0 serves the store on its bound socket; the others, or all under an agent, join it.
+
+    `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server as well.
+    """
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    return dist.TCPStore(
+        world.master_addr,
+        world.master_port,
+        world.world_size,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+
+
+def _meet_by_address(world: World) -> tuple[World, socket.socket | None]:
+    """Launchers without MPI: the master address is in the environment, or follows from Slurm's."""
+    env = os.environ
+    port = int(env.get("MASTER_PORT", "0"))
+    if world.world_size == 1 and world.launcher.name != "torchrun":
+        address = LOOPBACK
+    elif world.launcher.name == "slurm":
+        address, port = slurm_address(world, env)
+    else:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+        if missing:
+            raise UserError(
+                f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set but "
+                f"{' and '.join(missing)} not: without MPI, ranks need both to find each other."
+            )
+        address = env["MASTER_ADDR"]
+    listener = None
+    if world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            listener = socket.create_server((address, port), backlog=2048)
+        except OSError as error:
+            raise UserError(
+                f"rank 0 on {world.hostname} cannot listen on {address} port {port}: "
+                f"{error.strerror}. Set MASTER_ADDR and MASTER_PORT to what it can."
+            ) from None
+        port = listener.getsockname()[1]
+    return replace(world, master_addr=address, master_port=port), listener
+
+
+def _meet_over_store(crew: Crew, timeout_s: float) -> Meeting:
+    """What MPI's gather tells the other jobs: who sits on which host."""
+    world = crew.world
+    texts = crew.exchange(Card.of_this_process(world).dumps(), timeout_s=timeout_s)
+    cards = tuple(Card.loads(text) for text in texts)
+    hosts = list(dict.fromkeys(card.host for card in cards))
+    own = cards[world.rank]
+    assert world.master_addr is not None
+    return Meeting(
+        world=replace(world, node_rank=hosts.index(own.host), num_nodes=len(hosts)),
+        cards=cards,
+        interface=own.interface_towards(socket.gethostbyname(world.master_addr)),
+        reason=f"{world.launcher.name} names it",
+        listener=None,
+    )
+
+
+def _export(meeting: Meeting) -> None:
+    world = meeting.world
+    os.environ.update(
+        RANK=str(world.rank),
+        LOCAL_RANK=str(world.local_rank),
+        WORLD_SIZE=str(world.world_size),
+        LOCAL_WORLD_SIZE=str(world.local_world_size),
+        GROUP_RANK=str(world.node_rank),
+        MASTER_ADDR=str(world.master_addr),
+        MASTER_PORT=str(world.master_port),
+    )
+    if meeting.interface:
+        # gloo takes the address of the host's own name, which Debian maps to 127.0.1.1; NCCL takes
+        # the first interface it likes. "=" asks NCCL for this name and none that begins like it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={meeting.interface}")
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise UserError(f'{name}="{text}" is not a number of seconds greater than 0.')
+    return value

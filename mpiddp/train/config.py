@@ -1,0 +1,276 @@
+"""The options of `mpiddp train`: parsed, checked and frozen.
+
+What can only be known with the others (how many ranks, which device) is filled in by `settle`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mpiddp.errors import UserError
+from mpiddp.train.schedule import SCHEDULES
+from mpiddp.world import World
+
+DATASETS = ("cifar10", "fashion-mnist", "image-folder")
+STEMS = ("auto", "imagenet", "cifar")
+ARCHS = (  # the keys of resnet.ARCHS, which --help need not import torch for
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnet20",
+    "resnet32",
+    "resnet44",
+    "resnet56",
+    "resnet110",
+)
+AMP = ("auto", "bf16", "fp16", "off")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a run. None means: chosen by `settle`, or by the data set."""
+
+    arch: str | None
+    stem: str
+    weights: str | None
+    dataset: str
+    data_dir: str | None
+    use_syn: bool
+    image_size: int | None
+    num_workers: int
+    batch_size: int | None  # images per rank and backward pass
+    global_batch_size: int | None
+    grad_accum_steps: int
+    keep_tail: bool
+    epochs: int | None
+    steps_per_epoch: int | None
+    lr: float
+    lr_scaling: bool
+    schedule: str
+    warmup_epochs: float | None
+    momentum: float
+    weight_decay: float
+    label_smoothing: float
+    sync_bn: bool
+    amp: str
+    channels_last: bool
+    compile: bool
+    seed: int
+    deterministic: bool
+    backend: str | None
+    timeout: float  # seconds
+    out: str | None
+    resume: str
+    save_every: int | None  # steps; None: once an epoch
+    keep: int
+    log_every: int  # steps
+    stop_at_step: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# What may differ between a checkpoint and the run that continues it, for it changes no weight but
+# by rounding: where things lie, how often is logged, and how the same global batch is dealt.
+FREE_TO_CHANGE = frozenset(
+    {
+        "batch_size",
+        "grad_accum_steps",
+        "num_workers",
+        "data_dir",
+        "weights",
+        "backend",
+        "timeout",
+        "out",
+        "resume",
+        "save_every",
+        "keep",
+        "log_every",
+        "stop_at_step",
+        "compile",
+        "channels_last",
+        "deterministic",
+    }
+)
+
+
+def differences(saved: dict[str, Any], config: TrainConfig) -> list[str]:
+    """What of `saved` (a config.json) another run than `config` would be: "lr 0.1, now 0.2"."""
+    return [
+        f"{field.name} {saved.get(field.name)}, now {getattr(config, field.name)}"
+        for field in fields(config)
+        if field.name not in FREE_TO_CHANGE and saved.get(field.name) != getattr(config, field.name)
+    ]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but bad usage is a UserError: all ranks read the same words, one prints them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"mpiddp train: {message}. See: mpiddp train --help")
+
+
+def parse(argv: list[str]) -> TrainConfig:
+    """The options as written. --use_syn and --use-syn are the same option.
+
+    Raises:
+        UserError: unknown options, or values out of range.
+    """
+    values = vars(_parser().parse_args([_dashed(word) for word in argv]))
+    values.pop("local_rank")
+    config = TrainConfig(**values)
+    if config.batch_size and config.global_batch_size:
+        raise UserError("--batch-size and --global-batch-size exclude each other: name one.")
+    if config.keep_tail and config.sync_bn:
+        raise UserError(
+            "--keep-tail and --sync-bn exclude each other: some ranks have no images in the tail."
+        )
+    return config
+
+
+def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -> TrainConfig:
+    """Fill in what depends on the machines: a small, quick run on CPUs, a larger one on GPUs.
+
+    Raises:
+        UserError: a global batch that cannot be dealt evenly.
+    """
+    batch_size, accum, world_size = config.batch_size, config.grad_accum_steps, world.world_size
+    if config.global_batch_size is not None:
+        batch_size, rest = divmod(config.global_batch_size, accum * world_size)
+        if rest or not batch_size:
+            unit = accum * world_size
+            fitting = {max(1, batch_size) * unit, (batch_size + 1) * unit}
+            raise UserError(
+                f"--global-batch-size {config.global_batch_size} does not divide by "
+                f"{world_size} ranks × {accum} accumulation steps = {unit}: "
+                f"{' or '.join(map(str, sorted(fitting)))} would."
+            )
+    elif batch_size is None:
+        batch_size = 256 if on_gpu else 64
+    amp = config.amp
+    if amp == "auto":
+        amp = "bf16" if has_bf16 else "off"
+    return replace(
+        config,
+        arch=config.arch or ("resnet18" if on_gpu else "resnet20"),
+        epochs=config.epochs or (30 if on_gpu else 10),
+        batch_size=batch_size,
+        global_batch_size=batch_size * accum * world_size,
+        amp=amp,
+    )
+
+
+def _dashed(word: str) -> str:
+    """--use_syn=1 to --use-syn=1; the value keeps its underscores."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _positive_int(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, not {text!r}")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, not {text!r}")
+    return int(text)
+
+
+def _number(low: float, high: float = float("inf"), *, above: bool = False) -> Any:
+    """A parser for numbers in [low, high), or in (low, high) with `above`."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (low < value if above else low <= value) or not value < high:
+            bound = f"{'greater than' if above else 'at least'} {low:g}"
+            bound += f" and less than {high:g}" if high < float("inf") else ""
+            raise argparse.ArgumentTypeError(f"expected a number {bound}, not {text!r}")
+        return value
+
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mpiddp train",
+        description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
+        "Dashes and underscores in options are the same.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+    model = parser.add_argument_group("model")
+    add = model.add_argument
+    add("--arch", choices=ARCHS, help="default: resnet20 on CPUs, resnet18 on GPUs")
+    add("--stem", choices=STEMS, default="auto", help="auto: cifar for images under 64 pixels")
+    add("--weights", metavar="FILE", help="start from a torchvision state_dict")
+
+    data = parser.add_argument_group("data")
+    add = data.add_argument
+    add("--dataset", choices=DATASETS, default="cifar10")
+    add("--data-dir", metavar="DIR", help="default: $MPIDDP_DATA, else the user's cache folder")
+    add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
+    add("--image-size", type=_positive_int, help="pixels, of an image folder (default 224)")
+    add("--num-workers", type=_natural, default=4, help="processes per rank that decode images")
+    add("--batch-size", type=_positive_int, help="per rank; default: 64 on CPUs, 256 on GPUs")
+    add("--global-batch-size", type=_positive_int, help="over all ranks, instead of --batch-size")
+    add("--grad-accum-steps", type=_positive_int, default=1, help="backward passes per step")
+    add("--keep-tail", action="store_true", help="train on the last, smaller batch as well")
+
+    schedule = parser.add_argument_group("schedule")
+    add = schedule.add_argument
+    add("--epochs", type=_positive_int, help="default: 10 on CPUs, 30 on GPUs")
+    add("--steps-per-epoch", type=_positive_int, help="end every epoch after this many steps")
+    add("--lr", type=_number(0, above=True), default=0.4, help="for a global batch of 256")
+    add("--no-lr-scaling", dest="lr_scaling", action="store_false", help="take --lr as it is")
+    add("--schedule", choices=SCHEDULES, default="one-cycle")
+    add("--warmup-epochs", type=_number(0), help="default: a quarter of all, 5 at most")
+    add("--momentum", type=_number(0, 1), default=0.9)
+    add("--weight-decay", type=_number(0), default=5e-4, help="not on BatchNorm and biases")
+    add("--label-smoothing", type=_number(0, 1), default=0.0)
+
+    engine = parser.add_argument_group("engine")
+    add = engine.add_argument
+    add("--backend", choices=("nccl", "gloo"), help="default: nccl with a GPU, else gloo")
+    add("--timeout", type=_number(0, above=True), default=600.0, help="seconds, of a collective")
+    add("--amp", choices=AMP, default="auto", help="auto: bf16 where the device computes in it")
+    add("--sync-bn", action="store_true", help="BatchNorm statistics over all ranks")
+    add(
+        "--channels-last",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="memory format NHWC",
+    )
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--seed", type=_natural, default=0)
+    add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
+
+    run = parser.add_argument_group("run")
+    add = run.add_argument
+    add("--out", metavar="DIR", help="the run's folder; default: runs/<time>-<arch>")
+    add(
+        "--resume", default="auto", metavar="auto|never|PATH", help="which checkpoint to go on from"
+    )
+    add("--save-every", type=_positive_int, metavar="STEPS", help="default: once an epoch")
+    add("--keep", type=_positive_int, default=2, help="checkpoints to keep, 2 or more")
+    add("--log-every", type=_positive_int, default=50, metavar="STEPS")
+    add("--stop-at-step", type=_positive_int, metavar="STEP", help="save there and leave, code 75")
+    # torch.distributed.launch passes it to every script; the environment has it as well.
+    add("--local-rank", type=_natural, help=argparse.SUPPRESS)
+    return parser
+
+
+def out_dir(config: TrainConfig, time: str) -> Path:
+    return Path(config.out) if config.out else Path("runs") / f"{time}-{config.arch}"

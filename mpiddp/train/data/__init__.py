@@ -1,0 +1,129 @@
+"""The data sets of `mpiddp train`, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mpiddp.errors import UserError
+from mpiddp.train.config import TrainConfig
+from mpiddp.train.data import cifar10, cifar10_fetch, fashion_mnist
+from mpiddp.train.data.arrays import default_data_dir
+from mpiddp.train.data.device_images import DeviceImages
+from mpiddp.train.data.image_folder import ImageFolder
+from mpiddp.train.data.source import Data
+from mpiddp.train.data.synthetic import SyntheticImages
+from mpiddp.world import World
+
+
+class _Shape(NamedTuple):
+    """What --use-syn imitates, and how pixels in [0, 1] are normalized."""
+
+    num_images: int
+    num_classes: int
+    channels: int
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+_SHAPES = {
+    "cifar10": _Shape(50_000, 10, 3, 32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "fashion-mnist": _Shape(60_000, 10, 1, 28, (0.2860,), (0.3530,)),
+    # ILSVRC 2012; an image folder's own numbers are counted
+    "image-folder": _Shape(1_281_167, 1000, 3, 224, (), ()),
+}
+
+
+def data_dir(config: TrainConfig) -> Path:
+    """The folder of the data set. One that the user names has to be there.
+
+    Raises:
+        UserError: it is not.
+    """
+    if config.data_dir is None:
+        if config.dataset == "image-folder":
+            raise UserError("--dataset image-folder needs --data-dir DIR, with train/ and val/.")
+        return default_data_dir()
+    folder = Path(config.data_dir)
+    if not folder.is_dir():
+        raise UserError(
+            f"--data-dir {folder} is missing (looked in {Path.cwd()}). "
+            "Create it, or leave the option away."
+        )
+    return folder
+
+
+def prepare(config: TrainConfig) -> None:
+    """Fetch the data set unless it is there. One rank of each host calls this, the others wait."""
+    if config.dataset == "cifar10" and not config.use_syn:
+        cifar10_fetch.fetch(data_dir(config), print)
+
+
+def open_data(config: TrainConfig, world: World, device: torch.device) -> Data:
+    """The data set as sources on the device.
+
+    Raises:
+        UserError: it is missing, or not what it should be.
+    """
+    shape = _SHAPES[config.dataset]
+    size = config.image_size or shape.size
+    if config.image_size and config.dataset != "image-folder":
+        raise UserError(f"--image-size is for image folders; {config.dataset} has {shape.size}.")
+    if config.use_syn:
+        return _synthetic(config, world, device, size)
+    if config.dataset == "image-folder":
+        return _image_folder(config, device, size)
+    load = {"cifar10": cifar10.load, "fashion-mnist": fashion_mnist.load}[config.dataset]
+    arrays = load(data_dir(config))
+    train, test = (
+        DeviceImages(
+            split,
+            device,
+            mean=shape.mean,
+            std=shape.std,
+            augment=augment,
+            seed=config.seed,
+            channels_last=config.channels_last,
+        )
+        for split, augment in ((arrays.train, True), (arrays.test, False))
+    )
+    return Data(arrays.name, arrays.num_classes, (shape.channels, size, size), train, test)
+
+
+def _synthetic(config: TrainConfig, world: World, device: torch.device, size: int) -> Data:
+    shape = _SHAPES[config.dataset]
+    assert config.batch_size is not None
+    train = SyntheticImages(
+        device,
+        num_images=shape.num_images,
+        num_classes=shape.num_classes,
+        shape=(shape.channels, size, size),
+        batch_size=config.batch_size,
+        seed=config.seed,
+        rank=world.rank,
+        channels_last=config.channels_last,
+    )
+    name = f"synthetic {config.dataset}"
+    return Data(name, shape.num_classes, (shape.channels, size, size), train, None)
+
+
+def _image_folder(config: TrainConfig, device: torch.device, size: int) -> Data:
+    folder = data_dir(config)
+    train, test = (
+        ImageFolder(
+            folder / split,
+            device,
+            image_size=size,
+            augment=augment,
+            seed=config.seed,
+            num_workers=config.num_workers,
+            channels_last=config.channels_last,
+        )
+        for split, augment in (("train", True), ("val", False))
+    )
+    if test.classes != train.classes:
+        raise UserError(f"{folder}: train/ and val/ hold different classes.")
+    return Data(folder.resolve().name, len(train.classes), (3, size, size), train, test)

@@ -1,0 +1,178 @@
+"""CIFAR-10 from a folder, in either of its official layouts, checked before it is used.
+
+`cifar-10-batches-bin` holds records of one label byte and 3072 pixel bytes; `cifar-10-batches-py`
+holds pickles, which are read without running anything that they name. Both give the same arrays,
+and `load` compares their SHA-256 with the official one.
+"""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpiddp.errors import UserError
+from mpiddp.train.data.arrays import ArrayDataset, ImageArrays, sha256
+
+NAME = "cifar10"
+TRAIN_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
+TEST_BATCHES = ("test_batch",)
+IMAGES_PER_BATCH = 10_000
+RECORD_BYTES = 1 + 3 * 32 * 32
+
+# Of the arrays, see arrays.sha256. They were decoded from batches whose own SHA-256 are the
+# official archive's (data_batch_1.bin: cee91656…, test_batch.bin: 8e2eb146…).
+SHA256 = "6b3883dca6c867f1e58def548c063d1865569b8575fcbce06b3e468a89f9895a"
+
+_MEND = "remove {} and run again to fetch it anew"
+
+# Labels [10000] and pixels [10000, 3 × 1024], the planes red, green and blue one after another.
+_Batch = tuple[NDArray[Any], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One official way to store the six batches: in a folder of this name, with this suffix."""
+
+    folder_name: str
+    suffix: str
+    read_batch: Callable[[Path], _Batch]
+
+    def files(self, folder: Path) -> list[Path]:
+        return [folder / f"{name}{self.suffix}" for name in TRAIN_BATCHES + TEST_BATCHES]
+
+
+def find(folder: Path) -> tuple[Path, Layout] | None:
+    """Where CIFAR-10 lies in `folder` (its own folder, or the one above), if it does at all."""
+    places = [(folder / layout.folder_name, layout) for layout in (BIN, PY)]
+    places += [(folder, layout) for layout in (BIN, PY)]
+    for place, layout in places:
+        if any(file.exists() for file in layout.files(place)):
+            return place, layout
+    return None
+
+
+def load(folder: Path) -> ArrayDataset:
+    """CIFAR-10 out of `folder`: 50,000 + 10,000 images [N, 32, 32, 3] in the official order.
+
+    Raises UserError if it is not there, incomplete, or anything else than CIFAR-10.
+    """
+    found = find(folder)
+    if found is None:
+        raise UserError(
+            f"{folder}: no CIFAR-10 here; expected {BIN.folder_name} (data_batch_1.bin …) "
+            f"or {PY.folder_name} (data_batch_1 …) in it"
+        )
+    place, layout = found
+    dataset = read(place, layout)
+    digest = sha256(dataset)
+    if digest != SHA256:
+        raise UserError(
+            f"{place}: its images and labels have the SHA-256 {digest}, "
+            f"CIFAR-10's have {SHA256}; {_MEND.format(place)}"
+        )
+    return dataset
+
+
+def read(place: Path, layout: Layout) -> ArrayDataset:
+    """The six batches in `place`, their contents unchecked. Raises UserError if one is unreadable."""
+    files = layout.files(place)
+    try:
+        train = _assemble([layout.read_batch(file) for file in files[: len(TRAIN_BATCHES)]])
+        test = _assemble([layout.read_batch(file) for file in files[len(TRAIN_BATCHES) :]])
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; {_MEND.format(place)}") from None
+    return ArrayDataset(name=NAME, num_classes=10, train=train, test=test)
+
+
+def _assemble(batches: list[_Batch]) -> ImageArrays:
+    images = np.empty((len(batches), IMAGES_PER_BATCH, 32 * 32, 3), np.uint8)
+    for batch_images, (_, pixels) in zip(images, batches, strict=True):
+        planes = pixels.reshape(IMAGES_PER_BATCH, 3, 32 * 32)
+        for channel in range(3):  # five times as fast as one transpose
+            batch_images[:, :, channel] = planes[:, channel]
+    labels = np.concatenate([labels for labels, _ in batches]).astype(np.int64)
+    return ImageArrays(images.reshape(-1, 32, 32, 3), labels)
+
+
+def _read_bin_batch(file: Path) -> _Batch:
+    records = np.fromfile(file, np.uint8)
+    expected = IMAGES_PER_BATCH * RECORD_BYTES
+    if records.size != expected:
+        raise UserError(
+            f"{file} has {records.size:,} bytes instead of {expected:,}; "
+            f"{_MEND.format(file.parent)}"
+        )
+    records = records.reshape(IMAGES_PER_BATCH, RECORD_BYTES)
+    return records[:, 0], records[:, 1:]
+
+
+def _read_py_batch(file: Path) -> _Batch:
+    # The errors that pickle's documentation and a damaged file's random opcodes lead to.
+    damaged = (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError)
+    try:
+        with file.open("rb") as stream:
+            batch = _BatchUnpickler(stream, encoding="bytes").load()
+        labels, pixels = np.array(batch[b"labels"], np.int64), _as_array(batch[b"data"])
+    except (pickle.UnpicklingError, MemoryError, *damaged) as error:
+        raise UserError(
+            f"{file}: not one of CIFAR-10's batches ({error}); {_MEND.format(file.parent)}"
+        ) from None
+    if labels.shape != (IMAGES_PER_BATCH,) or pixels.shape != (IMAGES_PER_BATCH, 3 * 32 * 32):
+        raise UserError(
+            f"{file} has {labels.shape} labels and {pixels.shape} pixels instead of (10000,) "
+            f"and (10000, 3072); {_MEND.format(file.parent)}"
+        )
+    return labels, pixels
+
+
+class _Noted:
+    """Stands in for what a pickle wants to build: keeps the arguments, and does nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """Python 3's way to pickle bytes under protocol 2."""
+    return text.encode("latin1")
+
+
+_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("numpy.core.multiarray", "_reconstruct"): _Noted,
+    ("numpy._core.multiarray", "_reconstruct"): _Noted,  # as NumPy 2 calls it
+    ("numpy", "ndarray"): _Noted,
+    ("numpy", "dtype"): _Noted,
+    ("_codecs", "encode"): _latin1,
+}
+
+
+class _BatchUnpickler(pickle.Unpickler):
+    """Reads a dict of bytes, lists, numbers and one array; refuses every other name.
+
+    Not even NumPy's own constructors run: their arguments are noted, and `_as_array` judges them.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
+        return _ALLOWED[module, name]
+
+
+def _as_array(noted: _Noted) -> NDArray[np.uint8]:
+    """The uint8 array that a pickle described. Raises ValueError if it described anything else."""
+    _version, shape, dtype, is_fortran, raw = noted.state
+    if dtype.arguments[0] not in (b"u1", "u1") or is_fortran:
+        raise ValueError(f"its pixels are {dtype.arguments[0]!r} instead of 'u1' in C order")
+    array: NDArray[np.uint8] = np.frombuffer(raw, np.uint8).reshape(shape)
+    return array
+
+
+BIN = Layout("cifar-10-batches-bin", ".bin", _read_bin_batch)
+PY = Layout("cifar-10-batches-py", "", _read_py_batch)

@@ -1,0 +1,81 @@
+"""Small data sets that live on the device as one uint8 tensor: a batch is an index into it.
+
+Crop, flip and normalization happen there as well, for a whole batch at once, so neither workers nor
+copies stand between a step and its images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mpiddp.train.data.arrays import ImageArrays
+from mpiddp.train.data.source import Batch
+
+PAD = 4  # pixels: the shift of He et al. 2015, section 4.2; the border is mirrored, not black
+
+
+class DeviceImages:
+    """Images [N, H, W, C] and labels [N] on `device`; augmented by shift and flip if asked."""
+
+    def __init__(
+        self,
+        arrays: ImageArrays,
+        device: torch.device,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: bool,
+        seed: int = 0,
+        channels_last: bool = True,
+    ) -> None:
+        self.num_images, self.height, self.width, channels = arrays.images.shape
+        self.augment = augment
+        self.seed = seed
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self._pixels = torch.from_numpy(arrays.images).to(device).view(-1, channels)
+        self._labels = torch.from_numpy(arrays.labels).to(device)
+        self._scale = 1 / (255 * torch.tensor(std, device=device))
+        self._shift = -torch.tensor(mean, device=device) / torch.tensor(std, device=device)
+        self._rows = _mirrored(self.height).to(device)
+        self._columns = _mirrored(self.width).to(device)
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        if not indices:
+            return
+        device = self._pixels.device
+        draws = self._draws(epoch).to(device) if self.augment else None
+        # One copy to the device an epoch, where one a batch would wait for the device each time.
+        for numbers in torch.cat(list(indices)).to(device).split([len(i) for i in indices]):
+            yield self._images(numbers, draws), self._labels[numbers]
+
+    def _draws(self, epoch: int) -> Tensor:
+        """Every image's row shift, column shift and flip in this epoch: int64 [num_images, 3]."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        high = torch.tensor([2 * PAD + 1, 2 * PAD + 1, 2])
+        uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
+        return (uniform * high).long()
+
+    def _images(self, numbers: Tensor, draws: Tensor | None) -> Tensor:
+        """The images of `numbers` [N]: float [N, C, H, W], normalized."""
+        height, width, device = self.height, self.width, numbers.device
+        rows = torch.arange(height, device=device).expand(len(numbers), height)
+        columns = torch.arange(width, device=device).expand(len(numbers), width)
+        if draws is not None:
+            down, right, flip = draws[numbers].unsqueeze(2).unbind(1)
+            rows = self._rows[rows + down]
+            columns = self._columns[torch.where(flip == 1, width - 1 - columns, columns) + right]
+        # A pixel's number among all pixels: gathering rows of C bytes leaves [N, H, W, C], which
+        # is the channels_last layout as it stands.
+        pixels = ((numbers * height)[:, None] + rows)[:, :, None] * width + columns[:, None, :]
+        images = self._pixels.index_select(0, pixels.view(-1))
+        images = images.view(len(numbers), height, width, -1) * self._scale + self._shift
+        return images.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
+
+
+def _mirrored(size: int) -> Tensor:
+    """Positions [0, size + 2 · PAD) of a padded line to positions of the line it mirrors."""
+    position = torch.arange(-PAD, size + PAD).abs()
+    return torch.where(position < size, position, 2 * (size - 1) - position)

@@ -1,0 +1,208 @@
+"""The moving parts of a step: the model under DDP, the optimizer, one backward pass over a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mpiddp.errors import UserError
+from mpiddp.train.config import TrainConfig
+from mpiddp.train.data.source import Batch, Data
+from mpiddp.train.resnet import ARCHS
+from mpiddp.train.sharding import Step
+
+SMALL_IMAGE = 64  # pixels: below, the ImageNet stem would leave too little of an image
+
+
+def build_model(config: TrainConfig, data: Data, device: torch.device) -> nn.Module:
+    """The bare model on the device, the same on every rank.
+
+    Raises:
+        UserError: --weights names a file that does not fit.
+    """
+    assert config.arch is not None
+    channels, height, _ = data.shape
+    stem = config.stem
+    if stem == "auto":
+        stem = "cifar" if height < SMALL_IMAGE else "imagenet"
+    torch.manual_seed(config.seed)
+    model: nn.Module = ARCHS[config.arch](
+        num_classes=data.num_classes, stem=stem, in_channels=channels
+    )
+    if config.weights is not None:
+        load_weights(model, Path(config.weights))
+    if config.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a torchvision state_dict; a head for another number of classes is left out.
+
+    Raises:
+        UserError: no such file, not a state_dict, or one of another architecture.
+    """
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"--weights {path} not found (looked in {Path.cwd()}).") from None
+    except Exception as error:  # torch.load raises what its readers raise: pickle, zipfile, runtime
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--weights {path}: torch.load refuses it: {reason}") from None
+    own = model.state_dict()
+    if not isinstance(weights, dict) or not weights.keys() <= own.keys():
+        raise UserError(f"--weights {path}: its keys are not those of this architecture.")
+    fitting = {
+        key: value
+        for key, value in weights.items()
+        if not key.startswith("fc.") or value.shape == own[key].shape
+    }
+    try:
+        missing = model.load_state_dict(fitting, strict=False).missing_keys
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"--weights {path}: {reason} (another --arch or --stem?)") from None
+    if any(not key.startswith("fc.") for key in missing):
+        raise UserError(f"--weights {path}: it lacks {missing[0]} and others.")
+
+
+def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> nn.Module:
+    """The model under DistributedDataParallel, its buckets settled; compiled if asked."""
+    # Each rank keeps its own BatchNorm statistics while it trains; `averaged_buffers` brings them
+    # together where they are read. torch 2.13 renamed the option.
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    keep_own = "forward_sync_buffers" if renamed else "broadcast_buffers"
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **{keep_own: False})
+    _settle_buckets(ddp, shape)
+    if config.compile:
+        return torch.compile(ddp)  # type: ignore[return-value]
+    return ddp
+
+
+def _settle_buckets(ddp: DistributedDataParallel, shape: tuple[int, int, int]) -> None:
+    """Run two throw-away steps, and leave no trace but DDP's final buckets.
+
+    DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend
+    on the grouping, so without this a resumed run would add up otherwise than one that went on.
+    """
+    device = next(ddp.parameters()).device
+    buffers = [buffer.clone() for buffer in ddp.buffers()]
+    cpu_rng = torch.get_rng_state()
+    for _ in range(2):
+        ddp(torch.zeros(2, *shape, device=device)).sum().backward()
+    ddp.zero_grad(set_to_none=True)
+    torch.set_rng_state(cpu_rng)
+    for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
+        buffer.copy_(saved)
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
+    """SGD with Nesterov momentum; weight decay on convolutions and the last layer's matrix only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]  # BatchNorm and biases
+    return torch.optim.SGD(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.momentum > 0,
+        fused=True,
+    )
+
+
+def backward(
+    ddp: nn.Module,
+    batches: Iterator[Batch],
+    step: Step,
+    scaler: torch.amp.GradScaler,
+    config: TrainConfig,
+) -> Tensor:
+    """Gradients of the mean loss over the step's global batch, on every rank the same.
+
+    Returns:
+        The sum of the losses of this rank's images: a scalar on the device.
+    """
+    world_size = dist.get_world_size()
+    parameters = [p for p in ddp.parameters() if p.requires_grad]
+    loss_sum = torch.zeros((), device=parameters[0].device)
+    for index, _ in enumerate(step.micro_batches):
+        images, labels = next(batches)
+        reduces = step.is_even and index == len(step.micro_batches) - 1
+        with contextlib.nullcontext() if reduces else ddp.no_sync():  # type: ignore[operator]
+            with autocast(config, images.device):
+                logits = ddp(images)
+                loss = F.cross_entropy(
+                    logits, labels, reduction="sum", label_smoothing=config.label_smoothing
+                )
+            # DDP takes the mean over the ranks; this makes it the mean over all images.
+            scaler.scale(loss * (world_size / step.num_images)).backward()
+        loss_sum += loss.detach()
+    if not step.is_even:
+        _average_gradients(parameters)
+    return loss_sum
+
+
+def _average_gradients(parameters: list[nn.Parameter]) -> None:
+    """DDP's average by hand, for a tail of which some ranks have fewer images than others, or none."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, mean in zip(
+        gradients,
+        flat.split([g.numel() for g in gradients]),
+        strict=True,
+    ):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[config.amp]
+    return torch.autocast(device.type, dtype=dtype, enabled=config.amp != "off")
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Whether bf16 is faster than fp32 there, not only possible."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
+
+
+@contextlib.contextmanager
+def averaged_buffers(model: nn.Module) -> Iterator[None]:
+    """BatchNorm's running statistics averaged over the ranks while the body runs; then as before.
+
+    So all ranks evaluate and save one and the same model, and doing so changes nothing in the
+    training that follows. A collective: every rank must enter.
+    """
+    own = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    saved = torch.cat([buffer.reshape(-1) for buffer in own])
+    mean = saved.clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    _fill(own, mean)
+    try:
+        yield
+    finally:
+        _fill(own, saved)
+
+
+def _fill(buffers: list[Tensor], flat: Tensor) -> None:
+    sizes = [buffer.numel() for buffer in buffers]
+    for buffer, values in zip(buffers, flat.split(sizes), strict=True):
+        buffer.copy_(values.view_as(buffer))

@@ -1,0 +1,43 @@
+"""Accuracy over a whole data set: every image on exactly one rank, sums reduced, never means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from mpiddp.train.config import TrainConfig
+from mpiddp.train.data.source import Source
+from mpiddp.train.engine import autocast, averaged_buffers
+from mpiddp.train.sharding import share_of
+
+BATCH_SIZE = 500  # images; it changes no result, for the model is in evaluation mode
+
+
+@dataclass(frozen=True)
+class Score:
+    accuracy: float  # fraction in [0, 1]
+    loss: float  # mean cross-entropy
+    num_images: int  # over all ranks
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, source: Source, config: TrainConfig, device: torch.device) -> Score:
+    """The bare model's score on all images of the source. A collective: every rank must call it."""
+    share = share_of(source.num_images, dist.get_rank(), dist.get_world_size())
+    indices = list(torch.arange(share.start, share.stop).split(BATCH_SIZE)) if share else []
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # right, loss, images
+    model.eval()
+    with averaged_buffers(model), autocast(config, device):
+        for images, labels in source.batches(indices, epoch=0):
+            logits = model(images)
+            totals[0] += (logits.argmax(1) == labels).sum()
+            totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
+            totals[2] += len(labels)
+    model.train()
+    dist.all_reduce(totals)
+    right, loss, count = totals.tolist()
+    return Score(right / count, loss / count, int(count))

@@ -1,0 +1,214 @@
+"""The training loop, top to bottom: step, log, save, evaluate, in the order in which they happen."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.crew import Crew
+from mpiddp.errors import UserError
+from mpiddp.train import checkpoint
+from mpiddp.train.checkpoint import Progress
+from mpiddp.train.config import TrainConfig
+from mpiddp.train.data.source import Data
+from mpiddp.train.engine import backward, build_model, build_optimizer, wrap
+from mpiddp.train.evaluate import Score, evaluate
+from mpiddp.train.metrics import Records, StepTimer, Summary, percentile
+from mpiddp.train.schedule import learning_rate, scaled_lr
+from mpiddp.train.sharding import Shards
+
+MAX_WARMUP_EPOCHS = 5
+STARTUP_STEPS = 3  # their times hold page faults and kernel choices, not the training
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes that follow from the configuration, the data and the job."""
+
+    shards: Shards
+    total_steps: int
+    warmup_steps: int
+    peak_lr: float
+    schedule: str
+
+    def lr(self, step: int) -> float:
+        return learning_rate(
+            step,
+            self.total_steps,
+            peak=self.peak_lr,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+        )
+
+
+def make_plan(config: TrainConfig, data: Data, crew: Crew) -> Plan:
+    """Derive the plan. Raises UserError where the global batch is larger than the data set."""
+    assert config.batch_size is not None
+    assert config.epochs is not None
+    shards = Shards(
+        num_samples=data.train.num_images,
+        batch_size=config.batch_size,
+        grad_accum_steps=config.grad_accum_steps,
+        rank=crew.world.rank,
+        world_size=crew.world.world_size,
+        seed=config.seed,
+        keep_tail=config.keep_tail,
+        max_steps=config.steps_per_epoch,
+    )
+    warmup_epochs = config.warmup_epochs
+    if warmup_epochs is None:
+        warmup_epochs = min(MAX_WARMUP_EPOCHS, config.epochs / 4)
+    if shards.steps_per_epoch == 0:
+        raise UserError(
+            f"the global batch of {shards.global_batch_size} images is larger than the data set "
+            f"({shards.num_samples}). Lower --batch-size or --global-batch-size."
+        )
+    return Plan(
+        shards,
+        total_steps=shards.steps_per_epoch * config.epochs,
+        warmup_steps=round(shards.steps_per_epoch * warmup_epochs),
+        peak_lr=scaled_lr(config.lr, shards.global_batch_size) if config.lr_scaling else config.lr,
+        schedule=config.schedule,
+    )
+
+
+def train(
+    config: TrainConfig,
+    plan: Plan,
+    crew: Crew,
+    data: Data,
+    device: torch.device,
+    out: Path,
+    say: Callable[[str], None],
+) -> Summary | None:
+    """Train to the end, or to --stop-at-step: then a checkpoint is saved and None returned.
+
+    `say` prints on rank 0 and does nothing elsewhere.
+    """
+    start = time.monotonic()
+    assert config.epochs is not None
+    model = build_model(config, data, device)
+    optimizer = build_optimizer(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+    checkpoints = out / "checkpoints"
+
+    restored = checkpoint.resume(crew, config, checkpoints, say)
+    progress = restored["progress"] if restored else Progress()
+    if restored:
+        model.load_state_dict(restored["model"])
+        optimizer.load_state_dict(restored["trainer"]["optimizer"])
+        scaler.load_state_dict(restored["trainer"]["scaler"])
+    ddp = wrap(model, config, data.shape)
+    torch.manual_seed(config.seed + 1 + crew.world.rank)
+    if restored:
+        checkpoint.restore_rank(model, restored["ranks"])
+
+    records = Records(out / "metrics.jsonl" if crew.world.rank == 0 else None)
+    timer = StepTimer(device)
+    score: Score | None = None
+    train_loss: float | None = None
+
+    for epoch in range(progress.epoch, config.epochs):
+        steps = list(plan.shards.steps(epoch, progress.position))
+        batches = data.train.batches([m for s in steps for m in s.micro_batches], epoch=epoch)
+        loss_sum, num_images = torch.zeros((), device=device), 0
+        timer.resume()
+
+        for step in steps:
+            lr = plan.lr(progress.step)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            loss_sum += backward(ddp, batches, step, scaler, config)
+            num_images += step.num_images
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            timer.tick()
+            progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)
+
+            if progress.step % config.log_every == 0 or step is steps[-1]:
+                dist.all_reduce(loss_sum)
+                train_loss = loss_sum.item() / num_images
+                loss_sum, num_images = torch.zeros((), device=device), 0
+                seconds = mean(timer.read()[-config.log_every :])
+                speed = plan.shards.global_batch_size / seconds
+                records.write(
+                    step=progress.step,
+                    epoch=epoch,
+                    lr=lr,
+                    train_loss=train_loss,
+                    images_per_s=speed,
+                    step_time_s=seconds,
+                )
+                say(
+                    f"epoch {epoch + 1}/{config.epochs}  step {progress.step}/{plan.total_steps}  "
+                    f"loss {train_loss:.4f}  lr {lr:.4f}  {speed:,.0f} images/s"
+                )
+
+            if step is steps[-1]:
+                progress = Progress(progress.step, epoch + 1, 0)
+                if data.test is not None:
+                    score = evaluate(model, data.test, config, device)
+                    records.write(
+                        step=progress.step,
+                        epoch=epoch,
+                        test_accuracy=score.accuracy,
+                        test_loss=score.loss,
+                    )
+                    say(f"epoch {epoch + 1}/{config.epochs}  test accuracy {score.accuracy:.2%}")
+
+            stops = progress.step == config.stop_at_step
+            if stops or _is_time_to_save(config, progress, plan):
+                checkpoint.save(checkpoints, progress, model, optimizer, scaler, config)
+            if stops:
+                records.close()
+                return None
+            if progress.position == 0 or _is_time_to_save(config, progress, plan):
+                timer.resume()
+
+    records.close()
+    if score is None and data.test is not None:  # resumed after the last step
+        score = evaluate(model, data.test, config, device)
+    seconds_of_steps = _slowest(timer.read(), device)
+    images = plan.shards.global_batch_size * len(seconds_of_steps)
+    return Summary(
+        dataset=data.name,
+        arch=str(config.arch),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        world_size=crew.world.world_size,
+        num_nodes=crew.world.num_nodes or 1,
+        hosts=dict(Counter(crew.hostnames)),
+        global_batch_size=plan.shards.global_batch_size,
+        epochs=config.epochs,
+        steps=progress.step,
+        train_loss=train_loss,
+        test_accuracy=score.accuracy if score else None,
+        test_images=score.num_images if score else None,
+        images_per_s=images / sum(seconds_of_steps) if seconds_of_steps else None,
+        step_time_p50_s=percentile(seconds_of_steps, 50),
+        step_time_p95_s=percentile(seconds_of_steps, 95),
+        wall_s=time.monotonic() - start,
+    )
+
+
+def _is_time_to_save(config: TrainConfig, progress: Progress, plan: Plan) -> bool:
+    """Every --save-every steps, or at the end of an epoch; at the end of the run in any case."""
+    if progress.step == plan.total_steps:
+        return True
+    if config.save_every is None:
+        return progress.position == 0
+    return progress.step % config.save_every == 0
+
+
+def _slowest(seconds: list[float], device: torch.device) -> list[float]:
+    """Of every step the time on the rank that was slowest at it, the start-up left out."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()[STARTUP_STEPS if len(seconds) > 2 * STARTUP_STEPS else 0 :]

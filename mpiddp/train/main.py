@@ -1,0 +1,141 @@
+"""`mpiddp train`: one rank of a ResNet training, from its options to the last table.
+
+The same under mpirun, srun and torchrun; alone it is a job of one rank, and says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.train.config import TrainConfig, out_dir, parse, settle
+from mpiddp.world import World, limit_threads
+
+STOPPED = 75  # EX_TEMPFAIL: a checkpoint is saved, the same command goes on
+
+
+def main(argv: list[str]) -> int:
+    """Train; 0 when done, 75 when stopped at --stop-at-step.
+
+    Raises:
+        UserError, SystemExit: bad input, see `mpiddp.crew`.
+    """
+    world = World.from_env()
+    try:
+        config: TrainConfig | UserError = parse(argv)
+    except UserError as error:
+        if world.world_size == 1:
+            raise
+        config = error  # for all ranks to hear, once they have met
+    limit_threads(world)
+
+    # Only now torch: --help and a wrong option answer at once.
+    from mpiddp.group import assemble, choose_backend, device_of, joined
+    from mpiddp.train.data import open_data, prepare
+    from mpiddp.train.engine import computes_in_bf16
+    from mpiddp.train.loop import make_plan, train
+    from mpiddp.train.metrics import table
+
+    with assemble(world) as crew:
+        world = crew.world
+
+        def say(text: str) -> None:
+            if world.rank == 0:
+                print(text, flush=True)
+
+        with crew.together():
+            if isinstance(config, UserError):
+                raise config
+            backend = choose_backend(config.backend)
+            device = device_of(world, backend)
+            config = settle(
+                config, world, on_gpu=device.type != "cpu", has_bf16=computes_in_bf16(device)
+            )
+        if world.launcher.name == "none":
+            say("no launcher: training alone, as rank 0 of 1. For more: mpiddp launch --help")
+        with crew.together(timeout_s=PREPARE_TIMEOUT_S):
+            if world.local_rank == 0:
+                prepare(config)
+        out = out_dir(config, crew.agreed(time.strftime("%Y%m%d-%H%M%S")))
+        with crew.together():
+            data = open_data(config, world, device)
+            plan = make_plan(config, data, crew)
+            if world.rank == 0:
+                _make_out(out, config)
+
+        with joined(crew, backend, device, timeout_s=config.timeout), _log(out, world):
+            say(
+                f"{world.world_size} ranks on {world.num_nodes} hosts over {backend}, "
+                f"{config.arch} on {data.name}, amp {config.amp}, global batch "
+                f"{plan.shards.global_batch_size}, peak lr {plan.peak_lr:g} "
+                f"(--lr {config.lr:g}{' scaled by batch/256' if config.lr_scaling else ''})"
+            )
+            summary = train(config, plan, crew, data, device, out, say)
+
+        if summary is None:
+            say(
+                f"stopped at step {config.stop_at_step}; the same command with --out {out} goes on."
+            )
+            return STOPPED
+        if world.rank == 0:
+            text = json.dumps(dataclasses.asdict(summary), indent=1)
+            (out / "summary.json").write_text(text + "\n")
+        say(f"\n{table(summary, out)}")
+    return 0
+
+
+PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
+
+
+def _make_out(out: Path, config: TrainConfig) -> None:
+    """The run's folder with its configuration. Raises UserError where it cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"--out {out} cannot be written: {error.strerror}. Name another folder."
+        ) from None
+
+
+class _log:
+    """This rank's log: who it is, and the traceback that ended it, if one did."""
+
+    def __init__(self, out: Path, world: World) -> None:
+        folder = out / "logs"
+        folder.mkdir(parents=True, exist_ok=True)  # every host has its own, if they share no disk
+        self._logger = logging.Logger("mpiddp")
+        handler = logging.FileHandler(folder / f"rank_{world.rank:05d}.log", delay=False)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._logger.addHandler(handler)
+        self._world = world
+
+    def __enter__(self) -> None:
+        import torch
+
+        world = self._world
+        self._logger.info(
+            "started: rank %d of %d, local rank %d, node %s, host %s, pid %d, python %s, torch %s, by %s",
+            world.rank,
+            world.world_size,
+            world.local_rank,
+            world.node_rank,
+            world.hostname,
+            os.getpid(),
+            platform.python_version(),
+            torch.__version__,
+            world.launcher.name,
+        )
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self._logger.info("done")
+        else:
+            self._logger.error("failed", exc_info=error)
+        logging.shutdown()

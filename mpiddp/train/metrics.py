@@ -1,0 +1,128 @@
+"""What a run measures of itself: step times on the device's own clock, records, the last table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class StepTimer:
+    """The seconds of each step, from the end of the one before; pauses for other work are left out.
+
+    On a GPU a step's end is an event on its stream, so that timing never waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type != "cpu"
+        self._marks: list[Any] = []
+        self._seconds: list[float] = []
+
+    def resume(self) -> None:
+        """Start here: what came before the next step is not part of it."""
+        self.read()
+        self._marks = [self._mark()]
+
+    def tick(self) -> None:
+        self._marks.append(self._mark())
+
+    def read(self) -> list[float]:
+        """The seconds of all steps so far. On a GPU this waits for the last one."""
+        if self._on_gpu and len(self._marks) > 1:
+            self._marks[-1].synchronize()
+        for start, end in zip(self._marks, self._marks[1:], strict=False):
+            self._seconds.append(start.elapsed_time(end) / 1000 if self._on_gpu else end - start)
+        del self._marks[:-1]
+        return self._seconds
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Records:
+    """metrics.jsonl: one record a line, flushed as it comes. Without a path it writes nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("a") if path else None
+
+    def write(self, **values: Any) -> None:
+        if self._file:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """summary.json. Times are those of the slowest rank; accuracy is a fraction."""
+
+    dataset: str
+    arch: str
+    num_parameters: int
+    world_size: int
+    num_nodes: int
+    hosts: dict[str, int]  # ranks on each host
+    global_batch_size: int
+    epochs: int
+    steps: int
+    train_loss: float | None
+    test_accuracy: float | None
+    test_images: int | None
+    images_per_s: float | None
+    step_time_p50_s: float | None
+    step_time_p95_s: float | None
+    wall_s: float
+
+
+def percentile(seconds: list[float], percent: int) -> float | None:
+    """The smallest value that `percent` of all do not exceed; None of nothing."""
+    if not seconds:
+        return None
+    if len(seconds) == 1:
+        return seconds[0]
+    return statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
+
+
+def table(summary: Summary, out: Path) -> str:
+    """The few lines that a run ends with."""
+    hosts = ", ".join(f"{name} {count}" for name, count in summary.hosts.items())
+    rows = {
+        "data set": summary.dataset,
+        "arch": f"{summary.arch} ({summary.num_parameters:,} parameters)",
+        "ranks": f"{summary.world_size} on {_count(summary.num_nodes, 'host')} ({hosts})",
+        "steps": f"{summary.steps:,} of {summary.global_batch_size} images",
+        "images/s": f"{_or_dash(summary.images_per_s, ',.0f')} over all ranks",
+        "step time": f"p50 {_ms(summary.step_time_p50_s)}, p95 {_ms(summary.step_time_p95_s)}",
+        "train loss": _or_dash(summary.train_loss, ".4f"),
+        "test accuracy": "no test set"
+        if summary.test_accuracy is None
+        else f"{summary.test_accuracy:.2%} of {summary.test_images:,} images",
+        "wall time": f"{summary.wall_s:.0f} s",
+        "run folder": str(out),
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"

@@ -1,0 +1,187 @@
+"""ResNets in plain torch: torchvision's names and shapes, so its checkpoints load, and CIFAR's own.
+
+resnet18/34/50/101/152 are those of He et al., "Deep Residual Learning for Image Recognition" (2015),
+table 1, with the stride of a bottleneck on its 3×3 convolution as torchvision has it; resnet20 to 110
+are section 4.2's family for 32×32 images, whose shortcuts have no parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, size, stride, padding=size // 2, bias=False)
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions: [N, C_in, H, W] to [N, width, H / stride, W / stride]."""
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, width: int, stride: int, shortcut: nn.Module | None):
+        super().__init__()
+        self.conv1 = _conv(in_channels, width, 3, stride)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv(width, width, 3)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        x = self.bn2(self.conv2(x))
+        return F.relu(x + identity, inplace=True)
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3 and 1×1 convolutions: [N, C_in, H, W] to [N, 4 · width, H / stride, W / stride]."""
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int, shortcut: nn.Module | None):
+        super().__init__()
+        self.conv1 = _conv(in_channels, width, 1)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv(width, width, 3, stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = _conv(width, width * self.expansion, 1)
+        self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.downsample = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        x = F.relu(self.bn2(self.conv2(x)), inplace=True)
+        x = self.bn3(self.conv3(x))
+        return F.relu(x + identity, inplace=True)
+
+
+class PadShortcut(nn.Module):
+    """Option A of He et al.: every second pixel, the new channels filled with zeros."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int):
+        super().__init__()
+        self.new_channels = out_channels - in_channels
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(
+            x, (0, 0, 0, 0, self.new_channels // 2, self.new_channels - self.new_channels // 2)
+        )
+
+
+def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    return nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+
+
+class ResNet(nn.Module):
+    """Images [N, in_channels, H, W] to logits [N, num_classes].
+
+    Args:
+        depths: blocks in each stage; widths: channels of each stage before the block's expansion.
+        stem: "imagenet" is a 7×7 convolution of stride 2 and a pool (H and W shrink to a quarter);
+            "cifar" a 3×3 convolution that keeps the size, for images of about 32×32.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        depths: Sequence[int],
+        widths: Sequence[int],
+        *,
+        num_classes: int,
+        stem: str,
+        in_channels: int = 3,
+        pad_shortcuts: bool = False,
+    ):
+        super().__init__()
+        if stem not in ("imagenet", "cifar"):
+            raise ValueError(f'stem="{stem}" is neither "imagenet" nor "cifar"')
+        size, stride = (7, 2) if stem == "imagenet" else (3, 1)
+        self.conv1 = _conv(in_channels, widths[0], size, stride)
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.pool = nn.MaxPool2d(3, 2, padding=1) if stem == "imagenet" else nn.Identity()
+
+        shortcut_of = PadShortcut if pad_shortcuts else _projection
+        channels = widths[0]
+        self.num_stages = len(depths)
+        for stage, (depth, width) in enumerate(zip(depths, widths, strict=True), start=1):
+            blocks = []
+            for index in range(depth):
+                stride = 2 if stage > 1 and index == 0 else 1
+                out = width * block.expansion
+                needs_shortcut = stride != 1 or channels != out
+                shortcut = shortcut_of(channels, out, stride) if needs_shortcut else None
+                blocks.append(block(channels, width, stride, shortcut))
+                channels = out
+            self.add_module(f"layer{stage}", nn.Sequential(*blocks))
+        self.fc = nn.Linear(channels, num_classes)
+
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(F.relu(self.bn1(self.conv1(x)), inplace=True))
+        for stage in range(1, self.num_stages + 1):
+            x = self.get_submodule(f"layer{stage}")(x)
+        logits: Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+def _imagenet_resnet(
+    block: type[BasicBlock] | type[Bottleneck],
+    depths: Sequence[int],
+    num_classes: int = 1000,
+    stem: str = "imagenet",
+    in_channels: int = 3,
+) -> ResNet:
+    widths = (64, 128, 256, 512)
+    return ResNet(
+        block, depths, widths, num_classes=num_classes, stem=stem, in_channels=in_channels
+    )
+
+
+def _cifar_resnet(
+    blocks_per_stage: int, num_classes: int = 10, stem: str = "cifar", in_channels: int = 3
+) -> ResNet:
+    return ResNet(
+        BasicBlock,
+        [blocks_per_stage] * 3,
+        (16, 32, 64),
+        num_classes=num_classes,
+        stem=stem,
+        in_channels=in_channels,
+        pad_shortcuts=True,
+    )
+
+
+resnet18 = partial(_imagenet_resnet, BasicBlock, (2, 2, 2, 2))
+resnet34 = partial(_imagenet_resnet, BasicBlock, (3, 4, 6, 3))
+resnet50 = partial(_imagenet_resnet, Bottleneck, (3, 4, 6, 3))
+resnet101 = partial(_imagenet_resnet, Bottleneck, (3, 4, 23, 3))
+resnet152 = partial(_imagenet_resnet, Bottleneck, (3, 8, 36, 3))
+resnet20 = partial(_cifar_resnet, 3)
+resnet32 = partial(_cifar_resnet, 5)
+resnet44 = partial(_cifar_resnet, 7)
+resnet56 = partial(_cifar_resnet, 9)
+resnet110 = partial(_cifar_resnet, 18)
+
+ARCHS = {
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "resnet101": resnet101,
+    "resnet152": resnet152,
+    "resnet20": resnet20,
+    "resnet32": resnet32,
+    "resnet44": resnet44,
+    "resnet56": resnet56,
+    "resnet110": resnet110,
+}

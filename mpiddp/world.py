@@ -1,0 +1,181 @@
+"""Who this process is among the ranks of a job, read from what its launcher left in the environment.
+
+Every launcher is one row of a table: the names of its variables. A row is taken whole or not at all,
+so a process never believes to be rank 0 because something was missing.
+
+    mpirun -np 2 python -c 'import mpiddp; print(mpiddp.World.from_env())'
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mpiddp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One launcher as data: which variables carry a rank's identity.
+
+    The row counts as present when `proof` is in the environment: the variable that nobody else sets
+    and that a stale shell profile would not hold.
+    """
+
+    name: str
+    proof: tuple[str, ...]
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    speaks_mpi: bool = False
+
+    @property
+    def variables(self) -> tuple[str, str, str, str]:
+        return (self.rank, self.world_size, self.local_rank, self.local_world_size)
+
+
+def _mpi(name: str, prefix: str) -> Launcher:
+    rank, size, local_rank, local_size = (
+        f"{prefix}_{suffix}" for suffix in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    proof = (rank, size, local_rank, local_size)
+    return Launcher(name, proof, rank, size, local_rank, local_size, speaks_mpi=True)
+
+
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+# The innermost launcher wins, so the order matters: `mpirun … torchrun` is torchrun's job, and a
+# RANK left over in a shell profile loses against the mpirun that really started this process.
+LAUNCHERS = (
+    Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *TORCH),
+    _mpi("openmpi", "OMPI_COMM_WORLD"),
+    _mpi("mvapich2", "MV2_COMM_WORLD"),
+    # srun's pmi2 plugin sets PMI_RANK and PMI_SIZE as well, so these two alone prove no Hydra there.
+    Launcher(
+        "hydra",
+        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        speaks_mpi=True,
+    ),
+    # SLURM_NTASKS also stands in the shell of an salloc and in an sbatch script, where this process is
+    # no task at all: only a step makes ranks.
+    Launcher(
+        "slurm",
+        ("SLURM_STEP_ID",),
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ),
+    Launcher("env", TORCH, *TORCH),
+)
+
+ALONE = Launcher("none", (), "", "", "", "")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the job. Only the last four fields need the other ranks to be known.
+
+    rank in [0, world_size), local_rank in [0, local_world_size) among the ranks of this host.
+    node_rank in [0, num_nodes) numbers the hosts in the order of their lowest rank; it and the master
+    address are None until the ranks have met (see `mpiddp.rendezvous`).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: Launcher = ALONE
+    hostname: str = field(default_factory=socket.gethostname)
+    node_rank: int | None = None
+    num_nodes: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> World:
+        """The world of the innermost launcher found in `env` (default: os.environ).
+
+        With no launcher at all this is rank 0 of 1, with `launcher.name == "none"`.
+
+        Raises:
+            UserError: a launcher's variables are only partly set, no whole numbers, or contradict
+                each other.
+        """
+        env = os.environ if env is None else env
+        for launcher in LAUNCHERS:
+            if _present(launcher, env):
+                return cls._from_row(launcher, env)
+        return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+    @classmethod
+    def _from_row(cls, launcher: Launcher, env: Mapping[str, str]) -> World:
+        found = [name for name in launcher.variables if name in env]
+        missing = [name for name in launcher.variables if name not in env]
+        if missing:
+            raise UserError(
+                f"only a part of {launcher.name}'s variables is set: found "
+                f"{', '.join(f'{name}={env[name]}' for name in found) or launcher.proof[0]}, "
+                f"missing {', '.join(missing)}. "
+                "Start the job with mpirun, torchrun or srun, or unset what is there."
+            )
+        local_size = env[launcher.local_world_size]
+        if launcher.name == "slurm":
+            local_size = _tasks_on_node(local_size, env.get("SLURM_NODEID", "0"))
+        texts = [*(env[name] for name in launcher.variables[:3]), local_size]
+        numbers = [
+            _whole_number(name, text) for name, text in zip(launcher.variables, texts, strict=True)
+        ]
+        rank, world_size, local_rank, local_world_size = numbers
+        for small, large, name, size_name in (
+            (rank, world_size, launcher.rank, launcher.world_size),
+            (local_rank, local_world_size, launcher.local_rank, launcher.local_world_size),
+            (local_world_size - 1, world_size, launcher.local_world_size, launcher.world_size),
+        ):
+            if not 0 <= small < large:
+                raise UserError(
+                    f"{name}={env[name]} does not fit {size_name}={env[size_name]}: "
+                    "these variables do not come from one launcher. Unset the stale ones."
+                )
+        return cls(rank, world_size, local_rank, local_world_size, launcher)
+
+
+def _present(launcher: Launcher, env: Mapping[str, str]) -> bool:
+    found = {name for name in launcher.proof if name in env}
+    if launcher.name == "hydra" and found <= {"PMI_RANK", "PMI_SIZE"} and "SLURM_STEP_ID" in env:
+        return False
+    return bool(found)
+
+
+def _whole_number(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise UserError(f'{name}="{text}" is not a whole number, 0 or more.')
+    return int(text)
+
+
+def _tasks_on_node(counts: str, node_id: str) -> str:
+    """Slurm's compressed counts ("2(x3),1" is 2, 2, 2, 1), looked up for one node."""
+    expanded: list[str] = []
+    for part in counts.split(","):
+        count, _, repeat = part.partition("(x")
+        expanded += [count] * (int(repeat.rstrip(")")) if repeat else 1)
+    return expanded[int(node_id)]
+
+
+def limit_threads(world: World) -> None:
+    """Give each rank its share of this host's cores, unless OMP_NUM_THREADS says otherwise.
+
+    To be called before torch is imported, whose pools are sized then. A rank that mpirun has bound
+    to some cores uses no more than these.
+    """
+    share = (os.cpu_count() or 1) // world.local_world_size
+    bound_to = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(share, bound_to))))

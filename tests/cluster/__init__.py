@@ -1,0 +1,46 @@
+"""A real ssh cluster on one machine: hosts as namespaces, each with its own name, network and sshd.
+
+    with cluster.up(3, layout=Layout(decoys=("docker0",))) as c:
+        c["node0"].run(["mpirun", "-np", "3", "-H", "node0,node1,node2", "hostname"])
+
+By hand: `python -m tests.cluster up 3`, then `python -m tests.cluster shell node0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.cluster.host import USER, Host
+from tests.cluster.layout import PLAIN, Layout
+from tests.cluster.needs import why_not
+from tests.cluster.program import Program
+from tests.cluster.standing import stand_up, up
+from tests.cluster.state import Cluster, alive, attach, standing, take_down
+
+__all__ = [
+    "USER",
+    "Cluster",
+    "Host",
+    "Layout",
+    "Program",
+    "alive",
+    "attach",
+    "stand_up",
+    "standing",
+    "take_down",
+    "up",
+    "up_or_skip",
+    "why_not",
+]
+
+
+@contextmanager
+def up_or_skip(count: int = 3, *, layout: Layout = PLAIN) -> Iterator[Cluster]:
+    """`up` for the body of a pytest fixture: skips its tests where no cluster can stand."""
+    import pytest  # here, so that the command line works before anything is installed
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with up(count, layout=layout) as cluster:
+        yield cluster

@@ -1,0 +1,76 @@
+"""Ways to break the ssh of a standing host; leaving the block mends it again.
+
+with faults.no_sshd(cluster["node1"]):
+    ...  # ssh node1: connection refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from tests.cluster import ssh
+from tests.cluster.host import USER, Host
+from tests.cluster.state import Cluster
+
+
+@contextmanager
+def no_sshd(host: Host) -> Iterator[None]:
+    """Nobody listens: "Connection refused"."""
+    ssh.stop_sshd(host)
+    try:
+        yield
+    finally:
+        ssh.start_sshd([host])
+
+
+@contextmanager
+def unknown_key(cluster: Cluster, host: Host) -> Iterator[None]:
+    """No other host knows this one's key: "Host key verification failed."."""
+    with ExitStack() as mended:
+        for other in cluster.hosts:
+            for user in ("root", USER):
+                path = f"{other.home(user)}/.ssh/known_hosts"
+                lines = other.path(path).read_text().splitlines(keepends=True)
+                kept = "".join(line for line in lines if not line.startswith(f"{host.name},"))
+                mended.enter_context(_replaced(other, path, kept))
+        yield
+
+
+@contextmanager
+def key_refused(host: Host) -> Iterator[None]:
+    """The host accepts nobody's key: "Permission denied (publickey)."."""
+    with ExitStack() as mended:
+        for user in ("root", USER):
+            path = f"{host.home(user)}/.ssh/authorized_keys"
+            mended.enter_context(_replaced(host, path, ""))
+        yield
+
+
+@contextmanager
+def login_fails(host: Host) -> Iterator[None]:
+    """The key is accepted and the login shell ends at once, with exit code 1: no command runs."""
+    users = host.path("/etc/passwd").read_text()
+    with _replaced(host, "/etc/passwd", users.replace(":/bin/bash\n", ":/usr/sbin/nologin\n")):
+        yield
+
+
+@contextmanager
+def unreachable(host: Host) -> Iterator[None]:
+    """The host's cable is pulled: silence, until connecting to it times out."""
+    host.link("down")
+    try:
+        yield
+    finally:
+        host.link("up")
+
+
+@contextmanager
+def _replaced(host: Host, path: str, text: str) -> Iterator[None]:
+    file = host.path(path)
+    before = file.read_text()
+    file.write_text(text)  # in place: the file keeps its owner and mode
+    try:
+        yield
+    finally:
+        file.write_text(before)

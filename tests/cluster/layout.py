@@ -1,0 +1,71 @@
+"""What the hosts of a test cluster look like: their names, interfaces, addresses and /etc/hosts.
+
+The defaults give a well-kept cluster. Each field of `Layout` adds one of the oddities that real
+clusters have and launchers trip over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Every cluster has its own unconnected namespaces, so all of them can use the same networks.
+NETWORK = "10.77.0"
+DEAD_NETWORK = "10.78.0"
+DECOY_ADDRESSES = {"docker0": "172.17.0.1/16", "virbr0": "192.168.122.1/24"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a cluster differs from the plainest one.
+
+    interfaces: the name of each host's network interface, dealt round-robin ("eth0", "ens5", …).
+    own_name_is_loopback: a host's own name resolves to 127.0.1.1 on itself, as Debian's installer
+        writes it; the other hosts' names still resolve to their real addresses.
+    decoys: "docker0" and/or "virbr0", up on every host with the same address on each.
+    dead_network: a second interface eth1 with an address in 10.78.0.0/24; nothing gets through.
+    """
+
+    interfaces: tuple[str, ...] = ("eth0",)
+    own_name_is_loopback: bool = False
+    decoys: tuple[str, ...] = ()
+    dead_network: bool = False
+
+
+PLAIN = Layout()
+
+
+@dataclass(frozen=True)
+class Link:
+    """One interface of a host. A link that is not `live` ends in nothing."""
+
+    interface: str
+    address: str  # with its prefix length: "10.77.0.1/24"
+    live: bool
+
+
+def host_name(index: int) -> str:
+    return f"node{index}"
+
+
+def host_address(index: int) -> str:
+    return f"{NETWORK}.{index + 1}"
+
+
+def host_links(layout: Layout, index: int) -> list[Link]:
+    """The interfaces of host number `index`; the first one carries its traffic."""
+    links = [
+        Link(layout.interfaces[index % len(layout.interfaces)], f"{host_address(index)}/24", True)
+    ]
+    if layout.dead_network:
+        links.append(Link("eth1", f"{DEAD_NETWORK}.{index + 1}/24", False))
+    links += [Link(name, DECOY_ADDRESSES[name], False) for name in layout.decoys]
+    return links
+
+
+def etc_hosts(layout: Layout, index: int, count: int) -> str:
+    """The text of /etc/hosts on host number `index` of `count`."""
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+    for other in range(count):
+        own = layout.own_name_is_loopback and other == index
+        lines.append(f"{'127.0.1.1' if own else host_address(other)} {host_name(other)}")
+    return "\n".join(lines) + "\n"

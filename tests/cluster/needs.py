@@ -1,0 +1,75 @@
+"""What a machine needs before a test cluster can stand on it, and what it lacks.
+
+The one list of Debian packages: `apt-get install $(python -m tests.cluster packages)`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import cache
+
+PACKAGES = (
+    "openssh-server",  # sshd, one for each host
+    "openssh-client",  # ssh, ssh-keygen
+    "iproute2",  # ip: veth pairs, bridge, addresses
+    # unshare, nsenter, setpriv, setsid and script are util-linux, which every Debian has.
+)
+SLURM_PACKAGES = (
+    "slurm-wlm",  # slurmctld, slurmd, srun, sbatch, salloc
+    "munge",  # the authentication that Slurm's daemons use between each other
+)
+
+# Daemons live in sbin, which is not on every user's PATH.
+PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+
+# The namespaces that make a process a host, as arguments of unshare.
+NAMESPACES = (
+    *("--net", "--uts", "--ipc", "--mount", "--mount-proc"),
+    *("--pid", "--fork", "--kill-child"),
+)
+
+_TOOLS = ("ip", "ssh", "ssh-keygen", "sshd", "unshare", "nsenter", "setpriv", "setsid", "mount")
+_SLURM_TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
+
+
+def tool(name: str) -> str:
+    """The absolute path of a program of this machine. Raises FileNotFoundError."""
+    path = shutil.which(name, path=PATH)
+    if path is None:
+        raise FileNotFoundError(f"{name} is not installed")
+    return path
+
+
+@cache
+def why_not() -> str | None:
+    """Why no cluster can stand on this machine, in one sentence; None when one can."""
+    if os.geteuid() != 0:
+        return "the test cluster needs root (it makes network, mount and pid namespaces)"
+    if missing := _missing(_TOOLS):
+        return f"the test cluster lacks {missing}. Run: apt-get install {' '.join(PACKAGES)}"
+    probe = subprocess.run(
+        ["unshare", *NAMESPACES, "ip", "-batch", "-"],
+        input="link add switch type bridge\nlink add veth0 type veth peer name veth1\n",
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PATH": PATH},
+    )
+    if probe.returncode != 0:
+        return f"the test cluster may not make namespaces here: {probe.stderr.strip()}"
+    return None
+
+
+@cache
+def why_no_slurm() -> str | None:
+    """Why no Slurm cluster can stand on this machine; None when one can."""
+    if reason := why_not():
+        return reason
+    if missing := _missing(_SLURM_TOOLS):
+        return f"the Slurm cluster lacks {missing}. Run: apt-get install {' '.join(SLURM_PACKAGES)}"
+    return None
+
+
+def _missing(tools: tuple[str, ...]) -> str:
+    return ", ".join(name for name in tools if shutil.which(name, path=PATH) is None)

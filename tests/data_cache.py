@@ -1,0 +1,36 @@
+"""The real CIFAR-10 for every test that trains: fetched once, where the program itself keeps it."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.train.data import cifar10, cifar10_fetch
+from mpiddp.train.data.arrays import default_data_dir
+
+
+def fetched_cifar10() -> Path:
+    """The data folder with CIFAR-10 in it; skips the test, saying why, if no source answers."""
+    outcome = _fetch_once()
+    if isinstance(outcome, UserError):
+        pytest.skip(f"this test needs the real data: {outcome}")
+    return outcome
+
+
+def official_batches() -> Path:
+    """The folder of CIFAR-10's six batches in the binary layout, fetched as above."""
+    found = cifar10.find(fetched_cifar10())
+    if found is None or found[1] is not cifar10.BIN:
+        pytest.skip(f"this test needs {cifar10.BIN.folder_name}, and another layout is cached")
+    return found[0]
+
+
+@functools.cache
+def _fetch_once() -> Path | UserError:
+    folder = default_data_dir()
+    try:
+        cifar10_fetch.fetch(folder, print)
+    except UserError as error:
+        return error
+    return folder

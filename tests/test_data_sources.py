@@ -1,0 +1,270 @@
+"""CIFAR-10 and Fashion-MNIST: real data read right, and everything else refused in a sentence."""
+
+import gzip
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_cache import official_batches
+
+from mpiddp.errors import UserError
+from mpiddp.train.data import cifar10, fashion_mnist
+from mpiddp.train.data.arrays import ArrayDataset, ImageArrays, default_data_dir, sha256
+
+BATCHES = cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES
+
+
+@pytest.fixture
+def official() -> Path:
+    return official_batches()
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """A folder for copies of the data set, which pytest would keep for three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+# Arrays
+
+
+def test_sha256_sees_every_part() -> None:
+    def dataset(image: int = 1, label: int = 2) -> ArrayDataset:
+        part = ImageArrays(np.full((1, 2, 2, 3), image, np.uint8), np.array([label], np.int64))
+        return ArrayDataset("tiny", 3, part, part)
+
+    assert sha256(dataset()) == sha256(dataset())
+    assert len({sha256(dataset()), sha256(dataset(image=0)), sha256(dataset(label=0))}) == 3
+
+
+def test_data_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPIDDP_DATA", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert default_data_dir() == Path("/home/ada/.cache/mpiddp")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_data_dir() == Path("/cache/mpiddp")
+    monkeypatch.setenv("MPIDDP_DATA", "/data")
+    assert default_data_dir() == Path("/data")
+
+
+# CIFAR-10 from a folder
+
+
+def test_cifar10_is_found_in_its_own_folder_and_in_the_one_above(official: Path) -> None:
+    for folder in (official, official.parent):
+        dataset = cifar10.load(folder)
+        assert (dataset.name, dataset.num_classes) == ("cifar10", 10)
+        assert dataset.train.images.shape == (50_000, 32, 32, 3)
+        assert dataset.test.images.shape == (10_000, 32, 32, 3)
+        assert dataset.train.labels[:5].tolist() == [6, 9, 9, 4, 1]  # a frog, two trucks, …
+        assert dataset.test.labels.dtype == np.int64
+        assert np.bincount(dataset.test.labels).tolist() == [1000] * 10
+
+
+def test_the_pickled_layout_gives_the_same_arrays(official: Path, scratch: Path) -> None:
+    dataset = cifar10.load(official)
+    folder = scratch / "cifar-10-batches-py"
+    folder.mkdir()
+    for index, name in enumerate(BATCHES):
+        part = dataset.test if name == "test_batch" else dataset.train
+        rows = slice(index % 5 * 10_000, (index % 5 + 1) * 10_000)
+        pixels = part.images[rows].transpose(0, 3, 1, 2).reshape(10_000, 3072)
+        labels = part.labels[rows].tolist()
+        if name == "data_batch_1":  # what Python 3 would write is read as well
+            batch = {b"data": pixels, b"labels": labels, b"filenames": [b"leptodactylus.png"]}
+            content = pickle.dumps(batch, protocol=2)
+        else:
+            content = python2_pickle(pixels, labels)
+        (folder / name).write_bytes(content)
+
+    assert sha256(cifar10.load(scratch)) == sha256(dataset)
+
+
+def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
+    """A batch as Python 2 pickled the official ones."""
+
+    def string(text: bytes) -> bytes:
+        return b"U" + bytes([len(text)]) + text
+
+    dtype = b"cnumpy\ndtype\n" + string(b"u1") + b"K\x00K\x01\x87R"
+    dtype += b"(K\x03" + string(b"|") + b"NNN" + 2 * b"J\xff\xff\xff\xff" + b"K\x00tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85"
+    array += string(b"b") + b"\x87R"
+    array += b"(K\x01M" + struct.pack("<H", 10_000) + b"M" + struct.pack("<H", 3072) + b"\x86"
+    array += dtype + b"\x89T" + struct.pack("<i", pixels.size) + pixels.tobytes() + b"tb"
+    items = string(b"batch_label") + string(b"training batch 1 of 5")
+    items += string(b"labels") + b"](" + b"".join(b"K%c" % label for label in labels) + b"e"
+    items += string(b"data") + array
+    return b"\x80\x02}(" + items + b"u."
+
+
+class Malicious:
+    """Pickled, an order to run `function(argument)`."""
+
+    def __init__(self, function: object, argument: str) -> None:
+        self.order = (function, (argument,))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.order
+
+
+@pytest.mark.parametrize(("function", "named"), [(os.system, "posix.system"), (eval, "eval")])
+def test_a_malicious_pickle_is_refused_and_runs_nothing(
+    function: object, named: str, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    order = (
+        f"mkdir {victim}" if function is os.system else f"__import__('os').mkdir({str(victim)!r})"
+    )
+    content = pickle.dumps({b"labels": [], b"data": Malicious(function, order)}, protocol=2)
+    (tmp_path / "data_batch_1").write_bytes(content)
+
+    with pytest.raises(UserError, match=rf"data_batch_1: .*{named}, which is refused"):
+        cifar10.load(tmp_path)
+    assert not victim.exists()
+
+    pickle.loads(content)  # it does harm where it is let
+    assert victim.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "Ran out of input"),
+        (b"no pickle", "not one of CIFAR-10's batches"),
+        (pickle.dumps([]), "not one of CIFAR-10's batches"),
+        (pickle.dumps({b"data": 1, b"labels": [1]}), "not one of CIFAR-10's batches"),
+        (pickle.dumps({b"data": np.zeros(3), b"labels": [1]}, 2), "'f8' instead of 'u1'"),
+        (
+            pickle.dumps({b"data": np.zeros((2, 2), np.uint8), b"labels": [1]}, 2),
+            r"\(1,\) labels and \(2, 2\) pixels",
+        ),
+    ],
+)
+def test_a_damaged_pickle_is_one_sentence(content: bytes, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "data_batch_1").write_bytes(content)
+    with pytest.raises(UserError, match=complaint):
+        cifar10.load(tmp_path)
+
+
+def linked(official: Path, folder: Path, **changed: bytes) -> Path:
+    """The official batches in `folder`, but for the changed ones."""
+    for name in BATCHES:
+        if name in changed:
+            (folder / f"{name}.bin").write_bytes(changed[name])
+        else:
+            (folder / f"{name}.bin").symlink_to(official / f"{name}.bin")
+    return folder
+
+
+def test_one_flipped_bit_is_noticed(official: Path, scratch: Path) -> None:
+    content = bytearray((official / "test_batch.bin").read_bytes())
+    content[12_345_678] ^= 1
+    folder = linked(official, scratch, test_batch=bytes(content))
+    with pytest.raises(
+        UserError, match=f"^{folder}: .*SHA-256 .*{cifar10.SHA256}; remove {folder}"
+    ):
+        cifar10.load(folder)
+
+
+def test_a_short_batch_is_named(official: Path, scratch: Path) -> None:
+    folder = linked(official, scratch, data_batch_3=b"short")
+    with pytest.raises(UserError, match=r"data_batch_3.bin has 5 bytes instead of 30,730,000"):
+        cifar10.load(folder)
+
+
+def test_a_missing_batch_is_named(official: Path, scratch: Path) -> None:
+    folder = linked(official, scratch)
+    (folder / "test_batch.bin").unlink()
+    with pytest.raises(UserError, match=r"test_batch.bin: No such file.*; remove"):
+        cifar10.load(folder)
+
+
+def test_no_cifar10_at_all_names_both_layouts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cifar-10-batches-bin .* or cifar-10-batches-py"):
+        cifar10.load(tmp_path / "absent")
+
+
+# Fashion-MNIST
+
+
+def idx(values: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes()
+
+
+def write_fashion_mnist(folder: Path, **changed: bytes) -> Path:
+    """Five training and three test images, but for the changed files' contents."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", 5), ("t10k", 3)):
+        images = np.arange(count * 28 * 28, dtype=np.uint32).astype(np.uint8)
+        contents = {
+            "images-idx3": idx(images.reshape(count, 28, 28)),
+            "labels-idx1": idx(np.arange(count, dtype=np.uint8)),
+        }
+        for kind, content in contents.items():
+            raw = changed.get(f"{part}_{kind[:6]}", gzip.compress(content))
+            (folder / f"{part}-{kind}-ubyte.gz").write_bytes(raw)
+    return folder
+
+
+@pytest.mark.parametrize("place", ["", "fashion-mnist", "debian"])
+def test_fashion_mnist_is_read_from_each_place(place: str, tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path / place)
+    dataset = fashion_mnist.load(tmp_path, debian_dir=tmp_path / "debian")
+    assert (dataset.name, dataset.num_classes) == ("fashion-mnist", 10)
+    assert dataset.train.images.shape == (5, 28, 28, 1)
+    assert dataset.train.images[1, 0, :3, 0].tolist() == [16, 17, 18]  # 28 × 28 is 16 above 3 × 256
+    assert dataset.test.labels.tolist() == [0, 1, 2]
+    assert dataset.train.images.dtype == np.uint8
+    assert dataset.train.labels.dtype == np.int64
+    assert dataset.train.images.flags.writeable
+
+
+def test_debians_fashion_mnist(tmp_path: Path) -> None:
+    if not fashion_mnist.DEBIAN_DIR.exists():
+        pytest.skip("no real Fashion-MNIST here: apt-get install dataset-fashion-mnist")
+    dataset = fashion_mnist.load(tmp_path)
+    assert dataset.train.images.shape == (60_000, 28, 28, 1)
+    assert np.bincount(dataset.train.labels).tolist() == [6000] * 10
+    assert np.bincount(dataset.test.labels).tolist() == [1000] * 10
+    assert dataset.train.images.mean() / 255 == pytest.approx(0.2860, abs=1e-4)  # as published
+
+
+def test_without_fashion_mnist_the_places_and_the_package_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        fashion_mnist.load(tmp_path, debian_dir=tmp_path / "debian")
+    for expected in (f"{tmp_path}, ", f"{tmp_path}/fashion-mnist, ", f"{tmp_path}/debian; "):
+        assert expected in str(caught.value)
+    assert "apt-get install dataset-fashion-mnist" in str(caught.value)
+
+
+IMAGES = idx(np.zeros((5, 28, 28), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("train_images", gzip.compress(IMAGES)[:-20], "not a readable gzip file"),
+        ("train_images", b"plain", "not a readable gzip file"),
+        ("train_images", gzip.compress(b"\0\0\x08"), "3 bytes, too short"),
+        ("train_images", gzip.compress(b"\x89PNG" + IMAGES), "starts with 89504e47 instead of 00"),
+        ("train_images", gzip.compress(IMAGES[:-1]), "5 × 28 × 28 bytes and 3,919 follow"),
+        ("train_images", gzip.compress(idx(np.zeros((5, 9, 9), np.uint8))), r"of \(9, 9\) pixels"),
+        ("t10k_labels", gzip.compress(idx(np.zeros(4, np.uint8))), "4 labels for the 3 images"),
+        ("t10k_labels", gzip.compress(idx(np.array([0, 10, 1], np.uint8))), "label 10 is not one"),
+    ],
+)
+def test_a_damaged_fashion_mnist_file_is_one_sentence(
+    name: str, content: bytes, complaint: str, tmp_path: Path
+) -> None:
+    part, kind = name.split("_")
+    write_fashion_mnist(tmp_path, **{name: content})
+    with pytest.raises(UserError, match=rf"{part}-{kind}-idx\d-ubyte.gz.*{complaint}"):
+        fashion_mnist.load(tmp_path)
