@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,8 @@ def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> 
     # Each rank keeps its own BatchNorm statistics while it trains; `averaged_buffers` brings them
     # together where they are read. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    keep_own = "forward_sync_buffers" if renamed else "broadcast_buffers"
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **{keep_own: False})
+    keep_own: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **keep_own)
     _settle_buckets(ddp, shape)
     if config.compile:
         return torch.compile(ddp)  # type: ignore[return-value]

@@ -231,8 +231,8 @@ def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except FileNotFoundError:
-            raise SourceFailed(f"{command[0]} is not installed") from None
+        except OSError as error:
+            raise SourceFailed(f"{command[0]} is not installed ({error.strerror})") from None
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -291,7 +291,9 @@ def _reading() -> Iterator[None]:
         zlib.error,
         EOFError,
         OSError,
+        OverflowError,
         SyntaxError,
+        TypeError,
         ValueError,
         Image.DecompressionBombError,  # the real PNGs are an eighth of Pillow's limit
     ) as error:

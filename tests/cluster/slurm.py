@@ -1,0 +1,159 @@
+"""A real Slurm on a standing test cluster: munged and slurmd on every host, slurmctld on the first.
+
+with cluster.up(2) as c, slurm.up(c) as s:
+    c["node0"].run(["srun", "-N2", "--ntasks-per-node=2", "hostname"])
+    s.sbatch("#!/bin/sh\\nsrun hostname\\n", "-N2")
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tests.cluster.host import Arg, Host
+from tests.cluster.state import Cluster
+
+_FOLDERS = ("/run/munge", "/run/slurm")  # on the host's own tmpfs, so all of it is private
+
+# No cgroups and no binding: the hosts share this machine's, and tests have to leave them alone.
+_SLURM_CONF = """\
+ClusterName=mpiddp-test
+SlurmctldHost={controller.name}({controller.address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+StateSaveLocation=/run/slurm
+SlurmdSpoolDir=/run/slurm/spool
+SlurmctldPidFile=/run/slurm/slurmctld.pid
+SlurmdPidFile=/run/slurm/slurmd.pid
+SlurmctldLogFile=/run/slurm/slurmctld.log
+SlurmdLogFile=/run/slurm/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0
+EnforcePartLimits=ALL
+# The CPUs below are what the test says and not what the machine has.
+SlurmdParameters=config_overrides
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+_NODE = "NodeName={host.name} NodeAddr={host.address} CPUs={cpus} RealMemory=64000\n"
+_CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # v2 would want systemd
+
+_MUNGED = [
+    "munged",
+    "--key-file=/run/munge/key",
+    "--socket=/run/munge/munge.socket.2",  # where Slurm's plugin looks for it
+    "--pid-file=/run/munge/pid",
+    "--log-file=/run/munge/log",
+    "--seed-file=/run/munge/seed",
+]
+
+_UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A standing Slurm. `srun`, `squeue` and the rest work on every host, for every user."""
+
+    cluster: Cluster
+
+    def sbatch(
+        self,
+        script: str,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        cwd: Arg | None = None,
+        timeout_s: float = 60.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Submits a batch script from the first host and waits for its end.
+
+        Returns its exit code (-N after signal N) and, as stdout, all that it wrote. Raises
+        TimeoutError (the job is cancelled first) and, when sbatch refuses,
+        subprocess.CalledProcessError.
+        """
+        login = self.cluster.hosts[0]
+        output = self.cluster.shared / f"job-{os.urandom(4).hex()}.out"
+        command = ["sbatch", "--parsable", f"--output={output}", *options]
+        submitted = login.run(command, env=env, user=user, cwd=cwd, stdin=script, check=True)
+        job = submitted.stdout.strip()
+        deadline = time.monotonic() + timeout_s
+        while (code := _exit_code(login, job)) is None:
+            if time.monotonic() > deadline:
+                login.run(["scancel", job])
+                written = output.read_text() if output.exists() else "nothing"
+                raise TimeoutError(f"job {job} runs for {timeout_s} s already; it wrote: {written}")
+            time.sleep(0.05)
+        return subprocess.CompletedProcess(command, code, output.read_text(), "")
+
+
+@contextmanager
+def up(cluster: Cluster, *, cpus: int = 4) -> Iterator[Slurm]:
+    """Slurm over all hosts of `cluster`, each with `cpus` CPUs to give away; ended with the block,
+    together with whatever else runs on these hosts."""
+    hosts = cluster.hosts
+    munge_key = os.urandom(64)
+    conf = _SLURM_CONF.format(controller=hosts[0])
+    conf += "".join(_NODE.format(host=host, cpus=cpus) for host in hosts)
+    try:
+        for host in hosts:
+            for folder in (*_FOLDERS, "/etc/slurm"):
+                host.path(folder).mkdir(exist_ok=True)
+            host.path("/run/munge/key").touch(mode=0o600)
+            host.path("/run/munge/key").write_bytes(munge_key)
+            host.path("/etc/slurm/slurm.conf").write_text(conf)
+            host.path("/etc/slurm/cgroup.conf").write_text(_CGROUP_CONF)
+        _start(hosts, _MUNGED)
+        _start(hosts[:1], ["slurmctld"])
+        _wait_until(hosts[0], ["scontrol", "ping"], lambda said: "is UP" in said)
+        _start(hosts, ["slurmd"])
+        _wait_until(
+            hosts[0],
+            ["sinfo", "--noheader", "--Node", "--format=%T"],
+            lambda said: said.split() == ["idle"] * len(hosts),
+        )
+        yield Slurm(cluster)
+    finally:
+        for host in hosts:
+            host.sweep()
+            host.run(["rm", "-r", *_FOLDERS])
+
+
+def _start(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
+    """Starts a daemon, which goes to the background by itself, on all hosts at once."""
+    for host, program in [(host, host.popen(daemon)) for host in hosts]:
+        with program:
+            _, said = program.communicate(timeout=10.0)
+        if program.returncode != 0:
+            raise RuntimeError(f"{daemon[0]} on {host.name}: {said}")
+
+
+def _wait_until(host: Host, command: Sequence[str], ready: Callable[[str], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not ready((said := host.run(command)).stdout):
+        if time.monotonic() > deadline:
+            log = host.path("/run/slurm/slurmctld.log").read_text()
+            raise TimeoutError(f"Slurm does not stand: {said.stdout}{said.stderr}{log}")
+        time.sleep(0.02)
+
+
+def _exit_code(host: Host, job: str) -> int | None:
+    """A job's exit code; None while it is not over."""
+    said = host.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
+    found = re.search(r"JobState=(\w+) .*ExitCode=(\d+):(\d+)", said)
+    if not found:
+        raise RuntimeError(f"scontrol says nothing of job {job}: {said}")
+    state, code, signal = found.groups()
+    if state in _UNFINISHED:
+        return None
+    return -int(signal) if int(signal) else int(code)

@@ -1,0 +1,62 @@
+"""Real ranks for tests: the mpirun beside this interpreter starts them, nothing is imitated.
+
+    python -c 'from tests.ranks import mpirun; print(mpirun(2, "-c", "print(1)").stdout)'
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_")
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def find_mpirun() -> str:
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert found, "no mpirun beside this python and none on PATH: run ./run.sh test"
+    return found
+
+
+def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This environment without what a launcher around the tests may have left, plus `extra`."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in TORCH}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(extra or {})}
+    return env
+
+
+def mpirun(
+    ranks: int,
+    *python_args: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """`mpirun -np RANKS python PYTHON_ARGS…`, with its output captured."""
+    command = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
+    command += ["-np", str(ranks), sys.executable, *python_args]
+    return subprocess.run(
+        command,
+        env=clean_env(env),
+        cwd=cwd or ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def own_lines(stderr: str) -> list[str]:
+    """The lines of stderr that are not mpirun's own banner about an exit code."""
+    lines, in_banner = [], False
+    for line in stderr.splitlines():
+        if line.startswith("-" * 20):
+            in_banner = not in_banner
+        elif not in_banner and line.strip():
+            lines.append(line)
+    return lines

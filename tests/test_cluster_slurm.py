@@ -1,0 +1,66 @@
+"""The test cluster's Slurm places tasks and runs batch scripts, and ends with its block."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests import cluster
+from tests.cluster import USER, needs, slurm
+from tests.cluster.slurm import Slurm
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Slurm]:
+    if reason := needs.why_no_slurm():
+        pytest.skip(reason)
+    with cluster.up(2) as hosts, slurm.up(hosts) as standing:
+        yield standing
+
+
+@pytest.mark.parametrize("user", ["root", USER])
+def test_srun_places_tasks(two_hosts: Slurm, user: str) -> None:
+    node1 = two_hosts.cluster["node1"]
+    tasks = node1.run(["srun", "-N2", "--ntasks-per-node=2", "hostname"], user=user, timeout_s=20)
+    assert Counter(tasks.stdout.split()) == {"node0": 2, "node1": 2}, tasks.stderr
+
+
+def test_srun_tells_the_ranks_who_they_are(two_hosts: Slurm) -> None:
+    show = ["sh", "-c", "echo $SLURM_PROCID $SLURM_LOCALID $PMI_RANK $PMI_SIZE $(hostname)"]
+    command = ["srun", "--mpi=pmi2", "-N2", "--ntasks-per-node=2", *show]
+    tasks = two_hosts.cluster["node0"].run(command, timeout_s=20)
+    assert sorted(tasks.stdout.splitlines()) == [
+        "0 0 0 4 node0",
+        "1 1 1 4 node0",
+        "2 0 2 4 node1",
+        "3 1 3 4 node1",
+    ]
+
+
+def test_sbatch_runs_a_script(two_hosts: Slurm) -> None:
+    script = '#!/bin/sh\nhostname\necho "$SLURM_JOB_NUM_NODES $GREETING"\nsrun hostname\nexit 3\n'
+    job = two_hosts.sbatch(script, "-N2", "--ntasks-per-node=1", env={"GREETING": "hello"})
+    first, said, *tasks = job.stdout.splitlines()
+    assert (first, said, sorted(tasks)) == ("node0", "2 hello", ["node0", "node1"])
+    assert job.returncode == 3
+
+
+def test_a_job_that_cannot_end_is_cancelled(two_hosts: Slurm) -> None:
+    with pytest.raises(TimeoutError, match="it wrote: begun"):
+        two_hosts.sbatch("#!/bin/sh\necho begun\nexec sleep 600\n", timeout_s=1.0)
+    with pytest.raises(subprocess.CalledProcessError):
+        two_hosts.sbatch("#!/bin/sh\n", "--nodes=3")  # more than there are
+
+
+def test_slurm_leaves_nothing_behind() -> None:
+    if reason := needs.why_no_slurm():
+        pytest.skip(reason)
+    with cluster.up(1) as hosts:
+        node0 = hosts["node0"]
+        for _ in range(2):  # it stands again where it has stood
+            with slurm.up(hosts, cpus=2):
+                assert node0.run(["srun", "-n2", "hostname"]).stdout == "node0\nnode0\n"
+            assert node0.processes() == []
