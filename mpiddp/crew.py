@@ -26,10 +26,12 @@ LEAVE_TIMEOUT_S = 30.0
 class Crew:
     """The ranks of `world`, and the key-value store that rank 0 (or torchrun's agent) serves."""
 
-    def __init__(self, world: World, store: Store, hostnames: tuple[str, ...] = ()) -> None:
+    def __init__(self, world: World, store: Store) -> None:
         self.world = world
         self.store = store
-        self.hostnames = hostnames  # [world_size], by rank; empty until the ranks have met
+        self.hostnames: tuple[
+            str, ...
+        ] = ()  # [world_size], by rank; empty until the ranks have met
         self._round = 0
 
     def exchange(self, text: str, *, timeout_s: float) -> list[str]:
@@ -79,6 +81,13 @@ class Crew:
                 print(sentence, file=sys.stderr, flush=True)
         self.leave()
         raise SystemExit(2)
+
+    def is_first(self, event: str) -> bool:
+        """Whether this rank is the first to come here with `event`; no, where the store is gone."""
+        try:
+            return bool(self.store.add(f"first/{event}", 1) == 1)
+        except RuntimeError:  # rank 0 has ended, and it was first
+            return False
 
     def leave(self) -> None:
         """Say goodbye; rank 0, whose process is the store, stays until all have or time is up."""

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -17,9 +18,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mpiddp import failure
 from mpiddp.address import LOOPBACK, Card
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
+from mpiddp.placement import Place, misplaced, table
 from mpiddp.rendezvous import Meeting, meet_over_mpi
 from mpiddp.slurm import slurm_address
 from mpiddp.world import World
@@ -45,14 +48,22 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
     timeout_s = _seconds("MPIDDP_TIMEOUT", JOIN_TIMEOUT_S)
     if world.launcher.speaks_mpi and world.world_size > 1:
         meeting = meet_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
-        store = _serve_or_join(meeting.world, meeting.listener, timeout_s)
+        crew = Crew(meeting.world, _serve_or_join(meeting.world, meeting.listener, timeout_s))
     else:
         world, listener = _meet_by_address(world)
-        store = _serve_or_join(world, listener, timeout_s)
-        meeting = _meet_over_store(Crew(world, store), timeout_s)
+        crew = Crew(world, _serve_or_join(world, listener, timeout_s))
+        meeting = _meet_over_store(crew, timeout_s)
+        crew.world = meeting.world
+    crew.hostnames = tuple(card.hostname for card in meeting.cards)
     _export(meeting)
-    crew = Crew(meeting.world, store, tuple(card.hostname for card in meeting.cards))
-    yield crew
+    _show_placement(crew, meeting)
+    failure.watch(crew)
+    try:
+        yield crew
+    except SystemExit as error:
+        if error.code:
+            failure.end_the_job(crew)
+        raise
     # Only a body that succeeded comes here: after an error there is nobody to wait for.
     crew.leave()
 
@@ -77,7 +88,7 @@ def process_group(
             backend = choose_backend(backend)
             device = device_of(crew.world, backend)
         with joined(crew, backend, device, timeout_s=timeout_s):
-            yield crew.world
+            yield replace(crew.world, backend=backend, device=str(device))
 
 
 def init(
@@ -107,9 +118,22 @@ def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) 
         device_id=device if device.type == "cuda" else None,
     )
     try:
+        _tell_start_time(crew, device)
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _tell_start_time(crew: Crew, device: torch.device) -> None:
+    """At -v: the seconds from the launcher's start to the end of a first all-reduce."""
+    start = os.environ.get("MPIDDP_LAUNCHED_AT")
+    if start is None or not os.environ.get("MPIDDP_VERBOSE"):
+        return
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one)
+    assert one.item() == crew.world.world_size
+    if crew.world.rank == 0:
+        print(f"first all-reduce {time.time() - float(start):.2f} s after the command", flush=True)
 
 
 def choose_backend(wished: str | None) -> str:
@@ -209,6 +233,29 @@ def _meet_over_store(crew: Crew, timeout_s: float) -> Meeting:
         reason=f"{world.launcher.name} names it",
         listener=None,
     )
+
+
+def _show_placement(crew: Crew, meeting: Meeting) -> None:
+    """Hold the ranks' places against the launcher's wishes, and print what was asked to be seen."""
+    env = os.environ
+    wanted = env.get("MPIDDP_PLACEMENT")
+    if wanted or env.get("MPIDDP_REPORT"):
+        gpus = torch.cuda.device_count()
+        own = f"cuda:{crew.world.local_rank}" if crew.world.local_rank < gpus else "cpu"
+        devices = crew.exchange(own, timeout_s=JOIN_TIMEOUT_S)
+        places = [Place(card, device) for card, device in zip(meeting.cards, devices, strict=True)]
+        problem = crew.agreed(misplaced(places, wanted) if wanted and crew.world.rank == 0 else "")
+        with crew.together():
+            if problem:
+                raise UserError(problem)
+        if env.get("MPIDDP_REPORT") and crew.world.rank == 0:
+            print(table(places), flush=True)
+    if env.get("MPIDDP_VERBOSE"):
+        world = crew.world
+        if world.rank == 0:
+            address = f"{world.master_addr} port {world.master_port}"
+            print(f"master address {address}: {meeting.reason}", flush=True)
+        print(f"rank {world.rank} on {world.hostname} uses {meeting.interface}", flush=True)
 
 
 def _export(meeting: Meeting) -> None:

@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
     world = World.from_env()
     limit_threads(world)
 
+    sys.excepthook = _script_excepthook
     from mpiddp.group import assemble
 
     with assemble(world, keep_mpi=options.keep_mpi) as crew:
@@ -49,7 +50,6 @@ def _run_script(path: str, args: list[str]) -> None:
     sys.argv = [path, *args]
     sys.path[0] = str(Path(path).resolve().parent)
     sys.modules["__main__"] = module
-    sys.excepthook = _script_excepthook
     exec(code, module.__dict__)
 
 
@@ -57,7 +57,6 @@ def _run_module(name: str, args: list[str]) -> None:
     """As `python -m name args…`."""
     sys.argv = [name, *args]
     sys.path[0] = os.getcwd()  # noqa: PTH109 - the very string that python -m puts there
-    sys.excepthook = _script_excepthook
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 

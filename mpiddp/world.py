@@ -82,11 +82,12 @@ ALONE = Launcher("none", (), "", "", "", "")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the job. Only the last four fields need the other ranks to be known.
+    """This process's place in the job. The fields that default to None need the others to be known.
 
     rank in [0, world_size), local_rank in [0, local_world_size) among the ranks of this host.
     node_rank in [0, num_nodes) numbers the hosts in the order of their lowest rank; it and the master
-    address are None until the ranks have met (see `mpiddp.rendezvous`).
+    address are None until the ranks have met (see `mpiddp.rendezvous`), backend and device (torch's
+    name of it: "cuda:1", "cpu") until their process group stands (see `mpiddp.group`).
     """
 
     rank: int
@@ -99,6 +100,8 @@ class World:
     num_nodes: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+    backend: str | None = None
+    device: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> World:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpiddp.launch.environment import is_secret
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,16 @@ class Command:
     def argv(self) -> list[str]:
         return [self.program, *(word for flag in self.flags for word in flag.words), *self.job]
 
+    def write_files(self) -> None:
+        for path, text in self.files.items():
+            Path(path).write_text(text)
+
     def explained(self) -> str:
         """The command ready to paste, and under it every flag with its reason."""
         lines = []
         for path, text in self.files.items():
             lines += [f"cat > {shlex.quote(path)} <<'END'", text.rstrip("\n"), "END"]
-        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.settings.items()]
+        assignments = [_assignment(name, value) for name, value in self.settings.items()]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # One reason often serves several flags in a row: it is said once, under the last of them.
         for position, flag in enumerate(self.flags):
@@ -89,3 +96,8 @@ class Command:
             if not following or following[0].reason != flag.reason:
                 lines.append(f"      {flag.reason}")
         return "\n".join(lines)
+
+
+def _assignment(name: str, value: str) -> str:
+    """As a shell takes it; a secret is left to be taken from the shell's own variable."""
+    return f'{name}="${name}"' if is_secret(name) else f"{name}={shlex.quote(value)}"

@@ -24,6 +24,9 @@ ALLOWED = (
     "HF_*",
     "MPIDDP_*",
     "MPI4PY_LIBMPI",
+    # Rank 0 honours these two, and it may run on another host than the launcher.
+    "MASTER_ADDR",
+    "MASTER_PORT",
 )
 
 # A variable with such a name goes only when -x names it: it may well be a password.
@@ -34,34 +37,27 @@ def is_secret(name: str) -> bool:
     return _matches(name.upper(), SECRET)
 
 
-def parse_exports(
-    exports: Iterable[str], env: Mapping[str, str]
-) -> tuple[list[str], dict[str, str]]:
-    """The names in the user's `-x VAR` and `-x VAR=VALUE`, and the values of the latter.
+def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables of the user's `-x VAR` (None: as it is set here) and `-x VAR=VALUE` options.
 
     Raises:
         UserError: not a variable's name, or a variable that is not set here and was given no value.
     """
-    names: list[str] = []
-    values: dict[str, str] = {}
+    variables: dict[str, str | None] = {}
     for export in exports:
         name, has_value, value = export.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(
-                f'-x {name}: "{name}" is not the name of an environment variable. Example: -x DEBUG=1'
-            )
-        if has_value:
-            values[name] = value
-        elif name not in env:
+            raise UserError(f'-x {export}: "{name}" is no variable\'s name. Example: -x DEBUG=1')
+        if not has_value and name not in env:
             raise UserError(f"-x {name}: {name} is not set here. Write: -x {name}=VALUE")
-        names.append(name)
-    return names, values
+        variables[name] = value if has_value else None
+    return variables
 
 
-def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> list[str]:
-    """The sorted names of `env` that go to the ranks: the allowed ones, and those that -x names."""
+def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> tuple[str, ...]:
+    """The sorted names of the variables for the ranks: `exports`, and what of `env` is allowed."""
     allowed = {name for name in env if _matches(name, ALLOWED) and not is_secret(name)}
-    return sorted(allowed.union(exports))
+    return tuple(sorted(allowed.union(exports)))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

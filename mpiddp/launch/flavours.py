@@ -6,7 +6,7 @@ MPICH 5.0.2 and Intel MPI 2021.18.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 
 from mpiddp.launch.command import Command, Flag, Node, Request, flag
@@ -54,7 +54,7 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
         parameters.append(("oob_tcp_if_include", request.interface, why))
     files = _ssh_config(request)
     if files:
-        parameters.append(("plm_rsh_args", f"-F {next(iter(files))}", _SSH_CONFIG))
+        parameters.append(("plm_rsh_args", _ssh_arguments(files), _SSH_CONFIG))
     for name, value, why in parameters:
         if not {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys():
             flags.append(flag("--mca", name, value, why=why))
@@ -68,23 +68,37 @@ _KEEPALIVE = "a host that is cut off is noticed within seconds, not minutes"
 
 def mpich(mpi: Mpi, request: Request) -> Command:
     hosts = ",".join(f"{node.name}:{node.ranks}" for node in request.nodes)
-    files, settings = _hydra_ssh(request, "HYDRA_LAUNCHER_EXTRA_ARGS")
+    files = _ssh_config(request)
+    settings = dict(request.settings)
+    exports = list(request.exports)
+    if files:
+        settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = _ssh_arguments(files)
+    if len(request.nodes) > 1 and "UCX_TLS" not in request.env:
+        # For a few messages TCP will do, and UCX takes several containers of one machine for one
+        # host, between which it then waits for ever.
+        settings.setdefault("UCX_TLS", "tcp,self")
+        exports.append("UCX_TLS")
     flags = [
         flag("-hosts", hosts, why="each host's number of ranks, in order"),
         flag("-bind-to", request.bind, why=BINDINGS[request.bind]),
-        *_hydra(request),
+        *_hydra(request, exports),
         flag("-n", str(request.world_size), why="one process per rank"),
     ]
     return Command(str(mpi.program), tuple(flags), request.job, settings, files)
 
 
 def intel_mpi(mpi: Mpi, request: Request) -> Command:
-    files, settings = _hydra_ssh(request, "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
-    hosts = ",".join(node.name for node in request.nodes for _ in range(node.ranks))
+    files = _ssh_config(request)
+    settings = dict(request.settings)
+    if files:
+        settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = _ssh_arguments(files)
+    # A file, because its -hosts takes no counts and deals the ranks out as it likes.
+    machines = str(PurePath(request.scratch, "machines"))
+    files[machines] = "".join(f"{node.name}:{node.ranks}\n" for node in request.nodes)
     flags = [
-        flag("-hosts", hosts, why="each rank's host, one by one"),
-        *_hydra(request),
-        flag(*("-genv", *_INTEL_PINNING[request.bind]), why=BINDINGS[request.bind]),
+        flag("-machinefile", machines, why="each host's number of ranks, in order"),
+        *_hydra(request, request.exports),
+        flag("-genv", *_INTEL_PINNING[request.bind], why=BINDINGS[request.bind]),
         flag("-n", str(request.world_size), why="one process per rank"),
     ]
     return Command(str(mpi.program), tuple(flags), request.job, settings, files)
@@ -97,10 +111,10 @@ _INTEL_PINNING = {
 }
 
 
-def _hydra(request: Request) -> list[Flag]:
+def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:
     """What MPICH's and Intel's process managers have in common."""
     flags = [
-        flag("-genvlist", ",".join(request.exports), why=f"only {EXPORT}"),
+        flag("-genvlist", ",".join(exports), why=f"only {EXPORT}"),
         flag("-wdir", request.folder, why=WDIR),
     ]
     if request.interface is not None:
@@ -148,18 +162,16 @@ def _ssh_config(request: Request) -> dict[str, str]:
     return {str(PurePath(request.scratch, "ssh_config")): "\n".join(lines) + "\n"}
 
 
+def _ssh_arguments(files: Mapping[str, str]) -> str:
+    return f"-F {next(iter(files))}"
+
+
 def _ssh_host(node: Node) -> Iterable[str]:
     yield f"Host {node.name}"
     if node.user:
         yield f"  User {node.user}"
     if node.port:
         yield f"  Port {node.port}"
-
-
-def _hydra_ssh(request: Request, variable: str) -> tuple[dict[str, str], dict[str, str]]:
-    files = _ssh_config(request)
-    extra = {variable: f"-F {path}" for path in files}
-    return files, {**extra, **request.settings}
 
 
 _COMPOSERS: dict[Flavour, Callable[[Mpi, Request], Command]] = {

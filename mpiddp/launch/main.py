@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from mpiddp.errors import UserError
 from mpiddp.hostfile import Hosts, exclude, parse_host_list, ranks_per_host, read_hostfile
 from mpiddp.launch import placement, slurm
-from mpiddp.launch.command import Command, Node, Request
+from mpiddp.launch.command import Node, Request
 from mpiddp.launch.environment import forwarded, parse_exports
 from mpiddp.launch.flavours import compose
 from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify, with_own_folder
@@ -37,15 +37,134 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError: bad input, found before anything was started.
     """
-    settings = {"MPIDDP_LAUNCHED_AT": f"{time.time():.3f}"}
+    launched_at = time.time()
     options = parse_options(argv)
     # Not resolved: a virtual environment is known by the path of its own python.
     python = Path(sys.executable).absolute()
-
-    hosts = _hosts(options)
-    if hosts.from_slurm and options.mpirun is None:
-        mpi = identify(find_srun(os.environ), os.environ)
-    else:
-        mpi = identify(find_mpirun(options.mpirun, python, os.environ), os.environ)
+    mpi, hosts = _choose(options, python)
     hosts, notes = placement.fit_to_gpus(hosts, placement.asked_backend(options.command[1:]))
-    nodes = placement.nodes(ranks_per_host(hosts, options.n, options.npernode))
+    nodes = placement.name_nodes(
+        ranks_per_host(hosts, options.n, options.npernode), own_name=mpi.flavour != "slurm"
+    )
+    request = _request(options, mpi, python, nodes, launched_at)
+    if options.verbose:
+        notes = [f"{mpi.name}, {mpi.program}", *notes]
+    if options.report or options.verbose:
+        notes += placement.report(nodes)
+    for note in notes:
+        _say(note)
+    command = compose(mpi, request)
+    if options.dry_run:
+        print(command.explained())
+        return DONE
+    with _private_folder(needed=bool(command.files)) as folder:
+        command = compose(mpi, replace(request, scratch=folder))
+        command.write_files()
+        env = {**with_own_folder(mpi.program, os.environ), **command.settings}
+        return _exit_code(run_to_the_end(command.argv, env))
+
+
+def _choose(options: argparse.Namespace, python: Path) -> tuple[Mpi, Hosts]:
+    """The MPI and the hosts. Inside a Slurm allocation that is srun, unless the user named either."""
+    env = os.environ
+    allocated = None
+    if options.hostfile is not None:
+        # Names that differ after their first dot are two hosts: mpirun is told to keep them whole.
+        hosts = read_hostfile(options.hostfile, keep_fqdn=True)
+    elif options.host_list is not None:
+        hosts = parse_host_list(options.host_list, keep_fqdn=True)
+    elif allocated := slurm.allocation(env):
+        hosts = allocated
+    else:
+        hosts = placement.this_machine()
+    if options.exclude is not None:
+        hosts = exclude(hosts, options.exclude.split(","))
+    if allocated is not None and options.mpirun is None:
+        program = find_srun(env)
+    else:
+        program = find_mpirun(options.mpirun, python, env)
+    return identify(program, env), hosts
+
+
+def _request(
+    options: argparse.Namespace,
+    mpi: Mpi,
+    python: Path,
+    nodes: tuple[Node, ...],
+    launched_at: float,
+) -> Request:
+    exports = parse_exports(options.x, os.environ)
+    settings = {name: value for name, value in exports.items() if value is not None}
+    settings["MPIDDP_PLACEMENT"] = ",".join(f"{node.name}:{node.ranks}" for node in nodes)
+    settings["MPIDDP_LAUNCHED_AT"] = f"{launched_at:.3f}"
+    for name, value in (
+        ("MPIDDP_TIMEOUT", options.timeout),
+        ("MPIDDP_INTERFACE", options.interface),
+        ("MASTER_ADDR", options.master_addr),
+        ("MPIDDP_REPORT", int(options.report)),
+        ("MPIDDP_VERBOSE", int(options.verbose)),
+    ):
+        if value:
+            settings[name] = str(value)
+    # Beside its own python, mpi4py finds the library by itself; and whoever set the variable knows.
+    beside = mpi.program.parent == python.parent
+    if mpi.libmpi is not None and not beside and "MPI4PY_LIBMPI" not in os.environ:
+        settings.setdefault("MPI4PY_LIBMPI", str(mpi.libmpi))
+    return Request(
+        nodes=nodes,
+        job=_job(options, python),
+        folder=_working_folder(),
+        exports=forwarded(os.environ, [*exports, *settings]),
+        settings=settings,
+        env=os.environ,
+        bind=options.bind,
+        interface=options.interface,
+        as_root=os.geteuid() == 0,
+    )
+
+
+def _job(options: argparse.Namespace, python: Path) -> tuple[str, ...]:
+    """What every rank runs: our own training as it is, anything else through `mpiddp run`."""
+    if options.is_module and options.command[:2] == ["mpiddp", "train"]:
+        return (str(python), "-m", *options.command)
+    module = ("-m",) if options.is_module else ()
+    return (str(python), "-m", "mpiddp", "run", *module, *options.command)
+
+
+def _working_folder() -> str:
+    """This folder, by the name that the shell has for it: behind it may stand another on each host."""
+    logical = Path(os.environ.get("PWD", ""))
+    if logical.is_absolute() and logical.is_dir() and logical.samefile(Path.cwd()):
+        return str(logical)
+    return str(Path.cwd())
+
+
+@contextmanager
+def _private_folder(needed: bool) -> Iterator[str]:
+    if not needed:
+        yield "."
+        return
+    import tempfile  # costs 10 ms, and most jobs need no file
+
+    with tempfile.TemporaryDirectory(prefix="mpiddp-") as folder:
+        yield folder
+
+
+def _exit_code(end: End) -> int:
+    """The launcher's own code, after the one sentence that the ranks cannot have said."""
+    if end.code == STOPPED_AFTER_CHECKPOINT:
+        return end.code
+    if end.interrupted:
+        _say("interrupted: the job was stopped.")
+        return INTERRUPTED
+    if end.code in (DONE, BAD_INPUT):  # a rank that refuses its input has said why
+        return end.code
+    if end.code > 128 and end.code - 128 in set(signal.Signals):
+        _say(f"the job failed: a rank was killed by {signal.Signals(end.code - 128).name}.")
+    else:
+        _say(f"the job failed: its ranks ended with exit code {end.code}.")
+    return FAILED
+
+
+def _say(sentence: str) -> None:
+    print(f"mpiddp: {sentence}", file=sys.stderr, flush=True)

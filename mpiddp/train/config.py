@@ -158,7 +158,7 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
     return replace(
         config,
         arch=config.arch or ("resnet18" if on_gpu else "resnet20"),
-        epochs=config.epochs or (30 if on_gpu else 10),
+        epochs=config.epochs or (30 if on_gpu else 4),
         batch_size=batch_size,
         global_batch_size=batch_size * accum * world_size,
         amp=amp,
@@ -231,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
 
     schedule = parser.add_argument_group("schedule")
     add = schedule.add_argument
-    add("--epochs", type=_positive_int, help="default: 10 on CPUs, 30 on GPUs")
+    add("--epochs", type=_positive_int, help="default: 4 on CPUs, 30 on GPUs")
     add("--steps-per-epoch", type=_positive_int, help="end every epoch after this many steps")
     add("--lr", type=_number(0, above=True), default=0.4, help="for a global batch of 256")
     add("--no-lr-scaling", dest="lr_scaling", action="store_false", help="take --lr as it is")

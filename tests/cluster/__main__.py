@@ -17,7 +17,7 @@ import sys
 import time
 
 from tests import cluster
-from tests.cluster import needs
+from tests.cluster import needs, slurm
 from tests.cluster.layout import DECOY_ADDRESSES, Layout
 
 
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def up(options: argparse.Namespace) -> int:
-    if reason := cluster.why_not():
+    if reason := needs.why_no_slurm() if options.slurm else cluster.why_not():
         raise RuntimeError(reason)
     layout = Layout(
         interfaces=tuple(options.interfaces.split(",")),
@@ -41,7 +41,9 @@ def up(options: argparse.Namespace) -> int:
         dead_network=options.dead_network,
     )
     began = time.perf_counter()
-    cluster.stand_up(options.count, layout=layout, name=options.name, detached=True)
+    standing = cluster.stand_up(options.count, layout=layout, name=options.name, detached=True)
+    if options.slurm:
+        slurm.start(standing)
     print(f"{options.count} hosts stand after {time.perf_counter() - began:.2f} s")
     status(options)
     name = "" if options.name == _NAME else f" --name {options.name}"
@@ -113,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--own-name-is-loopback", action="store_true", help="Debian's 127.0.1.1")
     verb.add_argument("--decoy", action="append", default=[], choices=list(DECOY_ADDRESSES))
     verb.add_argument("--dead-network", action="store_true", help="a second one, all silent")
+    verb.add_argument("--slurm", action="store_true", help="with srun, sbatch and salloc on it")
 
     for name, function, text in (
         ("down", down, "take it down, and clear away what killed runs left"),

@@ -150,10 +150,11 @@ class Host:
         return sorted(found)
 
     def sweep(self) -> list[Process]:
-        """Kills all that `processes` lists and returns what that was."""
-        found = self.processes()
-        if found:
-            self.run(["kill", "-KILL", *(str(process.pid) for process in found)])
+        """Kills all that `processes` lists, waits for its end and returns what that was."""
+        found = left = self.processes()
+        while left:
+            self.run(["kill", "-KILL", *(str(process.pid) for process in left)])
+            left = self.processes()
         return found
 
     def _login(self, user: str) -> dict[str, str]:

@@ -101,35 +101,40 @@ class Slurm:
 def up(cluster: Cluster, *, cpus: int = 4) -> Iterator[Slurm]:
     """Slurm over all hosts of `cluster`, each with `cpus` CPUs to give away; ended with the block,
     together with whatever else runs on these hosts."""
+    try:
+        yield start(cluster, cpus=cpus)
+    finally:
+        for host in cluster.hosts:
+            host.sweep()
+            host.run(["rm", "-rf", *_FOLDERS])
+
+
+def start(cluster: Cluster, *, cpus: int = 4) -> Slurm:
+    """As `up`, without an end: the daemons go with the cluster."""
     hosts = cluster.hosts
     munge_key = os.urandom(64)
     conf = _SLURM_CONF.format(controller=hosts[0])
     conf += "".join(_NODE.format(host=host, cpus=cpus) for host in hosts)
-    try:
-        for host in hosts:
-            for folder in (*_FOLDERS, "/etc/slurm"):
-                host.path(folder).mkdir(exist_ok=True)
-            host.path("/run/munge/key").touch(mode=0o600)
-            host.path("/run/munge/key").write_bytes(munge_key)
-            host.path("/etc/slurm/slurm.conf").write_text(conf)
-            host.path("/etc/slurm/cgroup.conf").write_text(_CGROUP_CONF)
-        _start(hosts, _MUNGED)
-        _start(hosts[:1], ["slurmctld"])
-        _wait_until(hosts[0], ["scontrol", "ping"], lambda said: "is UP" in said)
-        _start(hosts, ["slurmd"])
-        _wait_until(
-            hosts[0],
-            ["sinfo", "--noheader", "--Node", "--format=%T"],
-            lambda said: said.split() == ["idle"] * len(hosts),
-        )
-        yield Slurm(cluster)
-    finally:
-        for host in hosts:
-            host.sweep()
-            host.run(["rm", "-r", *_FOLDERS])
+    for host in hosts:
+        for folder in (*_FOLDERS, "/etc/slurm"):
+            host.path(folder).mkdir(exist_ok=True)
+        host.path("/run/munge/key").touch(mode=0o600)
+        host.path("/run/munge/key").write_bytes(munge_key)
+        host.path("/etc/slurm/slurm.conf").write_text(conf)
+        host.path("/etc/slurm/cgroup.conf").write_text(_CGROUP_CONF)
+    _daemon(hosts, _MUNGED)
+    _daemon(hosts[:1], ["slurmctld"])
+    _wait_until(hosts[0], ["scontrol", "ping"], lambda said: "is UP" in said)
+    _daemon(hosts, ["slurmd"])
+    _wait_until(
+        hosts[0],
+        ["sinfo", "--noheader", "--Node", "--format=%T"],
+        lambda said: said.split() == ["idle"] * len(hosts),
+    )
+    return Slurm(cluster)
 
 
-def _start(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
+def _daemon(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
     """Starts a daemon, which goes to the background by itself, on all hosts at once."""
     for host, program in [(host, host.popen(daemon)) for host in hosts]:
         with program:

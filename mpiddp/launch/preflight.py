@@ -1,0 +1,283 @@
+"""A look at every host before anything starts: a sentence per broken host instead of a hang.
+
+All hosts are asked at once over ssh, with ssh's own checks as the user has set them, and a Python 3
+is all that the far side needs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import selectors
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Any
+
+import mpiddp.network
+from mpiddp.errors import UserError
+from mpiddp.hostfile import Host
+from mpiddp.launch import probe
+from mpiddp.network import Interface
+
+CONNECT_TIMEOUT_S = 5
+LOOK_TIMEOUT_S = 15.0
+
+# What the far shell runs. It is the same for every host and every user: what varies comes through
+# stdin, so no word of a hostfile or of a path is ever read as shell. The shell is the same kind that
+# mpirun's daemon is started by: no login, no prompt, no activated environment.
+_FAR_SHELL = (
+    "IFS= read -r python; "
+    'if command -v "$python" >/dev/null 2>&1; then exec "$python" -; '
+    "else echo '{\"has_python\": false}'; fi"
+)
+
+_FAR_PYTHON = """
+import json, sys, types
+sources, wanted = json.loads({payload!r})
+for name, source in sources.items():
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+print(json.dumps({{"has_python": True, **sys.modules["probe"].look(wanted)}}))
+"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one host told of itself, see `mpiddp.launch.probe.look`."""
+
+    host: Host
+    torch: str | None
+    mpi4py: str | None
+    gpus: int
+    cores: int
+    has_folder: bool
+    programs: Mapping[str, str | None]
+    interfaces: tuple[Interface, ...]
+    ssh_addresses: tuple[str, ...]  # (the client's, the server's) of the connection; () if local
+
+    @property
+    def network(self) -> str | None:
+        """The network that ssh reached this host by: "10.0.0.0/24"."""
+        return self.network_of(self.ssh_addresses[1]) if self.ssh_addresses else None
+
+    def network_of(self, address: str) -> str | None:
+        for interface in self.interfaces:
+            if ip_address(address) in ip_network(interface.network):
+                return interface.network
+        return None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What has to be on every host: the interpreter, mpirun's programs, the working folder."""
+
+    python: str
+    programs: tuple[str, ...]
+    folder: str
+    path: str  # the PATH that the ranks will have
+
+
+def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> list[Facts]:
+    """Ask every host at once. `local` says which of them is this machine, which needs no ssh.
+
+    Raises:
+        UserError: a sentence for each host that cannot be used, with the command that mends it.
+    """
+    script = f"{wanted.python}\n{_far_python(wanted)}"
+    asked = [
+        _Asked(host, _command(host, is_local), script)
+        for host, is_local in zip(hosts, local, strict=True)
+    ]
+    _converse(asked)
+    complaints = [complaint for each in asked if (complaint := each.complaint(wanted))]
+    if complaints:
+        raise UserError("\n".join(complaints))
+    facts = [each.facts() for each in asked]
+    if complaints := _disagreements(facts, wanted):
+        raise UserError("\n".join(complaints))
+    return facts
+
+
+def _command(host: Host, is_local: bool) -> list[str]:
+    if is_local:
+        return ["sh", "-c", _FAR_SHELL]
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
+    port = ["-p", str(host.port)] if host.port else []
+    # "--" ends ssh's options; the hostfile's grammar already lets no name begin with a dash.
+    return ["ssh", *options, *port, "--", host.ssh_target, _FAR_SHELL]
+
+
+def _far_python(wanted: Wanted) -> str:
+    sources = {
+        "mpiddp": "",
+        "mpiddp.network": Path(mpiddp.network.__file__).read_text(),
+        "probe": Path(probe.__file__).read_text(),
+    }
+    asked = {"folder": wanted.folder, "programs": wanted.programs, "path": wanted.path}
+    return _FAR_PYTHON.format(payload=json.dumps([sources, asked]))
+
+
+class _Asked:
+    """One host's conversation: the process, and what it has said so far."""
+
+    def __init__(self, host: Host, command: Sequence[str], script: str) -> None:
+        self.host = host
+        self.script = script
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self.output = {"stdout": b"", "stderr": b""}
+        self.timed_out = False
+
+    def complaint(self, wanted: Wanted) -> str | None:
+        """What is wrong with this host alone, as one sentence; None if nothing is."""
+        name, errors = self.host.name, self.output["stderr"].decode(errors="replace")
+        if self.timed_out:
+            return f"ssh {name}: no answer in {LOOK_TIMEOUT_S:g} s. Try: ssh {name} true"
+        answer = self._answer()
+        if answer is None:
+            return _ssh_complaint(self.host, errors)
+        if not answer["has_python"]:
+            return f"{name}: {wanted.python} is missing. Install it at the same path on every host."
+        if not answer["has_folder"]:
+            return (
+                f"{name}: the working folder {wanted.folder} is missing. "
+                "Make it there, or start from a folder that every host has."
+            )
+        for program, version in answer["programs"].items():
+            if version is None:
+                return (
+                    f"{name}: {program} is missing or does not run. "
+                    "Install the same MPI at the same path on every host."
+                )
+        return None
+
+    def facts(self) -> Facts:
+        answer = self._answer()
+        assert answer is not None
+        connection = answer["ssh_connection"].split()
+        return Facts(
+            host=self.host,
+            torch=answer["torch"],
+            mpi4py=answer["mpi4py"],
+            gpus=answer["gpus"],
+            cores=answer["cores"] or 1,
+            has_folder=answer["has_folder"],
+            programs=answer["programs"],
+            interfaces=tuple(Interface(**each) for each in answer["interfaces"]),
+            ssh_addresses=(connection[0], connection[2]) if len(connection) == 4 else (),
+        )
+
+    def _answer(self) -> dict[str, Any] | None:
+        """The last line that is ours: a far shell's start-up files may print before it."""
+        for line in reversed(self.output["stdout"].decode(errors="replace").splitlines()):
+            if line.startswith('{"has_python"'):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        return None
+
+
+def _converse(asked: Sequence[_Asked]) -> None:
+    """Send every script and collect every answer, all hosts at the same time."""
+    deadline = time.monotonic() + LOOK_TIMEOUT_S
+    with selectors.DefaultSelector() as selector:
+        for each in asked:
+            assert each.process.stdin and each.process.stdout and each.process.stderr
+            # A few kilobytes, which a pipe takes at once; a host that is gone reads none of it.
+            try:
+                each.process.stdin.write(each.script.encode())
+                each.process.stdin.close()
+            except BrokenPipeError:
+                pass
+            selector.register(each.process.stdout, selectors.EVENT_READ, (each, "stdout"))
+            selector.register(each.process.stderr, selectors.EVENT_READ, (each, "stderr"))
+        while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining):
+                each, stream = key.data
+                chunk = key.fileobj.read1(65536)  # type: ignore[union-attr]
+                each.output[stream] += chunk
+                if not chunk:
+                    selector.unregister(key.fileobj)
+        for key in list(selector.get_map().values()):
+            key.data[0].timed_out = True
+    for each in asked:
+        if each.timed_out:
+            each.process.kill()
+        each.process.wait()
+
+
+def _ssh_complaint(host: Host, errors: str) -> str:
+    """ssh's own words, as a sentence that says what to do."""
+    name, here = host.name, socket.gethostname()
+    if "Could not resolve hostname" in errors:
+        return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
+    if "IDENTIFICATION HAS CHANGED" in errors:
+        return (
+            f"ssh {name}: its host key has changed. Make sure that it is the same host, "
+            f"then: ssh-keygen -R {name}"
+        )
+    if "Host key verification failed" in errors:
+        return (
+            f"ssh {name}: its host key is unknown. "
+            f"Check it, then: ssh-keyscan {name} >> ~/.ssh/known_hosts"
+        )
+    if denied := re.search(r"Permission denied \(([^)]*)\)", errors):
+        return f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id {host.ssh_target}"
+    if "Connection refused" in errors:
+        return f"ssh {name}: connection refused. Start sshd there, or name its port: port="
+    if "timed out" in errors or "No route to host" in errors:
+        return f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. Is it switched on, and the network up?"
+    last = errors.strip().splitlines()[-1:] or ["it said nothing"]
+    return f"ssh {name} failed: {last[0]}. Try: ssh {name} true"
+
+
+def _disagreements(facts: Sequence[Facts], wanted: Wanted) -> list[str]:
+    """What differs between hosts that each look right alone."""
+    complaints = []
+    for package in ("torch", "mpi4py"):
+        versions = {each.host.name: getattr(each, package) or "missing" for each in facts}
+        if len(set(versions.values())) > 1:
+            complaints.append(f"{package} differs: {_by_value(versions)}.")
+    for program in wanted.programs:
+        versions = {
+            each.host.name: (each.programs[program] or "").partition("\n")[0] for each in facts
+        }
+        if len(set(versions.values())) > 1:
+            complaints.append(f"{program} differs: {_by_value(versions)}.")
+    for each in facts:
+        if each.host.slots is not None and 0 < each.gpus < each.host.slots:
+            complaints.append(
+                f"{each.host.name} has {each.gpus} GPUs but {each.host.slots} slots: "
+                "ranks would share GPUs."
+            )
+    return complaints
+
+
+def _by_value(values: Mapping[str, str]) -> str:
+    """{"a": "1", "b": "1", "c": "2"} to "1 on a and b, 2 on c"."""
+    groups: dict[str, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(value, []).append(name)
+    return ", ".join(f"{value} on {_and(names)}" for value, names in groups.items())
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def shared_networks(facts: Sequence[Facts]) -> list[str]:
+    """The networks that ssh showed to work between this host and the others, for MPI to use."""
+    networks: dict[str, None] = {}
+    local = [each for each in facts if not each.ssh_addresses]
+    for each in facts:
+        if each.network is not None:
+            networks[each.network] = None
+            for here in local:
+                if network := here.network_of(each.ssh_addresses[0]):
+                    networks[network] = None
+    return list(networks)

@@ -1,0 +1,81 @@
+"""Where the ranks are, held against where the launcher wanted them.
+
+The launcher says in MPIDDP_PLACEMENT what the hostfile asks for: "node1:4,node2:2" means ranks 0 to 3
+on node1, 4 and 5 on node2.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpiddp.address import Card
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. `device` is torch's name of it: "cuda:1", "cpu"."""
+
+    card: Card
+    device: str
+
+
+def expected_hosts(placement: str) -> list[str]:
+    """The host of each rank: [world_size]. IPv6 literals stand in brackets: "[fd00::1]:2"."""
+    hosts: list[str] = []
+    for part in placement.split(","):
+        name, _, count = part.rpartition(":")
+        hosts += [name.strip("[]")] * int(count)
+    return hosts
+
+
+def misplaced(places: Sequence[Place], placement: str) -> str:
+    """ "" if every rank is where `placement` wants it, else a sentence and a table."""
+    wanted = expected_hosts(placement)
+    addresses = {name: _addresses(name) for name in set(wanted)}
+    pairs = {(name, place.card.host) for name, place in zip(wanted, places, strict=False)}
+    one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
+    named_right = all(
+        _is_on(place.card, name, addresses[name])
+        for name, place in zip(wanted, places, strict=False)
+    )
+    if len(wanted) == len(places) and one_to_one and named_right:
+        return ""
+    return (
+        f"the ranks are not where the hostfile wants them ({placement}). Look at mpirun's own "
+        f"settings (environment, mca-params.conf), and at the hosts' names:\n"
+        f"{table(places, wanted)}"
+    )
+
+
+def table(places: Sequence[Place], wanted: Sequence[str] = ()) -> str:
+    """A line for each rank: its host, local rank and device, and the host that was wanted."""
+    rows = [("rank", "host", "local rank", "device", *(["wanted host"] if wanted else []))]
+    for index, place in enumerate(places):
+        card = place.card
+        row = [str(card.rank), card.hostname, str(card.local_rank), place.device]
+        if wanted:
+            row.append(wanted[index] if index < len(wanted) else "none")
+        rows.append(tuple(row))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _is_on(card: Card, name: str, addresses: frozenset[str]) -> bool:
+    """Whether the card's host is what the hostfile calls `name`: a name, an alias or an address."""
+    if name == "localhost" or name.partition(".")[0] == card.hostname.partition(".")[0]:
+        return True
+    own = {interface.address for interface in card.interfaces}
+    # A name that rank 0 cannot resolve proves nothing against it: mpirun has reached the host by it.
+    return not addresses or bool(addresses & own) or any(a.startswith("127.") for a in addresses)
+
+
+def _addresses(name: str) -> frozenset[str]:
+    try:
+        return frozenset(str(info[4][0]) for info in socket.getaddrinfo(name, None))
+    except OSError:
+        return frozenset()
