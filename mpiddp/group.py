@@ -31,6 +31,10 @@ JOIN_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 600.0
 BACKENDS = ("nccl", "gloo")
 
+# A process is in one job, as it has one MPI and one default process group; a second meeting of the
+# ranks could not happen once MPI is finalized.
+_assembled: Crew | None = None
+
 
 @contextlib.contextmanager
 def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Crew]:
@@ -44,7 +48,26 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
         SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
     """
-    world = world or World.from_env()
+    global _assembled
+    if _assembled is not None:  # by `mpiddp run`, whose script now asks for a group of its own
+        yield _assembled
+        return
+    crew = _assemble(world or World.from_env(), keep_mpi=keep_mpi)
+    failure.watch(crew)
+    _assembled = crew
+    try:
+        yield crew
+    except SystemExit as error:
+        if error.code:
+            failure.end_the_job(crew)
+        raise
+    finally:
+        _assembled = None
+    # Only a body that succeeded comes here: after an error there is nobody to wait for.
+    crew.leave()
+
+
+def _assemble(world: World, *, keep_mpi: bool) -> Crew:
     timeout_s = _seconds("MPIDDP_TIMEOUT", JOIN_TIMEOUT_S)
     if world.launcher.speaks_mpi and world.world_size > 1:
         meeting = meet_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
@@ -57,15 +80,7 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
     crew.hostnames = tuple(card.hostname for card in meeting.cards)
     _export(meeting)
     _show_placement(crew, meeting)
-    failure.watch(crew)
-    try:
-        yield crew
-    except SystemExit as error:
-        if error.code:
-            failure.end_the_job(crew)
-        raise
-    # Only a body that succeeded comes here: after an error there is nobody to wait for.
-    crew.leave()
+    return crew
 
 
 @contextlib.contextmanager
