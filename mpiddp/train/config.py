@@ -137,8 +137,10 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
     """Fill in what depends on the machines: a small, quick run on CPUs, a larger one on GPUs.
 
     Raises:
-        UserError: a global batch that cannot be dealt evenly.
+        UserError: a global batch that cannot be dealt evenly, or what the device cannot do.
     """
+    if config.sync_bn and not on_gpu:
+        raise UserError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs. Leave it away.")
     batch_size, accum, world_size = config.batch_size, config.grad_accum_steps, world.world_size
     if config.global_batch_size is not None:
         batch_size, rest = divmod(config.global_batch_size, accum * world_size)
@@ -173,16 +175,17 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _positive_int(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, not {text!r}")
-    return int(text)
+def _whole(low: int, high: int | None = None) -> Any:
+    """A parser for whole numbers in [low, high)."""
 
+    def whole_number(text: str) -> int:
+        is_whole = text.isascii() and text.isdigit()
+        if not is_whole or int(text) < low or (high is not None and int(text) >= high):
+            bound = f"{low} or more" + ("" if high is None else f" and less than {high}")
+            raise argparse.ArgumentTypeError(f"expected a whole number, {bound}, not {text!r}")
+        return int(text)
 
-def _natural(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, not {text!r}")
-    return int(text)
+    return whole_number
 
 
 def _number(low: float, high: float = float("inf"), *, above: bool = False) -> Any:
@@ -202,6 +205,13 @@ def _number(low: float, high: float = float("inf"), *, above: bool = False) -> A
     return number
 
 
+def _path(text: str) -> str:
+    """A path as written; an empty one is a shell variable that was not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, not an empty word")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="mpiddp train",
@@ -215,24 +225,29 @@ def _parser() -> argparse.ArgumentParser:
     add = model.add_argument
     add("--arch", choices=ARCHS, help="default: resnet20 on CPUs, resnet18 on GPUs")
     add("--stem", choices=STEMS, default="auto", help="auto: cifar for images under 64 pixels")
-    add("--weights", metavar="FILE", help="start from a torchvision state_dict")
+    add("--weights", type=_path, metavar="FILE", help="start from a torchvision state_dict")
 
     data = parser.add_argument_group("data")
     add = data.add_argument
     add("--dataset", choices=DATASETS, default="cifar10")
-    add("--data-dir", metavar="DIR", help="default: $MPIDDP_DATA, else the user's cache folder")
+    add(
+        "--data-dir",
+        type=_path,
+        metavar="DIR",
+        help="default: $MPIDDP_DATA, else the user's cache folder",
+    )
     add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
-    add("--image-size", type=_positive_int, help="pixels, of an image folder (default 224)")
-    add("--num-workers", type=_natural, default=4, help="processes per rank that decode images")
-    add("--batch-size", type=_positive_int, help="per rank; default: 64 on CPUs, 256 on GPUs")
-    add("--global-batch-size", type=_positive_int, help="over all ranks, instead of --batch-size")
-    add("--grad-accum-steps", type=_positive_int, default=1, help="backward passes per step")
+    add("--image-size", type=_whole(1), help="pixels, of an image folder (default 224)")
+    add("--num-workers", type=_whole(0), default=4, help="processes per rank that decode images")
+    add("--batch-size", type=_whole(1), help="per rank; default: 64 on CPUs, 256 on GPUs")
+    add("--global-batch-size", type=_whole(1), help="over all ranks, instead of --batch-size")
+    add("--grad-accum-steps", type=_whole(1), default=1, help="backward passes per step")
     add("--keep-tail", action="store_true", help="train on the last, smaller batch as well")
 
     schedule = parser.add_argument_group("schedule")
     add = schedule.add_argument
-    add("--epochs", type=_positive_int, help="default: 4 on CPUs, 30 on GPUs")
-    add("--steps-per-epoch", type=_positive_int, help="end every epoch after this many steps")
+    add("--epochs", type=_whole(1), help="default: 4 on CPUs, 30 on GPUs")
+    add("--steps-per-epoch", type=_whole(1), help="end every epoch after this many steps")
     add("--lr", type=_number(0, above=True), default=0.4, help="for a global batch of 256")
     add("--no-lr-scaling", dest="lr_scaling", action="store_false", help="take --lr as it is")
     add("--schedule", choices=SCHEDULES, default="one-cycle")
@@ -244,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     engine = parser.add_argument_group("engine")
     add = engine.add_argument
     add("--backend", choices=("nccl", "gloo"), help="default: nccl with a GPU, else gloo")
-    add("--timeout", type=_number(0, above=True), default=600.0, help="seconds, of a collective")
+    add("--timeout", type=_number(1, 1e6), default=600.0, help="seconds, of a collective")
     add("--amp", choices=AMP, default="auto", help="auto: bf16 where the device computes in it")
     add("--sync-bn", action="store_true", help="BatchNorm statistics over all ranks")
     add(
@@ -254,21 +269,25 @@ def _parser() -> argparse.ArgumentParser:
         help="memory format NHWC",
     )
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=_natural, default=0)
+    add("--seed", type=_whole(0, 2**32), default=0)
     add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
 
     run = parser.add_argument_group("run")
     add = run.add_argument
-    add("--out", metavar="DIR", help="the run's folder; default: runs/<time>-<arch>")
+    add("--out", type=_path, metavar="DIR", help="the run's folder; default: runs/<time>-<arch>")
     add(
-        "--resume", default="auto", metavar="auto|never|PATH", help="which checkpoint to go on from"
+        "--resume",
+        type=_path,
+        default="auto",
+        metavar="auto|never|PATH",
+        help="which checkpoint to go on from",
     )
-    add("--save-every", type=_positive_int, metavar="STEPS", help="default: once an epoch")
-    add("--keep", type=_positive_int, default=2, help="checkpoints to keep, 2 or more")
-    add("--log-every", type=_positive_int, default=50, metavar="STEPS")
-    add("--stop-at-step", type=_positive_int, metavar="STEP", help="save there and leave, code 75")
+    add("--save-every", type=_whole(1), metavar="STEPS", help="default: once an epoch")
+    add("--keep", type=_whole(2), default=2, metavar="N", help="checkpoints to keep")
+    add("--log-every", type=_whole(1), default=50, metavar="STEPS")
+    add("--stop-at-step", type=_whole(1), metavar="STEP", help="save there and leave, code 75")
     # torch.distributed.launch passes it to every script; the environment has it as well.
-    add("--local-rank", type=_natural, help=argparse.SUPPRESS)
+    add("--local-rank", type=_whole(0), help=argparse.SUPPRESS)
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sharding import Step
+from mpiddp.train.tensor_file import Unreadable, load_tensors
 
 SMALL_IMAGE = 64  # pixels: below, the ImageNet stem would leave too little of an image
 
 
-def build_model(config: TrainConfig, data: Data, device: torch.device) -> nn.Module:
-    """The bare model on the device, the same on every rank.
+def build_model(config: TrainConfig, data: Data) -> nn.Module:
+    """The bare model on the CPU, the same on every rank.
 
     Raises:
         UserError: --weights names a file that does not fit.
@@ -42,8 +44,7 @@ def build_model(config: TrainConfig, data: Data, device: torch.device) -> nn.Mod
         load_weights(model, Path(config.weights))
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
+    return model
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -53,27 +54,45 @@ def load_weights(model: nn.Module, path: Path) -> None:
         UserError: no such file, not a state_dict, or one of another architecture.
     """
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"--weights {path} not found (looked in {Path.cwd()}).") from None
-    except Exception as error:  # torch.load raises what its readers raise: pickle, zipfile, runtime
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--weights {path}: torch.load refuses it: {reason}") from None
+        weights = load_tensors(path)
+    except OSError as error:
+        raise UserError(f"--weights {path}: {error.strerror} (looked in {Path.cwd()}).") from None
+    except Unreadable as error:
+        raise UserError(f"--weights {path}: {error}. Expected a state_dict.") from None
+    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
+        raise UserError(f"--weights {path}: expected a state_dict, a dict of tensors by name.")
     own = model.state_dict()
-    if not isinstance(weights, dict) or not weights.keys() <= own.keys():
-        raise UserError(f"--weights {path}: its keys are not those of this architecture.")
-    fitting = {
+    if strangers := [key for key in weights if key not in own]:
+        raise UserError(f"--weights {path}: this model has no {strangers[0]}. Another --arch?")
+    body = {
         key: value
         for key, value in weights.items()
         if not key.startswith("fc.") or value.shape == own[key].shape
     }
-    try:
-        missing = model.load_state_dict(fitting, strict=False).missing_keys
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise UserError(f"--weights {path}: {reason} (another --arch or --stem?)") from None
-    if any(not key.startswith("fc.") for key in missing):
-        raise UserError(f"--weights {path}: it lacks {missing[0]} and others.")
+    if misfits := [key for key, value in body.items() if value.shape != own[key].shape]:
+        found, expected = (list(each[misfits[0]].shape) for each in (body, own))
+        raise UserError(
+            f"--weights {path}: {misfits[0]} has the shape {found} instead of {expected}. "
+            "Another --arch or --stem?"
+        )
+    missing = model.load_state_dict(body, strict=False).missing_keys
+    if lacking := [key for key in missing if not key.startswith("fc.")]:
+        raise UserError(f"--weights {path}: it lacks {lacking[0]}. Another --arch?")
+
+
+def place(model: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
+    """The model on the device, its convolutions in the memory layout of the images."""
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
+
+
+def make_deterministic() -> None:
+    """Only kernels that give the same bits every time; an operation that has none raises.
+
+    To be called before the first operation on a GPU: cuBLAS reads its variable once.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> nn.Module:

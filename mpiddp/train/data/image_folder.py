@@ -62,14 +62,24 @@ class ImageFolder:
             batch_sampler=[[(int(number), epoch) for number in batch] for batch in indices],
             num_workers=min(self.num_workers, len(indices)),
             pin_memory=self.device.type != "cpu",
+            generator=torch.Generator(),  # else it would draw its workers' seeds from the rank's own
         )
-        for images, labels in loader:
+        for images, labels in _in_one_sentence(loader):
             images = images.to(self.device, non_blocking=True)
             images = images * self._scale + self._shift
             yield (
                 images.contiguous(memory_format=self.memory_format),
                 labels.to(self.device, non_blocking=True),
             )
+
+
+def _in_one_sentence(loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
+    """The loader's batches; what is wrong in a worker comes with its traceback, and loses it here."""
+    try:
+        yield from loader
+    except UserError as error:
+        name = f"{UserError.__module__}.{UserError.__qualname__}: "
+        raise UserError(str(error).rpartition(name)[2].strip()) from None
 
 
 def class_names(folder: Path) -> tuple[str, ...]:

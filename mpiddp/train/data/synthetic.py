@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,7 +16,8 @@ POOL_BATCHES = 4
 class SyntheticImages:
     """Standard normal images and uniform labels; other ones on every rank.
 
-    A pool of POOL_BATCHES batches is dealt out in turn, whatever numbers are asked for.
+    Whatever images are asked for, one of a pool of POOL_BATCHES batches is delivered. The number of
+    the first image says which, so that a run that goes on in mid-epoch sees what it would have seen.
     """
 
     def __init__(
@@ -31,17 +33,24 @@ class SyntheticImages:
         channels_last: bool = True,
     ) -> None:
         self.num_images = num_images
+        self.num_classes = num_classes
+        self.shape = shape
         self.batch_size = batch_size
-        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
-        pool = POOL_BATCHES * batch_size
-        images = torch.randn(pool, *shape, generator=generator, device=device)
-        self._images = images.contiguous(
-            memory_format=torch.channels_last if channels_last else torch.contiguous_format
-        )
-        self._labels = torch.randint(num_classes, (pool,), generator=generator, device=device)
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self._generator = torch.Generator(device).manual_seed(seed * 1_000_003 + rank)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
-        for turn, numbers in enumerate(indices):
-            start = turn % POOL_BATCHES * self.batch_size
+        images, labels = self._pool
+        for numbers in indices:
+            start = int(numbers[0]) % POOL_BATCHES * self.batch_size
             end = start + len(numbers)
-            yield self._images[start:end], self._labels[start:end]
+            yield images[start:end], labels[start:end]
+
+    @functools.cached_property
+    def _pool(self) -> Batch:
+        """Made when first used: by then the sizes have been found to make sense."""
+        size = POOL_BATCHES * self.batch_size + 1  # a tail's last batch may hold one image more
+        device = self._generator.device
+        images = torch.randn(size, *self.shape, generator=self._generator, device=device)
+        labels = torch.randint(self.num_classes, (size,), generator=self._generator, device=device)
+        return images.contiguous(memory_format=self.memory_format), labels
