@@ -1,27 +1,24 @@
 """Choosing the master address: the first address of rank 0's host that every other host reaches.
 
-Pure functions over the cards that the ranks gathered, and two that touch sockets: rank 0 listens on
-every candidate before it is announced, one rank of every other host tries them all.
+Functions over the cards that the ranks gathered. Rank 0 then listens on every candidate before it is
+announced, and one rank of every other host tries them all.
 """
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import json
-import selectors
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.network import Interface, interfaces
+from mpiddp.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve
 from mpiddp.world import World
 
 LOOPBACK = "127.0.0.1"
-PROBE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -113,22 +110,23 @@ def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Plan:
     """
     hosts = list(dict.fromkeys(card.host for card in cards))
     node_ranks = tuple(hosts.index(card.host) for card in cards)
-    _check_local_ranks(cards)
     probers = tuple(node_ranks.index(node) for node in range(1, len(hosts)))
-    port = _port(env.get("MASTER_PORT", "0"))
     first_of_hosts = [cards[node_ranks.index(node)] for node in range(len(hosts))]
+    _check_local_ranks(first_of_hosts, cards)
+    port = port_in(env)
+    wished = env.get("MPIDDP_INTERFACE")
     if env.get("MASTER_ADDR"):
-        found = _named(first_of_hosts, env["MASTER_ADDR"])
+        found = _named(first_of_hosts, env["MASTER_ADDR"], wished)
     elif len(hosts) == 1:
         found = [(LOOPBACK, "all ranks are on one host, and no other can reach this address")]
     else:
-        found = _shared(first_of_hosts, env.get("MPIDDP_INTERFACE"))
+        found = _shared(first_of_hosts, wished)
     addresses, reasons = zip(*found, strict=True)
     return Plan(node_ranks, probers, addresses, reasons, port, tuple(c.hostname for c in cards))
 
 
-def _check_local_ranks(cards: Sequence[Card]) -> None:
-    for card in cards:
+def _check_local_ranks(first_of_hosts: Sequence[Card], cards: Sequence[Card]) -> None:
+    for card in first_of_hosts:
         local_ranks = [other.local_rank for other in cards if other.host == card.host]
         if sorted(local_ranks) != list(range(card.local_world_size)):
             raise UserError(
@@ -138,23 +136,12 @@ def _check_local_ranks(cards: Sequence[Card]) -> None:
             )
 
 
-def _port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise UserError(
-            f'MASTER_PORT="{text}" is not a port. Expected 1 to 65535, or leave it unset.'
-        )
-    return int(text)
-
-
-def _named(first_of_hosts: Sequence[Card], name: str) -> list[tuple[str, str]]:
+def _named(first_of_hosts: Sequence[Card], name: str, wished: str | None) -> list[tuple[str, str]]:
     """The address the user named; a host's own name may resolve to its loopback, which won't do."""
-    try:
-        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        raise UserError(f'MASTER_ADDR="{name}" cannot be resolved.') from None
+    address = resolve(name)
     if ipaddress.ip_address(address).is_loopback and len(first_of_hosts) > 1:
-        own, reason = _shared(first_of_hosts, None)[0]
-        return [(own, f"{name} resolves to {address}, which no other host can reach; {reason}")]
+        why = f"{name} resolves to {address}, which no other host can reach"
+        return [(own, f"{why}; {reason}") for own, reason in _shared(first_of_hosts, wished)]
     return [(address, "MASTER_ADDR names it")]
 
 
@@ -168,13 +155,15 @@ def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[st
                 raise UserError(
                     f'interface "{wished}" is not on {card.hostname}, which has {names or "none"}.'
                 )
+    elsewhere = {i.address for card in others for i in card.interfaces}
     ranked = []
     for position, interface in enumerate(master.interfaces):
-        elsewhere = {i.address for card in others for i in card.interfaces}
+        if interface.is_loopback:
+            continue
         if wished:
             if not _is_wished(interface, wished):
                 continue
-        elif interface.is_loopback or interface.is_virtual or interface.address in elsewhere:
+        elif interface.is_virtual or interface.address in elsewhere:
             continue
         sharing = sum(
             any(other.network == interface.network for other in card.interfaces) for card in others
@@ -193,8 +182,16 @@ def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[st
 
 
 def _is_wished(interface: Interface, wished: str) -> bool:
-    """`wished` is an interface's name, its address or its network in CIDR notation."""
-    return wished in (interface.name, interface.address, interface.network)
+    """`wished` is an interface's name, or a network that its address is in: "10.0.0.0/8"."""
+    if "/" not in wished:
+        return interface.name == wished
+    try:
+        network = ipaddress.ip_network(wished, strict=False)
+    except ValueError:
+        raise UserError(
+            f'interface "{wished}": neither a name nor a network. Examples: eth0, 10.0.0.0/24'
+        ) from None
+    return ipaddress.ip_address(interface.address) in network
 
 
 def listen(plan: Plan) -> list[socket.socket]:
@@ -204,47 +201,11 @@ def listen(plan: Plan) -> list[socket.socket]:
         UserError: the port is taken, or the address is not one of this host.
     """
     listeners: list[socket.socket] = []
-    for address in plan.addresses:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listeners.append(listener)
-        try:
-            listener.bind((address, plan.port))
-            listener.listen(2048)
-        except OSError as error:
-            for each in listeners:
-                each.close()
-            if error.errno == errno.EADDRINUSE:
-                raise UserError(
-                    f"MASTER_PORT={plan.port} is taken on {plan.hostnames[0]} ({address}). "
-                    "Leave it unset, and a free one is chosen."
-                ) from None
-            raise UserError(
-                f"{address} is no address of {plan.hostnames[0]}, where rank 0 runs "
-                f"({error.strerror}). Leave MASTER_ADDR unset, or name one of that host."
-            ) from None
+    try:
+        for address in plan.addresses:
+            listeners.append(bind(address, plan.port, plan.hostnames[0]))
+    except UserError:
+        for each in listeners:
+            each.close()
+        raise
     return listeners
-
-
-def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
-    """Which of the addresses answer a TCP connection; all tried at once, in `PROBE_TIMEOUT_S`."""
-    reached: list[str] = []
-    deadline = time.monotonic() + PROBE_TIMEOUT_S
-    with selectors.DefaultSelector() as selector:
-        for address, port in zip(addresses, ports, strict=True):
-            attempt = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            attempt.setblocking(False)
-            attempt.connect_ex((address, port))
-            selector.register(attempt, selectors.EVENT_WRITE, address)
-        while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(remaining):
-                attempt = key.fileobj  # type: ignore[assignment]
-                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                    reached.append(key.data)
-                selector.unregister(attempt)
-                attempt.close()
-            if addresses[0] in reached:  # a dead network need not be waited for much longer
-                deadline = min(deadline, time.monotonic() + 0.05)
-        for key in list(selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-    return reached

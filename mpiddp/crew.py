@@ -29,9 +29,7 @@ class Crew:
     def __init__(self, world: World, store: Store) -> None:
         self.world = world
         self.store = store
-        self.hostnames: tuple[
-            str, ...
-        ] = ()  # [world_size], by rank; empty until the ranks have met
+        self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have met
         self._round = 0
 
     def exchange(self, text: str, *, timeout_s: float) -> list[str]:
@@ -76,9 +74,13 @@ class Crew:
         problems = self.exchange(problem, timeout_s=timeout_s)
         if not any(problems):
             return
+        spoken = f"spoken/{self._round}"
         if self.world.rank == 0:
             for sentence in self._sentences(problems):
                 print(sentence, file=sys.stderr, flush=True)
+            self.store.set(spoken, "")
+        else:  # the first to end makes mpirun end rank 0 as well, be it in mid-sentence
+            self._wait([spoken], LEAVE_TIMEOUT_S)
         self.leave()
         raise SystemExit(2)
 
@@ -91,14 +93,12 @@ class Crew:
 
     def leave(self) -> None:
         """Say goodbye; rank 0, whose process is the store, stays until all have or time is up."""
-        if self.world.world_size == 1:
-            return
-        if self.world.rank == 0:
-            with contextlib.suppress(RuntimeError):  # a peer that died will never say goodbye
-                self.store.wait(self._farewells(), timedelta(seconds=LEAVE_TIMEOUT_S))
-        else:
+        if self.world.rank > 0:
             with contextlib.suppress(RuntimeError):  # nor need the store outlive its last reader
                 self.store.set(f"left/{self.world.rank}", "")
+        elif self.world.world_size > 1:
+            with contextlib.suppress(RuntimeError):  # a peer that died will never say goodbye
+                self.store.wait(self._farewells(), timedelta(seconds=LEAVE_TIMEOUT_S))
 
     def _farewells(self) -> list[str]:
         return [f"left/{rank}" for rank in range(1, self.world.world_size)]

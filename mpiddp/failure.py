@@ -1,50 +1,74 @@
-"""When a rank fails: one line that names it, and an end that every MPI notices.
+"""When one rank fails, all end: one line names it, and no launcher has to notice.
 
-The traceback stays the script's own. Of several ranks that fail, the first one says so: the others'
-broken connections are its consequence.
+Open MPI and srun end the other ranks after a non-zero exit, MPICH only after a signal, Intel MPI after
+neither once MPI is finalized; and a rank inside an NCCL collective notices nothing by itself. So
+every rank has a thread that looks for one word in the store.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
-import signal
 import sys
+import threading
 from types import TracebackType
 
 from mpiddp.crew import Crew
 
+FAILED = "failed"  # the key; its value is the exit code of the rank that failed first
+LOOK_EVERY_S = 0.5
+GRACE_S = 1.0  # for the launcher to end this rank first, in its own way
 
-def watch(crew: Crew) -> None:
-    """From here on, an uncaught exception of this process ends the whole job.
 
-    Hydra lets the other ranks run on after a non-zero exit, and ends them after a signal. Open MPI
-    and srun end them after either.
-    """
-    show = sys.excepthook
+class Watch:
+    """Ends this process when another rank fails, and the other ranks when this one does."""
 
-    def fail(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._over = threading.Event()
+        # A connection of its own, for the crew's is locked while it waits. The thread must not be
+        # inside torch when the interpreter ends, so it looks now and then instead of waiting there.
+        self._store = crew.store.clone()  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._show = sys.excepthook
+
+    def start(self) -> None:
+        sys.excepthook = self._excepthook
+        atexit.register(self.stop)
+        if self._crew.world.world_size > 1:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def end_the_job(self, code: int) -> None:
+        """Let the other ranks end with `code`; this process's own end is still to come."""
+        self.stop()
+        with contextlib.suppress(RuntimeError):  # the store has gone with rank 0: all know already
+            self._crew.store.set(FAILED, str(code))
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        show(kind, error, traceback)
-        if crew.is_first("failure"):
-            world = crew.world
+        """The script's own traceback, then one line. Of several ranks that fail, only the first
+        says so: the others' broken connections are its consequence."""
+        self._show(kind, error, traceback)
+        if self._crew.is_first(FAILED):
+            world = self._crew.world
             words = f"{kind.__name__}: {error}" if str(error) else kind.__name__
             print(f"rank {world.rank} on {world.hostname} failed: {words}", file=sys.stderr)
-        end_the_job(crew)
+        self.end_the_job(1)
 
-    sys.excepthook = fail
-
-
-def end_the_job(crew: Crew) -> None:
-    """Make sure that this process's end is everyone's. It is still to come, and goes its usual way."""
-    if crew.world.launcher.name == "hydra" and crew.world.world_size > 1:
-        # The very last thing: by then all that the script had to say is flushed.
-        atexit.unregister(_die)
-        atexit.register(_die)
-
-
-def _die() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+    def _look(self) -> None:
+        code = ""
+        while not code and not self._over.wait(LOOK_EVERY_S):
+            try:
+                if self._store.check([FAILED]):
+                    code = self._store.get(FAILED).decode()
+            except RuntimeError:  # rank 0 is gone, and its store with it
+                code = "1"
+        if code and not self._over.wait(GRACE_S):
+            os._exit(int(code))

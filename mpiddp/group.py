@@ -18,10 +18,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mpiddp import failure
 from mpiddp.address import LOOPBACK, Card
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
+from mpiddp.failure import Watch
 from mpiddp.placement import Place, misplaced, table
 from mpiddp.rendezvous import Meeting, meet_over_mpi
 from mpiddp.slurm import slurm_address
@@ -53,18 +53,20 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         yield _assembled
         return
     crew = _assemble(world or World.from_env(), keep_mpi=keep_mpi)
-    failure.watch(crew)
+    watch = Watch(crew)
+    watch.start()
     _assembled = crew
     try:
         yield crew
     except SystemExit as error:
         if error.code:
-            failure.end_the_job(crew)
+            watch.end_the_job(error.code if isinstance(error.code, int) else 1)
         raise
     finally:
         _assembled = None
     # Only a body that succeeded comes here: after an error there is nobody to wait for.
     crew.leave()
+    watch.stop()
 
 
 def _assemble(world: World, *, keep_mpi: bool) -> Crew:

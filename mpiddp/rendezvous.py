@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from mpiddp.address import Card, Plan, choose, listen, probe
+from mpiddp.address import Card, Plan, choose, listen
 from mpiddp.errors import UserError
+from mpiddp.sockets import probe
 from mpiddp.world import World
 
 VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel(R) MPI"), "mvapich2": ("MVAPICH",)}

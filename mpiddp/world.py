@@ -32,9 +32,7 @@ class Launcher:
     local_rank: str
     local_world_size: str
     speaks_mpi: bool = False
-    node_id: str = (
-        ""  # where local_world_size lists all nodes' counts: this node's place among them
-    )
+    node_id: str = ""  # this node's place, where local_world_size lists the counts of all nodes
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -79,7 +77,7 @@ LAUNCHERS = (
         "SLURM_STEP_TASKS_PER_NODE",
         node_id="SLURM_NODEID",
     ),
-    Launcher("env", TORCH, *TORCH),
+    Launcher("env://", TORCH, *TORCH),
 )
 
 ALONE = Launcher("none", (), "", "", "", "")

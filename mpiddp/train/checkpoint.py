@@ -11,6 +11,7 @@ reads and writes, so the hosts need not share a file system.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,10 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpiddp import checkpoint_dir
-from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, differences
 from mpiddp.train.engine import averaged_buffers
+from mpiddp.train.tensor_file import Unreadable, load_tensors
+
+_TENSOR_FILES = ("model", "trainer", "ranks")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,16 @@ class Progress:
     step: int = 0  # optimizer steps done
     epoch: int = 0  # epochs done
     position: int = 0  # images of the current epoch done
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The contents of a checkpoint, tensors on the CPU."""
+
+    progress: Progress
+    model: dict[str, Tensor]
+    trainer: dict[str, Any]  # the state_dicts of "optimizer" and "scaler"
+    ranks: list[dict[str, Any]]  # [world_size]
 
 
 def save(
@@ -55,10 +68,12 @@ def save(
     dist.gather_object(_rank_state(model), ranks)
 
     def fill(folder: Path) -> None:
-        torch.save(model.state_dict(), folder / "model.pt")
         trainer = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        torch.save(trainer, folder / "trainer.pt")
-        torch.save(ranks, folder / "ranks.pt")
+        contents = (model.state_dict(), trainer, ranks)
+        for name, content in zip(_TENSOR_FILES, contents, strict=True):
+            buffer = io.BytesIO()  # torch's own writer hides a full disk behind a RuntimeError
+            torch.save(content, buffer)
+            (folder / f"{name}.pt").write_bytes(buffer.getbuffer())
         state = {"progress": asdict(progress), "config": config.as_json()}
         (folder / "state.json").write_text(json.dumps(state, indent=1))
 
@@ -74,75 +89,98 @@ def save(
                 ) from None
 
 
-def find(resume: str, root: Path, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from, chosen by --resume; None to start anew. Rank 0 alone calls this.
+def look(config: TrainConfig, out: Path, say: Callable[[str], None]) -> Saved | None:
+    """What --resume goes on from; None to start anew. Nothing is written. Rank 0 alone calls this.
 
     Raises:
-        UserError: --resume names what is no valid checkpoint, or `never` and there are some.
+        UserError: --resume names what is no valid checkpoint of this configuration, or does not fit
+            what `out` holds.
     """
+    folder = _find(config.resume, out, say)
+    if folder is None:
+        return None
+    saved = _read(folder, config)
+    say(f"going on from {folder}: step {saved.progress.step}, epoch {saved.progress.epoch}")
+    return saved
+
+
+def _find(resume: str, out: Path, say: Callable[[str], None]) -> Path | None:
+    root = out / "checkpoints"
+    existing = checkpoint_dir.list_steps(root)
     if resume == "never":
-        if existing := checkpoint_dir.list_steps(root):
+        traces = [root, *(out / name for name in ("config.json", "metrics.jsonl", "summary.json"))]
+        if found := [path for path in traces if path.exists()]:
             raise UserError(
-                f"{root} holds {existing[-1].name} and --resume never was given. "
-                "Name another --out, or leave --resume away to go on from there."
+                f"--resume never, but --out {out} holds a run already ({found[0].name}). "
+                "Name another --out, or leave --resume away to go on."
             )
         return None
     if resume == "auto":
-        found = checkpoint_dir.newest_valid(root, say)
-        if found is None and checkpoint_dir.list_steps(root):
+        newest = checkpoint_dir.newest_valid(root, say)
+        if newest is None and existing:
             raise UserError(f"{root}: no checkpoint in it is valid. Name another --out.")
-        return found
+        return newest
     folder = Path(resume)
-    for candidate in (folder, folder / "checkpoints"):  # a folder of checkpoints, or of a run
+    if not folder.exists():
+        raise UserError(
+            f"--resume {resume} not found (looked in {Path.cwd()}). Expected auto, never, a run's "
+            "folder or a checkpoint's."
+        )
+    for candidate in (folder / "checkpoints", folder):  # of a run, or of checkpoints
         if checkpoint_dir.list_steps(candidate):
-            found = checkpoint_dir.newest_valid(candidate, say)
-            if found is None:
+            newest = checkpoint_dir.newest_valid(candidate, say)
+            if newest is None:
                 raise UserError(f"--resume {resume}: no checkpoint in it is valid.")
-            return found
-    try:
-        checkpoint_dir.verify(folder)
-    except checkpoint_dir.BrokenCheckpoint as error:
-        raise UserError(f"--resume {resume}: {error}.") from None
+            folder = newest
+            break
+    else:
+        try:
+            checkpoint_dir.verify(folder)
+        except checkpoint_dir.BrokenCheckpoint as error:
+            raise UserError(f"--resume {resume}: {error}.") from None
+    if existing and folder.resolve().parent != root.resolve():
+        raise UserError(
+            f"--resume {resume}, but --out {out} holds {existing[-1].name} of its own. "
+            "Name another --out, or leave --resume away to go on from there."
+        )
     return folder
 
 
-def read(folder: Path, config: TrainConfig) -> dict[str, Any]:
-    """A verified checkpoint's contents, tensors on the CPU. Rank 0 alone calls this.
+def _read(folder: Path, config: TrainConfig) -> Saved:
+    """A verified checkpoint's contents.
 
     Raises:
         UserError: it is not of this program, or of another configuration.
     """
     try:
-        state = json.loads((folder / "state.json").read_text())
-        contents = {
-            name: torch.load(folder / f"{name}.pt", map_location="cpu", weights_only=True)
-            for name in ("model", "trainer", "ranks")
-        }
-    except FileNotFoundError as error:
-        missing = Path(error.filename).name
+        state = json.loads((folder / "state.json").read_bytes())
+        different = differences(state["config"], config)
+        progress = Progress(**state["progress"])
+    except (OSError, ValueError, LookupError, TypeError):
         raise UserError(
-            f"{folder} is no checkpoint of mpiddp train: it has no {missing}."
+            f"{folder} is no checkpoint of mpiddp train: its state.json is missing or another one's."
         ) from None
-    if different := differences(state["config"], config):
+    if different:
         raise UserError(
             f"{folder} is of another configuration: {'; '.join(different)}. "
             "Give the options it was made with, or name another --out."
         )
-    return {"progress": Progress(**state["progress"]), **contents}
+    contents = {}
+    for name in _TENSOR_FILES:
+        try:
+            contents[name] = load_tensors(folder / f"{name}.pt")
+        except OSError as error:
+            raise UserError(f"{folder}: {name}.pt cannot be read ({error.strerror}).") from None
+        except Unreadable as error:
+            raise UserError(f"{folder}: {name}.pt is none of mpiddp train: {error}.") from None
+    return Saved(progress, **contents)
 
 
-def resume(crew: Crew, config: TrainConfig, root: Path, say: Callable[[str], None]) -> Any:
-    """What rank 0 finds, on every rank: the contents of a checkpoint, or None. A collective."""
-    contents: list[Any] = [None]
-    with crew.together():
-        if crew.world.rank == 0:
-            folder = find(config.resume, root, say)
-            if folder is not None:
-                contents = [read(folder, config)]
-                progress = contents[0]["progress"]
-                say(f"going on from {folder}: step {progress.step}, epoch {progress.epoch}")
-    dist.broadcast_object_list(contents)
-    return contents[0]
+def broadcast(saved: Saved | None) -> Saved | None:
+    """What rank 0 has, on every rank. A collective: every rank must call it."""
+    box = [saved]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 def restore_rank(model: nn.Module, states: list[dict[str, Any]]) -> None:

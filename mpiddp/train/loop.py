@@ -11,14 +11,15 @@ from statistics import mean
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.train import checkpoint
-from mpiddp.train.checkpoint import Progress
+from mpiddp.train.checkpoint import Progress, Saved
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Data
-from mpiddp.train.engine import backward, build_model, build_optimizer, wrap
+from mpiddp.train.engine import backward, build_optimizer, place, wrap
 from mpiddp.train.evaluate import Score, evaluate
 from mpiddp.train.metrics import Records, StepTimer, Summary, percentile
 from mpiddp.train.schedule import learning_rate, scaled_lr
@@ -84,33 +85,37 @@ def train(
     plan: Plan,
     crew: Crew,
     data: Data,
+    model: nn.Module,
+    saved: Saved | None,
     device: torch.device,
     out: Path,
     say: Callable[[str], None],
 ) -> Summary | None:
     """Train to the end, or to --stop-at-step: then a checkpoint is saved and None returned.
 
-    `say` prints on rank 0 and does nothing elsewhere.
+    Args:
+        saved: the checkpoint to go on from, as rank 0 found it; on the other ranks it is not looked at.
+        say: prints on rank 0 and does nothing elsewhere.
     """
     start = time.monotonic()
     assert config.epochs is not None
-    model = build_model(config, data, device)
+    saved = checkpoint.broadcast(saved)
+    model = place(model, config, device)
     optimizer = build_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
     checkpoints = out / "checkpoints"
 
-    restored = checkpoint.resume(crew, config, checkpoints, say)
-    progress = restored["progress"] if restored else Progress()
-    if restored:
-        model.load_state_dict(restored["model"])
-        optimizer.load_state_dict(restored["trainer"]["optimizer"])
-        scaler.load_state_dict(restored["trainer"]["scaler"])
+    progress = saved.progress if saved else Progress()
+    if saved:
+        model.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.trainer["optimizer"])
+        scaler.load_state_dict(saved.trainer["scaler"])
     ddp = wrap(model, config, data.shape)
     torch.manual_seed(config.seed + 1 + crew.world.rank)
-    if restored:
-        checkpoint.restore_rank(model, restored["ranks"])
+    if saved:
+        checkpoint.restore_rank(model, saved.ranks)
 
-    records = Records(out / "metrics.jsonl" if crew.world.rank == 0 else None)
+    records = Records(out / "metrics.jsonl" if crew.world.rank == 0 else None, progress.step)
     timer = StepTimer(device)
     score: Score | None = None
     train_loss: float | None = None
@@ -164,9 +169,10 @@ def train(
                     )
                     say(f"epoch {epoch + 1}/{config.epochs}  test accuracy {score.accuracy:.2%}")
 
-            stops = progress.step == config.stop_at_step
+            stops = progress.step == config.stop_at_step and progress.step < plan.total_steps
             if stops or _is_time_to_save(config, progress, plan):
-                checkpoint.save(checkpoints, progress, model, optimizer, scaler, config)
+                with crew.together(timeout_s=config.timeout):
+                    checkpoint.save(checkpoints, progress, model, optimizer, scaler, config)
             if stops:
                 records.close()
                 return None

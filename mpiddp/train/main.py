@@ -5,19 +5,28 @@ The same under mpirun, srun and torchrun; alone it is a job of one rank, and say
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import platform
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
 from mpiddp.world import World, limit_threads
 
+if TYPE_CHECKING:
+    from mpiddp.crew import Crew
+
 STOPPED = 75  # EX_TEMPFAIL: a checkpoint is saved, the same command goes on
+PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
+ENDED_BY_OTHERS_S = 5.0  # within which mpirun ends a job of which a rank has failed
 
 
 def main(argv: list[str]) -> int:
@@ -37,10 +46,11 @@ def main(argv: list[str]) -> int:
 
     # Only now torch: --help and a wrong option answer at once.
     from mpiddp.group import assemble, choose_backend, device_of, joined
+    from mpiddp.train import checkpoint
     from mpiddp.train.data import open_data, prepare
-    from mpiddp.train.engine import computes_in_bf16
+    from mpiddp.train.engine import build_model, computes_in_bf16, make_deterministic
     from mpiddp.train.loop import make_plan, train
-    from mpiddp.train.metrics import table
+    from mpiddp.train.metrics import Summary, counted, table
 
     with assemble(world) as crew:
         world = crew.world
@@ -66,17 +76,25 @@ def main(argv: list[str]) -> int:
         with crew.together():
             data = open_data(config, world, device)
             plan = make_plan(config, data, crew)
-            if world.rank == 0:
-                _make_out(out, config)
+            model = build_model(config, data)
+            saved = checkpoint.look(config, out, say) if world.rank == 0 else None
+        with crew.together():  # all is well: only now something is written
+            _make_out(out, config, world)
 
-        with joined(crew, backend, device, timeout_s=config.timeout), _log(out, world):
+        if config.deterministic:
+            make_deterministic()
+        with (
+            joined(crew, backend, device, timeout_s=config.timeout),
+            _speaking_alone(crew),
+            _log(out, world),
+        ):
             say(
-                f"{world.world_size} ranks on {world.num_nodes} hosts over {backend}, "
-                f"{config.arch} on {data.name}, amp {config.amp}, global batch "
+                f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} "
+                f"over {backend}, {config.arch} on {data.name}, amp {config.amp}, global batch "
                 f"{plan.shards.global_batch_size}, peak lr {plan.peak_lr:g} "
                 f"(--lr {config.lr:g}{' scaled by batch/256' if config.lr_scaling else ''})"
             )
-            summary = train(config, plan, crew, data, device, out, say)
+            summary = train(config, plan, crew, data, model, saved, device, out, say)
 
         if summary is None:
             say(
@@ -84,34 +102,52 @@ def main(argv: list[str]) -> int:
             )
             return STOPPED
         if world.rank == 0:
-            text = json.dumps(dataclasses.asdict(summary), indent=1)
-            (out / "summary.json").write_text(text + "\n")
+            path = out / "summary.json"
+            if summary.images_per_s is None and path.exists():  # it was over: what it found stands
+                summary = Summary(**json.loads(path.read_text()))
+            path.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
         say(f"\n{table(summary, out)}")
     return 0
 
 
-PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
-
-
-def _make_out(out: Path, config: TrainConfig) -> None:
+def _make_out(out: Path, config: TrainConfig, world: World) -> None:
     """The run's folder with its configuration. Raises UserError where it cannot be written."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
+        (out / "logs").mkdir(parents=True, exist_ok=True)  # on every host, if they share no disk
+        if world.rank == 0:
+            (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
+            (out / "metrics.jsonl").touch()
     except OSError as error:
         raise UserError(
             f"--out {out} cannot be written: {error.strerror}. Name another folder."
         ) from None
 
 
+@contextlib.contextmanager
+def _speaking_alone(crew: Crew) -> Iterator[None]:
+    """Once training runs, a rank that meets bad input, a broken image say, tells of it by itself.
+
+    The others notice only that a connection broke. They keep still until mpirun ends them, so that
+    the reason stands alone and its exit code is the job's.
+    """
+    try:
+        yield
+    except UserError as error:
+        if crew.is_first("failure"):
+            print(error, file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    except RuntimeError as error:
+        if "by peer" in str(error):  # as gloo puts it: connection closed, or reset, by peer
+            time.sleep(ENDED_BY_OTHERS_S)
+        raise
+
+
 class _log:
     """This rank's log: who it is, and the traceback that ended it, if one did."""
 
     def __init__(self, out: Path, world: World) -> None:
-        folder = out / "logs"
-        folder.mkdir(parents=True, exist_ok=True)  # every host has its own, if they share no disk
         self._logger = logging.Logger("mpiddp")
-        handler = logging.FileHandler(folder / f"rank_{world.rank:05d}.log", delay=False)
+        handler = logging.FileHandler(out / "logs" / f"rank_{world.rank:05d}.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(handler)
         self._world = world

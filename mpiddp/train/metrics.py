@@ -49,10 +49,18 @@ class StepTimer:
 
 
 class Records:
-    """metrics.jsonl: one record a line, flushed as it comes. Without a path it writes nothing."""
+    """metrics.jsonl: one record a line, flushed as it comes. Without a path it writes nothing.
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = path.open("a") if path else None
+    What a run that goes on from `step` had written beyond it is dropped: those steps come again.
+    """
+
+    def __init__(self, path: Path | None, step: int = 0) -> None:
+        self._file = path.open("a+") if path else None
+        if self._file:
+            self._file.seek(0)
+            kept = [line for line in self._file if _step_of(line) <= step]
+            self._file.truncate(0)
+            self._file.writelines(kept)
 
     def write(self, **values: Any) -> None:
         if self._file:
@@ -62,6 +70,14 @@ class Records:
     def close(self) -> None:
         if self._file:
             self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a record; infinity where a killed run left half a line."""
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:
+        return float("inf")
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ def table(summary: Summary, out: Path) -> str:
     rows = {
         "data set": summary.dataset,
         "arch": f"{summary.arch} ({summary.num_parameters:,} parameters)",
-        "ranks": f"{summary.world_size} on {_count(summary.num_nodes, 'host')} ({hosts})",
+        "ranks": f"{summary.world_size} on {counted(summary.num_nodes, 'host')} ({hosts})",
         "steps": f"{summary.steps:,} of {summary.global_batch_size} images",
         "images/s": f"{_or_dash(summary.images_per_s, ',.0f')} over all ranks",
         "step time": f"p50 {_ms(summary.step_time_p50_s)}, p95 {_ms(summary.step_time_p95_s)}",
@@ -116,7 +132,8 @@ def table(summary: Summary, out: Path) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """ "1 host", "2 hosts"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 

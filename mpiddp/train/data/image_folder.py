@@ -73,7 +73,7 @@ class ImageFolder:
             )
 
 
-def _in_one_sentence(loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
+def _in_one_sentence(loader: DataLoader[tuple[Tensor, int]]) -> Iterator[Batch]:
     """The loader's batches; what is wrong in a worker comes with its traceback, and loses it here."""
     try:
         yield from loader

@@ -1,0 +1,102 @@
+"""The few sockets of a meeting: a port and a name made sense of, one address bound, several tried.
+
+Rank 0 binds before it announces, so no port is ever probed, closed and then hoped for.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from mpiddp.errors import UserError
+
+PROBE_TIMEOUT_S = 2.0
+
+
+def port_in(env: Mapping[str, str]) -> int:
+    """MASTER_PORT, or 0 where it is unset: any free one.
+
+    Raises:
+        UserError: it is no port.
+    """
+    text = env.get("MASTER_PORT") or "0"
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise UserError(
+            f'MASTER_PORT="{text}" is not a port. Expected 1 to 65535, or leave it unset.'
+        )
+    return int(text)
+
+
+def resolve(name: str) -> str:
+    """The address of MASTER_ADDR, which may be a host's name.
+
+    Raises:
+        UserError: it has none.
+    """
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the latter for names that cannot be one: "a..b"
+        raise UserError(
+            f'MASTER_ADDR="{name}" cannot be resolved from {socket.gethostname()}. '
+            "Name an address of rank 0's host, or leave it unset."
+        ) from None
+    family, *_, address = min(answers, key=lambda answer: answer[0])  # IPv4 where it has both
+    return str(address[0])
+
+
+def bind(address: str, port: int, hostname: str) -> socket.socket:
+    """A socket of this host, `hostname`, that listens on one address only. Port 0: any free one.
+
+    Raises:
+        UserError: the port is taken, or the address is not one of this host.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"MASTER_PORT={port} is taken on {hostname} ({address}). "
+                "Leave it unset, and a free one is chosen."
+            ) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"{address} is no address of {hostname}, where rank 0 runs. "
+                "Leave MASTER_ADDR unset, or name one of that host."
+            ) from None
+        raise UserError(
+            f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
+        ) from None
+    return listener
+
+
+def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
+    """Which of the addresses answer a TCP connection; all tried at once, in `PROBE_TIMEOUT_S`."""
+    reached: list[str] = []
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    with selectors.DefaultSelector() as selector:
+        for address, port in zip(addresses, ports, strict=True):
+            attempt = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            attempt.setblocking(False)
+            if attempt.connect_ex((address, port)) in (0, errno.EINPROGRESS):
+                selector.register(attempt, selectors.EVENT_WRITE, address)
+            else:  # no route there: such a socket would look as if it were connected
+                attempt.close()
+        while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining):
+                attempt = key.fileobj  # type: ignore[assignment]
+                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    reached.append(key.data)
+                selector.unregister(attempt)
+                attempt.close()
+            if addresses[0] in reached:  # a dead network need not be waited for much longer
+                deadline = min(deadline, time.monotonic() + 0.05)
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return reached

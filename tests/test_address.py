@@ -1,0 +1,279 @@
+"""Where rank 0 listens: chosen from cards made by hand, bound and probed with real sockets on loopback."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+
+from mpiddp import sockets
+from mpiddp.address import Card, Plan, choose, listen
+from mpiddp.errors import UserError
+from mpiddp.network import Interface, interfaces
+from mpiddp.sockets import bind, port_in, probe, resolve
+
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+LO_DEBIAN = Interface("lo", "127.0.1.1", "127.0.0.0/8")
+DOCKER0 = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
+DOCKER0_RENAMED = Interface("bridge0", "172.17.0.1", "172.17.0.0/16")
+
+
+def eth(host: int, name: str = "eth0", network: str = "10.0.0") -> Interface:
+    return Interface(name, f"{network}.{host + 1}", f"{network}.0/24")
+
+
+def ranks_on(*hosts: tuple[Interface, ...], ranks: int = 1) -> list[Card]:
+    """The cards of `ranks` ranks on each host, which is given by its interfaces."""
+    return [
+        Card(node * ranks + local, local, ranks, f"node{node}", f"boot-{node}", own)
+        for node, own in enumerate(hosts)
+        for local in range(ranks)
+    ]
+
+
+def addresses(cards: list[Card], env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    return choose(cards, env or {}).addresses
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+# --- which ranks sit where ---
+
+
+def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
+    a, b = ranks_on((LO, eth(0)), (LO, eth(1)), ranks=2)[::2]
+    by_node = [b, a]  # rank 0 on node1, rank 1 on node0, and so on in turn
+    cards = [
+        Card(rank, rank // 2, 2, by_node[rank % 2].hostname, "m", by_node[rank % 2].interfaces)
+        for rank in range(4)
+    ]
+    plan = choose(cards, {})
+    assert plan.node_ranks == (0, 1, 0, 1)
+    assert (plan.num_nodes, plan.probers) == (2, (1,))
+    assert plan.addresses == (eth(1).address,)
+
+
+def test_one_rank_of_every_other_host_probes() -> None:
+    plan = choose(ranks_on(*((LO, eth(node)) for node in range(3)), ranks=4), {})
+    assert plan.probers == (4, 8)
+
+
+def test_two_machines_of_one_name_are_two_hosts() -> None:
+    cards = [Card(rank, 0, 1, "localhost", f"boot-{rank}", (LO, eth(rank))) for rank in range(2)]
+    assert choose(cards, {}).num_nodes == 2
+
+
+def test_one_machine_under_two_names_is_noticed() -> None:
+    cards = [Card(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
+    assert refusal(lambda: choose(cards, {})) == (
+        "node0 runs 2 ranks with the local ranks 0, 0, but the launcher promised 0 to 0: "
+        "is one machine in the hostfile under two names?"
+    )
+
+
+# --- which address ---
+
+
+def test_on_one_host_the_loopback_which_no_other_host_reaches() -> None:
+    assert addresses(ranks_on((LO, eth(0), DOCKER0), ranks=4)) == ("127.0.0.1",)
+
+
+def test_over_two_hosts_never_a_loopback() -> None:
+    assert addresses(ranks_on((LO, eth(0)), (LO, eth(1)))) == ("10.0.0.1",)
+    assert addresses(ranks_on((LO_DEBIAN, eth(0)), (LO_DEBIAN, eth(1)))) == ("10.0.0.1",)
+
+
+@pytest.mark.parametrize("decoy", [DOCKER0, DOCKER0_RENAMED])
+def test_a_bridge_with_one_address_on_every_host_is_passed_over(decoy: Interface) -> None:
+    cards = ranks_on((LO, decoy, eth(0)), (LO, decoy, eth(1)))
+    assert addresses(cards) == ("10.0.0.1",)
+
+
+def test_of_two_networks_the_one_that_all_hosts_share_comes_first() -> None:
+    own = Interface("eth9", "192.168.7.1", "192.168.7.0/24")
+    hosts = [(LO, own, eth(0, "eth1")), (LO, eth(1)), (LO, eth(2))]
+    plan = choose(ranks_on(*hosts), {})
+    assert plan.addresses == ("10.0.0.1", "192.168.7.1")
+    assert plan.reasons[0] == "eth1 of node0 is on 10.0.0.0/24, as is every other host"
+    assert plan.reasons[1] == "eth9 of node0 is on 192.168.7.0/24, which routes must reach"
+
+
+def test_two_shared_networks_are_both_candidates_for_the_probe() -> None:
+    hosts = [(LO, eth(node), eth(node, "eth1", "10.9.0")) for node in range(2)]
+    assert addresses(ranks_on(*hosts)) == ("10.0.0.1", "10.9.0.1")
+
+
+def test_interface_names_may_differ_between_hosts() -> None:
+    cards = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    (address,) = addresses(cards)
+    assert [card.interface_towards(address) for card in cards] == ["eth0", "ens5"]
+
+
+def test_ipv6_is_taken_where_there_is_nothing_else() -> None:
+    six = [Interface("eth0", f"fd00::{node + 1}", "fd00::/64") for node in range(2)]
+    assert addresses(ranks_on(*((LO, each) for each in six))) == ("fd00::1",)
+    both = [(LO, six[node], eth(node, "eth1")) for node in range(2)]
+    assert addresses(ranks_on(*both)) == ("10.0.0.1", "fd00::1")
+
+
+def test_no_address_for_others_at_all() -> None:
+    sentence = refusal(lambda: choose(ranks_on((LO, DOCKER0), (LO, DOCKER0, eth(1))), {}))
+    assert sentence == (
+        "node0, where rank 0 runs, has no address that other hosts could reach: "
+        "only lo 127.0.0.1, docker0 172.17.0.1. Name one: --master-addr."
+    )
+
+
+def test_no_candidate_that_all_hosts_reach_names_the_blind_host() -> None:
+    plan = choose(ranks_on(*((LO, eth(node)) for node in range(3))), {})
+    assert plan.unreachable([["10.0.0.1"], ["10.0.0.1"], []]).startswith(
+        "no address of node0 (10.0.0.1) is reached from node2 within 2 s: a firewall, or"
+    )
+
+
+# --- the user's wishes ---
+
+
+@pytest.mark.parametrize("wished", ["eth1", "10.9.0.0/24", "10.9.0.0/16", "10.9.0.77/24"])
+def test_a_wished_interface_or_network(wished: str) -> None:
+    hosts = [(LO, eth(node), eth(node, "eth1", "10.9.0")) for node in range(2)]
+    assert addresses(ranks_on(*hosts), {"MPIDDP_INTERFACE": wished}) == ("10.9.0.1",)
+
+
+def test_a_wished_network_suits_hosts_whose_interfaces_have_other_names() -> None:
+    cards = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    assert addresses(cards, {"MPIDDP_INTERFACE": "10.0.0.0/24"}) == ("10.0.0.1",)
+
+
+@pytest.mark.parametrize(
+    ("wished", "sentence"),
+    [
+        ("ib0", 'interface "ib0" is not on node0, which has lo and eth0.'),
+        ("eth0", 'interface "eth0" is not on node1, which has lo and ens5.'),
+        ("10.8.0.0/16", 'interface "10.8.0.0/16" is not on node0, which has lo and eth0.'),
+        ("10.0/x", 'interface "10.0/x": neither a name nor a network. '),
+        ("lo", "node0, where rank 0 runs, has no address that other hosts could reach: "),
+    ],
+)
+def test_a_wish_that_cannot_be_fulfilled(wished: str, sentence: str) -> None:
+    cards = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    refused = refusal(lambda: choose(cards, {"MPIDDP_INTERFACE": wished}))
+    assert refused.startswith(sentence)
+
+
+def test_master_addr_is_honoured_but_not_as_a_loopback_over_hosts() -> None:
+    two = ranks_on((LO, eth(0)), (LO, eth(1)))
+    assert addresses(two, {"MASTER_ADDR": "192.0.2.7"}) == ("192.0.2.7",)
+    assert addresses(two[:1], {"MASTER_ADDR": "127.0.0.5"}) == ("127.0.0.5",)
+    plan = choose(two, {"MASTER_ADDR": "localhost"})
+    assert plan.addresses == ("10.0.0.1",)
+    assert plan.reasons[0].startswith("localhost resolves to 127.0.0.1, which no other host can")
+
+
+def test_an_empty_wish_is_none() -> None:
+    empty = {"MASTER_ADDR": "", "MASTER_PORT": "", "MPIDDP_INTERFACE": ""}
+    plan = choose(ranks_on((LO, eth(0)), (LO, eth(1))), empty)
+    assert (plan.addresses, plan.port) == (("10.0.0.1",), 0)
+
+
+@pytest.mark.parametrize("port", ["abc", "65536", "-1", "1.5", "²", " 80"])
+def test_what_is_no_port_is_refused(port: str) -> None:
+    assert refusal(lambda: port_in({"MASTER_PORT": port})) == (
+        f'MASTER_PORT="{port}" is not a port. Expected 1 to 65535, or leave it unset.'
+    )
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b"])
+def test_a_name_without_an_address_is_refused(name: str) -> None:
+    assert refusal(lambda: resolve(name)).startswith(f'MASTER_ADDR="{name}" cannot be resolved')
+
+
+# --- real sockets ---
+
+
+def plan_for(*listen_on: str, port: int = 0) -> Plan:
+    reasons = tuple("" for _ in listen_on)
+    return Plan((0,), (), listen_on, reasons, port, (socket.gethostname(),))
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with bind("127.0.0.1", 0, "here") as bound:
+        yield bound
+
+
+def test_listen_binds_every_candidate_and_no_other_address() -> None:
+    first, second = listen(plan_for("127.0.0.1", "127.0.0.2"))
+    with first, second:
+        assert first.getsockname()[0] == "127.0.0.1"
+        assert second.getsockname()[0] == "127.0.0.2"
+        both = ["127.0.0.1", "127.0.0.2"]
+        assert sorted(probe(both, [port_of(first), port_of(second)])) == both
+        assert probe(["127.0.0.3"], [port_of(first)]) == []
+
+
+def test_a_taken_port_is_refused_and_nothing_stays_bound(listener: socket.socket) -> None:
+    port = port_of(listener)
+    refused = refusal(lambda: listen(plan_for("127.0.0.2", "127.0.0.1", port=port)))
+    assert refused.startswith(f"MASTER_PORT={port} is taken on {socket.gethostname()} (127.0.0.1).")
+    listen(plan_for("127.0.0.2", port=port))[0].close()
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    sentence = refusal(lambda: listen(plan_for("192.0.2.7")))
+    assert sentence.startswith(f"192.0.2.7 is no address of {socket.gethostname()}, where rank 0")
+
+
+def test_probe_tells_what_answers_from_what_does_not(listener: socket.socket) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # refuses: it does not listen
+        assert probe(["127.0.0.1"], [port_of(bound)]) == []
+    assert probe(["127.0.0.1"], [port_of(listener)]) == ["127.0.0.1"]
+
+
+def test_probe_takes_no_route_for_no_answer(listener: socket.socket) -> None:
+    """connect() to such an address fails at once, and its socket then looks writable, with no error."""
+    unroutable = "255.255.255.255"
+    assert probe([unroutable], [1]) == []
+    assert probe([unroutable, "127.0.0.1"], [1, port_of(listener)]) == ["127.0.0.1"]
+
+
+def test_probe_gives_a_silent_address_its_time_and_no_more(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 0.4)
+    with socket.create_server(("127.0.0.2", 0), backlog=0) as silent:
+        crowd = [socket.socket() for _ in range(4)]  # a full backlog answers nobody
+        for each in crowd:
+            each.setblocking(False)
+            each.connect_ex(silent.getsockname())
+        begin = time.monotonic()
+        assert probe(["127.0.0.2"], [port_of(silent)]) == []
+        assert 0.4 <= time.monotonic() - begin < 2
+        begin = time.monotonic()
+        answered = probe(["127.0.0.1", "127.0.0.2"], [port_of(listener), port_of(silent)])
+        assert answered == ["127.0.0.1"]
+        assert time.monotonic() - begin < 0.3  # the best has answered: the rest gets no full wait
+        for each in crowd:
+            each.close()
+
+
+def test_this_host_has_a_loopback_interface() -> None:
+    found = {interface.name: interface for interface in interfaces()}
+    assert found["lo"] == LO
+    assert found["lo"].is_loopback
+
+
+def test_a_card_survives_its_journey() -> None:
+    (card,) = ranks_on((LO, eth(0)))
+    assert Card.loads(card.dumps()) == card

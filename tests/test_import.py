@@ -1,0 +1,58 @@
+"""What an import loads, in a fresh interpreter: the hall and the launcher need neither torch nor MPI."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import clean_env
+
+HEAVY = ("torch", "mpi4py", "numpy", "PIL")
+STDLIB_ROOMS = (
+    "mpiddp",
+    "mpiddp.address",
+    "mpiddp.cli",
+    "mpiddp.crew",
+    "mpiddp.hostfile",
+    "mpiddp.launch.main",
+    "mpiddp.rendezvous",
+    "mpiddp.run",
+    "mpiddp.slurm",
+    "mpiddp.world",
+)
+
+
+def loaded(statement: str, *, path: Path | None = None) -> set[str]:
+    """Those of the HEAVY packages that `statement` loads, in an interpreter of its own."""
+    code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
+    env = clean_env({"PYTHONPATH": str(path)} if path else None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_the_package_and_its_rooms_load_nothing_heavy() -> None:
+    assert loaded("import " + ", ".join(STDLIB_ROOMS)) == set()
+
+
+def test_the_public_names_are_there_and_load_on_first_use() -> None:
+    assert loaded("import mpiddp\nassert {'World', 'init'} <= set(mpiddp.__all__)") == set()
+    assert loaded("from mpiddp import UserError, World") == set()
+    use_all = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
+    assert loaded(use_all) >= {"torch"}
+    assert "mpi4py" not in loaded(use_all)  # only ranks that mpirun started need MPI
+    with pytest.raises(AssertionError, match="module 'mpiddp' has no attribute 'nonsense'"):
+        loaded("import mpiddp\nmpiddp.nonsense")
+
+
+@pytest.mark.parametrize("heavy", ["torch", "mpi4py", "numpy"])
+def test_the_test_above_can_fail(heavy: str, tmp_path: Path) -> None:
+    """A package in whose depths one of them is imported does not pass."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from package import deep\n")
+    (package / "deep.py").write_text(f"import {heavy}\n")
+    assert heavy in loaded("import package", path=tmp_path)

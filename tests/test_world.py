@@ -1,0 +1,188 @@
+"""Who a process is, read from every launcher's variables: set, unset, partly set, and in each other's way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.world import World
+from tests.ranks import clean_env
+
+Env = dict[str, str]
+
+
+def named(names: str, *values: str) -> Env:
+    return dict(zip(names.split(), values, strict=True))
+
+
+def mpi(prefix: str, *values: str) -> Env:
+    return named(" ".join(f"{prefix}_{n}" for n in "RANK SIZE LOCAL_RANK LOCAL_SIZE".split()), *values)
+
+
+TORCH = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "5", "8", "1", "4")
+TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1"}
+# Open MPI's NODE_RANK counts ranks on one node: 1 here, where the node's own rank may be anything.
+OPEN_MPI = mpi("OMPI_COMM_WORLD", "3", "4", "1", "2") | {"OMPI_COMM_WORLD_NODE_RANK": "1"}
+MVAPICH2 = mpi("MV2_COMM_WORLD", "3", "4", "1", "2")
+HYDRA = named("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", "3", "4", "1", "2")
+# As a real srun -N2 --ntasks-per-node=2 set them for task 3, and a real salloc and sbatch for nobody.
+SLURM_JOB = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}
+SALLOC = SLURM_JOB | {"SLURM_NNODES": "2"}
+SBATCH = SLURM_JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SRUN = SLURM_JOB | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "13"}
+STALE_RANK = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "0", "1", "0", "1")
+
+ROWS = {
+    "torchrun": TORCHRUN,
+    "openmpi": OPEN_MPI,
+    "mvapich2": MVAPICH2,
+    "hydra": HYDRA,
+    "slurm": SRUN,
+    "env://": TORCH,
+}
+
+
+def place(env: Mapping[str, str]) -> tuple[str, int, int, int, int]:
+    world = World.from_env(env)
+    numbers = (world.rank, world.world_size, world.local_rank, world.local_world_size)
+    return (world.launcher.name, *numbers)
+
+
+def refusal(env: Mapping[str, str]) -> str:
+    with pytest.raises(UserError) as caught:
+        World.from_env(env)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("launcher", ROWS)
+def test_a_complete_row_is_taken_whole(launcher: str) -> None:
+    numbers = (5, 8, 1, 4) if launcher in ("torchrun", "env://") else (3, 4, 1, 2)
+    assert place(ROWS[launcher]) == (launcher, *numbers)
+
+
+def test_the_others_are_unknown_until_the_ranks_have_met() -> None:
+    world = World.from_env(OPEN_MPI)
+    assert (world.node_rank, world.num_nodes) == (None, None)
+    assert (world.master_addr, world.master_port) == (None, None)
+
+
+def test_no_launcher_is_rank_0_of_1_and_says_so() -> None:
+    unrelated = {"HOME": "/", "OMPI_MCA_btl": "self", "PMIX_VERSION": "5", "MASTER_PORT": "29500"}
+    for env in ({}, unrelated):
+        assert place(env) == ("none", 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("launcher", ROWS)
+def test_a_row_partly_set_names_what_is_there_and_what_is_missing(launcher: str) -> None:
+    row = ROWS[launcher]
+    names = [name for name in World.from_env(row).launcher.variables if name in row]
+    assert len(names) >= 4
+    for gone in names:
+        sentence = refusal({name: value for name, value in row.items() if name != gone})
+        assert f"missing {gone}." in sentence
+        for kept in set(names) - {gone}:
+            assert f"{kept}={row[kept]}" in sentence
+        assert launcher in sentence
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mvapich2", "hydra", "env://"])
+def test_a_single_variable_of_a_row_is_never_a_silent_rank_0(launcher: str) -> None:
+    row = ROWS[launcher]
+    for name in World.from_env(row).launcher.variables:
+        assert "missing" in refusal({name: row[name]})
+
+
+def test_torchrun_is_proved_by_its_run_id_alone() -> None:
+    sentence = refusal({"TORCHELASTIC_RUN_ID": "none"})
+    assert "found TORCHELASTIC_RUN_ID, missing RANK, WORLD_SIZE, LOCAL_RANK" in sentence
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "rank"),
+    [
+        (OPEN_MPI | STALE_RANK, "openmpi", 3),
+        (OPEN_MPI | {"RANK": "0"}, "openmpi", 3),
+        (HYDRA | STALE_RANK, "hydra", 3),
+        (SRUN | STALE_RANK, "slurm", 3),
+        (OPEN_MPI | TORCHRUN, "torchrun", 5),  # mpirun … torchrun
+        (SRUN | TORCHRUN, "torchrun", 5),  # srun … torchrun
+        (SRUN | OPEN_MPI, "openmpi", 3),  # mpirun starts its daemons by srun
+        (SRUN | HYDRA, "hydra", 3),  # so does Hydra
+        (SRUN | PMI2, "slurm", 3),  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE as well
+        (SALLOC | OPEN_MPI, "openmpi", 3),
+        (SBATCH | OPEN_MPI, "openmpi", 3),
+    ],
+)
+def test_the_innermost_launcher_wins(env: Env, launcher: str, rank: int) -> None:
+    assert place(env)[:2] == (launcher, rank)
+
+
+@pytest.mark.parametrize("env", [SALLOC, SBATCH, SRUN | {"SLURM_STEP_ID": "4294967290"}])
+def test_the_shell_of_an_allocation_is_no_task(env: Env) -> None:
+    """salloc's shell, a batch script, and the interactive step that newer Slurms make of salloc's."""
+    assert place(env) == ("none", 0, 1, 0, 1)
+    assert place(env | TORCH) == ("env://", 5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "local_size"),
+    [("4", "0", 4), ("2(x2)", "1", 2), ("3,1", "0", 3), ("1(x2),2", "2", 2), ("1,2(x1),1", "1", 2)],
+)
+def test_slurms_compressed_counts(counts: str, node: str, local_size: int) -> None:
+    env = SRUN | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
+    assert World.from_env(env).local_world_size == local_size
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "sentence"),
+    [
+        ("2(x", "0", '"2(x" is not a list of counts such as "2(x3),1".'),
+        ("", "0", '"" is not a list of counts'),
+        ("2(x2)", "2", "SLURM_NODEID=2 does not fit SLURM_STEP_TASKS_PER_NODE=2(x2)"),
+        ("2(x2)", "one", 'SLURM_NODEID="one" is not a whole number, 0 or more.'),
+    ],
+)
+def test_slurm_counts_that_make_no_sense(counts: str, node: str, sentence: str) -> None:
+    env = SRUN | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
+    assert sentence in refusal(env)
+
+
+@pytest.mark.parametrize("value", ["", "-1", "two", "1.0", " 1", "0x1", "１", "²"])
+@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://"])
+def test_what_is_no_number_is_refused(launcher: str, value: str) -> None:
+    for name in World.from_env(ROWS[launcher]).launcher.variables:
+        sentence = refusal(ROWS[launcher] | {name: value})
+        assert sentence == f'{name}="{value}" is not a whole number, 0 or more.'
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"RANK": "8"}, "RANK=8 does not fit WORLD_SIZE=8"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 does not fit WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 does not fit LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 does not fit WORLD_SIZE=8"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(change: Env, sentence: str) -> None:
+    refused = refusal(TORCHRUN | change)
+    assert refused.startswith(sentence)
+    assert refused.endswith("Unset the stale ones.")
+
+
+def test_from_env_reads_this_process_and_needs_no_torch() -> None:
+    code = "import mpiddp; w = mpiddp.World.from_env(); print(w.rank, w.launcher.name)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=clean_env(MVAPICH2), capture_output=True, text=True)
+    assert done.stdout.split() == ["3", "mvapich2"], done.stderr
