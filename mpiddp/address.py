@@ -150,7 +150,7 @@ def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[st
     master, *others = first_of_hosts
     if wished:
         for card in first_of_hosts:
-            if not any(_is_wished(interface, wished) for interface in card.interfaces):
+            if not any(interface.matches(wished) for interface in card.interfaces):
                 names = " and ".join(interface.name for interface in card.interfaces)
                 raise UserError(
                     f'interface "{wished}" is not on {card.hostname}, which has {names or "none"}.'
@@ -161,7 +161,7 @@ def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[st
         if interface.is_loopback:
             continue
         if wished:
-            if not _is_wished(interface, wished):
+            if not interface.matches(wished):
                 continue
         elif interface.is_virtual or interface.address in elsewhere:
             continue
@@ -179,19 +179,6 @@ def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[st
             "Name one: --master-addr."
         )
     return [(address, reason) for *_, address, reason in sorted(ranked)]
-
-
-def _is_wished(interface: Interface, wished: str) -> bool:
-    """`wished` is an interface's name, or a network that its address is in: "10.0.0.0/8"."""
-    if "/" not in wished:
-        return interface.name == wished
-    try:
-        network = ipaddress.ip_network(wished, strict=False)
-    except ValueError:
-        raise UserError(
-            f'interface "{wished}": neither a name nor a network. Examples: eth0, 10.0.0.0/24'
-        ) from None
-    return ipaddress.ip_address(interface.address) in network
 
 
 def listen(plan: Plan) -> list[socket.socket]:

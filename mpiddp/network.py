@@ -32,6 +32,10 @@ class Interface:
     def is_loopback(self) -> bool:
         return ipaddress.ip_address(self.address).is_loopback
 
+    def matches(self, wished: str) -> bool:
+        """Whether the user means this one: by its name, its address or its network."""
+        return wished in (self.name, self.address, self.network)
+
     @property
     def is_virtual(self) -> bool:
         return self.name.startswith(_VIRTUAL)

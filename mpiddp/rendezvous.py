@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from mpiddp.address import Card, Plan, choose, listen
 from mpiddp.errors import UserError
+from mpiddp.network import interfaces
 from mpiddp.sockets import probe
 from mpiddp.world import World
 
@@ -133,6 +134,9 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
     # and the exchange is some hundred bytes. Whatever the user or mpirun has set stays.
     for name, value in (("OMPI_MCA_pml", "ob1"), ("OMPI_MCA_btl", "self,vader,tcp")):
         os.environ.setdefault(name, value)
+    named = {"OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"} & env.keys()
+    if world.local_world_size < world.world_size and not named:
+        os.environ["OMPI_MCA_btl_tcp_if_include"] = ",".join(_networks(env))  # noqa: SIM112
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -156,6 +160,17 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
     if not MPI.Is_initialized():
         MPI.Init()
     return MPI
+
+
+def _networks(env: Mapping[str, str]) -> list[str]:
+    """The networks that MPI may use: the user's wish, else all but bridges of containers.
+
+    Such a bridge has one address on every host; Open MPI 5 aborts over it and 4.1 hangs.
+    """
+    wished = env.get("MPIDDP_INTERFACE")
+    usable = [i for i in interfaces() if i.matches(wished)] if wished else []
+    usable = usable or [i for i in interfaces() if not (i.is_virtual or i.is_loopback)]
+    return list(dict.fromkeys(interface.network for interface in usable))
 
 
 def _refuse_alone(world: World, sentence: str) -> NoReturn:

@@ -43,7 +43,7 @@ def resolve(name: str) -> str:
             f'MASTER_ADDR="{name}" cannot be resolved from {socket.gethostname()}. '
             "Name an address of rank 0's host, or leave it unset."
         ) from None
-    family, *_, address = min(answers, key=lambda answer: answer[0])  # IPv4 where it has both
+    *_, address = min(answers, key=lambda answer: answer[0])  # IPv4 where it has both
     return str(address[0])
 
 

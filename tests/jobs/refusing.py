@@ -1,0 +1,27 @@
+"""Ranks of which some refuse their input: `refusing.py WHO [SLOW]`.
+
+WHO is a rank, or "all". SLOW keeps rank 0 for that many seconds before it writes its sentence, while
+the others could be gone already.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from mpiddp.errors import UserError
+from mpiddp.group import assemble
+
+who, slow_s = sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else 0.0
+write = sys.stderr.write
+
+
+def slowly(text: str) -> int:
+    time.sleep(slow_s)
+    return write(text)
+
+
+sys.stderr.write = slowly  # type: ignore[method-assign]
+with assemble() as crew, crew.together():
+    if who in ("all", str(crew.world.rank)):
+        raise UserError("hosts.txt:3: one sentence.")

@@ -1,0 +1,188 @@
+"""Ranks that exchange words, refuse together and leave together: nobody hangs, no sentence is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from mpiddp.crew import Crew
+from mpiddp.errors import UserError
+from mpiddp.sockets import bind
+from mpiddp.world import World
+from tests.ranks import mpirun, own_lines
+
+JOBS = Path(__file__).parent / "jobs"
+SENTENCE = "hosts.txt:3: one sentence."
+
+Body = Callable[[Crew], None]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended: its exit code and what it wrote on stderr."""
+
+    code: int | None
+    stderr: str
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., list[End]]:
+    """`ranks(n, body)` runs `body` in n processes that share a store, and tells how each ended.
+
+    They are forked, so torch is imported once for all of them, and a race can be run often.
+    """
+
+    def run(world_size: int, body: Body, *, absent: tuple[int, ...] = ()) -> list[End]:
+        fork = multiprocessing.get_context("fork")
+        present = [rank for rank in range(world_size) if rank not in absent]
+        with bind("127.0.0.1", 0, "here") as listener:
+            port, fd = listener.getsockname()[1], listener.fileno()
+            processes = [
+                fork.Process(target=_be, args=(rank, world_size, port, fd, tmp_path, body))
+                for rank in present
+            ]
+            for process in processes:
+                process.start()
+        for process in processes:
+            process.join(20)
+        hanging = [process for process in processes if process.is_alive()]
+        for process in hanging:
+            process.kill()
+        assert not hanging
+        ends = zip(processes, present, strict=True)
+        return [End(each.exitcode, (tmp_path / f"{rank}").read_text()) for each, rank in ends]
+
+    return run
+
+
+def _be(rank: int, world_size: int, port: int, listener: int, logs: Path, body: Body) -> None:
+    os.dup2(os.open(logs / f"{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=10),
+        wait_for_workers=False,
+        master_listen_fd=listener if rank == 0 else None,
+    )
+    body(Crew(World(rank, world_size, rank, world_size), store))
+
+
+# --- exchange ---
+
+
+def test_every_rank_hears_every_rank(ranks: Callable[..., list[End]]) -> None:
+    def body(crew: Crew) -> None:
+        for turn in range(3):
+            texts = crew.exchange(f"{turn} from {crew.world.rank}", timeout_s=10)
+            assert texts == [f"{turn} from {rank}" for rank in range(4)]
+        assert crew.agreed(f"as rank {crew.world.rank} has it") == "as rank 0 has it"
+        crew.leave()
+
+    assert ranks(4, body) == [End(0, "")] * 4
+
+
+def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
+    def body(crew: Crew) -> None:
+        crew.hostnames = ("node0", "node0", "node1", "node1") if crew.world.world_size == 4 else ()
+        try:
+            crew.exchange("", timeout_s=0.3)
+        except UserError as error:
+            print(error, file=sys.stderr)
+
+    first, *_ = ranks(4, body, absent=(2, 3))
+    missing = "Missing: rank 2 on node1, rank 3 on node1."
+    assert first.stderr == f"only 2 of 4 ranks joined in 0.3 s. {missing}\n"
+    first, *_ = ranks(2, body, absent=(1,))
+    assert first.stderr == "only 1 of 2 ranks joined in 0.3 s. Missing: rank 1.\n"
+
+
+# --- together ---
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("who", ["all", "first", "last"])
+def test_a_refusal_is_said_once_by_rank_0_and_ends_all(
+    ranks: Callable[..., list[End]], world_size: int, who: str
+) -> None:
+    refusing = {"all": range(world_size), "first": [0], "last": [world_size - 1]}[who]
+
+    def body(crew: Crew) -> None:
+        with crew.together(timeout_s=10):
+            if crew.world.rank in refusing:
+                raise UserError(SENTENCE)
+
+    shared = who == "all" or world_size == 1
+    said = SENTENCE if shared else f"rank {refusing[0]}: {SENTENCE}"
+    for _ in range(5):  # a race, if it is not right
+        first, *others = ranks(world_size, body)
+        assert first == End(2, f"{said}\n")
+        assert others == [End(2, "")] * (world_size - 1)
+
+
+def test_different_refusals_are_all_said(ranks: Callable[..., list[End]]) -> None:
+    def body(crew: Crew) -> None:
+        with crew.together():
+            if crew.world.rank > 0:
+                raise UserError(f"no data on node{crew.world.rank // 2}.")
+
+    said = ranks(4, body)[0].stderr.splitlines()
+    assert said == ["rank 1: no data on node0.", "rank 2: no data on node1."]
+
+
+def test_success_goes_on(ranks: Callable[..., list[End]]) -> None:
+    def body(crew: Crew) -> None:
+        for _ in range(3):
+            with crew.together():
+                pass
+        crew.leave()
+
+    assert ranks(4, body) == [End(0, "")] * 4
+
+
+# --- leave ---
+
+
+def test_rank_0_keeps_the_store_alive_until_all_have_left(ranks: Callable[..., list[End]]) -> None:
+    def body(crew: Crew) -> None:
+        if crew.world.rank > 0:
+            time.sleep(0.5 * crew.world.rank)
+            crew.store.add("a late use", 1)
+        crew.leave()
+
+    assert ranks(3, body) == [End(0, "")] * 3
+
+
+# --- under the real mpirun, which kills all ranks as soon as one has ended badly ---
+
+
+@pytest.mark.parametrize(
+    ("world_size", "who", "slow"), [(2, "1", ""), (2, "1", "1"), (4, "all", ""), (4, "3", "0.5")]
+)
+def test_mpirun_does_not_swallow_the_sentence(world_size: int, who: str, slow: str) -> None:
+    job = mpirun(world_size, str(JOBS / "refusing.py"), who, *slow.split(), timeout_s=40)
+    (said,) = own_lines(job.stderr)
+    assert re.fullmatch(rf"(rank {who} on \S+: )?{re.escape(SENTENCE)}", said)
+    assert job.returncode == 2
+
+
+@pytest.mark.parametrize("form", ["with", "init"])
+def test_a_rank_that_raises_ends_the_job_within_5_s(form: str) -> None:
+    job = mpirun(3, str(JOBS / "raising.py"), form, timeout_s=60)
+    ended = time.time()
+    (raised,) = re.findall(r"raising at (\S+)", job.stdout)
+    assert ended - float(raised) < 5
+    assert job.returncode == 1
+    assert job.stderr.count("RuntimeError: rank 1 has had enough") >= 1

@@ -1,0 +1,172 @@
+"""One script, every launcher: the same placement, the same words, the same weights bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import cluster
+from tests.cluster import Cluster, needs, slurm
+from tests.cluster.slurm import Slurm
+from tests.flavours import mpirun_or_skip
+from tests.ranks import ROOT
+
+EXAMPLE = str(ROOT / "examples" / "message_passing.py")
+BIN = Path(sys.executable).parent
+TRAIN = shlex.split(
+    "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=8 --epochs=1 "
+    "--steps-per-epoch=3 --amp=off --out"
+)
+WORDS = [
+    "worker_0 has received 10 from rank 1",
+    "worker_0 sent data to Rank 1",
+    "worker_1 has received data from rank 0",
+]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(2) as standing:
+        yield standing
+
+
+@pytest.fixture(scope="module")
+def batch(hosts: Cluster) -> Iterator[Slurm]:
+    if reason := needs.why_no_slurm():
+        pytest.skip(reason)
+    with slurm.up(hosts) as standing:
+        yield standing
+
+
+def launched(hosts: Cluster, *options: str) -> Callable[..., str]:
+    """`mpiddp launch` over both hosts."""
+
+    def run(*job: str) -> str:
+        command = [str(BIN / "mpiddp"), "launch", "-H", "node0:1,node1:1", *options, *job]
+        done = hosts["node0"].run(command, cwd=ROOT, timeout_s=90)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def torchrun(hosts: Cluster, *program: str) -> Callable[..., str]:
+    """An agent on each of two hosts, as torchrun wants it; the ranks' words of both."""
+
+    def run(*job: str) -> str:
+        agents = [
+            hosts[name].popen(
+                [
+                    *(sys.executable, "-m", *program),
+                    *("--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"),
+                    *(f"--master-addr={hosts['node0'].address}", "--master-port=29511", *job),
+                ],
+                cwd=ROOT,
+            )
+            for rank, name in enumerate(("node0", "node1"))
+        ]
+        outputs = [agent.communicate(timeout=90) for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], outputs
+        return "".join(out for out, _ in outputs)
+
+    return run
+
+
+def torchrun_on_one_node(hosts: Cluster) -> Callable[..., str]:
+    def run(*job: str) -> str:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *job]
+        done = hosts["node0"].run(command, cwd=ROOT, timeout_s=90)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def srun(batch: Slurm, *options: str) -> Callable[..., str]:
+    def run(*job: str) -> str:
+        command = ["srun", "-N2", "--ntasks-per-node=1", *options, sys.executable, *job]
+        done = batch.cluster["node0"].run(command, cwd=ROOT, timeout_s=90)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def sbatch(batch: Slurm) -> Callable[..., str]:
+    def run(*job: str) -> str:
+        command = shlex.join([str(BIN / "mpiddp"), "launch", *job])
+        done = batch.sbatch(
+            f"#!/bin/sh\n{command}\n", "-N2", "--ntasks-per-node=1", cwd=ROOT, timeout_s=90
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+LAUNCHERS = (
+    "openmpi",
+    "openmpi4",
+    "mpich",
+    "intelmpi",
+    "torchrun",
+    "torchrun-one-node",
+    "torch.distributed.launch",
+    "srun",
+    "srun-pmi2",
+    "sbatch",
+)
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest, hosts: Cluster) -> tuple[str, Callable[..., str]]:
+    name = request.param
+    if name in ("openmpi4", "mpich", "intelmpi"):
+        return name, launched(hosts, "--mpirun", str(mpirun_or_skip(name)))
+    if name == "openmpi":
+        return name, launched(hosts)
+    if name == "torchrun":
+        return name, torchrun(hosts, "torch.distributed.run")
+    if name == "torchrun-one-node":
+        return name, torchrun_on_one_node(hosts)
+    if name == "torch.distributed.launch":
+        return name, torchrun(hosts, "torch.distributed.launch")
+    standing = request.getfixturevalue("batch")
+    if name == "sbatch":
+        return name, sbatch(standing)
+    return name, srun(standing, *(["--mpi=pmi2"] if name == "srun-pmi2" else ["--mpi=none"]))
+
+
+def test_message_passing_says_the_same(launcher: tuple[str, Callable[..., str]]) -> None:
+    _, run = launcher
+    assert sorted(run(EXAMPLE, "--backend", "gloo").split("\n"))[-3:] == WORDS
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, str]:
+    """Launcher to a digest of the weights it trained, filled by the test below."""
+    return {}
+
+
+def test_training_gives_the_same_weights(
+    launcher: tuple[str, Callable[..., str]], hosts: Cluster, weights: dict[str, str]
+) -> None:
+    name, run = launcher
+    out = hosts.shared / f"run-{name}"
+    said = run(*TRAIN, str(out))
+    placed = "2 on 1 host" if name == "torchrun-one-node" else "2 on 2 hosts (node0 1, node1 1)"
+    assert placed in said
+    weights[name] = digest(out / "checkpoints" / "step_00000003" / "model.pt")
+    assert len(set(weights.values())) == 1, weights
+
+
+def digest(path: Path) -> str:
+    state = torch.load(path, weights_only=True)
+    parts = [name.encode() + tensor.numpy().tobytes() for name, tensor in state.items()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
