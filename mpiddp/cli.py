@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpiddp.errors import UserError
+from mpiddp.errors import UserError, say_alone
+from mpiddp.world import likely_place
 
 # verb: (module with main(argv) -> int, what it is for)
 VERBS = {
@@ -20,7 +22,11 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 2, and one sentence stands on stderr, for bad input."""
-    verb, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if words[0].startswith(("--local-rank", "--local_rank")):
+        # torch.distributed.launch puts it before all that the user wrote; the environment has it too.
+        del words[0]
+    verb, *rest = words or ["--help"]
     if verb in ("-h", "--help"):
         print(usage())
         return 0
@@ -34,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
         code: int = import_module(VERBS[verb][0]).main(rest)
     except UserError as error:
-        print(error, file=sys.stderr, flush=True)
+        say_alone(str(error), *likely_place(os.environ))
         return 2
     return code
 

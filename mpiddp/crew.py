@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
@@ -20,7 +20,8 @@ from mpiddp.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-LEAVE_TIMEOUT_S = 30.0
+AGREE_TIMEOUT_S = 30.0
+LEAVE_TIMEOUT_S = 600.0  # a rank may still be at work; one that has failed ends the others anyway
 
 
 class Crew:
@@ -42,23 +43,33 @@ class Crew:
         """
         if self.world.world_size == 1:
             return [text]
-        self._round += 1
-        prefix = f"exchange/{self._round}"
-        everyone = range(self.world.world_size)
+        prefix = self.fresh("exchange")
+        ranks = range(self.world.world_size)
         self.store.set(f"{prefix}/{self.world.rank}", text)
         if self.world.rank == 0:
-            keys = [f"{prefix}/{rank}" for rank in everyone]
-            self._wait(keys, timeout_s)
+            keys = [f"{prefix}/{rank}" for rank in ranks]
+            absent = self._absent(keys, timeout_s)
+            missing = [rank for rank in ranks if keys[rank] in absent]
+            if missing:
+                raise UserError(
+                    f"only {len(ranks) - len(missing)} of {len(ranks)} ranks joined in "
+                    f"{timeout_s:g} s. Missing: {', '.join(map(self._name, missing))}."
+                )
             self.store.set(f"{prefix}/all", json.dumps([self.store.get(k).decode() for k in keys]))
-        else:
-            # Rank 0 is the one to tell who is missing; the others give it time to say so.
-            self._wait([f"{prefix}/all"], timeout_s + 5)
+        # Rank 0 is the one to tell who is missing; the others give it time to say so.
+        elif self._absent([f"{prefix}/all"], timeout_s + 5):
+            raise UserError(f"{self._name(self.world.rank)} heard nothing from rank 0.")
         texts: list[str] = json.loads(self.store.get(f"{prefix}/all"))
         return texts
 
     def agreed(self, text: str) -> str:
         """Rank 0's text, on every rank. All ranks must call this."""
-        return self.exchange(text, timeout_s=LEAVE_TIMEOUT_S)[0]
+        return self.exchange(text, timeout_s=AGREE_TIMEOUT_S)[0]
+
+    def fresh(self, name: str) -> str:
+        """A prefix for keys, never used before and the same on every rank: all must call this."""
+        self._round += 1
+        return f"{name}/{self._round}"
 
     @contextlib.contextmanager
     def together(self, *, timeout_s: float = 600.0) -> Iterator[None]:
@@ -74,13 +85,13 @@ class Crew:
         problems = self.exchange(problem, timeout_s=timeout_s)
         if not any(problems):
             return
-        spoken = f"spoken/{self._round}"
+        spoken = self.fresh("spoken")
         if self.world.rank == 0:
             for sentence in self._sentences(problems):
                 print(sentence, file=sys.stderr, flush=True)
             self.store.set(spoken, "")
         else:  # the first to end makes mpirun end rank 0 as well, be it in mid-sentence
-            self._wait([spoken], LEAVE_TIMEOUT_S)
+            self._absent([spoken], AGREE_TIMEOUT_S)
         self.leave()
         raise SystemExit(2)
 
@@ -92,28 +103,33 @@ class Crew:
             return False
 
     def leave(self) -> None:
-        """Say goodbye; rank 0, whose process is the store, stays until all have or time is up."""
-        if self.world.rank > 0:
-            with contextlib.suppress(RuntimeError):  # nor need the store outlive its last reader
-                self.store.set(f"left/{self.world.rank}", "")
-        elif self.world.world_size > 1:
-            with contextlib.suppress(RuntimeError):  # a peer that died will never say goodbye
-                self.store.wait(self._farewells(), timedelta(seconds=LEAVE_TIMEOUT_S))
+        """Say goodbye; rank 0, whose process is the store, stays until all have or time is up.
 
-    def _farewells(self) -> list[str]:
-        return [f"left/{rank}" for rank in range(1, self.world.world_size)]
+        All ranks must call this, when there is nothing left that needs the store.
+        """
+        prefix = self.fresh("left")
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store may go as soon as all have set their key
+            if self.world.rank > 0:
+                self.store.set(f"{prefix}/{self.world.rank}", "")
+            else:
+                others = range(1, self.world.world_size)
+                self._absent([f"{prefix}/{rank}" for rank in others], LEAVE_TIMEOUT_S)
 
-    def _wait(self, keys: list[str], timeout_s: float) -> None:
-        try:
-            self.store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError:
-            missing = [i for i, key in enumerate(keys) if not self.store.check([key])]
-            if self.world.rank != 0 or not missing:
-                raise
-            raise UserError(
-                f"only {len(keys) - len(missing)} of {len(keys)} ranks joined in {timeout_s:g} s. "
-                f"Missing: {', '.join(self._name(rank) for rank in missing)}."
-            ) from None
+    def _absent(self, keys: list[str], timeout_s: float) -> list[str]:
+        """Those of the keys that nobody has set, once all are or time is up.
+
+        It looks again and again: the store's own wait() logs its timeouts on stderr.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.001
+        while keys and not self.store.check(keys):
+            if time.monotonic() > deadline:
+                return [key for key in keys if not self.store.check([key])]
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+        return []
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"

@@ -3,9 +3,35 @@
 Everything else that is raised is a bug or a failed job, and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import NoReturn
+
 
 class UserError(Exception):
     """Bad input: one sentence with what was found, what was expected and what mends it.
 
     The command line prints it on stderr, once per job, and exits with code 2.
     """
+
+
+class OneSentenceParser(argparse.ArgumentParser):
+    """argparse whose complaints are a UserError, without a page of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}. See: {self.prog} --help")
+
+
+def say_alone(sentence: str, rank: int, local_rank: int) -> None:
+    """Print what every rank may have to say, where no word can pass between them; then it is to exit.
+
+    Rank 0 speaks at once, and its end makes most launchers end the others. One rank of each host
+    that is still there then speaks too: the trouble may be that host's alone.
+    """
+    if rank != 0:
+        time.sleep(2.0)
+    if rank == 0 or local_rank == 0:
+        print(sentence, file=sys.stderr, flush=True)

@@ -18,22 +18,21 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mpiddp.address import LOOPBACK, Card
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.failure import Watch
 from mpiddp.placement import Place, misplaced, table
-from mpiddp.rendezvous import Meeting, meet_over_mpi
-from mpiddp.slurm import slurm_address
+from mpiddp.rendezvous import Meeting, end_mpi, meet_over_mpi
+from mpiddp.store import find_by_address, meet_over_store, serve_or_join
 from mpiddp.world import World
 
 JOIN_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 600.0
 BACKENDS = ("nccl", "gloo")
 
-# A process is in one job, as it has one MPI and one default process group; a second meeting of the
-# ranks could not happen once MPI is finalized.
-_assembled: Crew | None = None
+# A process is in one job, and its ranks meet once: MPI cannot be started again when it is finalized.
+_crew: Crew | None = None
+_is_assembled = False
 
 
 @contextlib.contextmanager
@@ -48,36 +47,47 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
         SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
     """
-    global _assembled
-    if _assembled is not None:  # by `mpiddp run`, whose script now asks for a group of its own
-        yield _assembled
+    global _crew, _is_assembled
+    if _is_assembled:  # by `mpiddp run`, whose script now asks for a group of its own
+        assert _crew is not None
+        yield _crew
         return
-    crew = _assemble(world or World.from_env(), keep_mpi=keep_mpi)
-    watch = Watch(crew)
+    if _crew is None:
+        _crew = _meet(world or World.from_env(), keep_mpi=keep_mpi)
+    _is_assembled = True
+    watch = Watch(_crew)
     watch.start()
-    _assembled = crew
     try:
-        yield crew
-    except SystemExit as error:
-        if error.code:
-            watch.end_the_job(error.code if isinstance(error.code, int) else 1)
+        yield _crew
+    except SystemExit as end:
+        if end.code:
+            watch.end_the_job(end.code if isinstance(end.code, int) else 1)
+            raise
+        _leave(_crew, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
         raise
+    else:
+        _leave(_crew, watch, keep_mpi)
     finally:
-        _assembled = None
-    # Only a body that succeeded comes here: after an error there is nobody to wait for.
+        _is_assembled = False
+
+
+def _leave(crew: Crew, watch: Watch, keep_mpi: bool) -> None:
+    """At the end of a body that succeeded: after an error there is nobody to wait for."""
     crew.leave()
     watch.stop()
+    if keep_mpi:
+        end_mpi()
 
 
-def _assemble(world: World, *, keep_mpi: bool) -> Crew:
+def _meet(world: World, *, keep_mpi: bool) -> Crew:
     timeout_s = _seconds("MPIDDP_TIMEOUT", JOIN_TIMEOUT_S)
     if world.launcher.speaks_mpi and world.world_size > 1:
         meeting = meet_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
-        crew = Crew(meeting.world, _serve_or_join(meeting.world, meeting.listener, timeout_s))
+        crew = Crew(meeting.world, serve_or_join(meeting.world, meeting.listener, timeout_s))
     else:
-        world, listener = _meet_by_address(world)
-        crew = Crew(world, _serve_or_join(world, listener, timeout_s))
-        meeting = _meet_over_store(crew, timeout_s)
+        world, listener = find_by_address(world)
+        crew = Crew(world, serve_or_join(world, listener, timeout_s))
+        meeting = meet_over_store(crew, timeout_s)
         crew.world = meeting.world
     crew.hostnames = tuple(card.hostname for card in meeting.cards)
     _export(meeting)
@@ -128,7 +138,7 @@ def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) 
         torch.cuda.set_device(device)  # before NCCL looks: else every rank opens a context on GPU 0
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("mpiddp", crew.store),
+        store=dist.PrefixStore(crew.fresh("group"), crew.store),
         rank=crew.world.rank,
         world_size=crew.world.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -184,71 +194,6 @@ def device_of(world: World, backend: str | None = None) -> torch.device:
     raise UserError(
         f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "
         "ranks would share GPUs. Give it fewer slots in the hostfile, or use --backend gloo."
-    )
-
-
-def _serve_or_join(world: World, listener: socket.socket | None, timeout_s: float) -> dist.TCPStore:
-    """Rank 0 serves the store on its bound socket; the others, or all under an agent, join it.
-
-    `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server as well.
-    """
-    assert world.master_addr is not None
-    assert world.master_port is not None
-    return dist.TCPStore(
-        world.master_addr,
-        world.master_port,
-        world.world_size,
-        is_master=listener is not None,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach() if listener is not None else None,
-    )
-
-
-def _meet_by_address(world: World) -> tuple[World, socket.socket | None]:
-    """Launchers without MPI: the master address is in the environment, or follows from Slurm's."""
-    env = os.environ
-    port = int(env.get("MASTER_PORT", "0"))
-    if world.world_size == 1 and world.launcher.name != "torchrun":
-        address = LOOPBACK
-    elif world.launcher.name == "slurm":
-        address, port = slurm_address(world, env)
-    else:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-        if missing:
-            raise UserError(
-                f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set but "
-                f"{' and '.join(missing)} not: without MPI, ranks need both to find each other."
-            )
-        address = env["MASTER_ADDR"]
-    listener = None
-    if world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        try:
-            listener = socket.create_server((address, port), backlog=2048)
-        except OSError as error:
-            raise UserError(
-                f"rank 0 on {world.hostname} cannot listen on {address} port {port}: "
-                f"{error.strerror}. Set MASTER_ADDR and MASTER_PORT to what it can."
-            ) from None
-        port = listener.getsockname()[1]
-    return replace(world, master_addr=address, master_port=port), listener
-
-
-def _meet_over_store(crew: Crew, timeout_s: float) -> Meeting:
-    """What MPI's gather tells the other jobs: who sits on which host."""
-    world = crew.world
-    texts = crew.exchange(Card.of_this_process(world).dumps(), timeout_s=timeout_s)
-    cards = tuple(Card.loads(text) for text in texts)
-    hosts = list(dict.fromkeys(card.host for card in cards))
-    own = cards[world.rank]
-    assert world.master_addr is not None
-    return Meeting(
-        world=replace(world, node_rank=hosts.index(own.host), num_nodes=len(hosts)),
-        cards=cards,
-        interface=own.interface_towards(socket.gethostbyname(world.master_addr)),
-        reason=f"{world.launcher.name} names it",
-        listener=None,
     )
 
 

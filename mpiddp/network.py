@@ -33,8 +33,20 @@ class Interface:
         return ipaddress.ip_address(self.address).is_loopback
 
     def matches(self, wished: str) -> bool:
-        """Whether the user means this one: by its name, its address or its network."""
-        return wished in (self.name, self.address, self.network)
+        """Whether the user means this one: by its name, its address, or a network that it is in.
+
+        `wished` may list several of these, separated by commas.
+        """
+        return any(self._is_called(each) for each in wished.split(","))
+
+    def _is_called(self, wished: str) -> bool:
+        if "/" not in wished:
+            return wished in (self.name, self.address)
+        try:
+            network = ipaddress.ip_network(wished, strict=False)
+        except ValueError:
+            return False
+        return ipaddress.ip_address(self.address) in network
 
     @property
     def is_virtual(self) -> bool:

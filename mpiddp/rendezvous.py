@@ -8,19 +8,18 @@ beside NCCL, and mpirun ends the whole job when a rank raises.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
+import select
+import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from mpiddp.address import Card, Plan, choose, listen
-from mpiddp.errors import UserError
-from mpiddp.network import interfaces
+from mpiddp.errors import UserError, say_alone
+from mpiddp.network import Interface, interfaces
 from mpiddp.sockets import probe
 from mpiddp.world import World
 
@@ -74,6 +73,13 @@ def meet_over_mpi(world: World, *, timeout_s: float, keep_mpi: bool = False) -> 
         finally:
             if not keep_mpi:
                 MPI.Finalize()
+
+
+def end_mpi() -> None:
+    """Finalize what `keep_mpi` has left running, unless the script has done so itself."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 def _meet(world: World, comm: Any) -> Meeting:
@@ -130,13 +136,6 @@ def _drain(listener: socket.socket) -> None:
 
 def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
     """mpi4py's MPI, initialized, of the same make as the mpirun that started this process."""
-    # Open MPI 5 sleeps a second in its OFI components unless told to use plain shared memory and TCP,
-    # and the exchange is some hundred bytes. Whatever the user or mpirun has set stays.
-    for name, value in (("OMPI_MCA_pml", "ob1"), ("OMPI_MCA_btl", "self,vader,tcp")):
-        os.environ.setdefault(name, value)
-    named = {"OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"} & env.keys()
-    if world.local_world_size < world.world_size and not named:
-        os.environ["OMPI_MCA_btl_tcp_if_include"] = ",".join(_networks(env))  # noqa: SIM112
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -157,55 +156,95 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
             f"mpirun is {' or '.join(expected)} but mpi4py loaded {library.split(',')[0].strip()}. "
             f"Set MPI4PY_LIBMPI (now {env.get('MPI4PY_LIBMPI', 'unset')}) or reinstall.",
         )
+    if MPI.Is_finalized():
+        _refuse_alone(
+            world,
+            "MPI was finalized in this process before the ranks could meet over it. "
+            "Call mpiddp.init() or mpiddp.process_group() first.",
+        )
     if not MPI.Is_initialized():
-        MPI.Init()
+        with _environment(_mpi_defaults(world, env)):
+            MPI.Init()
     return MPI
 
 
-def _networks(env: Mapping[str, str]) -> list[str]:
-    """The networks that MPI may use: the user's wish, else all but bridges of containers.
+def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
+    """How MPI is to talk, as far as the user and mpirun have left it open."""
+    defaults = {}
+    if world.launcher.name == "openmpi":
+        # Open MPI 5 sleeps a second in its OFI components unless told to use plain shared memory and
+        # TCP, and the exchange is some hundred bytes.
+        defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
+    if world.local_world_size < world.world_size:
+        usable = _usable_interfaces(env.get("MPIDDP_INTERFACE"))
+        names = ",".join(interface.name for interface in usable)
+        if usable and world.launcher.name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
+            networks = dict.fromkeys(interface.network for interface in usable)
+            defaults[f"{_OMPI_TCP}_include"] = ",".join(networks)
+        if usable and world.launcher.name == "hydra":
+            # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one.
+            defaults |= {"UCX_NET_DEVICES": names, "FI_TCP_IFACE": usable[0].name}
+    return {name: value for name, value in defaults.items() if name not in env}
+
+
+_OMPI_TCP = "OMPI_MCA_btl_tcp_if"
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for as long as MPI reads them: what the ranks start later shall not inherit them."""
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del os.environ[name]
+
+
+def _usable_interfaces(wished: str | None) -> list[Interface]:
+    """The interfaces that MPI may use: the user's wish, else all but bridges of containers.
 
     Such a bridge has one address on every host; Open MPI 5 aborts over it and 4.1 hangs.
     """
-    wished = env.get("MPIDDP_INTERFACE")
-    usable = [i for i in interfaces() if i.matches(wished)] if wished else []
-    usable = usable or [i for i in interfaces() if not (i.is_virtual or i.is_loopback)]
-    return list(dict.fromkeys(interface.network for interface in usable))
+    found = interfaces()
+    usable = [interface for interface in found if wished and interface.matches(wished)]
+    return usable or [i for i in found if not (i.is_virtual or i.is_loopback)]
 
 
 def _refuse_alone(world: World, sentence: str) -> NoReturn:
-    """Say so and end with code 2, where no message can pass between the ranks.
-
-    Rank 0 speaks at once, and its end makes most launchers end the others. One rank of each host
-    that is still there then speaks too: the trouble may be that host's alone.
-    """
-    if world.rank != 0:
-        time.sleep(2.0)
-    if world.rank == 0 or world.local_rank == 0:
-        print(sentence, file=sys.stderr, flush=True)
+    say_alone(sentence, world.rank, world.local_rank)
     raise SystemExit(2)
 
 
 @contextlib.contextmanager
 def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
-    """A job that cannot meet ends with a sentence instead of hanging without a word."""
+    """A job that cannot meet ends with a sentence instead of hanging without a word.
 
-    def give_up() -> None:
-        sys.stderr.write(
-            f"rank {world.rank} on {world.hostname}: the ranks did not meet over MPI in "
-            f"{timeout_s:g} s. Usual cause: MPI took an interface that not all hosts share; "
-            "name one: --interface eth0, or --mca btl_tcp_if_include 10.0.0.0/24.\n"
-        )
-        sys.stderr.flush()
-        os._exit(1)
-
-    timer = threading.Timer(timeout_s, give_up)
-    timer.daemon = True
-    timer.start()
-    # MPI_Init holds the GIL, and Python's timers with it; faulthandler's thread does not need it.
-    faulthandler.dump_traceback_later(timeout_s + 5, exit=True)
+    A process of its own keeps watch: MPI_Init holds the GIL, so that no thread here could speak. The
+    lowest rank that waits is the first to do so, and its end makes mpirun end the others.
+    """
+    sentence = (
+        f"rank {world.rank} on {world.hostname}: the ranks did not meet over MPI in {timeout_s:g} s. "
+        "Usual causes: a rank that is still busy starting, or MPI took an interface that not all "
+        "hosts share; name one: --interface eth0, or --mca btl_tcp_if_include 10.0.0.0/24.\n"
+    )
+    timeout_s += 0.5 * min(world.rank, 20)
+    rank_process = os.getpid()
+    met, over = os.pipe()
+    watcher = os.fork()
+    if watcher == 0:
+        try:
+            os.close(over)
+            if not select.select([met], [], [], timeout_s)[
+                0
+            ]:  # it becomes readable as `over` closes
+                os.write(2, sentence.encode())
+                os.kill(rank_process, signal.SIGTERM)
+        finally:
+            os._exit(0)
+    os.close(met)
     try:
         yield
     finally:
-        timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
+        os.close(over)
+        os.waitpid(watcher, 0)

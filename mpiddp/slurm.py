@@ -5,32 +5,31 @@ Every task computes the same address and port from the step's own variables, so 
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 from collections.abc import Mapping
 
 from mpiddp.address import LOOPBACK
 from mpiddp.errors import UserError
-from mpiddp.network import interfaces
+from mpiddp.sockets import port_in
 from mpiddp.world import World
 
 
-def slurm_address(world: World, env: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Master address and port of this step. MASTER_ADDR and MASTER_PORT of the user are honoured.
+def slurm_address(world: World, env: Mapping[str, str]) -> tuple[str, int]:
+    """Rank 0's host and port in this step. MASTER_ADDR and MASTER_PORT of the user are honoured.
 
     The port is derived from job and step, in [20000, 52767]: nothing can carry a free one from rank 0
     to the others, and two steps of one host seldom meet on the same.
+
+    Raises:
+        UserError: MASTER_PORT is no port, or there is no name of a host.
     """
-    env = os.environ if env is None else env
     job, step = int(env.get("SLURM_JOB_ID", "0")), int(env["SLURM_STEP_ID"])
-    port = int(env.get("MASTER_PORT", 20000 + (job * 31 + step) % 32768))
+    port = port_in(env) or 20000 + (job * 31 + step) % 32768
     if env.get("MASTER_ADDR"):
         return env["MASTER_ADDR"], port
     if world.world_size == world.local_world_size:
         return LOOPBACK, port
-    host = first_host(env.get("SLURM_STEP_NODELIST", ""))
-    return (_own_address(host) if world.rank == 0 else _resolve(host)), port
+    return first_host(env.get("SLURM_STEP_NODELIST", "")), port
 
 
 def first_host(nodelist: str) -> str:
@@ -39,24 +38,3 @@ def first_host(nodelist: str) -> str:
     if match is None:
         raise UserError(f'SLURM_STEP_NODELIST="{nodelist}" names no host. Set MASTER_ADDR.')
     return match[1] + (match[2] or "")
-
-
-def _resolve(host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        raise UserError(
-            f"{host}: cannot be resolved from {socket.gethostname()}. "
-            "Add it to DNS or /etc/hosts, or set MASTER_ADDR."
-        ) from None
-
-
-def _own_address(host: str) -> str:
-    """What the others resolve `host` to: not the 127.0.1.1 that Debian gives a host's own name."""
-    address = _resolve(host)
-    if not address.startswith("127."):
-        return address
-    own = [i.address for i in interfaces() if not i.is_loopback and not i.is_virtual]
-    if not own:
-        raise UserError(f"{host} has no address that other hosts could reach. Set MASTER_ADDR.")
-    return own[0]

@@ -6,12 +6,14 @@ Rank 0 binds before it announces, so no port is ever probed, closed and then hop
 from __future__ import annotations
 
 import errno
+import ipaddress
 import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import UserError
+from mpiddp.network import interfaces
 
 PROBE_TIMEOUT_S = 2.0
 
@@ -31,20 +33,38 @@ def port_in(env: Mapping[str, str]) -> int:
 
 
 def resolve(name: str) -> str:
-    """The address of MASTER_ADDR, which may be a host's name.
+    """The address of a host, given by its name or its address: IPv4 where it has both.
 
     Raises:
         UserError: it has none.
     """
     try:
         answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter for names that cannot be one: "a..b"
+    except (OSError, UnicodeError):  # the latter for what cannot be a name: "a..b"
         raise UserError(
-            f'MASTER_ADDR="{name}" cannot be resolved from {socket.gethostname()}. '
-            "Name an address of rank 0's host, or leave it unset."
+            f"{name}: cannot be resolved from {socket.gethostname()}. Add it to DNS or /etc/hosts, "
+            "or set MASTER_ADDR to an address of the host where rank 0 runs."
         ) from None
-    *_, address = min(answers, key=lambda answer: answer[0])  # IPv4 where it has both
+    *_, address = min(answers, key=lambda answer: answer[0])
     return str(address[0])
+
+
+def resolve_own(name: str) -> str:
+    """What the other hosts resolve this host's name to: not the 127.0.1.1 that Debian gives it here.
+
+    Raises:
+        UserError: it has no such address.
+    """
+    address = resolve(name)
+    if not ipaddress.ip_address(address).is_loopback:
+        return address
+    own = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
+    if not own:
+        raise UserError(
+            f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and there "
+            "is no address that other hosts could reach. Set MASTER_ADDR to one."
+        )
+    return own[0]
 
 
 def bind(address: str, port: int, hostname: str) -> socket.socket:

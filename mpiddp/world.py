@@ -153,6 +153,18 @@ class World:
         return cls(rank, world_size, local_rank, local_world_size, launcher)
 
 
+def likely_place(env: Mapping[str, str]) -> tuple[int, int]:
+    """Rank and local rank, as far as a launcher tells; (0, 0) where none does.
+
+    Good enough to decide which of several ranks speaks, where `World.from_env` may have failed.
+    """
+    for launcher in LAUNCHERS:
+        rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
+        if _present(launcher, env) and re.fullmatch(r"[0-9]+ [0-9]+", f"{rank} {local_rank}"):
+            return int(rank), int(local_rank)
+    return 0, 0
+
+
 def _present(launcher: Launcher, env: Mapping[str, str]) -> bool:
     if launcher.name == "slurm":
         return _in_slurm_step(env)

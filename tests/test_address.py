@@ -157,7 +157,7 @@ def test_a_wished_network_suits_hosts_whose_interfaces_have_other_names() -> Non
         ("ib0", 'interface "ib0" is not on node0, which has lo and eth0.'),
         ("eth0", 'interface "eth0" is not on node1, which has lo and ens5.'),
         ("10.8.0.0/16", 'interface "10.8.0.0/16" is not on node0, which has lo and eth0.'),
-        ("10.0/x", 'interface "10.0/x": neither a name nor a network. '),
+        ("10.0/x", 'interface "10.0/x" is not on node0, which has lo and eth0.'),
         ("lo", "node0, where rank 0 runs, has no address that other hosts could reach: "),
     ],
 )
@@ -191,7 +191,8 @@ def test_what_is_no_port_is_refused(port: str) -> None:
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b"])
 def test_a_name_without_an_address_is_refused(name: str) -> None:
-    assert refusal(lambda: resolve(name)).startswith(f'MASTER_ADDR="{name}" cannot be resolved')
+    sentence = refusal(lambda: resolve(name))
+    assert sentence.startswith(f"{name}: cannot be resolved from {socket.gethostname()}. ")
 
 
 # --- real sockets ---

@@ -23,6 +23,8 @@ TRAIN = shlex.split(
     "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=8 --epochs=1 "
     "--steps-per-epoch=3 --amp=off --out"
 )
+# The number of threads decides in which order a CPU adds up.
+ENV = {"OMP_NUM_THREADS": "1"}
 WORDS = [
     "worker_0 has received 10 from rank 1",
     "worker_0 sent data to Rank 1",
@@ -49,7 +51,7 @@ def launched(hosts: Cluster, *options: str) -> Callable[..., str]:
 
     def run(*job: str) -> str:
         command = [str(BIN / "mpiddp"), "launch", "-H", "node0:1,node1:1", *options, *job]
-        done = hosts["node0"].run(command, cwd=ROOT, timeout_s=90)
+        done = hosts["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=90)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -68,6 +70,7 @@ def torchrun(hosts: Cluster, *program: str) -> Callable[..., str]:
                     *(f"--master-addr={hosts['node0'].address}", "--master-port=29511", *job),
                 ],
                 cwd=ROOT,
+                env=ENV,
             )
             for rank, name in enumerate(("node0", "node1"))
         ]
@@ -81,7 +84,7 @@ def torchrun(hosts: Cluster, *program: str) -> Callable[..., str]:
 def torchrun_on_one_node(hosts: Cluster) -> Callable[..., str]:
     def run(*job: str) -> str:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *job]
-        done = hosts["node0"].run(command, cwd=ROOT, timeout_s=90)
+        done = hosts["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=90)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -91,7 +94,7 @@ def torchrun_on_one_node(hosts: Cluster) -> Callable[..., str]:
 def srun(batch: Slurm, *options: str) -> Callable[..., str]:
     def run(*job: str) -> str:
         command = ["srun", "-N2", "--ntasks-per-node=1", *options, sys.executable, *job]
-        done = batch.cluster["node0"].run(command, cwd=ROOT, timeout_s=90)
+        done = batch.cluster["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=90)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -102,7 +105,7 @@ def sbatch(batch: Slurm) -> Callable[..., str]:
     def run(*job: str) -> str:
         command = shlex.join([str(BIN / "mpiddp"), "launch", *job])
         done = batch.sbatch(
-            f"#!/bin/sh\n{command}\n", "-N2", "--ntasks-per-node=1", cwd=ROOT, timeout_s=90
+            f"#!/bin/sh\n{command}\n", "-N2", "--ntasks-per-node=1", cwd=ROOT, env=ENV, timeout_s=90
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

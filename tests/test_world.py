@@ -20,7 +20,9 @@ def named(names: str, *values: str) -> Env:
 
 
 def mpi(prefix: str, *values: str) -> Env:
-    return named(" ".join(f"{prefix}_{n}" for n in "RANK SIZE LOCAL_RANK LOCAL_SIZE".split()), *values)
+    return named(
+        " ".join(f"{prefix}_{n}" for n in ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"]), *values
+    )
 
 
 TORCH = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "5", "8", "1", "4")

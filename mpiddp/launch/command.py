@@ -33,7 +33,8 @@ class Request:
 
     `nodes` stand in the order of the ranks. `settings` are the variables that the launcher sets itself,
     in mpirun's own environment; `exports` are the names of all variables that the ranks get. `env` is
-    the user's environment. `scratch` is the folder where files for mpirun will lie.
+    the user's environment. `networks` ("10.0.0.0/24") are known to connect all hosts. `scratch` is the
+    folder where files for mpirun will lie.
     """
 
     nodes: tuple[Node, ...]
@@ -44,6 +45,7 @@ class Request:
     env: Mapping[str, str] = field(default_factory=dict)
     bind: str = "none"
     interface: str | None = None
+    networks: tuple[str, ...] = ()
     as_root: bool = False
     scratch: str = "."
 

@@ -39,20 +39,24 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
         ),
         flag("--bind-to", request.bind, why=BINDINGS[request.bind]),
     ]
-    prefix = "orte" if mpi.major < 5 else "prte"
     parameters = [
         ("pml", "ob1", "skips 1 s of looking for fast networks: MPI only carries a few messages"),
         ("btl", "self,vader,tcp", "for them shared memory and TCP will do, which every host has"),
-        ("oob_tcp_keepalive_time", "5", _KEEPALIVE),
-        ("oob_tcp_keepalive_intvl", "2", _KEEPALIVE),
-        ("oob_tcp_keepalive_probes", "3", _KEEPALIVE),
-        (f"{prefix}_keep_fqdn_hostnames", "1", "a.x.org and a.y.org are two hosts"),
     ]
-    if request.interface is not None:
-        why = f"--interface {request.interface}"
-        parameters.append(("btl_tcp_if_include", request.interface, why))
-        parameters.append(("oob_tcp_if_include", request.interface, why))
     files = _ssh_config(request)
+    if len(request.nodes) > 1:
+        runtime = "orte" if mpi.major < 5 else "prte"
+        parameters += [
+            ("oob_tcp_keepalive_time", "5", _KEEPALIVE),
+            ("oob_tcp_keepalive_intvl", "2", _KEEPALIVE),
+            ("oob_tcp_keepalive_probes", "3", _KEEPALIVE),
+            (f"{runtime}_keep_fqdn_hostnames", "1", "a.x.org and a.y.org are two hosts"),
+        ]
+        if include := request.interface or ",".join(request.networks):
+            parameters += [
+                ("btl_tcp_if_include", include, _NETWORK),
+                ("oob_tcp_if_include", include, _NETWORK),
+            ]
     if files:
         parameters.append(("plm_rsh_args", _ssh_arguments(files), _SSH_CONFIG))
     for name, value, why in parameters:
@@ -63,6 +67,7 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
     return Command(str(mpi.program), tuple(flags), request.job, request.settings, files)
 
 
+_NETWORK = "the network that the hosts share, for not every one of a host's leads to the others"
 _KEEPALIVE = "a host that is cut off is noticed within seconds, not minutes"
 
 
@@ -117,8 +122,8 @@ def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:
         flag("-genvlist", ",".join(exports), why=f"only {EXPORT}"),
         flag("-wdir", request.folder, why=WDIR),
     ]
-    if request.interface is not None:
-        flags.append(flag("-iface", request.interface, why=f"--interface {request.interface}"))
+    if len(request.nodes) > 1 and request.interface:
+        flags.append(flag("-iface", request.interface, why=_NETWORK))
     return flags
 
 

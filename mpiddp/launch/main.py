@@ -13,16 +13,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mpiddp.hostfile import Hosts, exclude, parse_host_list, ranks_per_host, read_hostfile
+from mpiddp.hostfile import Host, Hosts, exclude, parse_host_list, ranks_per_host, read_hostfile
 from mpiddp.launch import placement, slurm
 from mpiddp.launch.command import Node, Request
 from mpiddp.launch.environment import forwarded, parse_exports
 from mpiddp.launch.flavours import compose
+from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus
 from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify, with_own_folder
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.process import End, run_to_the_end
@@ -39,20 +40,24 @@ def main(argv: list[str]) -> int:
     """
     launched_at = time.time()
     options = parse_options(argv)
+    exports = parse_exports(options.x, os.environ)
     # Not resolved: a virtual environment is known by the path of its own python.
     python = Path(sys.executable).absolute()
+    if options.interface is not None:
+        placement.check_interface(options.interface)
     mpi, hosts = _choose(options, python)
-    hosts, notes = placement.fit_to_gpus(hosts, placement.asked_backend(options.command[1:]))
-    nodes = placement.name_nodes(
-        ranks_per_host(hosts, options.n, options.npernode), own_name=mpi.flavour != "slurm"
-    )
-    request = _request(options, mpi, python, nodes, launched_at)
     if options.verbose:
-        notes = [f"{mpi.name}, {mpi.program}", *notes]
-    if options.report or options.verbose:
-        notes += placement.report(nodes)
-    for note in notes:
-        _say(note)
+        _say(f"{mpi.name}, {mpi.program}")
+    hosts = _with_slots(options, hosts)
+    placed = ranks_per_host(hosts, options.n, options.npernode)
+    if mpi.flavour == "slurm":
+        nodes = tuple(Node(host.name, ranks) for host, ranks in placed)
+    else:
+        nodes = placement.name_nodes(hosts, placed)
+    if options.verbose or options.dry_run:  # --report is what the ranks find, see mpiddp.placement
+        for line in placement.report(nodes):
+            _say(line)
+    request = _request(options, mpi, python, nodes, exports, launched_at)
     command = compose(mpi, request)
     if options.dry_run:
         print(command.explained())
@@ -61,7 +66,7 @@ def main(argv: list[str]) -> int:
         command = compose(mpi, replace(request, scratch=folder))
         command.write_files()
         env = {**with_own_folder(mpi.program, os.environ), **command.settings}
-        return _exit_code(run_to_the_end(command.argv, env))
+        return _exit_code(mpi, run_to_the_end(command.argv, env))
 
 
 def _choose(options: argparse.Namespace, python: Path) -> tuple[Mpi, Hosts]:
@@ -78,7 +83,7 @@ def _choose(options: argparse.Namespace, python: Path) -> tuple[Mpi, Hosts]:
     else:
         hosts = placement.this_machine()
     if options.exclude is not None:
-        hosts = exclude(hosts, options.exclude.split(","))
+        hosts = exclude(hosts, options.exclude)
     if allocated is not None and options.mpirun is None:
         program = find_srun(env)
     else:
@@ -86,17 +91,35 @@ def _choose(options: argparse.Namespace, python: Path) -> tuple[Mpi, Hosts]:
     return identify(program, env), hosts
 
 
+def _with_slots(options: argparse.Namespace, hosts: Hosts) -> Hosts:
+    """The hosts with known slot counts; what the user would not expect is said."""
+
+    def count(host: Host) -> int:
+        if options.dry_run and not placement.is_this_host(host.name):
+            _say(f"{host.name} has no slot count, and a dry run asks no host: taken as 1")
+            return 1
+        return count_gpus(host)
+
+    hosts, notes = fit_to_gpus(hosts, asked_backend(options.command[1:]), count)
+    if (options.hostfile, options.host_list) == (None, None):
+        notes = [f"no hosts named: {hosts.source}, slots={hosts.total_slots}", *notes]
+    for note in notes:
+        _say(note)
+    return hosts
+
+
 def _request(
     options: argparse.Namespace,
     mpi: Mpi,
     python: Path,
     nodes: tuple[Node, ...],
+    exports: Mapping[str, str | None],
     launched_at: float,
 ) -> Request:
-    exports = parse_exports(options.x, os.environ)
     settings = {name: value for name, value in exports.items() if value is not None}
     settings["MPIDDP_PLACEMENT"] = ",".join(f"{node.name}:{node.ranks}" for node in nodes)
-    settings["MPIDDP_LAUNCHED_AT"] = f"{launched_at:.3f}"
+    if options.verbose and not options.dry_run:
+        settings["MPIDDP_LAUNCHED_AT"] = f"{launched_at:.3f}"
     for name, value in (
         ("MPIDDP_TIMEOUT", options.timeout),
         ("MPIDDP_INTERFACE", options.interface),
@@ -106,10 +129,10 @@ def _request(
     ):
         if value:
             settings[name] = str(value)
-    # Beside its own python, mpi4py finds the library by itself; and whoever set the variable knows.
-    beside = mpi.program.parent == python.parent
-    if mpi.libmpi is not None and not beside and "MPI4PY_LIBMPI" not in os.environ:
-        settings.setdefault("MPI4PY_LIBMPI", str(mpi.libmpi))
+    # Beside its own python, mpi4py finds the library by itself.
+    if mpi.libmpi is not None and mpi.program.parent != python.parent:
+        named = None if options.mpirun else os.environ.get("MPI4PY_LIBMPI")
+        settings.setdefault("MPI4PY_LIBMPI", named or str(mpi.libmpi))
     return Request(
         nodes=nodes,
         job=_job(options, python),
@@ -150,7 +173,7 @@ def _private_folder(needed: bool) -> Iterator[str]:
         yield folder
 
 
-def _exit_code(end: End) -> int:
+def _exit_code(mpi: Mpi, end: End) -> int:
     """The launcher's own code, after the one sentence that the ranks cannot have said."""
     if end.code == STOPPED_AFTER_CHECKPOINT:
         return end.code
@@ -159,11 +182,17 @@ def _exit_code(end: End) -> int:
         return INTERRUPTED
     if end.code in (DONE, BAD_INPUT):  # a rank that refuses its input has said why
         return end.code
-    if end.code > 128 and end.code - 128 in set(signal.Signals):
-        _say(f"the job failed: a rank was killed by {signal.Signals(end.code - 128).name}.")
-    else:
-        _say(f"the job failed: its ranks ended with exit code {end.code}.")
+    _say(f"the job failed: {_cause(mpi, end.code)}.")
     return FAILED
+
+
+def _cause(mpi: Mpi, code: int) -> str:
+    if code < 0:
+        return f"{mpi.program.name} was killed by {signal.Signals(-code).name}"
+    # Elsewhere 128 + N may be a code that the launcher made up, or that of a rank it has ended.
+    if mpi.flavour == "openmpi" and code - 128 in set(signal.Signals):
+        return f"a rank was killed by {signal.Signals(code - 128).name}"
+    return f"{mpi.program.name} ended with exit code {code}"
 
 
 def _say(sentence: str) -> None:

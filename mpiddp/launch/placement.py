@@ -1,16 +1,12 @@
-"""On which hosts how many ranks start: the user's hosts, with the open slot counts filled in.
+"""Which machine is which: this one among the hosts of a job, and its names for mpirun and for people.
 
-A host without a slot count takes one rank per GPU, or one rank where there is no GPU.
+mpirun is told of this machine by its own name, so that it never reaches for it over ssh.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import socket
-import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cache
 
 from mpiddp.errors import UserError
@@ -40,78 +36,48 @@ def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -
     return True
 
 
-def count_gpus(host: str, env: Mapping[str, str] = os.environ) -> int:
-    """The GPUs that ranks on `host` can use; only this machine can be asked so far.
-
-    CUDA_VISIBLE_DEVICES, which the ranks inherit, narrows them down.
-    """
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    program = shutil.which("nvidia-smi", path=env.get("PATH"))
-    if not is_this_host(host) or program is None or visible in ("", "-1"):
-        return 0
-    listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30).stdout
-    installed = sum(line.startswith("GPU ") for line in listing.splitlines())
-    return installed if visible is None else min(installed, len(visible.split(",")))
-
-
 def this_machine() -> Hosts:
     """The hosts of a launch that names none."""
     return Hosts("this machine", (Host("localhost"),))
 
 
-def fit_to_gpus(hosts: Hosts, backend: str | None) -> tuple[Hosts, list[str]]:
-    """`hosts` with every slot count filled in, and what the user is to be told about it.
-
-    Fewer GPUs than slots means as many ranks as GPUs, for ranks that shared one would stop NCCL. On a
-    machine without GPUs the slots stay as written.
-
-    Raises:
-        UserError: fewer GPUs than slots, and the script's arguments insist on nccl.
-    """
-    notes: list[str] = []
-    fitted: list[Host] = []
-    for host in hosts.hosts:
-        if host.slots is not None and not is_this_host(host.name):
-            fitted.append(host)
-            continue
-        gpus = count_gpus(host.name)
-        slots = (gpus or 1) if host.slots is None else host.slots
-        if 0 < gpus < slots:
-            if backend == "nccl":
-                raise UserError(
-                    f"{hosts.where(host)}: {host.name} has {_count(gpus, 'GPU')} but {slots} slots: "
-                    f"ranks would share GPUs. Write slots={gpus}, or leave --backend nccl out."
-                )
-            notes.append(
-                f"{host.name} has {_count(gpus, 'GPU')} for its {slots} slots: starting "
-                f"{_count(gpus, 'rank')} there"
-            )
-            slots = gpus
-        fitted.append(replace(host, slots=slots))
-    return replace(hosts, hosts=tuple(fitted)), notes
-
-
-def name_nodes(placed: Sequence[tuple[Host, int]], *, own_name: bool) -> tuple[Node, ...]:
-    """The hosts as mpirun is to be told of them; with `own_name`, this machine by its own name.
+def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]]) -> tuple[Node, ...]:
+    """The hosts as mpirun is to be told of them: this machine by its own name.
 
     That is how every mpirun knows that it stands on that host, and never asks for it over ssh.
 
     Raises:
-        UserError: two of the hosts are this machine.
+        UserError: two of the hosts are this machine, or one goes by an IPv6 address.
     """
     nodes: list[Node] = []
     here: Host | None = None
     for host, ranks in placed:
-        if not (own_name and is_this_host(host.name)):
+        if not is_this_host(host.name):
+            if ":" in host.name:
+                raise UserError(
+                    f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
+                    "its first colon. Give the host a name in /etc/hosts."
+                )
             nodes.append(Node(host.name, ranks, host.user, host.port))
             continue
         if here is not None:
             raise UserError(
-                f"{here.name} and {host.name} are both this machine. Merge them into one."
+                f"{hosts.where(host)}: {here.name} and {host.name} are both this machine. "
+                "Merge them into one."
             )
         here = host
         nodes.append(Node(socket.gethostname(), ranks))
     return tuple(nodes)
+
+
+def check_interface(name: str) -> None:
+    """UserError when this machine, where mpirun runs, has no such network interface."""
+    present = [interface for _, interface in socket.if_nameindex()]
+    if name not in present:
+        raise UserError(
+            f'interface "{name}" is not on {socket.gethostname()}, which has '
+            f"{', '.join(present[:-1])}{' and ' if present[:-1] else ''}{present[-1]}."
+        )
 
 
 def report(nodes: Sequence[Node]) -> list[str]:
@@ -123,17 +89,3 @@ def report(nodes: Sequence[Node]) -> list[str]:
         lines.append(f"{node.name}: {ranks}")
         first = last + 1
     return lines
-
-
-def asked_backend(arguments: Sequence[str]) -> str | None:
-    """The value of --backend among the script's arguments, None when it is not there."""
-    for position, argument in enumerate(arguments):
-        if argument == "--backend" and position + 1 < len(arguments):
-            return arguments[position + 1]
-        if argument.startswith("--backend="):
-            return argument.partition("=")[2]
-    return None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -18,20 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-GRACE_S = 2.0  # what mpirun itself gives its ranks between SIGTERM and SIGKILL
+STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
+SWEEP_S = 2.0  # for what mpirun left behind to end by itself
 
-# No MPI does anything sensible with a hangup.
-_PASSED_ON = {
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
-}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
 class End:
-    """How mpirun ended: its code, 128 + N when signal N killed it, and whether we were to stop."""
+    """How mpirun ended: its code (-N when signal N killed it), and whether we were told to stop."""
 
     code: int
     interrupted: bool
@@ -40,8 +35,8 @@ class End:
 def run_to_the_end(argv: Sequence[str], env: Mapping[str, str]) -> End:
     """Run `argv` on this process's own stdin, stdout and stderr until it ends.
 
-    The first SIGINT, SIGTERM or SIGHUP is passed on and its effect awaited; the second kills all
-    that the job has on this host at once, whereupon its daemons on other hosts end too.
+    The first SIGINT, SIGTERM or SIGHUP stops the job as mpirun does it. The second, or STOP_S
+    seconds, kills all that the job has on this host, whereupon its daemons on other hosts end too.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -51,7 +46,7 @@ def run_to_the_end(argv: Sequence[str], env: Mapping[str, str]) -> End:
     def stop(number: int, _frame: FrameType | None) -> None:
         stops.append(number)
         if mpirun is not None and len(stops) == 1:
-            _pass_on(number, mpirun.pid)
+            _stop(mpirun)
         elif mpirun is not None:
             _signal_all(_descendants(os.getpid()), signal.SIGKILL)
 
@@ -63,16 +58,18 @@ def run_to_the_end(argv: Sequence[str], env: Mapping[str, str]) -> End:
             # Should this process be killed, the job must not go on without anybody to stop it.
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
         )
-        if stops:  # one came before there was anybody to pass it on to
-            _pass_on(stops[0], mpirun.pid)
+        if stops:  # one came before there was anything to stop
+            _stop(mpirun)
         code = mpirun.wait()
-        _sweep(0.0 if len(stops) > 1 else GRACE_S)
-    return End(code if code >= 0 else 128 - code, interrupted=bool(stops))
+        signal.alarm(0)
+        _sweep(0.0 if len(stops) > 1 else SWEEP_S)
+    return End(code, interrupted=bool(stops))
 
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _PASSED_ON}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -80,10 +77,15 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
             signal.signal(number, old)
 
 
-def _pass_on(number: int, group: int) -> None:
-    """To the whole group, as a terminal does it: Intel's mpirun is a shell around another one."""
+def _stop(mpirun: subprocess.Popen[bytes]) -> None:
+    """SIGTERM also for a Ctrl-C: Hydra would pass a SIGINT on, and each rank print a traceback.
+
+    The whole group gets it, for Intel's mpirun is a shell around another one. A rank that hangs in a
+    collective hears nothing, hence the alarm.
+    """
     with suppress(ProcessLookupError):
-        os.killpg(group, _PASSED_ON[signal.Signals(number)])
+        os.killpg(mpirun.pid, signal.SIGTERM)
+    signal.setitimer(signal.ITIMER_REAL, STOP_S)
 
 
 def _sweep(grace_s: float) -> None:

@@ -25,6 +25,7 @@ _DAMAGED = (
     EOFError,
     LookupError,
     MemoryError,
+    OSError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -42,14 +43,14 @@ def load_tensors(path: Path) -> Any:
         OSError: it is missing, or may not be read.
         Unreadable: it is damaged, of another kind, or names code.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of what it refuses a moment later
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except _DAMAGED as error:
-        if code := re.search(r"GLOBAL (\S+)", str(error)):
-            raise Unreadable(f"it names code ({code[1]}), which is refused") from None
-        if isinstance(error, pickle.UnpicklingError):
-            raise Unreadable("it is not a file that torch.save wrote") from None
-        reason = re.split(r"\. |\n", str(error))[0] or type(error).__name__
-        raise Unreadable(f"torch.load cannot read it ({reason})") from None
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what it refuses a moment later
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except _DAMAGED as error:
+            if code := re.search(r"GLOBAL (\S+)", str(error)):
+                raise Unreadable(f"it names code ({code[1]}), which is refused") from None
+            if isinstance(error, pickle.UnpicklingError):
+                raise Unreadable("it is not a file that torch.save wrote") from None
+            reason = re.split(r"\. |\n", str(error))[0] or type(error).__name__
+            raise Unreadable(f"torch.load cannot read it ({reason})") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,6 +21,8 @@ from mpiddp.train.data.source import Batch
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+# What Pillow raised over thousands of damaged files; its UnidentifiedImageError is an OSError.
+_UNREADABLE = (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError)
 RESIZE = 256 / 224  # the shorter side before the center crop, as the field evaluates ImageNet
 
 
@@ -112,7 +114,7 @@ class _Decoder(Dataset[tuple[Tensor, int]]):
         try:
             with Image.open(path) as file:
                 image = file.convert("RGB")
-        except (UnidentifiedImageError, OSError) as error:
+        except _UNREADABLE as error:
             raise UserError(
                 f"{path}: Pillow cannot read it ({error}). Replace or remove it."
             ) from None

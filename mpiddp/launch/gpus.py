@@ -1,0 +1,85 @@
+"""How many GPUs the hosts have: the slots of a host that names none, and the most that it can use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from mpiddp.errors import UserError
+from mpiddp.hostfile import Host, Hosts
+from mpiddp.launch.placement import is_this_host
+
+
+def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
+    """The GPUs that ranks on `host` can use, 0 where there is no nvidia-smi. Asks over ssh.
+
+    CUDA_VISIBLE_DEVICES, which the ranks get from here, narrows them down.
+
+    Raises:
+        UserError: ssh does not get there.
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        return 0
+    command = ["nvidia-smi", "-L"]
+    if is_this_host(host.name):
+        if shutil.which(command[0], path=env.get("PATH")) is None:
+            return 0
+    else:
+        port = [] if host.port is None else ["-p", str(host.port)]
+        options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", *port]
+        command = ["ssh", *options, host.ssh_target, *command]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+    if command[0] == "ssh" and done.returncode == 255:
+        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1].rstrip(".")
+        raise UserError(
+            f"ssh {host.name}, to count its GPUs: {reason}. Mend the login, or write its slots."
+        )
+    installed = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return installed if visible is None else min(installed, len(visible.split(",")))
+
+
+def fit_to_gpus(
+    hosts: Hosts, backend: str | None, count: Callable[[Host], int] = count_gpus
+) -> tuple[Hosts, list[str]]:
+    """`hosts` with every slot count known, and sentences about what the user would not expect.
+
+    A bare host gets a slot per GPU, or one without GPUs. This machine gets no more slots than GPUs,
+    for ranks that share one stop NCCL; without any GPU its slots stay as they are written.
+
+    Raises:
+        UserError: fewer GPUs than slots, and the script's arguments insist on nccl.
+    """
+    notes: list[str] = []
+    fitted: list[Host] = []
+    for host in hosts.hosts:
+        slots = host.slots
+        if slots is None:
+            slots = min(count(host) or 1, host.max_slots or sys.maxsize)
+        elif slots > 1 and is_this_host(host.name) and 0 < (gpus := count(host)) < slots:
+            found = f"{host.name} has {gpus} GPU{'' if gpus == 1 else 's'} but {slots} slots"
+            if backend == "nccl":
+                raise UserError(
+                    f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
+                    "or leave out --backend nccl."
+                )
+            notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
+            slots = gpus
+        fitted.append(replace(host, slots=slots))
+    return replace(hosts, hosts=tuple(fitted)), notes
+
+
+def asked_backend(arguments: Sequence[str]) -> str | None:
+    """The value of --backend among the script's arguments, None when it is not there."""
+    for position, argument in enumerate(arguments):
+        if argument == "--backend" and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith("--backend="):
+            return argument.partition("=")[2]
+    return None

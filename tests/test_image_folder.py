@@ -1,0 +1,195 @@
+"""A folder in ImageNet's layout: its classes, its order, its crops, and what is wrong with it."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mpiddp.errors import UserError
+from mpiddp.train.data.image_folder import (
+    MEAN,
+    STD,
+    ImageFolder,
+    center_crop,
+    class_names,
+    random_resized_crop,
+)
+
+CPU = torch.device("cpu")
+COLOURS = {"cat": (250, 10, 10), "dog": (10, 250, 10), "eel": (10, 10, 250)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three classes of four images of one colour each, of several sizes and kinds."""
+    for name, colour in COLOURS.items():
+        (tmp_path / name).mkdir()
+        for index, suffix in enumerate((".png", ".jpg", ".JPEG", ".bmp")):
+            shade = tuple(max(0, value - 5 * index) for value in colour)
+            image = Image.new("RGB", (30 + 7 * index, 50 - 5 * index), shade)
+            image.save(tmp_path / name / f"{index}{suffix}")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "README").write_text("no class")
+    return tmp_path
+
+
+def source(folder: Path, *, augment: bool = False, **options: Any) -> ImageFolder:
+    return ImageFolder(folder, CPU, image_size=16, augment=augment, **{"num_workers": 0, **options})
+
+
+def everything(images: ImageFolder, *, size: int = 4, epoch: int = 0) -> tuple[Tensor, Tensor]:
+    batches = list(images.batches(torch.arange(images.num_images).split(size), epoch=epoch))
+    return torch.cat([pixels for pixels, _ in batches]), torch.cat(
+        [labels for _, labels in batches]
+    )
+
+
+def bytes_of(pixels: Tensor) -> Tensor:
+    """Normalized images [N, 3, H, W] back to values in [0, 255]."""
+    std, mean = torch.tensor(STD).view(3, 1, 1), torch.tensor(MEAN).view(3, 1, 1)
+    return (pixels * std + mean) * 255
+
+
+def test_classes_and_images_are_in_sorted_order(folder: Path) -> None:
+    images = source(folder)
+    assert images.classes == class_names(folder) == ("cat", "dog", "eel")
+    assert images.num_images == 12
+    names = [f"{path.parent.name}/{path.name}" for path, _ in images.samples[:5]]
+    assert names == ["cat/0.png", "cat/1.jpg", "cat/2.JPEG", "cat/3.bmp", "dog/0.png"]
+    pixels, labels = everything(images)
+    assert labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert pixels.shape == (12, 3, 16, 16)
+    for image, label in zip(bytes_of(pixels), labels, strict=True):
+        assert image.mean((1, 2)).argmax() == label  # red, green, blue
+
+
+def test_pixels_are_normalized_as_imagenets(folder: Path) -> None:
+    pixels, _ = everything(source(folder))
+    expected = torch.tensor(COLOURS["cat"]).view(3, 1, 1).expand(3, 16, 16)
+    torch.testing.assert_close(bytes_of(pixels[0]), expected.float(), rtol=0, atol=1e-3)
+
+
+def test_any_order_can_be_asked_for(folder: Path) -> None:
+    images = source(folder)
+    pixels, labels = everything(images)
+    asked = [torch.tensor([7, 0]), torch.tensor([11])]
+    batches = list(images.batches(asked, epoch=0))
+    for numbers, (got, got_labels) in zip(asked, batches, strict=True):
+        assert torch.equal(got, pixels[numbers])
+        assert torch.equal(got_labels, labels[numbers])
+    assert list(images.batches([], epoch=0)) == []
+
+
+def test_workers_and_batches_change_nothing(folder: Path) -> None:
+    for epoch in (0, 1):
+        expected, labels = everything(source(folder, augment=True), epoch=epoch)
+        for num_workers, size in ((0, 1), (1, 5), (2, 4), (3, 12)):
+            torch.manual_seed(num_workers)
+            random.seed(num_workers)
+            images = source(folder, augment=True, num_workers=num_workers)
+            got, got_labels = everything(images, size=size, epoch=epoch)
+            assert torch.equal(got, expected)
+            assert torch.equal(got_labels, labels)
+
+
+def test_the_rank_draws_nothing_for_its_workers(folder: Path) -> None:
+    before = torch.get_rng_state()
+    everything(source(folder, augment=True, num_workers=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_memory_layout(folder: Path) -> None:
+    last, _ = everything(source(folder))
+    first, _ = everything(source(folder, channels_last=False))
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert first.is_contiguous()
+    assert torch.equal(last, first)
+
+
+def gradient(width: int, height: int) -> Image.Image:
+    """Red tells the column, green the row."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    return Image.fromarray(np.stack([columns, rows, rows * 0], 2).astype(np.uint8))
+
+
+def test_the_center_is_cropped() -> None:
+    cropped = np.asarray(center_crop(gradient(100, 60), 224)).astype(float)
+    assert cropped.shape == (224, 224, 3)
+    side = 60 * 224 / 256
+    assert cropped[:, :, 0].mean() == pytest.approx(49.5, abs=0.6)
+    assert cropped[:, :, 1].mean() == pytest.approx(29.5, abs=0.6)
+    assert np.ptp(cropped[:, :, 0]) == pytest.approx(side, abs=1.5)
+    assert np.ptp(cropped[:, :, 1]) == pytest.approx(side, abs=1.5)
+
+
+def test_random_crops_stay_within_scale_and_aspect() -> None:
+    image = gradient(120, 90)
+    areas, flips = [], 0
+    for number in range(400):
+        crop = random_resized_crop(image, 64, random.Random(number))
+        assert crop.size == (64, 64)
+        pixels = np.asarray(crop).astype(float)
+        width, height = np.ptp(pixels[:, :, 0]) + 1, np.ptp(pixels[:, :, 1]) + 1
+        flips += pixels[0, 0, 0] > pixels[0, -1, 0]
+        areas.append(width * height / (120 * 90))
+        assert 0.70 < width / height < 1.43
+    assert min(areas) < 0.12
+    assert max(areas) > 0.85
+    assert np.mean(areas) == pytest.approx(
+        0.5, abs=0.06
+    )  # a little less than 0.54: some do not fit
+    assert 160 < flips < 240
+
+
+def test_a_grey_image_and_one_with_transparency_become_rgb(folder: Path) -> None:
+    Image.new("L", (20, 20), 77).save(folder / "cat" / "0.png")
+    Image.new("RGBA", (20, 20), (1, 2, 3, 128)).save(folder / "dog" / "0.png")
+    pixels, _ = everything(source(folder))
+    assert bytes_of(pixels[0]).round().unique().tolist() == [77]
+    assert pixels.shape == (12, 3, 16, 16)
+
+
+# What may be wrong
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_image_is_named_in_one_sentence(folder: Path, num_workers: int) -> None:
+    broken = folder / "dog" / "1.jpg"
+    for content in (broken.read_bytes()[:200], b"<html>", b""):
+        broken.write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            everything(source(folder, num_workers=num_workers))
+        message = str(caught.value)
+        assert message.startswith(f"{broken}: Pillow cannot read it (")
+        assert message.endswith("). Replace or remove it.")
+        assert "\n" not in message
+
+
+def test_an_image_that_vanished_is_named(folder: Path) -> None:
+    images = source(folder)
+    (folder / "eel" / "3.bmp").unlink()
+    with pytest.raises(UserError, match=r"eel/3\.bmp: Pillow cannot read it \(.*No such file"):
+        everything(images)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train is missing\. Expected ImageNet's layout: train/"):
+        source(tmp_path / "train")
+
+
+def test_a_folder_without_classes(tmp_path: Path) -> None:
+    Image.new("RGB", (9, 9)).save(tmp_path / "0.png")
+    with pytest.raises(UserError, match="no folders in it. Expected one per class"):
+        source(tmp_path)
+
+
+def test_classes_without_images(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    with pytest.raises(UserError, match=r"no images \(\.bmp, \.jpeg, "):
+        source(tmp_path)
