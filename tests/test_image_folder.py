@@ -140,9 +140,6 @@ def test_random_crops_stay_within_scale_and_aspect() -> None:
         assert 0.70 < width / height < 1.43
     assert min(areas) < 0.12
     assert max(areas) > 0.85
-    assert np.mean(areas) == pytest.approx(
-        0.5, abs=0.06
-    )  # a little less than 0.54: some do not fit
     assert 160 < flips < 240
 
 
@@ -157,17 +154,30 @@ def test_a_grey_image_and_one_with_transparency_become_rgb(folder: Path) -> None
 # What may be wrong
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_broken_image_is_named_in_one_sentence(folder: Path, num_workers: int) -> None:
+@pytest.mark.parametrize(("num_workers", "num_bytes"), [(0, 200), (0, 5), (0, 0), (2, 200)])
+def test_a_broken_image_is_named_in_one_sentence(
+    folder: Path, num_workers: int, num_bytes: int
+) -> None:
     broken = folder / "dog" / "1.jpg"
-    for content in (broken.read_bytes()[:200], b"<html>", b""):
-        broken.write_bytes(content)
+    broken.write_bytes(broken.read_bytes()[:num_bytes])
+    with pytest.raises(UserError) as caught:
+        everything(source(folder, num_workers=num_workers))
+    message = str(caught.value)
+    assert message.startswith(f"{broken}: Pillow cannot read it (")
+    assert message.endswith("). Replace or remove it.")
+    assert "\n" not in message
+
+
+def test_whatever_pillow_stumbles_over_is_one_sentence(folder: Path) -> None:
+    png, bmp = (folder / "cat" / name for name in ("0.png", "3.bmp"))
+    png.write_bytes(png.read_bytes().replace(b"IEND", b"\xff\xff\xff\xff"))
+    header = bytearray(bmp.read_bytes())
+    header[18:26] = b"\xff\xff\x00\x00" * 2  # 65535 by 65535 pixels
+    bmp.write_bytes(header)
+    for number, path in ((0, png), (3, bmp)):
         with pytest.raises(UserError) as caught:
-            everything(source(folder, num_workers=num_workers))
-        message = str(caught.value)
-        assert message.startswith(f"{broken}: Pillow cannot read it (")
-        assert message.endswith("). Replace or remove it.")
-        assert "\n" not in message
+            list(source(folder).batches([torch.tensor([number])], epoch=0))
+        assert str(caught.value).startswith(f"{path}: Pillow cannot read it (")
 
 
 def test_an_image_that_vanished_is_named(folder: Path) -> None:
@@ -184,7 +194,7 @@ def test_a_missing_folder(tmp_path: Path) -> None:
 
 def test_a_folder_without_classes(tmp_path: Path) -> None:
     Image.new("RGB", (9, 9)).save(tmp_path / "0.png")
-    with pytest.raises(UserError, match="no folders in it. Expected one per class"):
+    with pytest.raises(UserError, match=r"no folders in it\. Expected one per class"):
         source(tmp_path)
 
 

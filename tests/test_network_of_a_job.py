@@ -1,0 +1,87 @@
+"""Hosts as they are: 127.0.1.1, bridges of containers, a dead network, names that differ.
+
+Every MPI's own broadcast and gloo after it have to take the one network that works.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import cluster
+from tests.cluster import USER, Cluster, Layout
+from tests.flavours import mpirun_or_skip
+from tests.ranks import ROOT, find_mpirun
+
+MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
+SHOW = (
+    "import os, socket, torch.distributed as dist; dist.init_process_group('gloo'); "
+    "dist.barrier(); e = os.environ; "
+    "print(e['RANK'], e['LOCAL_RANK'], e['GROUP_RANK'], socket.gethostname(), "
+    "e['GLOO_SOCKET_IFNAME'], e['MASTER_ADDR'])"
+)
+
+
+@pytest.fixture(scope="module")
+def odd_hosts() -> Iterator[Cluster]:
+    layout = Layout(
+        interfaces=("eth0", "ens5", "enp3s0"),
+        own_name_is_loopback=True,
+        decoys=("docker0", "virbr0"),
+        dead_network=True,
+    )
+    with cluster.up_or_skip(3, layout=layout) as standing:
+        yield standing
+
+
+@pytest.mark.parametrize("user", ["root", USER])
+@pytest.mark.parametrize("flavour", ["openmpi", "openmpi4", "mpich", "intelmpi"])
+def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, flavour: str, user: str) -> None:
+    """The launching host stands in the middle of the hostfile, and the order is the hostfile's."""
+    if user == USER and flavour != "openmpi":
+        pytest.skip("one flavour is enough to see that root is not needed")
+    mpirun = find_mpirun() if flavour == "openmpi" else str(mpirun_or_skip(flavour))
+    script = odd_hosts.shared / "show.py"
+    script.write_text(SHOW)
+    command = [MPIDDP, "launch", "-v", "--mpirun", mpirun, "-H", "node1:2,node0:1,node2:1"]
+    done = odd_hosts["node0"].run([*command, str(script)], cwd=ROOT, user=user, timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    master = odd_hosts["node1"].address
+    shown = [line for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert sorted(shown) == [
+        f"0 0 0 node1 ens5 {master}",
+        f"1 1 0 node1 ens5 {master}",
+        f"2 0 1 node0 eth0 {master}",
+        f"3 0 2 node2 enp3s0 {master}",
+    ]
+    assert "as is every other host" in done.stdout  # why this address, at -v
+
+
+def test_the_plain_mpirun_of_the_guides(odd_hosts: Cluster) -> None:
+    """No launcher: the rank itself keeps MPI off the bridges; the dead network has to be named."""
+    script = odd_hosts.shared / "show.py"
+    script.write_text(SHOW)
+    words = (
+        f"{find_mpirun()} --allow-run-as-root -np 2 -H node0:1,node1:1 "
+        f"-x MPIDDP_INTERFACE=10.77.0.0/24 --mca oob_tcp_if_include 10.77.0.0/24 "
+        f"{sys.executable} -m mpiddp run {script}"
+    )
+    done = odd_hosts["node0"].run(
+        shlex.split(words), cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout_s=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split()[3] for line in done.stdout.splitlines()) == ["node0", "node1"]
+
+
+def test_an_interface_that_one_host_lacks(odd_hosts: Cluster) -> None:
+    script = odd_hosts.shared / "show.py"
+    script.write_text(SHOW)
+    command = [MPIDDP, "launch", "--interface", "eth0", "-H", "node0:1,node1:1", str(script)]
+    done = odd_hosts["node0"].run(command, cwd=ROOT, timeout_s=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith('interface "eth0" is not on node1, which has lo')
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,110 @@
+"""A broken host is named in a sentence before anything starts. Real hosts, really broken."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests import cluster
+from tests.cluster import Cluster, faults
+from tests.ranks import ROOT
+
+MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(3) as standing:
+        yield standing
+
+
+def launch(
+    hosts: Cluster, *arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT
+) -> CompletedProcess[str]:
+    """`mpiddp launch` of a job that says "started", from node0."""
+    command = [MPIDDP, "launch", *arguments, str(hosts.shared / "job.py")]
+    (hosts.shared / "job.py").write_text("print('started')\n")
+    return hosts["node0"].run(command, cwd=cwd, env=env, timeout_s=60)
+
+
+def refusal(done: CompletedProcess[str]) -> str:
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    return done.stderr.strip()
+
+
+def test_a_look_at_three_hosts_takes_less_than_two_seconds(hosts: Cluster) -> None:
+    start = time.monotonic()
+    done = launch(hosts, "-H", "node0:1,node1:9,node2:1", "-n", "99")  # refused after the look
+    assert time.monotonic() - start < 2
+    assert "99 is more than the 11 slots" in refusal(done)
+
+
+def test_a_key_that_is_refused(hosts: Cluster) -> None:
+    with faults.key_refused(hosts["node1"]):
+        sentence = refusal(launch(hosts, "-H", "node0:1,node1:1"))
+    assert sentence == "ssh node1: permission denied (publickey). Run: ssh-copy-id node1"
+
+
+def test_a_host_key_that_is_unknown(hosts: Cluster) -> None:
+    with faults.unknown_key(hosts, hosts["node2"]):
+        sentence = refusal(launch(hosts, "-H", "node0:1,node2:1"))
+    assert sentence == (
+        "ssh node2: its host key is unknown. "
+        "Check it, then: ssh-keyscan node2 >> ~/.ssh/known_hosts"
+    )
+
+
+def test_every_broken_host_is_named_at_once(hosts: Cluster) -> None:
+    with faults.key_refused(hosts["node1"]), faults.no_sshd(hosts["node2"]):
+        sentences = refusal(launch(hosts, "-H", "node0:1,node1:1,node2:1,nowhere:1"))
+    assert sentences.splitlines() == [
+        "ssh node1: permission denied (publickey). Run: ssh-copy-id node1",
+        "ssh node2: connection refused. Start sshd there, or name its port: port=",
+        "nowhere: cannot be resolved from node0. Add it to DNS or /etc/hosts.",
+    ]
+
+
+def test_a_login_that_ends_at_once(hosts: Cluster) -> None:
+    with faults.login_fails(hosts["node1"]):
+        sentence = refusal(launch(hosts, "-H", "node0:1,node1:1"))
+    assert sentence.startswith("ssh node1 ")
+
+
+def test_a_folder_that_one_host_lacks(hosts: Cluster) -> None:
+    folder = Path("/run/only-here")  # /run is each host's own
+    hosts["node0"].run(["mkdir", "-p", str(folder)], check=True)
+    sentence = refusal(launch(hosts, "-H", "node0:1,node1:1", cwd=folder))
+    assert sentence == (
+        f"node1: the working folder {folder} is missing. "
+        "Make it there, or start from a folder that every host has."
+    )
+
+
+def test_more_slots_than_gpus(hosts: Cluster) -> None:
+    tools = hosts.shared / "tools"
+    tools.mkdir(exist_ok=True)
+    stub = tools / "nvidia-smi"  # no machine of the tests has a GPU
+    stub.write_text('#!/bin/sh\necho "GPU 0: A"\necho "GPU 1: B"\n')
+    stub.chmod(0o755)
+    path = hosts["node0"].run(["sh", "-c", "echo $PATH"]).stdout.strip()
+    env = {"PATH": f"{tools}:{path}"}
+    sentence = refusal(launch(hosts, "-H", "node0:2,node1:4", env=env))
+    assert sentence == "node1 has 2 GPUs but 4 slots: ranks would share GPUs."
+
+
+def test_a_bare_host_gets_a_rank_for_each_gpu_or_one(hosts: Cluster) -> None:
+    done = launch(hosts, "-H", "node1,node2", "-v")
+    assert done.stdout.split() == ["started", "started"], done.stderr
+    assert re.findall(r"node\d: rank \d", done.stderr) == ["node1: rank 0", "node2: rank 1"]
+
+
+def test_the_look_can_be_skipped(hosts: Cluster) -> None:
+    done = launch(hosts, "-H", "node0:1,node1:1", "--no-check")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["started", "started"]
