@@ -100,7 +100,8 @@ class Plan:
 def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Plan:
     """Candidates for the master address from all ranks' cards and the user's wishes in `env`.
 
-    MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured. On a single host the loopback is
+    MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured, and MPIDDP_NETWORKS, in which the
+    launcher names the networks that lead to the other hosts. On a single host the loopback is
     taken: nothing else has to reach the store, and nobody else should. Over several hosts never a
     loopback, never a bridge of containers, and an address that another host has as well is no
     address of a host.
@@ -114,7 +115,7 @@ def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Plan:
     first_of_hosts = [cards[node_ranks.index(node)] for node in range(len(hosts))]
     _check_local_ranks(first_of_hosts, cards)
     port = port_in(env)
-    wished = env.get("MPIDDP_INTERFACE")
+    wished = env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS")
     if env.get("MASTER_ADDR"):
         found = _named(first_of_hosts, env["MASTER_ADDR"], wished)
     elif len(hosts) == 1:

@@ -6,7 +6,6 @@ flushed to the disk, then one rename. torch.load notices no flipped bit; the man
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -36,7 +35,8 @@ def list_steps(root: Path) -> list[Path]:
     """The checkpoint folders in `root`, oldest first, valid or not; none if `root` is missing."""
     if not root.is_dir():
         return []
-    return sorted((f for f in root.iterdir() if _NAME.fullmatch(f.name)), key=step_of)
+    folders = (f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir())
+    return sorted(folders, key=step_of)
 
 
 def write(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
@@ -94,6 +94,15 @@ def is_valid(folder: Path) -> bool:
     return True
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether all files are there in their full size: a glance, where `is_valid` reads every byte."""
+    try:
+        _check(folder, lambda path, entry: True)
+    except BrokenCheckpoint:
+        return False
+    return True
+
+
 def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that verifies; each newer, broken one is reported in a sentence."""
     complaints = []
@@ -112,21 +121,20 @@ def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
     return None
 
 
-def prune(root: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` complete checkpoints, and return what was removed.
+def prune(root: Path, keep: int, *, counts: Callable[[Path], bool] = is_whole) -> list[Path]:
+    """Remove what is older than the newest `keep` checkpoints, and return what was removed.
 
-    Completeness is judged by the files' sizes: this runs after every save, beside the training.
+    Only those that `counts` approves of are counted. A training prunes after every save, so a
+    glance has to do by default.
     """
     kept = 0
     removed = []
     for folder in reversed(list_steps(root)):
         if kept < keep:
-            with contextlib.suppress(BrokenCheckpoint):
-                _check(folder, lambda path, entry: True)
-                kept += 1
-            continue
-        _remove(folder)
-        removed.append(folder)
+            kept += counts(folder)
+        else:
+            _remove(folder)
+            removed.append(folder)
     return removed
 
 

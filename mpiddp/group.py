@@ -85,7 +85,7 @@ def _meet(world: World, *, keep_mpi: bool) -> Crew:
         meeting = meet_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
         crew = Crew(meeting.world, serve_or_join(meeting.world, meeting.listener, timeout_s))
     else:
-        world, listener = find_by_address(world)
+        world, listener = find_by_address(world, timeout_s)
         crew = Crew(world, serve_or_join(world, listener, timeout_s))
         meeting = meet_over_store(crew, timeout_s)
         crew.world = meeting.world

@@ -176,7 +176,7 @@ def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
         # TCP, and the exchange is some hundred bytes.
         defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
     if world.local_world_size < world.world_size:
-        usable = _usable_interfaces(env.get("MPIDDP_INTERFACE"))
+        usable = _usable_interfaces(env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS"))
         names = ",".join(interface.name for interface in usable)
         if usable and world.launcher.name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
             networks = dict.fromkeys(interface.network for interface in usable)

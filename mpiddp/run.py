@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
 import types
+from importlib.abc import InspectLoader
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,35 +37,32 @@ def main(argv: list[str]) -> int:
     sys.excepthook = _script_excepthook
     from mpiddp.group import assemble
 
+    load = _load_module if options.is_module else _load_file
     with assemble(world, keep_mpi=options.keep_mpi) as crew:
-        check, run = (_check_module, _run_module) if options.is_module else (_check_file, _run_file)
         with crew.together():
-            check(options.script)
-        sys.argv = [options.script, *options.args]
-        run(options.script)
+            code, main_module = load(options.script)
+        file = str(main_module.__file__)
+        sys.argv = [file if options.is_module else options.script, *options.args]
+        # Pickle looks for the script's own classes under the first name. What a spawned process
+        # sends back is of the second, which is mpiddp's own until now.
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
+        exec(code, main_module.__dict__)
     return 0
 
 
-def _check_file(path: str) -> None:
+def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:
     if not Path(path).exists():
         raise UserError(f"{path} not found (looked in {Path.cwd()}).")
     if not Path(path).is_file():
         raise UserError(f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE")
-
-
-def _run_file(path: str) -> None:
-    """As `python path`. In a module of its own, so that pickle and spawn find `__main__`."""
-    file = os.path.abspath(path)  # noqa: PTH100 - as python has it: links stay links
+    file = os.path.abspath(path)  # noqa: PTH100 - as python has it: a link stays a link
+    sys.path[0] = str(Path(path).resolve().parent)
     # This file's own `from __future__` lines are not the script's.
-    code = compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
-    module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=file, __builtins__=__builtins__, __cached__=None)
-    sys.path[0] = str(Path(file).resolve().parent)
-    sys.modules["__main__"] = module
-    exec(code, module.__dict__)
+    code = compile(Path(path).read_bytes(), file, "exec", dont_inherit=True)
+    return code, _main_module(file)
 
 
-def _check_module(name: str) -> None:
+def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
     sys.path[0] = os.getcwd()  # noqa: PTH109 - the very string that python -m puts there
     try:
         spec = find_spec(name)
@@ -75,24 +72,30 @@ def _check_module(name: str) -> None:
         if not name.startswith(error.name or " "):  # one that a package on the way imports
             raise
         spec = None
-    if spec is None:
+    loader = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if spec and isinstance(loader, InspectLoader) else None
+    if spec is None or spec.origin is None or code is None:
         raise UserError(f"no module {name} to run (looked in {Path.cwd()} and what is installed).")
+    main_module = _main_module(spec.origin)
+    main_module.__spec__, main_module.__loader__ = spec, loader
+    main_module.__package__, main_module.__dict__["__cached__"] = spec.parent, spec.cached
+    return code, main_module
 
 
-def _run_module(name: str) -> None:
-    """As `python -m name`."""
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+def _main_module(file: str) -> types.ModuleType:
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(__file__=file, __cached__=None, __builtins__=__builtins__)
+    return main_module
 
 
 def _script_excepthook(
     kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None
 ) -> None:
     """The script's traceback without the frames that only brought us to the script."""
-    ours = {str(Path(__file__).parent), str(Path(runpy.__file__).parent)}
     frame = traceback
     while frame is not None:
-        filename = frame.tb_frame.f_code.co_filename
-        if not filename.startswith("<frozen ") and str(Path(filename).parent) not in ours:
+        file = frame.tb_frame.f_code.co_filename
+        if not file.startswith("<frozen ") and Path(file).parent != Path(__file__).parent:
             break
         frame = frame.tb_next
     # A script that cannot be compiled has no frame of its own; what else has none is a bug of ours.

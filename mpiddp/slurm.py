@@ -34,7 +34,7 @@ def slurm_address(world: World, env: Mapping[str, str]) -> tuple[str, int]:
 
 def first_host(nodelist: str) -> str:
     """The first name of Slurm's compressed list: "gpu[07-09,12],login" begins with gpu07."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?", nodelist)
-    if match is None:
+    entry = re.match(r"([^\[,]|\[[^\]]*\])+", nodelist)
+    if entry is None:
         raise UserError(f'SLURM_STEP_NODELIST="{nodelist}" names no host. Set MASTER_ADDR.')
-    return match[1] + (match[2] or "")
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", entry[0])

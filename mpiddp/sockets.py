@@ -120,3 +120,16 @@ def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
         for key in list(selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
     return reached
+
+
+def wait_for(address: str, port: int, timeout_s: float) -> bool:
+    """Whether somebody listens there before time is up: torch's own attempts log every failure."""
+    deadline = time.monotonic() + timeout_s
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=remaining).close()
+        except OSError:
+            time.sleep(min(0.1, remaining))
+        else:
+            return True
+    return False

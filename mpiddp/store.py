@@ -18,7 +18,7 @@ from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.rendezvous import Meeting
 from mpiddp.slurm import slurm_address
-from mpiddp.sockets import bind, port_in, resolve, resolve_own
+from mpiddp.sockets import bind, port_in, resolve, resolve_own, wait_for
 from mpiddp.world import World
 
 
@@ -28,7 +28,7 @@ def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server as well.
 
     Raises:
-        UserError: no store there within `timeout_s`.
+        UserError: something else listens there.
     """
     assert world.master_addr is not None
     assert world.master_port is not None
@@ -45,19 +45,19 @@ def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float
         )
     except RuntimeError:
         raise UserError(
-            f"rank {world.rank} on {world.hostname} cannot reach rank 0 at {world.master_addr} port "
-            f"{world.master_port} in {timeout_s:g} s. Is it running, and is no firewall between?"
+            f"rank {world.rank} on {world.hostname}: what listens on {world.master_addr} port "
+            f"{world.master_port} is not rank 0 of this job. Set MASTER_PORT to a free one."
         ) from None
     # torchrun's store outlives its workers: those that it restarts must not read the words of the
     # ones before them.
     return PrefixStore(f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def find_by_address(world: World) -> tuple[World, socket.socket | None]:
+def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socket | None]:
     """The master address from the environment, or from what Slurm says; rank 0 listens there.
 
     Raises:
-        UserError: no address, or none that rank 0 can listen on.
+        UserError: no address, none that rank 0 can listen on, or nobody there within `timeout_s`.
     """
     env = os.environ
     port = port_in(env)
@@ -81,6 +81,11 @@ def find_by_address(world: World) -> tuple[World, socket.socket | None]:
     listener = bind(address, port, world.hostname) if is_server else None
     if listener is not None:
         port = listener.getsockname()[1]
+    elif not wait_for(address, port, timeout_s):
+        raise UserError(
+            f"rank {world.rank} on {world.hostname} cannot reach rank 0 at {address} port {port} "
+            f"in {timeout_s:g} s. Is it running, and is no firewall between?"
+        )
     return replace(world, master_addr=address, master_port=port), listener
 
 

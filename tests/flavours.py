@@ -1,7 +1,7 @@
 """The other MPIs, each installed beside: one virtual environment with one torch serves them all.
 
-    python -m tests.flavours install     # into .mpi/, some 400 MB, no root
-    python -m tests.flavours             # lists what is there
+python -m tests.flavours install     # into .mpi/, some 400 MB, no root
+python -m tests.flavours             # lists what is there
 """
 
 from __future__ import annotations

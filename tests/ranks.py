@@ -1,6 +1,6 @@
 """Real ranks for tests: the mpirun beside this interpreter starts them, nothing is imitated.
 
-    python -c 'from tests.ranks import mpirun; print(mpirun(2, "-c", "print(1)").stdout)'
+python -c 'from tests.ranks import mpirun; print(mpirun(2, "-c", "print(1)").stdout)'
 """
 
 from __future__ import annotations

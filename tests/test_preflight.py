@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -98,10 +97,10 @@ def test_more_slots_than_gpus(hosts: Cluster) -> None:
     assert sentence == "node1 has 2 GPUs but 4 slots: ranks would share GPUs."
 
 
-def test_a_bare_host_gets_a_rank_for_each_gpu_or_one(hosts: Cluster) -> None:
-    done = launch(hosts, "-H", "node1,node2", "-v")
-    assert done.stdout.split() == ["started", "started"], done.stderr
-    assert re.findall(r"node\d: rank \d", done.stderr) == ["node1: rank 0", "node2: rank 1"]
+def test_a_bare_host_without_gpus_gets_one_rank(hosts: Cluster) -> None:
+    done = launch(hosts, "-H", "node1,node2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["started", "started"]
 
 
 def test_the_look_can_be_skipped(hosts: Cluster) -> None:

@@ -8,18 +8,19 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import clean_env, mpirun, own_lines
+from mpiddp.errors import UserError
+from mpiddp.slurm import first_host
+from mpiddp.store import find_by_address
+from mpiddp.world import World
+from tests.ranks import ROOT, clean_env, mpirun, own_lines
 
 JOBS = Path(__file__).parent / "jobs"
-EXPORTED = (
-    "GLOO_SOCKET_IFNAME GROUP_RANK LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT "
-    "NCCL_SOCKET_IFNAME RANK WORLD_SIZE"
-).split()
 
 
 def job(name: str) -> str:
@@ -56,7 +57,7 @@ def test_every_rank_knows_its_place_and_where_rank_0_listens(ranks: int) -> None
             "backend": None,
             "device": None,
         }
-        assert fact["exported"] == {
+        assert fact["touched"] == {
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "LOCAL_RANK": str(rank),
@@ -67,7 +68,6 @@ def test_every_rank_knows_its_place_and_where_rank_0_listens(ranks: int) -> None
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "=lo",
         }
-        assert fact["touched"] == EXPORTED
         assert fact["listening"] == ([[addr, port]] if rank == 0 else [])
         assert fact["mpi_is_over"] is (True if ranks > 1 else None)  # alone it is never started
 
@@ -77,8 +77,8 @@ def test_what_the_user_has_set_stays() -> None:
         port = str(free.getsockname()[1])
     wishes = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
     for fact in facts(2, env=wishes | {"RANK": "0", "WORLD_SIZE": "1"}):
-        assert fact["exported"].items() >= wishes.items()
-        assert fact["exported"]["WORLD_SIZE"] == "2"
+        assert not fact["touched"].keys() & wishes.keys()
+        assert fact["touched"]["WORLD_SIZE"] == "2"  # a stale one is no wish
         if fact["world"]["rank"] == 0:
             assert fact["listening"] == [["127.0.0.7", int(port)]]
 
@@ -191,16 +191,129 @@ def test_mpi_that_has_ended_already_is_refused() -> None:
     assert sentence.startswith("MPI was finalized in this process before the ranks could meet")
 
 
-# --- where there is no MPI: env:// by hand ---
+# --- where there is no MPI: the address stands in the environment, or follows from Slurm's ---
+
+ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "localhost",
+}
 
 
-def by_hand(rank: int, env: dict[str, str]) -> subprocess.Popen[str]:
-    row = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.jobs.facts"],
-        env=clean_env(row | env),
-        cwd=Path(__file__).parent.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
+    """`world(env)`: in this very process, with no other of the launchers' variables."""
+
+    def set_env(env: dict[str, str]) -> World:
+        kept = clean_env(env)
+        for name in os.environ.keys() - kept.keys():
+            monkeypatch.delenv(name)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        return World.from_env()
+
+    return set_env
+
+
+def test_env_ranks_started_by_hand_meet(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.jobs.facts"],
+            env=clean_env(ENV | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | address),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [json.loads(rank.communicate(timeout=60)[0])["world"] for rank in ranks]
+    assert [each["rank"] for each in told] == [0, 1]
+    for each in told:
+        assert (each["node_rank"], each["num_nodes"], each["master_addr"]) == (0, 1, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("env", "address"),
+    [
+        (ENV | {"MASTER_ADDR": "127.0.0.3", "MASTER_PORT": "0"}, "127.0.0.3"),
+        (ENV | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, "127.0.0.1"),
+        (ENV | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "127.0.0.1"),
+        ({}, "127.0.0.1"),
+        (SRUN, "127.0.0.1"),
+        (SRUN | {"MASTER_ADDR": "127.0.0.4"}, "127.0.0.4"),
+    ],
+)
+def test_rank_0_listens_where_it_is_told(
+    world: Callable[[dict[str, str]], World], env: dict[str, str], address: str
+) -> None:
+    found, listener = find_by_address(world(env), 5)
+    assert listener is not None
+    with listener:
+        assert listener.getsockname() == (address, found.master_port)
+    assert found.master_addr == address
+
+
+def test_every_task_of_a_slurm_step_computes_the_same_port(
+    world: Callable[[dict[str, str]], World],
+) -> None:
+    first, listener = find_by_address(world(SRUN), 5)
+    assert listener is not None
+    with listener:
+        second, none = find_by_address(world(SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}), 5)
+    assert (first.master_port, second.master_port, none) == (20218, 20218, None)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("node1", "node1"),
+        ("gpu[07-09,12],login", "gpu07"),
+        ("a-[1,3]-b", "a-1-b"),
+        ("n1,n[2-4]", "n1"),
+        ("rack[1-2]n[03-04]", "rack1n03"),
+    ],
+)
+def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> None:
+    assert first_host(nodelist) == first
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        (ENV, "RANK=0 and WORLD_SIZE=2 are set but MASTER_ADDR and MASTER_PORT not: "),
+        (ENV | {"MASTER_ADDR": "127.0.0.1"}, "RANK=0 and WORLD_SIZE=2 are set but MASTER_PORT not"),
+        (ENV | {"MASTER_ADDR": "a..b", "MASTER_PORT": "1"}, "a..b: cannot be resolved from "),
+        (ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"}, "192.0.2.7 is no address of "),
+        (ENV | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
+        ({"MASTER_PORT": "70000"}, 'MASTER_PORT="70000" is not a port.'),
+        (SRUN | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
+    ],
+)
+def test_an_address_that_cannot_be(
+    world: Callable[[dict[str, str]], World], env: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        find_by_address(world(env), 5)
+
+
+def test_a_rank_that_finds_nobody_says_where_it_looked(
+    world: Callable[[dict[str, str]], World],
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = str(silent.getsockname()[1])
+        rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+        with pytest.raises(UserError) as refused:
+            find_by_address(world(rank_1 | {"MASTER_PORT": port}), 0.3)
+    assert str(refused.value) == (
+        f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1 port {port} in 0.3 s. "
+        "Is it running, and is no firewall between?"
     )

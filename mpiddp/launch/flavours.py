@@ -6,6 +6,7 @@ MPICH 5.0.2 and Intel MPI 2021.18.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 
@@ -45,18 +46,20 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
     ]
     files = _ssh_config(request)
     if len(request.nodes) > 1:
-        runtime = "orte" if mpi.major < 5 else "prte"
         parameters += [
             ("oob_tcp_keepalive_time", "5", _KEEPALIVE),
             ("oob_tcp_keepalive_intvl", "2", _KEEPALIVE),
             ("oob_tcp_keepalive_probes", "3", _KEEPALIVE),
-            (f"{runtime}_keep_fqdn_hostnames", "1", "a.x.org and a.y.org are two hosts"),
         ]
-        if include := request.interface or ",".join(request.networks):
+        if request.networks:
+            include = ",".join(request.networks)
             parameters += [
                 ("btl_tcp_if_include", include, _NETWORK),
                 ("oob_tcp_if_include", include, _NETWORK),
             ]
+    if _ambiguous(request.nodes):
+        runtime = "orte" if mpi.major < 5 else "prte"
+        parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _WHOLE_NAMES))
     if files:
         parameters.append(("plm_rsh_args", _ssh_arguments(files), _SSH_CONFIG))
     for name, value, why in parameters:
@@ -69,6 +72,15 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
 
 _NETWORK = "the network that the hosts share, for not every one of a host's leads to the others"
 _KEEPALIVE = "a host that is cut off is noticed within seconds, not minutes"
+
+
+_WHOLE_NAMES = "names stay whole: cut at the first dot, as is usual, two of them would be one"
+
+
+def _ambiguous(nodes: Sequence[Node]) -> bool:
+    """Whether two names are the same up to their first dot."""
+    names = [node.name for node in nodes if not re.fullmatch(r"[0-9.]+", node.name)]
+    return len({name.partition(".")[0] for name in names}) < len(names)
 
 
 def mpich(mpi: Mpi, request: Request) -> Command:

@@ -25,14 +25,15 @@ def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):
         return 0
-    command = ["nvidia-smi", "-L"]
     if is_this_host(host.name):
-        if shutil.which(command[0], path=env.get("PATH")) is None:
+        program = shutil.which("nvidia-smi", path=env.get("PATH"))
+        if program is None:
             return 0
+        command = [program, "-L"]
     else:
         port = [] if host.port is None else ["-p", str(host.port)]
         options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", *port]
-        command = ["ssh", *options, host.ssh_target, *command]
+        command = ["ssh", *options, host.ssh_target, "nvidia-smi", "-L"]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )

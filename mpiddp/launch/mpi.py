@@ -61,6 +61,13 @@ class Mpi:
     def major(self) -> int:
         return int(self.version.split(".")[0])
 
+    @property
+    def daemon(self) -> Path:
+        """The program that mpirun starts on every other host, over ssh."""
+        open_mpi = "orted" if self.major < 5 else "prted"
+        name = {"openmpi": open_mpi, "intelmpi": "hydra_bstrap_proxy"}.get(self.flavour)
+        return self.program.with_name(name or "hydra_pmi_proxy")
+
 
 def find_mpirun(explicit: str | None, python: Path, env: Mapping[str, str]) -> Path:
     """The absolute path of mpirun: the one named, else the one beside `python`, else PATH's.

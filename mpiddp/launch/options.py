@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "-x", action="append", default=[], metavar="VAR[=VALUE]", help="a variable for the ranks"
     )
     add.add_argument(
+        "--no-check", dest="check", action="store_false", help="start without a look at the hosts"
+    )
+    add.add_argument(
         "--timeout", type=_positive("--timeout"), metavar="S", help="seconds the ranks have to meet"
     )
 

@@ -36,13 +36,8 @@ def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -
     return True
 
 
-def this_machine() -> Hosts:
-    """The hosts of a launch that names none."""
-    return Hosts("this machine", (Host("localhost"),))
-
-
-def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]]) -> tuple[Node, ...]:
-    """The hosts as mpirun is to be told of them: this machine by its own name.
+def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]], own_name: str) -> tuple[Node, ...]:
+    """The hosts as mpirun is to be told of them: this machine as `own_name`.
 
     That is how every mpirun knows that it stands on that host, and never asks for it over ssh.
 
@@ -66,18 +61,8 @@ def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]]) -> tuple[Node, 
                 "Merge them into one."
             )
         here = host
-        nodes.append(Node(socket.gethostname(), ranks))
+        nodes.append(Node(own_name, ranks))
     return tuple(nodes)
-
-
-def check_interface(name: str) -> None:
-    """UserError when this machine, where mpirun runs, has no such network interface."""
-    present = [interface for _, interface in socket.if_nameindex()]
-    if name not in present:
-        raise UserError(
-            f'interface "{name}" is not on {socket.gethostname()}, which has '
-            f"{', '.join(present[:-1])}{' and ' if present[:-1] else ''}{present[-1]}."
-        )
 
 
 def report(nodes: Sequence[Node]) -> list[str]:

@@ -6,6 +6,7 @@ is all that the far side needs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import selectors
@@ -13,8 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from ipaddress import ip_address, ip_network
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,36 +53,23 @@ class Facts:
     host: Host
     torch: str | None
     mpi4py: str | None
+    mpirun: str | None  # its first lines of --version
     gpus: int
-    cores: int
-    has_folder: bool
-    programs: Mapping[str, str | None]
-    interfaces: tuple[Interface, ...]
-    ssh_addresses: tuple[str, ...]  # (the client's, the server's) of the connection; () if local
-
-    @property
-    def network(self) -> str | None:
-        """The network that ssh reached this host by: "10.0.0.0/24"."""
-        return self.network_of(self.ssh_addresses[1]) if self.ssh_addresses else None
-
-    def network_of(self, address: str) -> str | None:
-        for interface in self.interfaces:
-            if ip_address(address) in ip_network(interface.network):
-                return interface.network
-        return None
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What has to be on every host: the interpreter, mpirun's programs, the working folder."""
+    """What has to be on every host. Paths are absolute."""
 
     python: str
-    programs: tuple[str, ...]
+    mpirun: str
+    daemon: str  # what mpirun starts there
     folder: str
     path: str  # the PATH that the ranks will have
+    interface: str | None = None  # by name, address or network
 
 
-def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> list[Facts]:
+def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[Host, Facts]:
     """Ask every host at once. `local` says which of them is this machine, which needs no ssh.
 
     Raises:
@@ -100,7 +87,7 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> list[F
     facts = [each.facts() for each in asked]
     if complaints := _disagreements(facts, wanted):
         raise UserError("\n".join(complaints))
-    return facts
+    return dict(zip(hosts, facts, strict=True))
 
 
 def _command(host: Host, is_local: bool) -> list[str]:
@@ -118,8 +105,7 @@ def _far_python(wanted: Wanted) -> str:
         "mpiddp.network": Path(mpiddp.network.__file__).read_text(),
         "probe": Path(probe.__file__).read_text(),
     }
-    asked = {"folder": wanted.folder, "programs": wanted.programs, "path": wanted.path}
-    return _FAR_PYTHON.format(payload=json.dumps([sources, asked]))
+    return _FAR_PYTHON.format(payload=json.dumps([sources, asdict(wanted)]))
 
 
 class _Asked:
@@ -149,28 +135,32 @@ class _Asked:
                 f"{name}: the working folder {wanted.folder} is missing. "
                 "Make it there, or start from a folder that every host has."
             )
-        for program, version in answer["programs"].items():
-            if version is None:
+        for program, is_there in (
+            (wanted.mpirun, answer["mpirun"] is not None),
+            (wanted.daemon, answer["has_daemon"]),
+        ):
+            if not is_there:
                 return (
                     f"{name}: {program} is missing or does not run. "
                     "Install the same MPI at the same path on every host."
                 )
+        interfaces = [Interface(**each) for each in answer["interfaces"]]
+        if wanted.interface and not any(i.matches(wanted.interface) for i in interfaces):
+            return (
+                f'interface "{wanted.interface}" is not on {name}, '
+                f"which has {_and([interface.name for interface in interfaces])}."
+            )
         return None
 
     def facts(self) -> Facts:
         answer = self._answer()
         assert answer is not None
-        connection = answer["ssh_connection"].split()
         return Facts(
             host=self.host,
             torch=answer["torch"],
             mpi4py=answer["mpi4py"],
+            mpirun=answer["mpirun"],
             gpus=answer["gpus"],
-            cores=answer["cores"] or 1,
-            has_folder=answer["has_folder"],
-            programs=answer["programs"],
-            interfaces=tuple(Interface(**each) for each in answer["interfaces"]),
-            ssh_addresses=(connection[0], connection[2]) if len(connection) == 4 else (),
         )
 
     def _answer(self) -> dict[str, Any] | None:
@@ -187,13 +177,13 @@ def _converse(asked: Sequence[_Asked]) -> None:
     deadline = time.monotonic() + LOOK_TIMEOUT_S
     with selectors.DefaultSelector() as selector:
         for each in asked:
-            assert each.process.stdin and each.process.stdout and each.process.stderr
+            assert each.process.stdin is not None
             # A few kilobytes, which a pipe takes at once; a host that is gone reads none of it.
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 each.process.stdin.write(each.script.encode())
                 each.process.stdin.close()
-            except BrokenPipeError:
-                pass
+            assert each.process.stdout is not None
+            assert each.process.stderr is not None
             selector.register(each.process.stdout, selectors.EVENT_READ, (each, "stdout"))
             selector.register(each.process.stderr, selectors.EVENT_READ, (each, "stderr"))
         while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
@@ -243,12 +233,9 @@ def _disagreements(facts: Sequence[Facts], wanted: Wanted) -> list[str]:
         versions = {each.host.name: getattr(each, package) or "missing" for each in facts}
         if len(set(versions.values())) > 1:
             complaints.append(f"{package} differs: {_by_value(versions)}.")
-    for program in wanted.programs:
-        versions = {
-            each.host.name: (each.programs[program] or "").partition("\n")[0] for each in facts
-        }
-        if len(set(versions.values())) > 1:
-            complaints.append(f"{program} differs: {_by_value(versions)}.")
+    versions = {each.host.name: (each.mpirun or "").partition("\n")[0] for each in facts}
+    if len(set(versions.values())) > 1:
+        complaints.append(f"{wanted.mpirun} differs: {_by_value(versions)}.")
     for each in facts:
         if each.host.slots is not None and 0 < each.gpus < each.host.slots:
             complaints.append(
@@ -268,16 +255,3 @@ def _by_value(values: Mapping[str, str]) -> str:
 
 def _and(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def shared_networks(facts: Sequence[Facts]) -> list[str]:
-    """The networks that ssh showed to work between this host and the others, for MPI to use."""
-    networks: dict[str, None] = {}
-    local = [each for each in facts if not each.ssh_addresses]
-    for each in facts:
-        if each.network is not None:
-            networks[each.network] = None
-            for here in local:
-                if network := here.network_of(each.ssh_addresses[0]):
-                    networks[network] = None
-    return list(networks)

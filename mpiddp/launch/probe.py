@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import socket
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,33 +18,19 @@ from mpiddp.network import interfaces
 
 
 def look(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Facts about this host, for `wanted`: the "folder", the "programs" by path, and the "path".
+    """Facts about this host as JSON, for `wanted`: "folder", "mpirun", "daemon" and the ranks' "path".
 
-    Everything is JSON. "programs" maps each path to the first lines of its --version, or None where
-    it cannot be run.
+    "mpirun" is what it says of its version, None where it cannot be run.
     """
     return {
-        "hostname": socket.gethostname(),
-        "own_address": _own_address(),
         "has_folder": os.path.isdir(wanted["folder"]),  # noqa: PTH112 - any error is a no
-        "programs": {path: _version(path) for path in wanted["programs"]},
+        "mpirun": _version(wanted["mpirun"]),
+        "has_daemon": os.access(wanted["daemon"], os.X_OK),
         "torch": _installed("torch"),
         "mpi4py": _installed("mpi4py"),
-        "mpiddp": _installed("mpiddp"),
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "cores": os.cpu_count(),
         "gpus": _gpus(wanted["path"]),
         "interfaces": [asdict(interface) for interface in interfaces()],
-        "ssh_connection": os.environ.get("SSH_CONNECTION", ""),
     }
-
-
-def _own_address() -> str | None:
-    """What this host's own name resolves to here: 127.0.1.1 on Debian."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
 
 
 def _installed(package: str) -> str | None:

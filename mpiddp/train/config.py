@@ -147,9 +147,11 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
         if rest or not batch_size:
             unit = accum * world_size
             fitting = {max(1, batch_size) * unit, (batch_size + 1) * unit}
+            divisor = f"{world_size} rank{'s' * (world_size > 1)}"
+            if accum > 1:
+                divisor += f" × {accum} accumulation steps = {unit}"
             raise UserError(
-                f"--global-batch-size {config.global_batch_size} does not divide by "
-                f"{world_size} ranks × {accum} accumulation steps = {unit}: "
+                f"--global-batch-size {config.global_batch_size} does not divide by {divisor}: "
                 f"{' or '.join(map(str, sorted(fitting)))} would."
             )
     elif batch_size is None:

@@ -173,6 +173,7 @@ def backward(
             scaler.scale(loss * (world_size / step.num_images)).backward()
         loss_sum += loss.detach()
     if not step.is_even:
+        scaler.scale(loss_sum)  # it makes its scale at first use, also where no images were
         _average_gradients(parameters)
     return loss_sum
 

@@ -17,4 +17,7 @@ for turn in range(3):
     except RuntimeError as error:
         print(error, flush=True)
     assert not dist.is_initialized()
-    print(f"rank {world.rank} of {world.world_size} on {world.device} has {total.item():g}", flush=True)
+    print(
+        f"rank {world.rank} of {world.world_size} on {world.device} has {total.item():g}",
+        flush=True,
+    )

@@ -3,12 +3,13 @@
     mpirun -np 2 python -m tests.jobs.turns COMMANDS.json
 
 COMMANDS.json holds a list of argument lists. Each command has its turn on all ranks, with a store of
-its own as if it had just been started. Its exit code goes to CODES.json beside the file, and a line
-"turn N" on rank 0's stdout and stderr stands before all that it prints.
+its own as if it had just been started. What rank 0 saw of it goes to TURNS.json beside the file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -19,26 +20,27 @@ from mpiddp.cli import main
 from mpiddp.group import assemble
 
 
-def run(commands: list[list[str]]) -> list[int]:
-    codes = []
+def take_turns(commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each command on this rank."""
+    seen = []
     with assemble() as crew:
         store = crew.store
         for turn, command in enumerate(commands):
             crew.store = dist.PrefixStore(f"turn{turn}", store)
-            if crew.world.rank == 0:
-                print(f"turn {turn}", flush=True)
-                print(f"turn {turn}", file=sys.stderr, flush=True)
-            crew.exchange("ready", timeout_s=60)
-            try:
-                codes.append(main(["train", *command]))
-            except SystemExit as exit:
-                codes.append(int(exit.code or 0))
-            crew.exchange("done", timeout_s=60)
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                try:
+                    code = main(["train", *command])
+                except SystemExit as exit:
+                    code = int(exit.code or 0)
+            everyone = crew.exchange(f"{code} {err.getvalue()}", timeout_s=60)
+            assert len({text.partition(" ")[0] for text in everyone}) == 1, everyone
+            seen.append((code, out.getvalue(), "".join(t.partition(" ")[2] for t in everyone)))
         crew.store = store
         if crew.world.rank == 0:
-            Path(sys.argv[1]).with_name("CODES.json").write_text(json.dumps(codes))
-    return codes
+            Path(sys.argv[1]).with_name("TURNS.json").write_text(json.dumps(seen))
+    return seen
 
 
 if __name__ == "__main__":
-    run(json.loads(Path(sys.argv[1]).read_text()))
+    take_turns(json.loads(Path(sys.argv[1]).read_text()))

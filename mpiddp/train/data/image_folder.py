@@ -79,9 +79,12 @@ def _in_one_sentence(loader: DataLoader[tuple[Tensor, int]]) -> Iterator[Batch]:
     """The loader's batches; what is wrong in a worker comes with its traceback, and loses it here."""
     try:
         yield from loader
+        return
     except UserError as error:
         name = f"{UserError.__module__}.{UserError.__qualname__}: "
-        raise UserError(str(error).rpartition(name)[2].strip()) from None
+        sentence = str(error).rpartition(name)[2].strip()
+        error.__traceback__ = None  # it holds the loader, which would wait 5 s for each worker
+    raise UserError(sentence)
 
 
 def class_names(folder: Path) -> tuple[str, ...]:

@@ -1,0 +1,61 @@
+"""Which of this machine's networks carries the job's own traffic: the one wished for, or the one that
+leads to the other hosts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
+
+from mpiddp.errors import UserError
+from mpiddp.network import Interface, interfaces
+
+
+def wished_interfaces(wished: str) -> tuple[Interface, ...]:
+    """This machine's interfaces that --interface means: by name, address or network.
+
+    Raises:
+        UserError: none does.
+    """
+    present = interfaces()
+    found = tuple(interface for interface in present if interface.matches(wished))
+    if not found:
+        names = " and ".join(f"{each.name} ({each.address})" for each in present)
+        raise UserError(
+            f'interface "{wished}" is not on {socket.gethostname()}, which has {names}.'
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Link:
+    """The interface that leads to all other hosts. `is_direct`: they are in its very network."""
+
+    interface: Interface
+    is_direct: bool
+
+
+def link_to(hosts: Sequence[str]) -> Link | None:
+    """How this machine reaches all of `hosts`; None when it is not by one and the same interface.
+
+    That is the kernel's own answer; nothing is sent.
+    """
+    routes = {_route(host) for host in hosts}
+    own = {route[0] if route else None for route in routes}
+    for interface in interfaces():
+        if own == {interface.address} and not interface.is_loopback:
+            network = ip_network(interface.network)
+            is_direct = all(route and ip_address(route[1]) in network for route in routes)
+            return Link(interface, is_direct)
+    return None
+
+
+def _route(host: str) -> tuple[str, str] | None:
+    """Own address and the host's, as a connection to it would have them."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:  # not resolved, or no route
+            return None
+        return str(probe.getsockname()[0]), str(probe.getpeername()[0])

@@ -1,0 +1,188 @@
+"""From the options of `mpiddp launch` to what is to be started where, with everything looked up."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpiddp.hostfile import Host, Hosts, exclude, parse_host_list, ranks_per_host, read_hostfile
+from mpiddp.launch import slurm
+from mpiddp.launch.command import Node, Request
+from mpiddp.launch.environment import forwarded, parse_exports
+from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus
+from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify
+from mpiddp.launch.network import link_to, wished_interfaces
+from mpiddp.launch.placement import is_this_host, name_nodes, report
+from mpiddp.network import Interface
+
+if TYPE_CHECKING:
+    from mpiddp.launch.preflight import Facts
+
+Say = Callable[[str], None]
+
+
+def make_plan(
+    options: argparse.Namespace, started_at: float, env: Mapping[str, str], say: Say
+) -> tuple[Mpi, Request]:
+    """The MPI to use and the request for it. `say` gets sentences for the user meanwhile.
+
+    Args:
+        started_at: when the user pressed enter, in seconds since 1970.
+
+    Raises:
+        UserError: anything that makes no sense, or that this machine lacks.
+    """
+    exports = parse_exports(options.x, env)
+    wished = wished_interfaces(options.interface) if options.interface else ()
+    # Not resolved: a virtual environment is known by the path of its own python.
+    python = Path(sys.executable).absolute()
+
+    hosts, is_allocated = _hosts(options, env)
+    uses_srun = is_allocated and options.mpirun is None
+    mpi = identify(find_srun(env) if uses_srun else find_mpirun(options.mpirun, python, env), env)
+    if options.verbose:
+        say(f"{mpi.name}, {mpi.program}")
+    facts = _look(options, mpi, python, hosts, env)
+    nodes = _nodes(options, mpi, _with_slots(options, hosts, facts, say))
+    if options.verbose or options.dry_run:  # --report shows what the ranks find
+        for line in report(nodes):
+            say(line)
+    interface, networks = _network(nodes, wished)
+    if options.verbose and interface:
+        say(f"{interface.name} ({interface.address}) leads to the other hosts")
+
+    settings = {name: value for name, value in exports.items() if value is not None}
+    settings |= _settings(options, nodes, networks, started_at)
+    # Beside its own python, mpi4py finds the library by itself.
+    if mpi.libmpi is not None and mpi.program.parent != python.parent:
+        named = None if options.mpirun else env.get("MPI4PY_LIBMPI")
+        settings.setdefault("MPI4PY_LIBMPI", named or str(mpi.libmpi))
+    return mpi, Request(
+        nodes=nodes,
+        job=_job(options, python),
+        folder=_working_folder(env),
+        exports=forwarded(env, [*exports, *settings]),
+        settings=settings,
+        env=env,
+        bind=options.bind,
+        interface=interface.name if interface else None,
+        networks=networks,
+        as_root=os.geteuid() == 0,
+    )
+
+
+def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[Hosts, bool]:
+    """The hosts, and whether they are those of a Slurm allocation."""
+    allocated = None
+    if options.hostfile is not None:
+        # Names that differ only after their first dot are two hosts, and every MPI can be told so.
+        hosts = read_hostfile(options.hostfile, keep_fqdn=True)
+    elif options.host_list is not None:
+        hosts = parse_host_list(options.host_list, keep_fqdn=True)
+    else:
+        allocated = slurm.allocation(env)
+        hosts = allocated or Hosts("this machine", (Host("localhost"),))
+    if options.exclude is not None:
+        hosts = exclude(hosts, options.exclude)
+    return hosts, allocated is not None
+
+
+def _look(
+    options: argparse.Namespace, mpi: Mpi, python: Path, hosts: Hosts, env: Mapping[str, str]
+) -> dict[Host, Facts]:
+    """What the hosts tell of themselves; {} where nobody is asked: Slurm has looked at its own."""
+    local = [is_this_host(host.name) for host in hosts.hosts]
+    if all(local) or mpi.flavour == "slurm" or options.dry_run or not options.check:
+        return {}
+    from mpiddp.launch.preflight import Wanted, look  # only jobs over several hosts pay for it
+
+    wanted = Wanted(
+        python=str(python),
+        mpirun=str(mpi.program),
+        daemon=str(mpi.daemon),
+        folder=_working_folder(env),
+        path=env.get("PATH", os.defpath),
+        interface=options.interface,
+    )
+    return look(hosts.hosts, local, wanted)
+
+
+def _with_slots(
+    options: argparse.Namespace, hosts: Hosts, facts: Mapping[Host, Facts], say: Say
+) -> Hosts:
+    """The hosts with known slot counts; what the user would not expect is said."""
+
+    def count(host: Host) -> int:
+        if host in facts:
+            return facts[host].gpus
+        if options.dry_run and not is_this_host(host.name):
+            say(f"{host.name} has no slot count, and a dry run asks no host: taken as 1")
+            return 1
+        return count_gpus(host)
+
+    hosts, notes = fit_to_gpus(hosts, asked_backend(options.command[1:]), count)
+    if (options.hostfile, options.host_list) == (None, None):
+        say(f"no hosts named: {hosts.source}, slots={hosts.total_slots}")
+    for note in notes:
+        say(note)
+    return hosts
+
+
+def _nodes(options: argparse.Namespace, mpi: Mpi, hosts: Hosts) -> tuple[Node, ...]:
+    placed = ranks_per_host(hosts, options.n, options.npernode)
+    if mpi.flavour == "slurm":
+        return tuple(Node(host.name, ranks) for host, ranks in placed)
+    own_name = socket.gethostname()
+    if mpi.flavour == "openmpi" and mpi.major < 5:  # which cuts its own name in any case
+        own_name = own_name.partition(".")[0]
+    return name_nodes(hosts, placed, own_name)
+
+
+def _network(
+    nodes: Sequence[Node], wished: Sequence[Interface]
+) -> tuple[Interface | None, tuple[str, ...]]:
+    """This machine's interface for the job, and the networks that MPI has to keep to, if known."""
+    if wished:
+        return wished[0], tuple(dict.fromkeys(each.network for each in wished))
+    link = link_to([node.name for node in nodes if not is_this_host(node.name)])
+    if link is None:
+        return None, ()
+    return link.interface, (link.interface.network,) if link.is_direct else ()
+
+
+def _settings(
+    options: argparse.Namespace, nodes: Sequence[Node], networks: Sequence[str], started_at: float
+) -> dict[str, str]:
+    """What the launcher tells the ranks, as environment variables."""
+    told = {
+        "MPIDDP_PLACEMENT": ",".join(f"{node.name}:{node.ranks}" for node in nodes),
+        "MPIDDP_NETWORKS": ",".join(networks) or None,
+        "MPIDDP_INTERFACE": options.interface,
+        "MPIDDP_TIMEOUT": options.timeout,
+        "MPIDDP_REPORT": 1 if options.report else None,
+        "MPIDDP_VERBOSE": 1 if options.verbose else None,
+        "MPIDDP_LAUNCHED_AT": None if options.dry_run else f"{started_at:.3f}",
+        "MASTER_ADDR": options.master_addr,
+    }
+    return {name: str(value) for name, value in told.items() if value is not None}
+
+
+def _job(options: argparse.Namespace, python: Path) -> tuple[str, ...]:
+    """What every rank runs: our own training as it is, anything else through `mpiddp run`."""
+    if options.is_module and options.command[:2] == ["mpiddp", "train"]:
+        return (str(python), "-m", *options.command)
+    module = ("-m",) if options.is_module else ()
+    return (str(python), "-m", "mpiddp", "run", *module, *options.command)
+
+
+def _working_folder(env: Mapping[str, str]) -> str:
+    """This folder, by the name that the shell has for it: behind it may stand another on each host."""
+    logical = Path(env.get("PWD", ""))
+    if logical.is_absolute() and logical.is_dir() and logical.samefile(Path.cwd()):
+        return str(logical)
+    return str(Path.cwd())

@@ -1,0 +1,36 @@
+"""A DDP script as tutorials write it: it knows nothing of mpiddp, and prints what it has learned."""
+
+import argparse
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--local-rank", "--local_rank", type=int
+    )  # torch.distributed.launch adds it
+    parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    digest = sum(p.double().sum().item() for p in model.parameters())
+    # One write for the whole line: torchrun's workers share one pipe.
+    sys.stdout.write(f"rank {rank} of {dist.get_world_size()} local {local_rank}: {digest!r}\n")
+    sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What a step's gradients and an evaluation are on N ranks, against one process that sees everything.
+
+    mpirun -np 3 python -m tests.jobs.exactness OUT.json
+
+The reference is plain torch over all images at once, computed by every rank for itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpiddp.group import assemble, joined
+from mpiddp.train import evaluate
+from mpiddp.train.config import TrainConfig, parse
+from mpiddp.train.data.source import Batch
+from mpiddp.train.engine import backward, wrap
+from mpiddp.train.resnet import resnet20
+from mpiddp.train.sharding import Shards
+
+GLOBAL_BATCH = 24
+CPU = torch.device("cpu")
+generator = torch.Generator().manual_seed(3)
+IMAGES = torch.randn(64, 3, 8, 8, generator=generator)
+LABELS = torch.randint(10, (64,), generator=generator)
+
+
+class Recorded:
+    """A source of the images above that notes which ones it was asked for."""
+
+    def __init__(self, num_images: int) -> None:
+        self.num_images = num_images
+        self.asked: list[int] = []
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        for numbers in indices:
+            self.asked += numbers.tolist()
+            yield IMAGES[numbers], LABELS[numbers]
+
+
+def everyones(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def without_batch_norm() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+
+def largest_errors(config: TrainConfig, accum: int, num_images: int) -> tuple[float, float]:
+    """Of all gradients and of the loss over an epoch's steps, the last of which may be a tail."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shards = Shards(
+        num_samples=num_images,
+        batch_size=GLOBAL_BATCH // (world_size * accum),
+        grad_accum_steps=accum,
+        rank=rank,
+        world_size=world_size,
+        seed=4,
+        keep_tail=True,
+    )
+    model = without_batch_norm()
+    reference = copy.deepcopy(model)
+    ddp = wrap(model, config, (3, 8, 8))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    order, done = shards.order(epoch=0), 0
+    gradient_error = loss_error = 0.0
+    for step in shards.steps(epoch=0):
+        batches = Recorded(64).batches(step.micro_batches, epoch=0)
+        loss_sum = backward(ddp, batches, step, scaler, config)
+        dist.all_reduce(loss_sum)
+
+        everything = order[done : done + step.num_images]
+        done += step.num_images
+        loss = F.cross_entropy(
+            reference(IMAGES[everything]),
+            LABELS[everything],
+            label_smoothing=config.label_smoothing,
+        )
+        loss.backward()
+        loss_error = max(loss_error, abs(loss_sum.item() / step.num_images - loss.item()))
+        for ours, right in zip(model.parameters(), reference.parameters(), strict=True):
+            assert ours.grad is not None
+            assert right.grad is not None
+            error = (ours.grad - right.grad).abs().max() / right.grad.abs().max()
+            gradient_error = max(gradient_error, error.item())
+        model.zero_grad()
+        reference.zero_grad()
+    assert done == num_images
+    return max(everyones(gradient_error)), max(everyones(loss_error))
+
+
+def score(config: TrainConfig, num_images: int) -> dict[str, Any]:
+    """The evaluation's result, the plain one, and which images were looked at by any rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(2)
+    model = resnet20()
+    reference = copy.deepcopy(model)
+    # As after training, when each rank has seen other images; here their mean is the reference's.
+    model.get_buffer("bn1.running_mean").add_(rank - (world_size - 1) / 2)
+    before = copy.deepcopy(model.state_dict())
+
+    source = Recorded(num_images)
+    ours = evaluate.evaluate(model, source, config, CPU)
+
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert model.training
+    with torch.no_grad():
+        logits = reference.eval()(IMAGES[:num_images])
+    return {
+        "right": round(ours.accuracy * num_images, 6),
+        "num_images": ours.num_images,
+        "loss": ours.loss,
+        "reference_right": int((logits.argmax(1) == LABELS[:num_images]).sum()),
+        "reference_loss": F.cross_entropy(logits, LABELS[:num_images]).item(),
+        "asked": sorted(number for asked in everyones(source.asked) for number in asked),
+    }
+
+
+def main() -> None:
+    evaluate.BATCH_SIZE = 5  # several batches a rank
+    config = replace(parse([]), amp="off")
+    smoothed = replace(config, label_smoothing=0.1)
+    with assemble() as crew, joined(crew, "gloo", CPU, timeout_s=60):
+        results = {
+            "errors": {
+                f"{kind.label_smoothing} {accum} {num_images}": largest_errors(
+                    kind, accum, num_images
+                )
+                for kind, accum, num_images in (
+                    (config, 1, 48),
+                    (config, 2, 48),
+                    (smoothed, 2, 48),
+                    *((config, accum, 24 + tail) for accum in (1, 2) for tail in (2, 7, 13, 23)),
+                )
+            },
+            "scores": [score(config, num_images) for num_images in (37, 3)],
+        }
+        if crew.world.rank == 0:
+            Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

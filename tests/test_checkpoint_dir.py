@@ -1,0 +1,296 @@
+"""A checkpoint folder is whole or not there, proves itself when read, and survives what goes wrong."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpiddp import checkpoint_dir
+from mpiddp.checkpoint_dir import BrokenCheckpoint
+
+CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
+
+
+def fill(folder: Path) -> None:
+    for name, content in CONTENT.items():
+        (folder / name).write_bytes(content)
+
+
+def complaint(folder: Path) -> str:
+    with pytest.raises(BrokenCheckpoint) as caught:
+        checkpoint_dir.verify(folder)
+    assert not checkpoint_dir.is_valid(folder)
+    message = str(caught.value)
+    assert message.startswith(f"checkpoint {folder.name}: ")
+    return message.removeprefix(f"checkpoint {folder.name}: ")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Writing
+
+
+def test_a_checkpoint_holds_its_files_and_their_proof(tmp_path: Path) -> None:
+    folder = checkpoint_dir.write(tmp_path / "checkpoints", 12, fill)
+    assert folder == tmp_path / "checkpoints" / "step_00000012"
+    assert names(folder.parent) == ["step_00000012"]
+    assert names(folder) == ["COMPLETE", "manifest.json", "model.pt", "state.json"]
+    assert (folder / "model.pt").read_bytes() == CONTENT["model.pt"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {name: entry["bytes"] for name, entry in manifest.items()} == {
+        "model.pt": 5000,
+        "state.json": 12,
+    }
+    checkpoint_dir.verify(folder)
+    assert checkpoint_dir.step_of(folder) == 12
+
+
+def test_nothing_is_in_sight_before_it_is_whole(tmp_path: Path) -> None:
+    def look(folder: Path) -> None:
+        assert checkpoint_dir.list_steps(tmp_path) == []
+        fill(folder)
+        assert not (tmp_path / "step_00000001").exists()
+
+    checkpoint_dir.write(tmp_path, 1, look)
+    assert checkpoint_dir.list_steps(tmp_path) == [tmp_path / "step_00000001"]
+
+
+def test_a_valid_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    folder = checkpoint_dir.write(tmp_path, 1, fill)
+    checkpoint_dir.write(tmp_path, 1, lambda _: pytest.fail("it was written again"))
+    checkpoint_dir.verify(folder)
+
+
+def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    folder = checkpoint_dir.write(tmp_path, 1, fill)
+    (folder / "model.pt").write_bytes(b"broken")
+    checkpoint_dir.write(tmp_path, 1, fill)
+    checkpoint_dir.verify(folder)
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    kept = checkpoint_dir.write(tmp_path, 1, fill)
+
+    def fail(folder: Path) -> None:
+        fill(folder)
+        raise OSError(28, "No space left on device")
+
+    for step in (1, 2):
+        if step == 1:
+            (kept / "state.json").unlink()  # broken, so it would be replaced
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint_dir.write(tmp_path, step, fail)
+        assert names(tmp_path) == ["step_00000001"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        checkpoint_dir.write(tmp_path / "file" / "checkpoints", 1, fill)
+
+
+KILLED_IN_MID_WRITE = """
+import sys, time
+from pathlib import Path
+from mpiddp import checkpoint_dir
+
+def fill(folder):
+    (folder / "model.pt").write_bytes(b"half")
+    print("writing", flush=True)
+    time.sleep(60)
+
+checkpoint_dir.write(Path(sys.argv[1]), 2, fill)
+"""
+
+
+def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
+    old = checkpoint_dir.write(tmp_path, 1, fill)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED_IN_MID_WRITE, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    with writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"writing\n"
+        writer.kill()
+    assert checkpoint_dir.list_steps(tmp_path) == [old]
+    assert checkpoint_dir.newest_valid(tmp_path, pytest.fail) == old
+    assert len(names(tmp_path)) == 2  # what it left behind
+    checkpoint_dir.write(tmp_path, 2, fill)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+WRITES_FOR_EVER = """
+import sys
+from itertools import count
+from pathlib import Path
+from mpiddp import checkpoint_dir
+
+root = Path(sys.argv[1])
+for step in count(1):
+    checkpoint_dir.write(root, step, lambda f: (f / "model.pt").write_bytes(bytes([step % 256]) * 9999))
+    checkpoint_dir.prune(root, 2)
+    print(step, flush=True)
+"""
+
+
+def test_kill_at_any_moment_leaves_a_valid_one(tmp_path: Path) -> None:
+    """Each killed writer is followed by another in the same folder, as restarts are."""
+    draw = random.Random(0)
+    for _ in range(8):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        with writer:
+            assert writer.stdout is not None
+            told = [int(writer.stdout.readline()) for _ in range(3)]
+            time.sleep(draw.uniform(0, 0.02))
+            writer.send_signal(signal.SIGKILL)
+        for folder in checkpoint_dir.list_steps(tmp_path):
+            checkpoint_dir.verify(folder)
+        valid = checkpoint_dir.newest_valid(tmp_path, pytest.fail)
+        assert valid is not None
+        assert checkpoint_dir.step_of(valid) >= told[-1]
+
+
+# Reading
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return checkpoint_dir.write(tmp_path, 7, fill)
+
+
+def test_every_single_flipped_bit_is_seen(folder: Path) -> None:
+    files = sorted(folder.iterdir())
+    bits = [(path, bit) for path in files for bit in range(8 * path.stat().st_size)]
+    draw = random.Random(1)
+    flips = [*draw.sample(bits, 300), *((path, draw.randrange(8)) for path in files)]
+    for path, bit in flips:
+        original = path.read_bytes()
+        changed = bytearray(original)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        assert not checkpoint_dir.is_valid(folder), (path.name, bit)
+        path.write_bytes(original)
+    checkpoint_dir.verify(folder)
+
+
+def test_every_truncation_is_seen(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        original = path.read_bytes()
+        for size in {0, 1, len(original) // 2, len(original) - 1}:
+            path.write_bytes(original[:size])
+            assert not checkpoint_dir.is_valid(folder), (path.name, size)
+        path.write_bytes(original + b"\0")
+        assert not checkpoint_dir.is_valid(folder), path.name
+        path.write_bytes(original)
+
+
+def test_what_is_wrong_is_said(folder: Path) -> None:
+    model = folder / "model.pt"
+    model.write_bytes(bytes(4999))
+    assert complaint(folder) == "model.pt has 4999 bytes instead of 5000"
+    model.write_bytes(bytes(5000))
+    assert complaint(folder) == "model.pt does not match its SHA-256"
+    model.unlink()
+    assert complaint(folder) == "model.pt is missing"
+    (folder / "manifest.json").write_text("{}")
+    assert complaint(folder) == "manifest.json does not match its SHA-256"
+    (folder / "COMPLETE").unlink()
+    assert complaint(folder) == "it was never completed"
+
+
+def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("empty", "file", "missing"):
+        assert complaint(tmp_path / name) == "it was never completed"
+
+
+# Several
+
+
+def several(root: Path, *steps: int) -> list[Path]:
+    return [checkpoint_dir.write(root, step, fill) for step in steps]
+
+
+def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
+    folders = several(tmp_path, 900, 1000, 123_456_789, 5)
+    (tmp_path / "step_5").mkdir()
+    (tmp_path / "step_00000006.bak").mkdir()
+    (tmp_path / "step_00000008").write_text("a file")
+    assert checkpoint_dir.list_steps(tmp_path) == [folders[i] for i in (3, 0, 1, 2)]
+    assert checkpoint_dir.list_steps(tmp_path / "none") == []
+    with pytest.raises(ValueError, match="step_5 is not named"):
+        checkpoint_dir.step_of(tmp_path / "step_5")
+
+
+def heard_from(root: Path) -> tuple[Path | None, list[str]]:
+    heard: list[str] = []
+    return checkpoint_dir.newest_valid(root, heard.append), heard
+
+
+def test_the_newest_valid_one_is_found_and_the_loss_told(tmp_path: Path) -> None:
+    folders = several(tmp_path, 800, 900, 1000)
+    assert heard_from(tmp_path) == (folders[2], [])
+    (folders[2] / "model.pt").write_bytes(bytes(5000))
+    assert heard_from(tmp_path) == (
+        folders[1],
+        [
+            "checkpoint step_00001000: model.pt does not match its SHA-256; "
+            "going on from step_00000900 (100 steps lost)."
+        ],
+    )
+    (folders[1] / "COMPLETE").unlink()
+    found, heard = heard_from(tmp_path)
+    assert found == folders[0]
+    assert [sentence.partition(";")[2] for sentence in heard] == [
+        " going on from step_00000800 (200 steps lost).",
+        " going on from step_00000800 (100 steps lost).",
+    ]
+
+
+def test_when_none_is_valid_each_is_told(tmp_path: Path) -> None:
+    assert heard_from(tmp_path) == (None, [])
+    for folder in several(tmp_path, 1, 2):
+        (folder / "COMPLETE").unlink()
+    assert heard_from(tmp_path) == (
+        None,
+        [
+            "checkpoint step_00000002: it was never completed; no older one is valid.",
+            "checkpoint step_00000001: it was never completed; no older one is valid.",
+        ],
+    )
+
+
+def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
+    folders = several(tmp_path, 1, 2, 3, 4, 5)
+    (folders[4] / "COMPLETE").unlink()
+    assert checkpoint_dir.prune(tmp_path, 2) == [folders[1], folders[0]]
+    assert checkpoint_dir.list_steps(tmp_path) == folders[2:]
+    assert names(tmp_path) == [folder.name for folder in folders[2:]]
+    assert checkpoint_dir.prune(tmp_path, 2) == []
+
+
+def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> None:
+    folders = several(tmp_path, 1, 2, 3)
+    for folder in folders[1:]:
+        (folder / "model.pt").write_bytes(b"cut")
+    assert checkpoint_dir.prune(tmp_path, 2) == []
+    assert checkpoint_dir.list_steps(tmp_path) == folders
+    assert checkpoint_dir.prune(tmp_path / "none", 2) == []
+
+
+def test_prune_counts_by_sizes_or_by_every_byte(tmp_path: Path) -> None:
+    folders = several(tmp_path, 1, 2, 3)
+    (folders[2] / "model.pt").write_bytes(bytes(5000))
+    assert checkpoint_dir.prune(tmp_path, 2, counts=checkpoint_dir.is_valid) == []
+    assert checkpoint_dir.prune(tmp_path, 2) == [folders[0]]

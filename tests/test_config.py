@@ -1,0 +1,286 @@
+"""The options of `mpiddp train`: every spelling, every refusal in one sentence, what a resume may change."""
+
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.train import resnet
+from mpiddp.train.config import ARCHS, FREE_TO_CHANGE, TrainConfig, differences, parse, settle
+from mpiddp.train.schedule import SCHEDULES, learning_rate, scaled_lr
+from mpiddp.world import World
+
+
+def settled(*options: str, ranks: int = 1, on_gpu: bool = False, bf16: bool = False) -> TrainConfig:
+    world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
+    return settle(parse(list(options)), world, on_gpu=on_gpu, has_bf16=bf16)
+
+
+def refusal(*options: str, ranks: int = 1) -> str:
+    with pytest.raises(UserError) as caught:
+        settled(*options, ranks=ranks)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# Spellings
+
+
+def test_the_guides_command_line() -> None:
+    """As written in the guides that this program follows, underscores and all."""
+    config = parse(["--backend=gloo", "--use_syn", "--batch_size=8192", "--arch=resnet152"])
+    assert config == parse(
+        ["--backend", "gloo", "--use-syn", "--batch-size", "8192", "--arch", "resnet152"]
+    )
+    assert (config.backend, config.use_syn, config.batch_size) == ("gloo", True, 8192)
+
+
+def test_underscores_of_values_stay() -> None:
+    config = parse(["--data_dir=my_data", "--out", "__runs__", "--weights=w_1.pt"])
+    assert (config.data_dir, config.out, config.weights) == ("my_data", "__runs__", "w_1.pt")
+
+
+@pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=3"])
+def test_torch_distributed_launchs_option_is_taken_and_ignored(word: str) -> None:
+    assert parse([word]) == parse([])
+
+
+def test_switches() -> None:
+    config = parse(["--no-channels-last", "--no_lr_scaling", "--keep_tail", "--compile"])
+    assert not config.channels_last
+    assert not config.lr_scaling
+    assert config.keep_tail
+    assert config.compile
+    assert parse([]).channels_last
+    assert parse([]).lr_scaling
+
+
+def test_archs_are_those_of_the_models() -> None:
+    assert tuple(resnet.ARCHS) == ARCHS
+
+
+def test_help_names_every_arch_without_torch() -> None:
+    program = (
+        "import sys; from mpiddp.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit as exit: assert exit.code == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert all(arch in shown.stdout for arch in ARCHS)
+
+
+# Batch sizes
+
+
+def test_a_batch_size_per_rank() -> None:
+    config = settled("--batch-size=8", "--grad-accum-steps=2", ranks=3)
+    assert (config.batch_size, config.global_batch_size) == (8, 48)
+
+
+def test_a_global_batch_size_is_dealt() -> None:
+    config = settled("--global-batch-size=48", "--grad-accum-steps=2", ranks=3)
+    assert (config.batch_size, config.global_batch_size) == (8, 48)
+
+
+def test_a_global_batch_size_that_does_not_divide() -> None:
+    assert refusal("--global-batch-size=50", "--grad-accum-steps=2", ranks=3) == (
+        "--global-batch-size 50 does not divide by 3 ranks × 2 accumulation steps = 6: "
+        "48 or 54 would."
+    )
+    assert refusal("--global-batch-size=2", ranks=4) == (
+        "--global-batch-size 2 does not divide by 4 ranks: 4 would."
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_what_the_refusal_proposes_works(ranks: int) -> None:
+    for size in range(1, 40):
+        options = ("--grad-accum-steps=2",)
+        if size % (2 * ranks) == 0:
+            continue
+        message = refusal(f"--global-batch-size={size}", *options, ranks=ranks)
+        proposals = message.rpartition(": ")[2].removesuffix(" would.").split(" or ")
+        for proposal in proposals:
+            config = settled(f"--global-batch-size={proposal}", *options, ranks=ranks)
+            assert config.global_batch_size == int(proposal)
+
+
+def test_both_batch_sizes() -> None:
+    assert refusal("--batch-size=4", "--global-batch-size=8") == (
+        "--batch-size and --global-batch-size exclude each other: name one."
+    )
+
+
+# What the machine decides
+
+
+def test_defaults_follow_the_machine() -> None:
+    cpu, gpu = settled(), settled(on_gpu=True, bf16=True, ranks=8)
+    assert (cpu.arch, cpu.amp, cpu.batch_size) == ("resnet20", "off", 64)
+    assert (gpu.arch, gpu.amp, gpu.batch_size) == ("resnet18", "bf16", 256)
+    assert gpu.global_batch_size == 2048
+    assert settled(bf16=True).amp == "bf16"
+    assert settled("--amp=fp16", bf16=True).amp == "fp16"
+    assert settled("--arch=resnet50", "--epochs=7").arch == "resnet50"
+
+
+def test_sync_bn_needs_gpus() -> None:
+    assert settled("--sync-bn", on_gpu=True).sync_bn
+    assert refusal("--sync-bn").startswith("--sync-bn needs GPUs")
+    assert refusal("--sync-bn", "--keep-tail").startswith("--keep-tail and --sync-bn exclude")
+
+
+# Bad values
+
+
+@pytest.mark.parametrize(
+    ("option", "found", "expected"),
+    [
+        ("--arch", "resnet19", "invalid choice: 'resnet19'"),
+        ("--dataset", "mnist", "invalid choice: 'mnist'"),
+        ("--backend", "mpi", "invalid choice: 'mpi'"),
+        ("--amp", "fp8", "invalid choice: 'fp8'"),
+        ("--stem", "big", "invalid choice: 'big'"),
+        ("--schedule", "poly", "invalid choice: 'poly'"),
+        ("--batch-size", "0", "expected a whole number, 1 or more, not '0'"),
+        ("--batch-size", "-4", "expected a whole number, 1 or more, not '-4'"),
+        ("--batch-size", "64.0", "expected a whole number, 1 or more, not '64.0'"),
+        ("--batch-size", "²", "expected a whole number, 1 or more, not '²'"),
+        ("--global-batch-size", "many", "expected a whole number, 1 or more, not 'many'"),
+        ("--grad-accum-steps", "0", "expected a whole number, 1 or more"),
+        ("--epochs", "1e3", "expected a whole number, 1 or more"),
+        ("--steps-per-epoch", "0", "expected a whole number, 1 or more"),
+        ("--image-size", "0", "expected a whole number, 1 or more"),
+        ("--num-workers", "-1", "expected a whole number, 0 or more"),
+        ("--save-every", "0", "expected a whole number, 1 or more"),
+        ("--log-every", "0", "expected a whole number, 1 or more"),
+        ("--stop-at-step", "0", "expected a whole number, 1 or more"),
+        ("--keep", "1", "expected a whole number, 2 or more"),
+        ("--seed", "-1", "expected a whole number, 0 or more and less than 4294967296"),
+        ("--seed", "99999999999999999999", "expected a whole number, 0 or more and less than"),
+        ("--lr", "0", "expected a number greater than 0, not '0'"),
+        ("--lr", "nan", "expected a number greater than 0, not 'nan'"),
+        ("--lr", "inf", "expected a number greater than 0, not 'inf'"),
+        ("--lr", "fast", "expected a number greater than 0, not 'fast'"),
+        ("--momentum", "1", "expected a number at least 0 and less than 1"),
+        ("--weight-decay", "-1", "expected a number at least 0"),
+        ("--label-smoothing", "1", "expected a number at least 0 and less than 1"),
+        ("--warmup-epochs", "-0.5", "expected a number at least 0"),
+        ("--timeout", "0", "expected a number at least 1 and less than 1e+06"),
+        ("--timeout", "1e20", "expected a number at least 1 and less than 1e+06"),
+        ("--out", "", "expected a path, not an empty word"),
+        ("--data-dir", "", "expected a path, not an empty word"),
+        ("--weights", "", "expected a path, not an empty word"),
+        ("--resume", "", "expected a path, not an empty word"),
+    ],
+)
+def test_a_bad_value(option: str, found: str, expected: str) -> None:
+    message = refusal(f"{option}={found}")
+    assert message.startswith(f"mpiddp train: argument {option}: {expected}")
+    assert message.endswith(" See: mpiddp train --help")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--batchsize=4"], "unrecognized arguments: --batchsize=4"),
+        (["--epoch=4"], "unrecognized arguments: --epoch=4"),  # no abbreviations
+        (["resnet50"], "unrecognized arguments: resnet50"),
+        (["--lr"], "argument --lr: expected one argument"),
+    ],
+)
+def test_bad_words(words: list[str], expected: str) -> None:
+    assert refusal(*words).startswith(f"mpiddp train: {expected}.")
+
+
+# What may differ between a checkpoint and the run that goes on from it
+
+
+def saved(config: TrainConfig) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(json.dumps(config.as_json()))
+    return loaded
+
+
+def test_the_same_configuration_differs_in_nothing() -> None:
+    config = settled("--lr=0.1", "--warmup-epochs=0.3", "--steps-per-epoch=7")
+    assert differences(saved(config), config) == []
+
+
+def test_the_same_global_batch_may_be_dealt_otherwise() -> None:
+    before = settled("--global-batch-size=64", ranks=1)
+    after = settled("--global-batch-size=64", "--grad-accum-steps=2", ranks=4)
+    assert before.batch_size != after.batch_size
+    assert differences(saved(before), after) == []
+
+
+def test_every_difference_is_told() -> None:
+    before = settled("--lr=0.1", "--seed=3")
+    after = settled("--lr=0.2", "--keep-tail", "--seed=3")
+    assert differences(saved(before), after) == ["keep_tail False, now True", "lr 0.1, now 0.2"]
+    assert differences(saved(settled(ranks=2)), settled()) == ["global_batch_size 128, now 64"]
+
+
+def test_what_changes_the_weights_may_not_change() -> None:
+    fields = set(settled().as_json())
+    assert fields > FREE_TO_CHANGE
+    assert fields - FREE_TO_CHANGE == {
+        "arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "keep_tail",
+        "epochs", "steps_per_epoch", "lr", "lr_scaling", "schedule", "warmup_epochs", "momentum",
+        "weight_decay", "label_smoothing", "sync_bn", "amp", "seed",
+    }  # fmt: skip
+
+
+def test_a_config_of_an_older_version_lacks_an_option() -> None:
+    config = settled()
+    older = saved(config)
+    del older["label_smoothing"]
+    assert differences(older, config) == ["label_smoothing None, now 0.0"]
+
+
+# The learning rate
+
+
+def lrs(schedule: str, warmup_steps: int, total_steps: int = 8, peak: float = 0.8) -> list[float]:
+    return [
+        learning_rate(s, total_steps, peak=peak, schedule=schedule, warmup_steps=warmup_steps)
+        for s in range(total_steps)
+    ]
+
+
+def test_one_cycle_by_hand() -> None:
+    assert lrs("one-cycle", 4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine_by_hand() -> None:
+    half = 0.4 * (1 + math.sqrt(0.5))
+    assert lrs("cosine", 4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, half, 0.4, 0.8 - half])
+
+
+def test_step_by_hand() -> None:
+    expected = [0.8] * 4 + [0.08] * 2 + [0.008, 0.0008]
+    assert lrs("step", 0) == pytest.approx(expected)
+
+
+def test_constant_by_hand() -> None:
+    assert lrs("constant", 2) == pytest.approx([0.4] + [0.8] * 7)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_step_learns(schedule: str) -> None:
+    for warmup_steps in (0, 1, 7, 8, 20):
+        values = lrs(schedule, warmup_steps)
+        assert all(0 < value <= 0.8 for value in values)
+        assert values[: min(warmup_steps, 8)] == sorted(values[: min(warmup_steps, 8)])
+
+
+def test_the_lr_grows_with_the_global_batch() -> None:
+    assert scaled_lr(0.1, 256) == 0.1
+    assert scaled_lr(0.1, 8192) == pytest.approx(3.2)

@@ -1,0 +1,214 @@
+"""`mpiddp launch` on this machine, with the real mpirun of every MPI that is installed.
+
+python -m tests.flavours install     # the MPIs beside Open MPI 5
+python -m pytest tests/test_launch.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.flavours import PACKAGES, mpirun_or_skip
+from tests.ranks import ROOT, clean_env, find_mpirun, own_lines
+
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
+FLAVOURS = ("openmpi5", *PACKAGES)
+TELL = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+print(json.dumps([[int(os.environ[name]) for name in names], sys.argv[1:], os.getcwd()]), flush=True)
+"""
+SLEEP = """
+import signal, sys, time
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def mpirun_of(flavour: str) -> str:
+    return find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def launch(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *arguments],
+        env=clean_env(extra),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def running(word: str) -> list[str]:
+    """The command lines of this machine's processes that have `word` among their arguments."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if word in arguments:
+            found.append(" ".join(arguments))
+    return found
+
+
+def test_a_dry_run_takes_no_time_and_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from mpiddp.launch.main import main; main(sys.argv[1:]);"
+        "print(sorted({'torch', 'numpy', 'mpi4py', 'asyncio'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", code, "--dry-run", "-H", "localhost:2", script(tmp_path, "")]
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+        seconds.append(time.perf_counter() - start)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert min(seconds) < 0.15
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_script_runs_with_its_arguments_on_every_slot(tmp_path: Path, flavour: str) -> None:
+    done = launch(
+        *("--mpirun", mpirun_of(flavour), "-H", "localhost:2"),
+        *(script(tmp_path, TELL), "-n", "5", "--dry-run"),
+    )
+    assert done.returncode == 0, done.stderr
+    facts = sorted(json.loads(line) for line in done.stdout.splitlines())
+    arguments = [["-n", "5", "--dry-run"], str(ROOT)]
+    assert facts == [[[0, 2, 0, 2, 0], *arguments], [[1, 2, 1, 2, 0], *arguments]]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "sentences"),
+    [
+        (3, 1, ["mpiddp: the job failed: mpirun ended with exit code 3."]),
+        (2, 2, []),
+        (75, 75, []),
+    ],
+)
+def test_exit_codes(tmp_path: Path, code: int, expected: int, sentences: list[str]) -> None:
+    done = launch("-H", "localhost:2", script(tmp_path, f"raise SystemExit({code})"))
+    assert done.returncode == expected
+    assert own_lines(done.stderr) == sentences
+
+
+def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
+    text = "import os; os.kill(os.getpid(), 9)"
+    done = launch("-H", "localhost:1", script(tmp_path, text))
+    assert done.returncode == 1
+    assert own_lines(done.stderr)[-1] == "mpiddp: the job failed: a rank was killed by SIGKILL."
+
+
+@pytest.mark.parametrize("flavour", ["openmpi5", "intelmpi"])  # the latter needs a file as well
+def test_the_command_of_a_dry_run_runs_when_it_is_pasted(tmp_path: Path, flavour: str) -> None:
+    told = launch(
+        *("--mpirun", mpirun_of(flavour), "-H", "localhost:2", "-x", "GREETING=a b", "--dry-run"),
+        script(tmp_path, "import os; print(os.environ['GREETING'], flush=True)"),
+    )
+    pasted = told.stdout.partition("\n\n")[0]
+    # By hand, Intel's mpirun needs its folder on PATH.
+    path = f"{os.environ['PATH']}:{Path(mpirun_of(flavour)).parent}"
+    done = subprocess.run(
+        ["bash", "-c", f"cd {tmp_path}\n{pasted}"],
+        env=clean_env({"PATH": path}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == ["a b", "a b"], done.stderr
+
+
+def test_a_bad_script_ends_the_launch_before_anything_starts() -> None:
+    done = launch("-H", "localhost:2", "nowhere.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"nowhere.py not found (looked in {ROOT}).\n"
+
+
+@pytest.mark.parametrize(  # every MPI is interrupted in test_launch_hosts.py
+    ("flavour", "how"), [("openmpi5", "interrupted"), ("openmpi5", "deaf"), ("mpich", "deaf")]
+)
+def test_ctrl_c_once_stops_the_job_and_twice_at_once(
+    tmp_path: Path, flavour: str, how: str
+) -> None:
+    path = script(tmp_path, SLEEP)
+    with started(["--mpirun", mpirun_of(flavour), "-H", "localhost:2", path, how]) as launcher:
+        launcher.send_signal(signal.SIGINT)
+        if how == "deaf":
+            time.sleep(0.3)
+            launcher.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        stderr = launcher.communicate(timeout=30)[1]
+    assert time.monotonic() - start < (2 if how == "deaf" else 5)
+    assert launcher.returncode == 130
+    assert stderr.splitlines()[-1] == "mpiddp: interrupted: the job was stopped."
+    assert running(path) == []
+
+
+def test_a_rank_that_hangs_is_ended_after_one_ctrl_c(tmp_path: Path) -> None:
+    path = script(tmp_path, SLEEP)
+    with started(["-H", "localhost:2", path, "deaf"]) as launcher:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert running(path) == []
+
+
+def test_the_job_does_not_outlive_its_launcher(tmp_path: Path) -> None:
+    path = script(tmp_path, SLEEP)
+    with started(["-H", "localhost:2", path]) as launcher:
+        launcher.kill()
+        launcher.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while running(path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert running(path) == []
+
+
+def started(arguments: list[str]) -> subprocess.Popen[str]:
+    """A launcher whose two ranks have said that they are ready."""
+    launcher = subprocess.Popen(
+        [*LAUNCH, *arguments],
+        env=clean_env(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    return launcher
+
+
+def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
+    """Even a daemon in a session of its own, that does not listen to SIGTERM."""
+    daemon = tmp_path / "daemon"
+    daemon.write_text("#!/bin/sh\ntrap '' TERM\nwhile true; do sleep 0.1; done\n")
+    daemon.chmod(0o755)
+    code = (
+        "import os, sys; from mpiddp.launch import process; process.SWEEP_S = 0.3;"
+        "print(process.run_to_the_end(['sh', '-c', sys.argv[1]], os.environ))"
+    )
+    command = [sys.executable, "-c", code, f"setsid {daemon} & sleep 0.3; exit 7"]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30
+    )
+    assert done.stdout == "End(code=7, interrupted=False)\n"
+    assert running(str(daemon)) == []

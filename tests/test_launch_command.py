@@ -1,0 +1,176 @@
+"""The command of `mpiddp launch` for each MPI, as data in and data out; nothing is started here."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpiddp.launch.command import Command, Node, Request
+from mpiddp.launch.environment import forwarded, parse_exports
+from mpiddp.launch.flavours import compose
+from mpiddp.launch.mpi import Mpi
+
+MPIS: dict[str, Mpi] = {
+    "openmpi5": Mpi("openmpi", "5.0.11", Path("/mpi/bin/mpirun")),
+    "openmpi4": Mpi("openmpi", "4.1.8", Path("/mpi/bin/mpirun")),
+    "mpich": Mpi("mpich", "5.0.2", Path("/mpi/bin/mpirun")),
+    "intelmpi": Mpi("intelmpi", "2021.18.1", Path("/mpi/bin/mpirun")),
+    "slurm": Mpi("slurm", "22.05.8", Path("/usr/bin/srun")),
+}
+JOB = ("/venv/bin/python", "train.py", "--lr", "0.1")
+UNEQUAL = Request((Node("node1", 2), Node("node0", 1)), JOB, "/home/me", exports=("PATH", "TOKEN"))
+
+
+def words(mpi: str, request: Request) -> list[str]:
+    return compose(MPIS[mpi], request).argv
+
+
+def follows(argv: list[str], *expected: str) -> bool:
+    """Whether the expected words stand in argv, one behind the other."""
+    spans = zip(*(argv[start:] for start in range(len(expected))), strict=False)
+    return expected in spans
+
+
+@pytest.mark.parametrize(
+    ("mpi", "placement"),
+    [
+        ("openmpi5", "-n 3 -H node1,node1,node0 --map-by seq"),
+        ("openmpi4", "-n 3 -H node1,node1,node0 --map-by seq"),
+        ("mpich", "-hosts node1:2,node0:1"),
+        ("intelmpi", "-machinefile machines"),
+        ("slurm", "--ntasks=3 --distribution=arbitrary --nodelist=node1,node1,node0"),
+    ],
+)
+def test_every_rank_has_its_host_in_the_order_of_the_hostfile(mpi: str, placement: str) -> None:
+    assert follows(words(mpi, UNEQUAL), *placement.split())
+
+
+def test_intel_mpi_reads_the_counts_from_a_file() -> None:
+    command = compose(MPIS["intelmpi"], replace(UNEQUAL, scratch="/tmp/x"))
+    assert command.files == {"/tmp/x/machines": "node1:2\nnode0:1\n"}
+    assert follows(command.argv, "-machinefile", "/tmp/x/machines")
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_the_job_comes_last_and_nothing_is_oversubscribed(mpi: str) -> None:
+    argv = words(mpi, UNEQUAL)
+    assert argv[0] == str(MPIS[mpi].program)
+    assert argv[-len(JOB) :] == list(JOB)
+    assert "oversubscribe" not in " ".join(argv)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "flag"),
+    [
+        ("openmpi5", "-x TOKEN"),
+        ("openmpi4", "-x TOKEN"),
+        ("mpich", "-genvlist PATH,TOKEN,UCX_TLS"),
+        ("intelmpi", "-genvlist PATH,TOKEN"),
+        ("slurm", "--export=HOME,PATH,TOKEN"),
+    ],
+)
+def test_variables_go_by_name_and_no_value_stands_on_the_command_line(mpi: str, flag: str) -> None:
+    env = {"TOKEN": "hush", "HOME": "/home/me", "OTHER": "1"}
+    argv = words(mpi, replace(UNEQUAL, settings={"TOKEN": "hush"}, env=env))
+    assert follows(argv, *flag.split())
+    assert "hush" not in " ".join(argv)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "bind", "flag"),
+    [
+        ("openmpi5", "none", "--bind-to none"),
+        ("openmpi4", "numa", "--bind-to numa"),
+        ("mpich", "core", "-bind-to core"),
+        ("intelmpi", "none", "-genv I_MPI_PIN 0"),
+        ("intelmpi", "core", "-genv I_MPI_PIN_DOMAIN core"),
+        ("slurm", "numa", "--cpu-bind=ldoms"),
+    ],
+)
+def test_binding(mpi: str, bind: str, flag: str) -> None:
+    assert follows(words(mpi, replace(UNEQUAL, bind=bind)), *flag.split())
+
+
+def test_root_needs_a_flag_that_nobody_else_gets() -> None:
+    assert "--allow-run-as-root" in words("openmpi5", replace(UNEQUAL, as_root=True))
+    assert "--allow-run-as-root" not in words("openmpi5", UNEQUAL)
+
+
+def test_what_the_user_has_set_for_open_mpi_is_left_alone() -> None:
+    assert follows(words("openmpi5", UNEQUAL), "--mca", "pml", "ob1")
+    argv = words("openmpi5", replace(UNEQUAL, env={"OMPI_MCA_pml": "ucx"}))
+    assert "pml" not in argv
+    assert follows(argv, "--mca", "btl", "self,vader,tcp")
+
+
+def test_a_network_is_named_where_there_is_one_between_hosts() -> None:
+    wished = replace(UNEQUAL, networks=("10.0.0.0/24",), interface="eth1")
+    assert follows(words("openmpi5", wished), "--mca", "btl_tcp_if_include", "10.0.0.0/24")
+    assert follows(words("openmpi4", wished), "--mca", "oob_tcp_if_include", "10.0.0.0/24")
+    assert follows(words("mpich", wished), "-iface", "eth1")
+    assert follows(words("intelmpi", wished), "-iface", "eth1")
+    alone = replace(wished, nodes=(Node("node0", 2),))
+    for mpi in MPIS:
+        assert not {"btl_tcp_if_include", "-iface"} & set(words(mpi, alone))
+
+
+@pytest.mark.parametrize(("mpi", "runtime"), [("openmpi5", "prte"), ("openmpi4", "orte")])
+def test_names_stay_whole_where_open_mpi_would_take_two_for_one(mpi: str, runtime: str) -> None:
+    twins = replace(UNEQUAL, nodes=(Node("a.x.org", 1), Node("a.y.org", 1)))
+    assert follows(words(mpi, twins), "--mca", f"{runtime}_keep_fqdn_hostnames", "1")
+    addresses = replace(UNEQUAL, nodes=(Node("10.0.0.1", 1), Node("10.0.0.2", 1)))
+    assert "fqdn" not in " ".join(words(mpi, addresses))
+
+
+@pytest.mark.parametrize(
+    ("mpi", "where"),
+    [
+        ("openmpi5", "--mca plm_rsh_args '-F s/ssh_config'"),
+        ("mpich", "HYDRA_LAUNCHER_EXTRA_ARGS='-F s/ssh_config'"),
+        ("intelmpi", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS='-F s/ssh_config'"),
+    ],
+)
+def test_users_and_ports_reach_ssh_in_a_file_before_its_own_settings(mpi: str, where: str) -> None:
+    nodes = (Node("node1", 1, user="me", port=2222), Node("node0", 1))
+    command = compose(MPIS[mpi], replace(UNEQUAL, nodes=nodes, scratch="s"))
+    assert where in command.explained()
+    assert command.files["s/ssh_config"] == (
+        "Host node1\n  User me\n  Port 2222\n"
+        "Host *\n  Include ~/.ssh/config\n  Include /etc/ssh/ssh_config\n"
+    )
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_dry_run_shows_a_command_to_paste_and_a_reason_for_every_flag(mpi: str) -> None:
+    settings = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "A": "b c", "API_KEY": "hush"}
+    command = compose(MPIS[mpi], replace(UNEQUAL, settings=settings))
+    text = command.explained()
+    pasted = next(line for line in text.splitlines() if line.startswith("MPIDDP_PLACEMENT="))
+    assert "A='b c'" in pasted
+    assert 'API_KEY="$API_KEY"' in pasted
+    assert "hush" not in text
+    assert shlex.split(pasted)[-len(command.argv) :] == command.argv
+    for flag in command.flags:
+        assert f"\n  {shlex.join(flag.words)}\n" in text
+        assert f"\n      {flag.reason}" in text
+
+
+def test_a_file_of_the_command_is_pasted_along() -> None:
+    text = Command("mpirun", (), ("job",), files={"machines": "node1:2\n"}).explained()
+    assert text.startswith("cat > machines <<'END'\nnode1:2\nEND\nmpirun job\n")
+
+
+def test_the_allow_list() -> None:
+    allowed = ("HF_HOME", "MASTER_PORT", "MPIDDP_X", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH")
+    kept_back = ("AWS_REGION", "HF_TOKEN", "HOME", "MPIDDP_API_KEY", "NCCL_SECRET", "OMPI_MCA_pml")
+    env = dict.fromkeys(allowed + kept_back, "")
+    assert forwarded(env) == allowed
+    assert "HF_TOKEN" in forwarded(env, ["HF_TOKEN"])
+
+
+def test_exports_by_name_and_with_a_value() -> None:
+    exports = parse_exports(["A", "B=1=2", "C="], {"A": "x"})
+    assert exports == {"A": None, "B": "1=2", "C": ""}

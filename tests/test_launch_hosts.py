@@ -1,0 +1,128 @@
+"""`mpiddp launch` over real hosts by ssh: what reaches the ranks there, and that none is left there.
+
+python -m pytest tests/test_launch_hosts.py
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests import cluster
+from tests.cluster import Cluster
+from tests.flavours import PACKAGES, mpirun_or_skip
+from tests.ranks import ROOT, find_mpirun
+
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
+FLAVOURS = ("openmpi5", *PACKAGES)
+TELL_AND_SLEEP = """
+import json, os, socket, time
+print(json.dumps([int(os.environ["RANK"]), socket.gethostname(), dict(os.environ)]), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(3) as standing:
+        yield standing
+
+
+def mpirun_of(flavour: str) -> str:
+    return find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
+
+
+def job_processes(hosts: Cluster) -> list[str]:
+    return [process.command for host in hosts.hosts for process in host.processes()]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_only_allowed_variables_travel_and_ctrl_c_leaves_nothing_anywhere(
+    hosts: Cluster, flavour: str
+) -> None:
+    script = hosts.shared / "tell.py"
+    script.write_text(TELL_AND_SLEEP)
+    env = {"NCCL_DEBUG": "WARN", "HF_TOKEN": "hush", "EDITOR": "vi", "MY_KEY": "asked for"}
+    command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "-H", "node1:2,node0:1,node2:1"]
+    command += ["-x", "MY_KEY", "-x", "MODE=a b", str(script)]
+    with hosts["node0"].popen(command, cwd=ROOT, env=env) as launcher:
+        assert launcher.stdout is not None
+        told = sorted(json.loads(launcher.stdout.readline()) for _ in range(4))
+        values = [argument for line in job_processes(hosts) for argument in line.split()]
+        launcher.send_signal(signal.SIGINT)
+        stderr = launcher.communicate(timeout=30)[1]
+
+    assert [host for _, host, _ in told] == ["node1", "node1", "node0", "node2"]
+    for _, host, received in told:
+        assert (received["NCCL_DEBUG"], received["MY_KEY"]) == ("WARN", "asked for")
+        assert received["MODE"] == "a b"
+        if host != "node0":  # there, mpirun's own children see what the user's shell has
+            assert not {"HF_TOKEN", "EDITOR"} & received.keys()
+    assert not [word for word in values if "hush" in word or "asked" in word]
+
+    assert launcher.returncode == 130, stderr
+    assert stderr.splitlines()[-1] == "mpiddp: interrupted: the job was stopped."
+    assert gone(hosts) == []
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
+    hosts: Cluster, flavour: str
+) -> None:
+    script = hosts.shared / "deaf.py"
+    script.write_text(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "print('ready', flush=True); time.sleep(100)"
+    )
+    command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "-H", "node1:1,node0:1", str(script)]
+    with hosts["node0"].popen(command, cwd=ROOT) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        start = time.monotonic()
+        launcher.send_signal(signal.SIGINT)
+        launcher.wait(timeout=30)
+        assert time.monotonic() - start < 1.5
+        launcher.communicate()
+    assert launcher.returncode == 130
+    assert gone(hosts) == []
+
+
+def gone(hosts: Cluster) -> list[str]:
+    """What still runs on the hosts 5 s later; a daemon may take some of them to notice."""
+    deadline = time.monotonic() + 5
+    while (left := job_processes(hosts)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_hostfiles_users_and_ports_reach_ssh(hosts: Cluster, flavour: str) -> None:
+    script = hosts.shared / "show.py"
+    script.write_text("import os, socket; print(os.environ['RANK'], socket.gethostname())")
+    hostfile = hosts.shared / "hosts"
+    command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "--hostfile", str(hostfile), str(script)]
+
+    hostfile.write_text("node1 slots=1 port=22\nnode0\nroot@node2 slots=1\n")
+    done = hosts["node0"].run(command, cwd=ROOT, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 node1", "1 node0", "2 node2"]
+
+    hostfile.write_text("node1 slots=1 port=23\nnode0\n")
+    refused = hosts["node0"].run(command, cwd=ROOT, timeout_s=60)
+    assert refused.returncode != 0  # nobody listens there
+
+
+def test_a_bare_hosts_gpus_are_counted_over_ssh(hosts: Cluster) -> None:
+    """There are none, so it has one slot."""
+    command = [*LAUNCH, "-H", "node1,node0", "-n", "3"]
+    done = hosts["node0"].run([*command, "-m", "platform"], cwd=ROOT, timeout_s=60)
+    assert done.returncode == 2
+    sentence = "-n 3 is more than the 2 slots of -H (node1=1, node0=1)."
+    assert done.stderr.splitlines()[-1] == sentence

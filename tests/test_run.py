@@ -1,0 +1,237 @@
+"""`mpiddp run SCRIPT` is to the script what `python SCRIPT` under torchrun is: it cannot tell them apart."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mpiddp import run
+from mpiddp.errors import UserError
+from tests.ranks import ROOT, clean_env, mpirun, own_lines
+
+RUN = ("-m", "mpiddp", "run")
+JOBS = ROOT / "tests" / "jobs"
+Done = subprocess.CompletedProcess[str]
+
+
+def python(*args: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> Done:
+    command = [sys.executable, *args]
+    return subprocess.run(
+        command, cwd=cwd, env=clean_env(env), capture_output=True, text=True, timeout=60
+    )
+
+
+# --- the script cannot tell the difference ---
+
+LOOKING_AROUND = '''
+"""A script that looks around."""
+import __main__, dataclasses, json, multiprocessing, os, pickle, sys
+import neighbour
+
+@dataclasses.dataclass
+class Thing:
+    number: int = 0
+
+def facts():
+    return {
+        "argv": sys.argv,
+        "name": __name__,
+        "file": __file__,
+        "doc": __doc__,
+        "path": sys.path[0],
+        "cwd": os.getcwd(),
+        "globals": sorted(set(globals()) - {"__annotations__", "__loader__"}),
+        "main is me": __main__.Thing is Thing,
+        "package and spec": [__package__, __spec__],
+        "neighbour": neighbour.__file__,
+        "data": open("data.txt").read(),
+        "annotations": str(Thing.__init__.__annotations__),
+        "pickled": pickle.loads(pickle.dumps(Thing(7))).number,
+    }
+
+def double(thing):
+    return Thing(2 * thing.number)
+
+if __name__ == "__main__":
+    found = facts()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found["spawned"] = pool.map(double, [Thing(21)])[0].number
+    print(json.dumps(found))
+    sys.exit(3)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working folder with scripts in its subfolder, data beside it, and a link to a script."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "look.py").write_text(LOOKING_AROUND)
+    (scripts / "neighbour.py").write_text("")
+    (tmp_path / "data.txt").write_text("42")
+    (tmp_path / "link.py").symlink_to(scripts / "look.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", ["scripts/look.py", "link.py"])
+def test_a_script_sees_what_python_shows_it(folder: Path, script: str) -> None:
+    args = [script, "--flag", "-m", "--", "--keep-mpi", "a b"]
+    plain = python(*args, cwd=folder)
+    done = python(*RUN, *args, cwd=folder)
+    assert (plain.returncode, plain.stderr) == (3, "")
+    assert (done.stdout, done.returncode, done.stderr) == (plain.stdout, 3, "")
+
+
+@pytest.mark.parametrize("module", ["package", "package.look"])
+def test_a_module_sees_what_python_shows_it(folder: Path, module: str) -> None:
+    package = folder / "package"
+    package.mkdir()
+    looking = LOOKING_AROUND.replace("import neighbour", "from . import neighbour")
+    looking = looking.replace("__spec__]", "__spec__.name]")
+    if module == "package":  # python does not let a spawned process import a package's __main__
+        looking = looking.replace('"spawn"', '"fork"')
+    for name, code in {
+        "__main__": looking,
+        "look": looking,
+        "__init__": "",
+        "neighbour": "",
+    }.items():
+        (package / f"{name}.py").write_text(code)
+    args = ["-m", module, "--flag", "-m", "x"]
+    plain = python(*args, cwd=folder)
+    done = python(*RUN, *args, cwd=folder)
+    assert (plain.returncode, plain.stderr) == (3, "")
+    assert (done.stdout, done.returncode, done.stderr) == (plain.stdout, 3, "")
+
+
+# --- how it ends ---
+
+ENDS = {
+    "exit-none": "import sys\nsys.exit()",
+    "exit-text": "import sys\nsys.exit('a last word')",
+    "error": "def f():\n    raise RuntimeError('a bug')\n\nf()",
+    "library": "import json\njson.loads('{')",
+    "cause": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise OSError('a bug') from e",
+    "syntax": "x = = 1",
+    "interrupt": "raise KeyboardInterrupt",
+    "hook": "import sys\nsys.excepthook = lambda *a: print('my hook', a[0].__name__)\n1 / 0",
+    "module-error": "def f():\n    raise RuntimeError('a bug')\n\nf()",
+    "module-syntax": "x = = 1",
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Done]]:
+    """Each script's end under plain python and under `mpiddp run`; torch's import takes its time."""
+    folder = tmp_path_factory.mktemp("ends")
+
+    def both(name: str) -> tuple[Done, Done]:
+        file = folder / f"{name.replace('-', '_')}.py"
+        file.write_text(f"{ENDS[name]}\n")
+        args = ["-m", file.stem] if name.startswith("module") else [file.name]
+        return python(*args, cwd=folder), python(*RUN, *args, cwd=folder)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(ENDS, pool.map(both, ENDS), strict=True))
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_it_ends_as_under_python(ends: dict[str, tuple[Done, Done]], name: str) -> None:
+    """The same exit code and the same words, the traceback being the script's alone."""
+    plain, done = ends[name]
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
+    own = [line for line in done.stderr.splitlines() if not line.startswith("rank 0 on ")]
+    way_in = r'  File "<frozen .*\n(    .*\n)*'  # python's own, into a module
+    expected = re.sub(way_in, "", plain.stderr).splitlines()
+    if name == "module-syntax":  # without a way in there is no traceback
+        assert expected.pop(0) == "Traceback (most recent call last):"
+    assert own == expected
+
+
+def test_the_scripts_above_do_end_differently(ends: dict[str, tuple[Done, Done]]) -> None:
+    codes = {name: done.returncode for name, (_, done) in ends.items()}
+    assert codes["exit-none"] == 0
+    assert codes["exit-text"] == codes["error"] == codes["syntax"] == 1
+    assert "a last word" in ends["exit-text"][1].stderr
+    assert "mpiddp" not in ends["error"][1].stderr
+    assert ends["hook"][1].stdout == "my hook ZeroDivisionError\n"
+
+
+def test_every_rank_may_end_with_its_own_code() -> None:
+    done = mpirun(2, *RUN, str(JOBS / "exit_3.py"), timeout_s=60)
+    assert (done.returncode, own_lines(done.stderr)) == (3, [])
+
+
+# --- what cannot be run ---
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["nosuch.py"], "nosuch.py not found (looked in {cwd})."),
+        (["."], ". is a folder, not a script. To run a module: mpiddp run -m MODULE"),
+        (["-m", "no.such"], "no module no.such to run (looked in {cwd} and what is installed)."),
+        (["-m", "tests"], "no module tests to run (looked in {cwd} and what is installed)."),
+        (["-m", "math"], "no module math to run (looked in {cwd} and what is installed)."),
+    ],
+)
+def test_what_cannot_be_run(
+    args: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    load = run._load_module if args[0] == "-m" else run._load_file
+    with pytest.raises(UserError, match=re.escape(sentence.format(cwd=Path.cwd()))):
+        load(args[-1])
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["nosuch.py"], f"nosuch.py not found (looked in {ROOT})."),
+        (["--bad", "x"], "mpiddp run: unrecognized arguments: --bad. See: mpiddp run --help"),
+    ],
+)
+def test_it_is_said_once_by_all_ranks(args: list[str], sentence: str) -> None:
+    done = mpirun(3, *RUN, *args, timeout_s=60)
+    assert own_lines(done.stderr) == [sentence]
+    assert done.returncode == 2
+
+
+def test_variables_partly_set_are_said_once_by_all_ranks_of_a_real_mpirun() -> None:
+    for _ in range(3):
+        done = mpirun(4, *RUN, "any.py", env={"TORCHELASTIC_RUN_ID": "stale"}, timeout_s=30)
+        (sentence,) = own_lines(done.stderr)
+        assert sentence.startswith("only a part of torchrun's variables is set: ")
+        assert done.returncode == 2
+
+
+# --- the same script under every launcher ---
+
+
+def test_one_script_gives_the_same_under_every_launcher() -> None:
+    script = str(JOBS / "ddp_script.py")
+    torchrun = ["--nproc-per-node", "2", "--standalone"]
+    commands = {
+        "mpirun": mpirun(2, *RUN, script),
+        "torchrun": python("-m", "torch.distributed.run", *torchrun, script),
+        "torchrun of run": python("-m", "torch.distributed.run", *torchrun, *RUN, script),
+        "launch": python("-W", "ignore", "-m", "torch.distributed.launch", *torchrun, script),
+    }
+    lines = {name: sorted(done.stdout.splitlines()) for name, done in commands.items()}
+    assert [done.returncode for done in commands.values()] == [0] * len(commands), commands
+    assert len(lines["mpirun"]) == 2
+    assert lines["mpirun"][1].startswith("rank 1 of 2 local 1: ")
+    for name, told in lines.items():
+        assert (name, told) == (name, lines["mpirun"])
+
+
+def test_alone_it_is_a_job_of_one_rank() -> None:
+    done = python(*RUN, str(JOBS / "ddp_script.py"))
+    assert done.stdout.startswith("rank 0 of 1 local 0: "), done.stderr
+    assert done.returncode == 0

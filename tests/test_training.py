@@ -1,0 +1,284 @@
+"""Training with real ranks: its gradients, its evaluation, its options, and what a run leaves behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mpiddp.train.config import parse
+from mpiddp.train.resnet import resnet20
+from tests import tiny_data
+from tests.ranks import mpirun
+from tests.training import Command, Turn, contents, records, summary, train, turns
+
+QUICK = ["--arch=resnet20", "--batch-size=4", "--use-syn", "--steps-per-epoch=3", "--epochs=2"]
+
+
+# Exactness
+
+
+@pytest.fixture(scope="module")
+def exactness(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What tests/jobs/exactness.py finds at 1, 2, 3 and 4 ranks."""
+    found = {}
+    for ranks in (1, 2, 3, 4):
+        file = tmp_path_factory.mktemp("exactness") / "found.json"
+        job = mpirun(ranks, "-m", "tests.jobs.exactness", str(file))
+        assert job.returncode == 0, job.stderr
+        found[ranks] = json.loads(file.read_text())
+    return found
+
+
+def test_gradients_are_those_of_one_process_however_the_batch_is_dealt(
+    exactness: dict[int, dict[str, Any]],
+) -> None:
+    """1×24, 2×12, 3×8 and 4×6 images, in one backward pass or two, with uneven tails as well."""
+    for ranks, found in exactness.items():
+        assert len(found["errors"]) == 11
+        for case, (gradient_error, loss_error) in found["errors"].items():
+            assert gradient_error < 5e-6, (ranks, case)
+            assert loss_error < 5e-6, (ranks, case)
+
+
+def test_evaluation_is_exact_at_every_world_size(exactness: dict[int, dict[str, Any]]) -> None:
+    for ranks, found in exactness.items():
+        for num_images, score in zip((37, 3), found["scores"], strict=True):
+            assert score["asked"] == list(range(num_images)), ranks  # each once
+            assert score["num_images"] == num_images
+            assert score["right"] == score["reference_right"]
+            assert score["loss"] == pytest.approx(score["reference_loss"], rel=1e-5)
+    assert len({found["scores"][0]["right"] for found in exactness.values()}) == 1
+
+
+# A run and its folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 ranks on a tiny Fashion-MNIST, with 5 steps in each of 2 epochs and 37 test images."""
+    folder = tmp_path_factory.mktemp("run")
+    data = tiny_data.fashion_mnist(folder / "data", 45, 37)
+    job = train(
+        4, "--dataset=fashion-mnist", f"--data-dir={data}", "--arch=resnet20", "--epochs=2",
+        "--global-batch-size=8", "--log-every=2", "--out", folder / "out",
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    (folder / "stdout").write_text(job.stdout)
+    return folder / "out"
+
+
+def test_a_run_leaves_its_files(run: Path) -> None:
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints", "config.json", "logs", "metrics.jsonl", "summary.json",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step_00000005", "step_00000010",
+    ]  # fmt: skip
+
+
+def test_the_summary(run: Path) -> None:
+    found = summary(run)
+    expected = {
+        "dataset": "fashion-mnist",
+        "arch": "resnet20",
+        "world_size": 4,
+        "num_nodes": 1,
+        "global_batch_size": 8,
+        "epochs": 2,
+        "steps": 10,
+        "test_images": 37,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert sum(found["hosts"].values()) == 4
+    assert found["num_parameters"] == sum(p.numel() for p in resnet20(in_channels=1).parameters())
+    assert (found["test_accuracy"] * 37) % 1 == pytest.approx(0, abs=1e-9)
+    assert 1 < found["train_loss"] < 5
+    assert 0 < found["step_time_p50_s"] <= found["step_time_p95_s"] < found["wall_s"]
+    # 8 images a step
+    assert found["images_per_s"] == pytest.approx(8 / found["step_time_p50_s"], rel=0.9)
+
+
+def test_the_records(run: Path) -> None:
+    found = records(run)
+    steps = [(r["step"], r["epoch"]) for r in found if "train_loss" in r]
+    assert steps == [(2, 0), (4, 0), (5, 0), (6, 1), (8, 1), (10, 1)]
+    assert set(found[0]) == {"step", "epoch", "lr", "train_loss", "images_per_s", "step_time_s"}
+    tests = [r for r in found if "test_accuracy" in r]
+    assert [(r["step"], r["epoch"]) for r in tests] == [(5, 0), (10, 1)]
+    assert tests[-1]["test_accuracy"] == summary(run)["test_accuracy"]
+    assert found[-2]["train_loss"] == summary(run)["train_loss"]
+    # 2.5 of 10 steps warm up to 0.4 · 8 / 256, then the line falls
+    assert [r["lr"] for r in found if "lr" in r][:2] == pytest.approx([0.0125, 0.0125 * 7 / 8])
+
+
+def test_the_configuration(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    assert set(config) == set(parse([]).as_json())
+    assert (config["batch_size"], config["global_batch_size"]) == (2, 8)
+    assert config["amp"] in ("bf16", "off")  # settled, no longer "auto"
+    assert config["epochs"] == 2
+
+
+def test_every_rank_has_a_log(run: Path) -> None:
+    logs = sorted((run / "logs").iterdir())
+    assert [log.name for log in logs] == [f"rank_{rank:05d}.log" for rank in range(4)]
+    for rank, log in enumerate(logs):
+        started, done = log.read_text().splitlines()
+        assert f"started: rank {rank} of 4, local rank {rank}, node 0" in started
+        assert done.endswith(" done")
+
+
+def test_the_checkpoint_holds_one_model_and_every_ranks_own_state(run: Path) -> None:
+    held = contents(run, 10)
+    assert len(held["ranks"]) == 4
+    assert set(held["model"]) == set(resnet20().state_dict())
+    means = [rank["buffers"][0] for rank in held["ranks"]]  # of bn1
+    assert not torch.equal(means[0], means[1])
+    torch.testing.assert_close(held["model"]["bn1.running_mean"], torch.stack(means).mean(0))
+    assert not torch.equal(held["ranks"][0]["cpu_rng"], held["ranks"][1]["cpu_rng"])
+    state = json.loads((run / "checkpoints" / "step_00000010" / "state.json").read_text())
+    assert state["progress"] == {"step": 10, "epoch": 2, "position": 0}
+
+
+def test_what_is_printed(run: Path) -> None:
+    printed = run.with_name("stdout").read_text()
+    assert "4 ranks on 1 host over gloo, resnet20 on fashion-mnist" in printed
+    assert "peak lr 0.0125 (--lr 0.4 scaled by batch/256)" in printed
+    assert printed.count("epoch 1/2  step 2/10  loss ") == 1  # one rank speaks
+    table = printed.rpartition("\n\n")[2].splitlines()
+    assert [line.partition("  ")[0] for line in table] == [
+        "data set", "arch", "ranks", "steps", "images/s", "step time", "train loss",
+        "test accuracy", "wall time", "run folder",
+    ]  # fmt: skip
+    assert table[7].endswith("% of 37 images")
+    assert table[9].endswith(str(run))
+
+
+# Options
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Turn]:
+    """Short runs of 2 ranks with one option or another, by the name of their folder."""
+    folder = tmp_path_factory.mktemp("options")
+    weights = folder / "weights.pt"
+    torch.save({**resnet20().state_dict(), "bn1.bias": torch.full((16,), 7.0)}, weights)
+    images = tiny_data.image_folder(folder / "images", 6, 3)
+    commands: dict[str, Command] = {
+        "plain": [*QUICK, "--amp=off"],
+        "again": [*QUICK, "--amp=off"],
+        "seed": [*QUICK, "--amp=off", "--seed=1"],
+        "bf16": [*QUICK, "--amp=bf16"],
+        "fp16": [*QUICK, "--amp=fp16"],
+        "contiguous": [*QUICK, "--amp=off", "--no-channels-last"],
+        "accumulated": [*QUICK, "--amp=off", "--grad-accum-steps=2", "--batch-size=2"],
+        "unscaled": [*QUICK, "--no-lr-scaling", "--lr=0.05", "--schedule=constant"],
+        "weights": [*QUICK, f"--weights={weights}", "--no-lr-scaling", "--lr=1e-9"],
+        "images": [
+            "--dataset=image-folder", f"--data-dir={images}", "--image-size=32", "--num-workers=1",
+            "--arch=resnet18", "--batch-size=4", "--epochs=1", "--keep-tail",
+        ],
+    }  # fmt: skip
+    ran = turns(2, folder, [[*words, "--out", folder / name] for name, words in commands.items()])
+    assert [turn.code for turn in ran] == [0] * len(commands), [turn.stderr for turn in ran]
+    return {str(folder / name): turn for name, turn in zip(commands, ran, strict=True)}
+
+
+def folder_of(options: dict[str, Turn], name: str) -> Path:
+    return next(Path(path) for path in options if Path(path).name == name)
+
+
+def losses(options: dict[str, Turn], name: str) -> list[float]:
+    return [r["train_loss"] for r in records(folder_of(options, name)) if "train_loss" in r]
+
+
+def test_the_seed_decides_everything(options: dict[str, Turn]) -> None:
+    assert losses(options, "plain") == losses(options, "again")
+    assert losses(options, "plain") != losses(options, "seed")
+
+
+@pytest.mark.parametrize("name", ["bf16", "contiguous"])
+def test_precision_and_layout_change_little(options: dict[str, Turn], name: str) -> None:
+    assert losses(options, name) == pytest.approx(losses(options, "plain"), rel=0.05)
+    assert losses(options, name) != losses(options, "plain")
+
+
+def test_fp16_skips_steps_that_overflow_and_keeps_its_momentum_sane(
+    options: dict[str, Turn],
+) -> None:
+    """The first steps do overflow: the scale begins at 65536, and halves at each."""
+    held = contents(folder_of(options, "fp16"), 6)["trainer"]
+    assert held["scaler"]["scale"] < 65536
+    first, last = losses(options, "fp16")
+    assert first == pytest.approx(losses(options, "plain")[0], rel=0.05)
+    assert last < 4
+    for state in held["optimizer"]["state"].values():
+        assert state["momentum_buffer"].abs().max() < 100
+
+
+def test_the_lr_is_taken_as_it_is_if_wished(options: dict[str, Turn]) -> None:
+    rates = [r["lr"] for r in records(folder_of(options, "unscaled"))]
+    assert rates == pytest.approx([0.05, 0.05])
+
+
+def test_weights_are_where_training_starts(options: dict[str, Turn]) -> None:
+    model = contents(folder_of(options, "weights"), 6)["model"]
+    torch.testing.assert_close(model["bn1.bias"], torch.full((16,), 7.0))
+
+
+def test_synthetic_data_has_no_test_set(options: dict[str, Turn]) -> None:
+    found = summary(folder_of(options, "plain"))
+    assert found["dataset"] == "synthetic cifar10"
+    assert found["test_accuracy"] is None
+    assert options[str(folder_of(options, "plain"))].stdout.count("no test set") == 1
+
+
+def test_an_image_folder(options: dict[str, Turn]) -> None:
+    found = summary(folder_of(options, "images"))
+    assert (found["dataset"], found["steps"], found["test_images"]) == ("images", 3, 9)
+
+
+# One rank alone
+
+
+def test_deterministic_kernels_are_asked_for(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, torch; from mpiddp.cli import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "assert torch.are_deterministic_algorithms_enabled()\n"
+        "assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8'\n"
+    )
+    job = mpirun(1, "-c", program, "train", *QUICK, "--deterministic", f"--out={tmp_path}")
+    assert job.returncode == 0, job.stderr
+
+
+def test_a_compiled_model_trains_and_saves_under_the_same_names() -> None:
+    """In a process of its own; a small model, for a ResNet takes a minute to compile on two cores."""
+    program = (
+        "import torch\n"
+        "from dataclasses import replace\n"
+        "from mpiddp.group import assemble, joined\n"
+        "from mpiddp.train.config import parse\n"
+        "from mpiddp.train.engine import backward, wrap\n"
+        "from mpiddp.train.sharding import Step\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))\n"
+        "batch = torch.randn(4, 3, 4, 4), torch.arange(4)\n"
+        "numbers = torch.arange(4)\n"
+        "scaler = torch.amp.GradScaler('cpu', enabled=False)\n"
+        "with assemble() as crew, joined(crew, 'gloo', torch.device('cpu'), timeout_s=60):\n"
+        "    gradients = []\n"
+        "    for compiles in (False, True):\n"
+        "        config = replace(parse([]), amp='off', compile=compiles)\n"
+        "        ddp = wrap(model, config, (3, 4, 4))\n"
+        "        for step in (Step((numbers,), 4, True), Step((numbers, numbers), 8, True)):\n"
+        "            backward(ddp, iter([batch] * 2), step, scaler, config)\n"
+        "            gradients.append(model[1].weight.grad.clone())\n"
+        "            model.zero_grad()\n"
+        "    torch.testing.assert_close(gradients[:2], gradients[2:])\n"
+        "    assert list(model.state_dict()) == ['1.weight', '1.bias']\n"
+    )
+    job = mpirun(1, "-c", program)
+    assert job.returncode == 0, job.stderr
