@@ -24,6 +24,13 @@ AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be at work; one that has failed ends the others anyway
 
 
+class Refused(SystemExit):
+    """All ranks have left together, with code 2, after rank 0 said why."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
 class Crew:
     """The ranks of `world`, and the key-value store that rank 0 (or torchrun's agent) serves."""
 
@@ -31,6 +38,7 @@ class Crew:
         self.world = world
         self.store = store
         self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have met
+        self._fails_first: bool | None = None
         self._round = 0
 
     def exchange(self, text: str, *, timeout_s: float) -> list[str]:
@@ -93,14 +101,20 @@ class Crew:
         else:  # the first to end makes mpirun end rank 0 as well, be it in mid-sentence
             self._absent([spoken], AGREE_TIMEOUT_S)
         self.leave()
-        raise SystemExit(2)
+        raise Refused
 
-    def is_first(self, event: str) -> bool:
-        """Whether this rank is the first to come here with `event`; no, where the store is gone."""
-        try:
-            return bool(self.store.add(f"first/{event}", 1) == 1)
-        except RuntimeError:  # rank 0 has ended, and it was first
-            return False
+    def fails_first(self) -> bool:
+        """Whether this rank is the first of the job to fail; no, where the store is gone.
+
+        To be asked as soon as an error is seen: its unwinding breaks connections, which the other
+        ranks will notice.
+        """
+        if self._fails_first is None:
+            try:
+                self._fails_first = bool(self.store.add("failures", 1) == 1)
+            except RuntimeError:  # rank 0 has ended, and it was first
+                self._fails_first = self.world.rank == 0
+        return self._fails_first
 
     def leave(self) -> None:
         """Say goodbye; rank 0, whose process is the store, stays until all have or time is up.

@@ -15,6 +15,7 @@ import threading
 from types import TracebackType
 
 from mpiddp.crew import Crew
+from mpiddp.errors import UserError
 
 FAILED = "failed"  # the key; its value is the exit code of the rank that failed first
 LOOK_EVERY_S = 0.5
@@ -50,17 +51,42 @@ class Watch:
         with contextlib.suppress(RuntimeError):  # the store has gone with rank 0: all know already
             self._crew.store.set(FAILED, str(code))
 
+    def exits(self, code: int) -> None:
+        """The script ends this rank with a code other than 0: that is the job's code."""
+        if self._crew.fails_first():
+            self._tell(f"ended with exit code {code}")
+        self.end_the_job(code)
+
+    def refuse(self, error: UserError) -> None:
+        """Bad input that shows only while the job runs: its sentence, and code 2 for all ranks."""
+        if self._crew.fails_first():
+            print(error, file=sys.stderr, flush=True)
+        else:
+            self._await_the_end()
+        self.end_the_job(2)
+
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        """The script's own traceback, then one line. Of several ranks that fail, only the first
-        says so: the others' broken connections are its consequence."""
+        """The script's own traceback, then one line that names the rank that failed first.
+
+        The broken connections of the others are its consequence, and would only hide it.
+        """
+        is_first = self._crew.fails_first()
+        if not is_first and isinstance(error, RuntimeError):
+            self._await_the_end()
         self._show(kind, error, traceback)
-        if self._crew.is_first(FAILED):
-            world = self._crew.world
-            words = f"{kind.__name__}: {error}" if str(error) else kind.__name__
-            print(f"rank {world.rank} on {world.hostname} failed: {words}", file=sys.stderr)
+        if is_first:
+            self._tell(f"failed: {kind.__name__}{f': {error}' if str(error) else ''}")
         self.end_the_job(1)
+
+    def _tell(self, what: str) -> None:
+        world = self._crew.world
+        print(f"rank {world.rank} on {world.hostname} {what}", file=sys.stderr, flush=True)
+
+    def _await_the_end(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join(LOOK_EVERY_S + 2 * GRACE_S)
 
     def _look(self) -> None:
         code = ""
@@ -71,4 +97,5 @@ class Watch:
             except RuntimeError:  # rank 0 is gone, and its store with it
                 code = "1"
         if code and not self._over.wait(GRACE_S):
+            sys.stdout.flush()
             os._exit(int(code))

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mpiddp.crew import Crew
+from mpiddp.crew import Crew, Refused
 from mpiddp.errors import UserError
 from mpiddp.failure import Watch
 from mpiddp.placement import Place, misplaced, table
@@ -59,12 +60,18 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
     watch.start()
     try:
         yield _crew
+    except Refused:
+        watch.stop()
+        raise
     except SystemExit as end:
         if end.code:
-            watch.end_the_job(end.code if isinstance(end.code, int) else 1)
-            raise
-        _leave(_crew, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
+            watch.exits(end.code if isinstance(end.code, int) else 1)
+        else:
+            _leave(_crew, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
         raise
+    except UserError as error:
+        watch.refuse(error)
+        raise SystemExit(2) from None
     else:
         _leave(_crew, watch, keep_mpi)
     finally:
@@ -127,7 +134,13 @@ def init(
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits."""
     group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
     world = group.__enter__()
-    atexit.register(group.__exit__, None, None, None)
+
+    def leave() -> None:
+        # Where the interpreter keeps the error that ends a script: then there is nobody to wait for.
+        error = getattr(sys, "last_value", None)
+        group.__exit__(type(error) if error else None, error, None)
+
+    atexit.register(leave)
     return world
 
 
@@ -147,6 +160,9 @@ def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) 
     try:
         _tell_start_time(crew, device)
         yield
+    except Exception:
+        crew.fails_first()  # asked before the group's end lets the others fail as well
+        raise
     finally:
         dist.destroy_process_group()
 

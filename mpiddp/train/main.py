@@ -5,28 +5,20 @@ The same under mpirun, srun and torchrun; alone it is a job of one rank, and say
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import platform
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
 from mpiddp.world import World, limit_threads
 
-if TYPE_CHECKING:
-    from mpiddp.crew import Crew
-
 STOPPED = 75  # EX_TEMPFAIL: a checkpoint is saved, the same command goes on
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
-ENDED_BY_OTHERS_S = 5.0  # within which mpirun ends a job of which a rank has failed
 
 
 def main(argv: list[str]) -> int:
@@ -85,7 +77,6 @@ def main(argv: list[str]) -> int:
             make_deterministic()
         with (
             joined(crew, backend, device, timeout_s=config.timeout),
-            _speaking_alone(crew),
             _log(out, world),
         ):
             say(
@@ -121,25 +112,6 @@ def _make_out(out: Path, config: TrainConfig, world: World) -> None:
         raise UserError(
             f"--out {out} cannot be written: {error.strerror}. Name another folder."
         ) from None
-
-
-@contextlib.contextmanager
-def _speaking_alone(crew: Crew) -> Iterator[None]:
-    """Once training runs, a rank that meets bad input, a broken image say, tells of it by itself.
-
-    The others notice only that a connection broke. They keep still until mpirun ends them, so that
-    the reason stands alone and its exit code is the job's.
-    """
-    try:
-        yield
-    except UserError as error:
-        if crew.is_first("failure"):
-            print(error, file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        if "by peer" in str(error):  # as gloo puts it: connection closed, or reset, by peer
-            time.sleep(ENDED_BY_OTHERS_S)
-        raise
 
 
 class _log:

@@ -1,0 +1,246 @@
+"""What a user may get wrong with `mpiddp train` on two real ranks: one sentence, code 2, nothing left over."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpiddp import checkpoint_dir
+from mpiddp.train.data import cifar10
+from mpiddp.train.resnet import resnet20
+from tests import tiny_data
+from tests.ranks import own_lines
+from tests.training import Command, Turn, train, turns
+
+QUICK: Command = ["--arch=resnet20", "--batch-size=4", "--use-syn", "--steps-per-epoch=2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run in `done`, and folders that hold what is wrong."""
+    place = tmp_path_factory.mktemp("input")
+    (ran,) = turns(2, place, [[*QUICK, "--epochs=1", "--save-every=1", "--out", place / "done"]])
+    assert ran.code == 0
+    (place / "file").write_text("in the way")
+
+    broken = place / "broken" / "checkpoints"
+    shutil.copytree(place / "done" / "checkpoints", broken)
+    for folder in broken.iterdir():
+        (folder / "model.pt").write_bytes(b"cut")
+
+    def fill_foreign(folder: Path) -> None:
+        (folder / "state.json").write_text('{"epoch": 3}')
+
+    def fill_strange(folder: Path) -> None:
+        shutil.copy(place / "done/checkpoints/step_00000002/state.json", folder)
+        for name in ("model", "trainer", "ranks"):
+            (folder / f"{name}.pt").write_bytes(b"\xff\xd8")
+
+    checkpoint_dir.write(place / "foreign", 2, fill_foreign)
+    checkpoint_dir.write(place / "strange", 2, fill_strange)
+    checkpoint_dir.write(place / "other", 2, lambda folder: (folder / "a").write_text(""))
+
+    cifar = place / "cifar" / "cifar-10-batches-bin"
+    cifar.mkdir(parents=True)
+    for name in cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES:
+        (cifar / f"{name}.bin").write_bytes(bytes(1000))
+    fashion = tiny_data.fashion_mnist(place / "fashion", 20, 10)
+    labels = fashion / "train-labels-idx1-ubyte.gz"
+    labels.write_bytes(labels.read_bytes()[:30])
+    shutil.rmtree(tiny_data.image_folder(place / "images", 4, 2) / "val")
+
+    weights = resnet20().state_dict()
+    torch.save({name: weights[name] for name in list(weights)[:3]}, place / "part.pt")
+    (place / "blocked").mkdir()
+    (place / "blocked" / "checkpoints").write_text("a file in the way")
+    return place
+
+
+# name: options (P is the folder above, O a new output folder), and the sentence
+CASES: dict[str, tuple[str, str]] = {
+    "arch": (
+        "--arch=resnet19",
+        "mpiddp train: argument --arch: invalid choice: 'resnet19' .*See: mpiddp train --help",
+    ),
+    "word": ("--use-sin", "mpiddp train: unrecognized arguments: --use-sin. See: .*"),
+    "batch": ("--global-batch-size=7", ".* 7 does not divide by 2 ranks: 6 or 8 would."),
+    "large batch": (
+        "--batch-size=99999999 --use-syn",
+        "the global batch of 199999998 images is larger than the data set .50000.. Lower .*",
+    ),
+    "nccl": (
+        "--backend=nccl",
+        "--backend nccl needs a GPU, and torch .* sees none on .* Use --backend gloo, .*",
+    ),
+    "sync-bn": ("--sync-bn --use-syn", "--sync-bn needs GPUs: .*"),
+    "image size": ("--image-size=64", "--image-size is for image folders; cifar10 has 32."),
+    "no weights": (
+        "--use-syn --weights=P/w.pt",
+        r"--weights P/w.pt: No such file .looked in .*\).",
+    ),
+    "part of weights": (
+        "--use-syn --arch=resnet20 --weights=P/part.pt",
+        "--weights P/part.pt: it lacks bn1.running_mean. Another --arch.",
+    ),
+    "other arch's weights": (
+        "--use-syn --arch=resnet18 --weights=P/done/checkpoints/step_00000002/model.pt",
+        r"--weights .*model.pt: conv1.weight has the shape \[16, 3, 3, 3\] instead of \[64, .*",
+    ),
+    "no data folder": (
+        "--data-dir=P/none",
+        r"--data-dir P/none is missing \(looked in .*\). Create it, or leave the option away.",
+    ),
+    "cut cifar10": (
+        "--data-dir=P/cifar",
+        "P/cifar/cifar-10-batches-bin/data_batch_1.bin has 1,000 bytes instead of 30,730,000; .*",
+    ),
+    "cut fashion-mnist": (
+        "--dataset=fashion-mnist --data-dir=P/fashion",
+        r"P/fashion/train-labels-idx1-ubyte.gz: not a readable gzip file \(.*\); get it again",
+    ),
+    "no image folder": (
+        "--dataset=image-folder",
+        "--dataset image-folder needs --data-dir DIR, with train/ and val/.",
+    ),
+    "half an image folder": (
+        "--dataset=image-folder --data-dir=P/images",
+        "P/images/val is missing. Expected ImageNet's layout: .*",
+    ),
+    "file in the way": (
+        "--use-syn --out=P/file/out",
+        "rank 0 on .*: --out P/file/out cannot be written: Not a directory. Name another folder.",
+    ),
+    "checkpoints in the way": (
+        "--use-syn --steps-per-epoch=2 --batch-size=4 --out=P/blocked",
+        "rank 0 on .*: P/blocked/checkpoints: no checkpoint of step 2 can be written: File exists. "
+        "There is no older one.",
+    ),
+    "resume nothing": (
+        "--use-syn --resume=atuo",
+        r"rank 0 on .*: --resume atuo not found \(looked in .*\). Expected auto, never, .*",
+    ),
+    "resume broken": (
+        "--use-syn --resume=P/broken",
+        "rank 0 on .*: --resume P/broken: no checkpoint in it is valid.",
+    ),
+    "resume one broken": (
+        "--use-syn --resume=P/broken/checkpoints/step_00000002",
+        "rank 0 on .*: --resume .*: checkpoint step_00000002: model.pt has 3 bytes instead of .*",
+    ),
+    "go on with broken": (
+        "--use-syn --out=P/broken",
+        "rank 0 on .*: P/broken/checkpoints: no checkpoint in it is valid. Name another --out.",
+    ),
+    "resume another program's": (
+        "--use-syn --resume=P/other/step_00000002",
+        "rank 0 on .*: P/other/step_00000002 is no checkpoint of mpiddp train: its state.json .*",
+    ),
+    "resume foreign": (
+        "--use-syn --resume=P/foreign",
+        "rank 0 on .*: P/foreign/step_00000002 is no checkpoint of mpiddp train: .*",
+    ),
+    "resume strange": (
+        "QUICK --epochs=1 --resume=P/strange",
+        "rank 0 on .*: P/strange/step_00000002: model.pt is none of mpiddp train: .*",
+    ),
+    "other configuration": (
+        "QUICK --epochs=1 --lr=0.2 --arch=resnet32 --out=P/done",
+        "rank 0 on .*: P/done/checkpoints/step_00000002 is of another configuration: "
+        "arch resnet20, now resnet32; lr 0.4, now 0.2. Give the options it was made with, .*",
+    ),
+    "resume other configuration": (
+        "QUICK --epochs=1 --seed=1 --resume=P/done",
+        "rank 0 on .*: P/done/.* is of another configuration: seed 0, now 1. .*",
+    ),
+    "never": (
+        "QUICK --epochs=1 --resume=never --out=P/done",
+        r"rank 0 on .*: --resume never, but --out P/done holds a run already \(checkpoints\). .*",
+    ),
+    "resume elsewhere": (
+        "QUICK --epochs=1 --resume=P/strange --out=P/done",
+        "rank 0 on .*: --resume P/strange, but --out P/done holds step_00000002 of its own. .*",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Turn, Path]]:
+    """Every case on the same two ranks, one after another, and its output folder."""
+    outs = tmp_path_factory.mktemp("outs")
+    commands: list[Command] = []
+    for name, (words, _) in CASES.items():
+        # The last --out counts.
+        start: Command = ["--out", outs / name]
+        for word in words.split():
+            start += QUICK if word == "QUICK" else [word.replace("P/", f"{place}/")]
+        commands.append(start)
+    ran = turns(2, place, commands)
+    return {name: (turn, outs / name) for name, turn in zip(CASES, ran, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_in_one_sentence(
+    name: str, refused: dict[str, tuple[Turn, Path]], place: Path
+) -> None:
+    if name == "nccl" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    turn, out = refused[name]
+    assert turn.code == 2
+    sentences = turn.stderr.splitlines()
+    assert len(sentences) == 1, turn.stderr
+    pattern = CASES[name][1].replace("P/", f"{re.escape(str(place))}/")
+    assert re.fullmatch(pattern, sentences[0]), sentences[0]
+    assert not out.exists()
+
+
+def test_a_refused_job_leaves_the_run_as_it_was(
+    refused: dict[str, tuple[Turn, Path]], place: Path
+) -> None:
+    assert refused["other configuration"][0].code == 2
+    config = json.loads((place / "done" / "config.json").read_text())
+    assert (config["lr"], config["arch"]) == (0.4, "resnet20")
+    assert not (place / "broken" / "config.json").exists()
+    for folder in checkpoint_dir.list_steps(place / "done" / "checkpoints"):
+        checkpoint_dir.verify(folder)
+
+
+# The same as a user sees it: a job of its own, which ends at once
+
+
+def test_bad_usage_ends_the_job(tmp_path: Path) -> None:
+    job = train(2, "--epochs=0", "--out", tmp_path / "out")
+    assert job.returncode == 2
+    assert own_lines(job.stderr) == [
+        "mpiddp train: argument --epochs: expected a whole number, 1 or more, not '0'. "
+        "See: mpiddp train --help"
+    ]
+    assert job.stdout == ""
+
+
+def test_what_only_rank_0_finds_ends_the_job(place: Path, tmp_path: Path) -> None:
+    job = train(2, *QUICK, f"--resume={place / 'broken'}", "--out", tmp_path / "out")
+    assert job.returncode == 2
+    (sentence,) = own_lines(job.stderr)
+    assert sentence.endswith(f"--resume {place / 'broken'}: no checkpoint in it is valid.")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_broken_image_that_one_rank_meets_in_mid_training(
+    tmp_path: Path, num_workers: int
+) -> None:
+    """The other rank stands in an all-reduce then, and is to keep still."""
+    images = tiny_data.image_folder(tmp_path / "images", 8, 2)
+    broken = images / "train" / "dog" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    job = train(
+        2, "--dataset=image-folder", f"--data-dir={images}", "--image-size=32", "--batch-size=2",
+        "--arch=resnet20", "--epochs=1", f"--num-workers={num_workers}", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert job.returncode == 2
+    (sentence,) = own_lines(job.stderr)
+    assert sentence.startswith(f"{broken}: Pillow cannot read it (")
+    logs = [log.read_text() for log in sorted((tmp_path / "out" / "logs").iterdir())]
+    assert sum("UserError" in log for log in logs) == 1  # its traceback stands there
