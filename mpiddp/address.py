@@ -31,6 +31,7 @@ class Card:
     hostname: str
     machine: str  # tells two machines of one name apart
     interfaces: tuple[Interface, ...]
+    own_address: str = ""  # what this host's own name resolves to on it: 127.0.1.1 on Debian
 
     @classmethod
     def of_this_process(cls, world: World) -> Card:
@@ -42,6 +43,7 @@ class Card:
             hostname=world.hostname,
             machine=boot_id.read_text().strip() if boot_id.exists() else "",
             interfaces=tuple(interfaces()),
+            own_address=_own_address(),
         )
 
     @property
@@ -71,6 +73,13 @@ class Card:
                 return ""
             source = route.getsockname()[0]
         return next((i.name for i in self.interfaces if i.address == source), "")
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,12 @@ def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[st
         reason = f"{interface.name} of {master.hostname} is on {interface.network}, " + (
             "as is every other host" if sharing == len(others) else "which routes must reach"
         )
+        if master.own_address.startswith("127."):
+            reason = (
+                f"{master.hostname}'s own name resolves to {master.own_address}, which no other host "
+                f"can reach. Using {interface.address} ({interface.name}); --master-addr overrides. "
+                f"{reason}"
+            )
         ranked.append((-sharing, ":" in interface.address, position, interface.address, reason))
     if not ranked:
         raise UserError(

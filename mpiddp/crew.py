@@ -122,9 +122,7 @@ class Crew:
         All ranks must call this, when there is nothing left that needs the store.
         """
         prefix = self.fresh("left")
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the store may go as soon as all have set their key
+        with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
             if self.world.rank > 0:
                 self.store.set(f"{prefix}/{self.world.rank}", "")
             else:

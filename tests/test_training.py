@@ -1,6 +1,8 @@
 """Training with real ranks: its gradients, its evaluation, its options, and what a run leaves behind."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from mpiddp.train.config import parse
 from mpiddp.train.resnet import resnet20
 from tests import tiny_data
-from tests.ranks import mpirun
+from tests.ranks import ROOT, clean_env, mpirun
 from tests.training import Command, Turn, contents, records, summary, train, turns
 
 QUICK = ["--arch=resnet20", "--batch-size=4", "--use-syn", "--steps-per-epoch=3", "--epochs=2"]
@@ -169,7 +171,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Turn]:
     commands: dict[str, Command] = {
         "plain": [*QUICK, "--amp=off"],
         "again": [*QUICK, "--amp=off"],
-        "seed": [*QUICK, "--amp=off", "--seed=1"],
+        "seed": [*QUICK, "--amp=off", "--seed=1", "--stop-at-step=6"],  # which is the last
         "bf16": [*QUICK, "--amp=bf16"],
         "fp16": [*QUICK, "--amp=fp16"],
         "contiguous": [*QUICK, "--amp=off", "--no-channels-last"],
@@ -243,15 +245,20 @@ def test_an_image_folder(options: dict[str, Turn]) -> None:
 # One rank alone
 
 
-def test_deterministic_kernels_are_asked_for(tmp_path: Path) -> None:
+def test_alone_and_deterministic(tmp_path: Path) -> None:
     program = (
         "import os, sys, torch; from mpiddp.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"
         "assert torch.are_deterministic_algorithms_enabled()\n"
         "assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8'\n"
     )
-    job = mpirun(1, "-c", program, "train", *QUICK, "--deterministic", f"--out={tmp_path}")
-    assert job.returncode == 0, job.stderr
+    command = [sys.executable, "-c", program, "train", *QUICK, "--deterministic"]
+    job = subprocess.run(
+        [*command, f"--out={tmp_path}"], env=clean_env(), cwd=ROOT, capture_output=True, text=True
+    )
+    assert (job.returncode, job.stderr) == (0, "")
+    assert "no launcher: training alone, as rank 0 of 1." in job.stdout
+    assert summary(tmp_path)["world_size"] == 1
 
 
 def test_a_compiled_model_trains_and_saves_under_the_same_names() -> None:

@@ -14,7 +14,7 @@ from mpiddp.train.data.source import Source
 from mpiddp.train.engine import autocast, averaged_buffers
 from mpiddp.train.sharding import share_of
 
-BATCH_SIZE = 500  # images; it changes no result, for the model is in evaluation mode
+BATCH_PIXELS = 500 * 32 * 32
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,27 @@ class Score:
     num_images: int  # over all ranks
 
 
+def small_images(shape: tuple[int, int, int]) -> int:
+    """How many images [C, H, W] may be looked at together, be the batches of training ever so small."""
+    _, height, width = shape
+    return max(1, BATCH_PIXELS // (height * width))
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, source: Source, config: TrainConfig, device: torch.device) -> Score:
-    """The bare model's score on all images of the source. A collective: every rank must call it."""
+def evaluate(
+    model: nn.Module,
+    source: Source,
+    config: TrainConfig,
+    device: torch.device,
+    *,
+    batch_size: int,
+) -> Score:
+    """The bare model's score on all images of the source. A collective: every rank must call it.
+
+    The batch size changes no result, for BatchNorm uses its running statistics.
+    """
     share = share_of(source.num_images, dist.get_rank(), dist.get_world_size())
-    indices = list(torch.arange(share.start, share.stop).split(BATCH_SIZE)) if share else []
+    indices = list(torch.arange(share.start, share.stop).split(batch_size)) if share else []
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # right, loss, images
     model.eval()
     with averaged_buffers(model), autocast(config, device):

@@ -20,7 +20,7 @@ from mpiddp.train.checkpoint import Progress, Saved
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Data
 from mpiddp.train.engine import backward, build_optimizer, place, wrap
-from mpiddp.train.evaluate import Score, evaluate
+from mpiddp.train.evaluate import Score, evaluate, small_images
 from mpiddp.train.metrics import Records, StepTimer, Summary, percentile
 from mpiddp.train.schedule import learning_rate, scaled_lr
 from mpiddp.train.sharding import Shards
@@ -99,6 +99,7 @@ def train(
     """
     start = time.monotonic()
     assert config.epochs is not None
+    assert config.batch_size is not None
     saved = checkpoint.broadcast(saved)
     model = place(model, config, device)
     optimizer = build_optimizer(model, config)
@@ -117,6 +118,8 @@ def train(
 
     records = Records(out / "metrics.jsonl" if crew.world.rank == 0 else None, progress.step)
     timer = StepTimer(device)
+    images_of_steps: list[int] = []
+    evaluation_batch = max(config.batch_size, small_images(data.shape))
     score: Score | None = None
     train_loss: float | None = None
 
@@ -136,21 +139,22 @@ def train(
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
             timer.tick()
+            images_of_steps.append(step.num_images)
             progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)
 
             if progress.step % config.log_every == 0 or step is steps[-1]:
                 dist.all_reduce(loss_sum)
                 train_loss = loss_sum.item() / num_images
                 loss_sum, num_images = torch.zeros((), device=device), 0
-                seconds = mean(timer.read()[-config.log_every :])
-                speed = plan.shards.global_batch_size / seconds
+                recent = timer.read()[-config.log_every :]
+                speed = sum(images_of_steps[-len(recent) :]) / sum(recent)
                 records.write(
                     step=progress.step,
                     epoch=epoch,
                     lr=lr,
                     train_loss=train_loss,
                     images_per_s=speed,
-                    step_time_s=seconds,
+                    step_time_s=mean(recent),
                 )
                 say(
                     f"epoch {epoch + 1}/{config.epochs}  step {progress.step}/{plan.total_steps}  "
@@ -160,7 +164,7 @@ def train(
             if step is steps[-1]:
                 progress = Progress(progress.step, epoch + 1, 0)
                 if data.test is not None:
-                    score = evaluate(model, data.test, config, device)
+                    score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
                     records.write(
                         step=progress.step,
                         epoch=epoch,
@@ -181,9 +185,9 @@ def train(
 
     records.close()
     if score is None and data.test is not None:  # resumed after the last step
-        score = evaluate(model, data.test, config, device)
+        score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
     seconds_of_steps = _slowest(timer.read(), device)
-    images = plan.shards.global_batch_size * len(seconds_of_steps)
+    images = sum(images_of_steps[-len(seconds_of_steps) :])
     return Summary(
         dataset=data.name,
         arch=str(config.arch),

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpiddp.group import assemble, joined
-from mpiddp.train import evaluate
 from mpiddp.train.config import TrainConfig, parse
 from mpiddp.train.data.source import Batch
 from mpiddp.train.engine import backward, wrap
+from mpiddp.train.evaluate import evaluate
 from mpiddp.train.resnet import resnet20
 from mpiddp.train.sharding import Shards
 
@@ -119,7 +119,7 @@ def score(config: TrainConfig, num_images: int) -> dict[str, Any]:
     before = copy.deepcopy(model.state_dict())
 
     source = Recorded(num_images)
-    ours = evaluate.evaluate(model, source, config, CPU)
+    ours = evaluate(model, source, config, CPU, batch_size=5)
 
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -137,7 +137,6 @@ def score(config: TrainConfig, num_images: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    evaluate.BATCH_SIZE = 5  # several batches a rank
     config = replace(parse([]), amp="off")
     smoothed = replace(config, label_smoothing=0.1)
     with assemble() as crew, joined(crew, "gloo", CPU, timeout_s=60):
