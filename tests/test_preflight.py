@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from tests import cluster
 from tests.cluster import Cluster, faults
 from tests.ranks import ROOT
 
-MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
+BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +25,14 @@ def hosts() -> Iterator[Cluster]:
 
 
 def launch(
-    hosts: Cluster, *arguments: str, env: dict[str, str] | None = None, cwd: Path = ROOT
+    hosts: Cluster,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
+    python: Path = BIN / "python",
 ) -> CompletedProcess[str]:
     """`mpiddp launch` of a job that says "started", from node0."""
-    command = [MPIDDP, "launch", *arguments, str(hosts.shared / "job.py")]
+    command = [str(python), "-m", "mpiddp", "launch", *arguments, str(hosts.shared / "job.py")]
     (hosts.shared / "job.py").write_text("print('started')\n")
     return hosts["node0"].run(command, cwd=cwd, env=env, timeout_s=60)
 
@@ -107,3 +112,39 @@ def test_the_look_can_be_skipped(hosts: Cluster) -> None:
     done = launch(hosts, "-H", "node0:1,node1:1", "--no-check")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["started", "started"]
+
+
+@pytest.fixture
+def linked_environment(hosts: Cluster) -> Iterator[Path]:
+    """The environment under a path that is each host's own, and that node1 does not have."""
+    folder = Path("/run/env")
+    hosts["node0"].run(["ln", "-sfn", str(BIN.parent), str(folder)], check=True)
+    yield folder
+    for host in hosts.hosts:
+        host.run(["rm", "-rf", str(folder), "/run/other"], check=True)
+
+
+def test_an_interpreter_that_one_host_lacks(hosts: Cluster, linked_environment: Path) -> None:
+    sentence = refusal(
+        launch(hosts, "-H", "node0:1,node1:1", python=linked_environment / "bin" / "python")
+    )
+    assert sentence == (
+        "node1: /run/env/bin/python is missing. Install it at the same path on every host."
+    )
+
+
+def test_versions_that_differ(hosts: Cluster, linked_environment: Path) -> None:
+    """node1's Python sees another torch, as its package's metadata has it."""
+    node1, metadata = hosts["node1"], "/run/other/torch-2.12.1.dist-info"
+    wrapper = f'#!/bin/sh\nPYTHONPATH=/run/other exec {sys.executable} "$@"\n'
+    script = (
+        f"mkdir -p /run/env/bin {metadata} && ln -s {BIN}/* /run/env/bin/ && "
+        "rm /run/env/bin/python && cat >/run/env/bin/python && chmod +x /run/env/bin/python && "
+        f"printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n' >{metadata}/METADATA"
+    )
+    node1.run(["sh", "-c", script], stdin=wrapper, check=True)
+    sentence = refusal(
+        launch(hosts, "-H", "node0:1,node1:1", python=linked_environment / "bin" / "python")
+    )
+    here = importlib.metadata.version("torch")
+    assert sentence == f"torch differs: {here} on node0, 2.12.1 on node1."
