@@ -5,11 +5,11 @@ Every task computes the same address and port from the step's own variables, so 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from mpiddp.address import LOOPBACK
 from mpiddp.errors import UserError
+from mpiddp.slurm_lists import expand_nodelist
 from mpiddp.sockets import port_in
 from mpiddp.world import World
 
@@ -29,12 +29,7 @@ def slurm_address(world: World, env: Mapping[str, str]) -> tuple[str, int]:
         return env["MASTER_ADDR"], port
     if world.world_size == world.local_world_size:
         return LOOPBACK, port
-    return first_host(env.get("SLURM_STEP_NODELIST", "")), port
-
-
-def first_host(nodelist: str) -> str:
-    """The first name of Slurm's compressed list: "gpu[07-09,12],login" begins with gpu07."""
-    entry = re.match(r"([^\[,]|\[[^\]]*\])+", nodelist)
-    if entry is None:
-        raise UserError(f'SLURM_STEP_NODELIST="{nodelist}" names no host. Set MASTER_ADDR.')
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", entry[0])
+    nodelist = env.get("SLURM_STEP_NODELIST", "")
+    if not nodelist:
+        raise UserError("SLURM_STEP_NODELIST names no host. Set MASTER_ADDR.")
+    return expand_nodelist(nodelist)[0], port

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mpiddp.errors import UserError
+from mpiddp.slurm_lists import expand_counts
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,10 @@ def _whole_number(name: str, text: str) -> int:
 def _tasks_on_node(launcher: Launcher, env: Mapping[str, str]) -> int:
     """Slurm's compressed counts ("2(x3),1" is 2, 2, 2, 1), looked up for this node."""
     name, text = launcher.local_world_size, env[launcher.local_world_size]
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
-        if match is None:
-            raise UserError(f'{name}="{text}" is not a list of counts such as "2(x3),1".')
-        counts += [int(match[1])] * int(match[2] or 1)
+    try:
+        counts = expand_counts(text)
+    except ValueError:
+        raise UserError(f'{name}="{text}" is not a list of counts such as "2(x3),1".') from None
     node = _whole_number(launcher.node_id, env[launcher.node_id])
     if node >= len(counts):
         raise UserError(f"{launcher.node_id}={node} does not fit {name}={text}: {STALE}")

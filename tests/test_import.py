@@ -42,8 +42,9 @@ def test_the_public_names_are_there_and_load_on_first_use() -> None:
     assert loaded("import mpiddp\nassert {'World', 'init'} <= set(mpiddp.__all__)") == set()
     assert loaded("from mpiddp import UserError, World") == set()
     use_all = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
-    assert loaded(use_all) >= {"torch"}
-    assert "mpi4py" not in loaded(use_all)  # only ranks that mpirun started need MPI
+    needed = loaded(use_all)
+    assert "torch" in needed
+    assert "mpi4py" not in needed  # only ranks that mpirun started need it
     with pytest.raises(AssertionError, match="module 'mpiddp' has no attribute 'nonsense'"):
         loaded("import mpiddp\nmpiddp.nonsense")
 

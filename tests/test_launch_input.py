@@ -17,7 +17,8 @@ from mpiddp.launch.mpi import Flavour, find_mpirun, find_srun, identify
 from mpiddp.launch.network import link_to, wished_interfaces
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.placement import is_this_host, name_nodes, report
-from mpiddp.launch.slurm import allocation, expand_counts, expand_nodelist
+from mpiddp.launch.slurm import allocation
+from mpiddp.slurm_lists import expand_counts, expand_nodelist
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:

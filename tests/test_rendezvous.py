@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.slurm import first_host
+from mpiddp.slurm_lists import expand_nodelist
 from mpiddp.store import find_by_address
 from mpiddp.world import World
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
@@ -282,7 +282,7 @@ def test_every_task_of_a_slurm_step_computes_the_same_port(
     ],
 )
 def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> None:
-    assert first_host(nodelist) == first
+    assert expand_nodelist(nodelist)[0] == first
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts
+from mpiddp.slurm_lists import expand_counts, expand_nodelist
 
 
 def allocation(env: Mapping[str, str]) -> Hosts | None:
@@ -43,35 +43,3 @@ def allocation(env: Mapping[str, str]) -> Hosts | None:
         )
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Hosts(f"Slurm job {job}", tuple(hosts))
-
-
-def expand_nodelist(nodelist: str) -> list[str]:
-    """`gpu[07-09,12],login` → gpu07, gpu08, gpu09, gpu12, login; several brackets multiply."""
-    return [
-        name
-        for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-        for name in _expand_name(part)
-    ]
-
-
-def _expand_name(pattern: str) -> list[str]:
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", pattern)
-    if match is None:
-        return [pattern]
-    head, ranges, tail = match.groups()
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        first, _, last = item.partition("-")
-        numbers += [
-            str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)
-        ]
-    return [head + number + rest for number in numbers for rest in _expand_name(tail)]
-
-
-def expand_counts(counts: str) -> list[int]:
-    """`2(x3),1` → 2, 2, 2, 1."""
-    expanded: list[int] = []
-    for part in counts.split(","):
-        count, _, repeat = part.partition("(x")
-        expanded += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
-    return expanded
