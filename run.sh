@@ -96,6 +96,8 @@ wanted() {
 }
 
 if [[ $(wanted) != "$(cat "$venv/.set-up" 2>/dev/null)" ]]; then
+  # One that was made for something else goes; one that was interrupted is gone on with.
+  [[ ! -e $venv/.set-up ]] || rm -rf "$venv"
   set_up
 fi
 export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
