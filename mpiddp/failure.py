@@ -17,6 +17,7 @@ from types import TracebackType
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 
+REFUSED, STOPPED = 2, 75  # exit codes: bad input; stopped on request after a checkpoint
 FAILED = "failed"  # the key; its value is the exit code of the rank that failed first
 LOOK_EVERY_S = 0.5
 GRACE_S = 1.0  # for the launcher to end this rank first, in its own way
@@ -52,8 +53,11 @@ class Watch:
             self._crew.store.set(FAILED, str(code))
 
     def exits(self, code: int) -> None:
-        """The script ends this rank with a code other than 0: that is the job's code."""
-        if self._crew.fails_first():
+        """The script ends this rank with a code other than 0: that is the job's code.
+
+        Who refuses input has said why, and who stops on request has not failed.
+        """
+        if self._crew.fails_first() and code not in (REFUSED, STOPPED):
             self._tell(f"ended with exit code {code}")
         self.end_the_job(code)
 
@@ -63,7 +67,7 @@ class Watch:
             print(error, file=sys.stderr, flush=True)
         else:
             self._await_the_end()
-        self.end_the_job(2)
+        self.end_the_job(REFUSED)
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import os
-import shutil
 import signal
 import socket
 import struct
@@ -18,7 +17,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from data_cache import official_batches
 
 from mpiddp.errors import UserError
 from mpiddp.train.data import cifar10
@@ -33,18 +31,6 @@ from mpiddp.train.data.cifar10_fetch import (
 
 REPOSITORY = Path(__file__).parents[1]
 BATCHES = cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES
-
-
-@pytest.fixture
-def official() -> Path:
-    return official_batches()
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A folder for copies of the data set, which pytest would keep for three runs."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
 
 
 @contextmanager

@@ -3,32 +3,17 @@
 import gzip
 import os
 import pickle
-import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_cache import official_batches
 
 from mpiddp.errors import UserError
 from mpiddp.train.data import cifar10, fashion_mnist
 from mpiddp.train.data.arrays import ArrayDataset, ImageArrays, default_data_dir, sha256
 
 BATCHES = cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES
-
-
-@pytest.fixture
-def official() -> Path:
-    return official_batches()
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A folder for copies of the data set, which pytest would keep for three runs."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
 
 
 # Arrays

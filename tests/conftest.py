@@ -1,0 +1,24 @@
+"""Fixtures of several test modules."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.data_cache import official_batches
+
+
+@pytest.fixture
+def official() -> Path:
+    """The folder of CIFAR-10's official batches, fetched once."""
+    return official_batches()
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """A folder for copies of the data set, which pytest would keep for three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
