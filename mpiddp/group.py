@@ -260,6 +260,6 @@ def _seconds(name: str, default: float) -> float:
         value = float(text) if text else default
     except ValueError:
         value = 0.0
-    if not value > 0:
+    if not 0 < value < 1e8:
         raise UserError(f'{name}="{text}" is not a number of seconds greater than 0.')
     return value

@@ -7,8 +7,8 @@ python -m pytest tests/test_launch.py
 from __future__ import annotations
 
 import json
-import re
 import os
+import re
 import signal
 import subprocess
 import sys

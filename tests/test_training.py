@@ -1,8 +1,10 @@
 """Training with real ranks: its gradients, its evaluation, its options, and what a run leaves behind."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from mpiddp.train.config import parse
+from mpiddp.train.engine import build_optimizer
 from mpiddp.train.resnet import resnet20
 from tests import tiny_data
 from tests.ranks import ROOT, clean_env, mpirun
@@ -44,6 +47,10 @@ def test_gradients_are_those_of_one_process_however_the_batch_is_dealt(
             assert loss_error < 5e-6, (ranks, case)
 
 
+def test_accumulated_gradients_are_added_up_once(exactness: dict[int, dict[str, Any]]) -> None:
+    assert {found["reductions_of_a_step"] for found in exactness.values()} == {1}
+
+
 def test_evaluation_is_exact_at_every_world_size(exactness: dict[int, dict[str, Any]]) -> None:
     for ranks, found in exactness.items():
         for num_images, score in zip((37, 3), found["scores"], strict=True):
@@ -52,6 +59,10 @@ def test_evaluation_is_exact_at_every_world_size(exactness: dict[int, dict[str, 
             assert score["right"] == score["reference_right"]
             assert score["loss"] == pytest.approx(score["reference_loss"], rel=1e-5)
     assert len({found["scores"][0]["right"] for found in exactness.values()}) == 1
+
+
+def test_every_ranks_random_numbers_go_on(exactness: dict[int, dict[str, Any]]) -> None:
+    assert all(found["draws_after_restoring"] for found in exactness.values())
 
 
 # A run and its folder
@@ -207,9 +218,30 @@ def test_precision_and_layout_change_little(options: dict[str, Turn], name: str)
     assert losses(options, name) != losses(options, "plain")
 
 
-def test_fp16_skips_steps_that_overflow_and_keeps_its_momentum_sane(
-    options: dict[str, Turn],
-) -> None:
+def test_weight_decay_spares_batch_norm_and_biases() -> None:
+    model = resnet20()
+    decayed, spared = build_optimizer(model, replace(parse([]), weight_decay=0.1)).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+    for parameter in decayed["params"]:
+        assert re.search(r"conv\d\.weight$|^fc\.weight$", names[id(parameter)])
+    for parameter in spared["params"]:
+        assert re.search(r"bn\d\.(weight|bias)$|^fc\.bias$", names[id(parameter)])
+
+
+def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
+    """torch's fused SGD would leave one that is not initialized, and use it from then on."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = build_optimizer(model, replace(parse([]), amp="fp16"))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.full((1, 2), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    momenta = [state.get("momentum_buffer") for state in optimizer.state.values()]
+    assert all(momentum is None or not momentum.any() for momentum in momenta)
+
+
+def test_fp16_skips_steps_that_overflow(options: dict[str, Turn]) -> None:
     """The first steps do overflow: the scale begins at 65536, and halves at each."""
     held = contents(folder_of(options, "fp16"), 6)["trainer"]
     assert held["scaler"]["scale"] < 65536

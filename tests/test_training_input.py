@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from mpiddp import checkpoint_dir
 from mpiddp.train.data import cifar10
 from mpiddp.train.resnet import resnet20
 from tests import tiny_data
-from tests.ranks import own_lines
+from tests.ranks import ROOT, clean_env, own_lines
 from tests.training import Command, Turn, train, turns
 
 QUICK: Command = ["--arch=resnet20", "--batch-size=4", "--use-syn", "--steps-per-epoch=2"]
@@ -227,20 +229,46 @@ def test_what_only_rank_0_finds_ends_the_job(place: Path, tmp_path: Path) -> Non
     assert sentence.endswith(f"--resume {place / 'broken'}: no checkpoint in it is valid.")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_broken_image_that_one_rank_meets_in_mid_training(
-    tmp_path: Path, num_workers: int
-) -> None:
+def test_a_broken_image_that_one_rank_meets_in_mid_training(tmp_path: Path) -> None:
     """The other rank stands in an all-reduce then, and is to keep still."""
     images = tiny_data.image_folder(tmp_path / "images", 8, 2)
     broken = images / "train" / "dog" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:200])
     job = train(
         2, "--dataset=image-folder", f"--data-dir={images}", "--image-size=32", "--batch-size=2",
-        "--arch=resnet20", "--epochs=1", f"--num-workers={num_workers}", "--out", tmp_path / "out",
+        "--arch=resnet20", "--epochs=1", "--num-workers=1", "--out", tmp_path / "out",
     )  # fmt: skip
     assert job.returncode == 2
     (sentence,) = own_lines(job.stderr)
     assert sentence.startswith(f"{broken}: Pillow cannot read it (")
     logs = [log.read_text() for log in sorted((tmp_path / "out" / "logs").iterdir())]
     assert sum("UserError" in log for log in logs) == 1  # its traceback stands there
+
+
+FULL_DISK = """
+import resource, sys
+from mpiddp.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))  # half of a model.pt
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_full_disk_keeps_the_older_checkpoint(tmp_path: Path) -> None:
+    command = [*map(str, QUICK), "--epochs=1", "--save-every=1", "--out", str(tmp_path)]
+    first = alone("-m", "mpiddp", "train", *command, "--stop-at-step=1")
+    assert first.returncode == 75
+    second = alone("-c", FULL_DISK, *command)
+    assert second.returncode == 2
+    assert re.fullmatch(
+        f"{tmp_path}/checkpoints: no checkpoint of step 2 can be written: "
+        "File too large. step_00000001 is kept.\n",
+        second.stderr,
+    )
+    (kept,) = (tmp_path / "checkpoints").iterdir()
+    checkpoint_dir.verify(kept)
+
+
+def alone(*python_args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *python_args], env=clean_env(), cwd=ROOT, capture_output=True, text=True
+    )

@@ -65,7 +65,7 @@ def save(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(_rank_state(model), ranks)
+    dist.gather_object(rank_state(model), ranks)
 
     def fill(folder: Path) -> None:
         trainer = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
@@ -199,7 +199,8 @@ def restore_rank(model: nn.Module, states: list[dict[str, Any]]) -> None:
         torch.cuda.set_rng_state(state["device_rng"])
 
 
-def _rank_state(model: nn.Module) -> dict[str, Any]:
+def rank_state(model: nn.Module) -> dict[str, Any]:
+    """What of the training differs between the ranks."""
     state: dict[str, Tensor | list[Tensor]] = {
         "cpu_rng": torch.get_rng_state(),
         "buffers": [buffer.cpu() for buffer in model.buffers()],

@@ -5,8 +5,6 @@
 The reference is plain torch over all images at once, computed by every rank for itself.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -19,14 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.group import assemble, joined
+from mpiddp.train import checkpoint
 from mpiddp.train.config import TrainConfig, parse
 from mpiddp.train.data.source import Batch
 from mpiddp.train.engine import backward, wrap
 from mpiddp.train.evaluate import evaluate
 from mpiddp.train.resnet import resnet20
-from mpiddp.train.sharding import Shards
+from mpiddp.train.sharding import Shards, Step
 
 GLOBAL_BATCH = 24
 CPU = torch.device("cpu")
@@ -108,6 +110,24 @@ def largest_errors(config: TrainConfig, accum: int, num_images: int) -> tuple[fl
     return max(everyones(gradient_error)), max(everyones(loss_error))
 
 
+def reductions_of_a_step(config: TrainConfig) -> int:
+    """How often the ranks add up their gradients in a step of three backward passes."""
+    ddp = wrap(without_batch_norm(), config, (3, 8, 8))
+    assert isinstance(ddp, DistributedDataParallel)
+    reduced: list[int] = []  # buckets, and the model fits into one
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+        reduced.append(bucket.index())
+        return allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook(dist.group.WORLD, hook)
+    micro_batches = tuple(torch.arange(6).split(2))
+    step = Step(micro_batches, 6 * dist.get_world_size(), is_even=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    backward(ddp, Recorded(6).batches(micro_batches, epoch=0), step, scaler, config)
+    return len(reduced)
+
+
 def score(config: TrainConfig, num_images: int) -> dict[str, Any]:
     """The evaluation's result, the plain one, and which images were looked at by any rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -136,6 +156,17 @@ def score(config: TrainConfig, num_images: int) -> dict[str, Any]:
     }
 
 
+def draws_after_restoring() -> bool:
+    """Whether every rank draws what it would have drawn when its state was taken."""
+    model = nn.BatchNorm2d(4)
+    torch.manual_seed(dist.get_rank())
+    states = everyones(checkpoint.rank_state(model))
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    checkpoint.restore_rank(model, states)
+    return all(everyones(torch.equal(torch.rand(3), expected)))
+
+
 def main() -> None:
     config = replace(parse([]), amp="off")
     smoothed = replace(config, label_smoothing=0.1)
@@ -152,6 +183,8 @@ def main() -> None:
                     *((config, accum, 24 + tail) for accum in (1, 2) for tail in (2, 7, 13, 23)),
                 )
             },
+            "reductions_of_a_step": reductions_of_a_step(config),
+            "draws_after_restoring": draws_after_restoring(),
             "scores": [score(config, num_images) for num_images in (37, 3)],
         }
         if crew.world.rank == 0:
