@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from socket import gethostname
 import pytest
 
 from mpiddp import run
-from mpiddp.errors import UserError
+from mpiddp.errors import UserError, say_alone
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
 
 RUN = ("-m", "mpiddp", "run")
@@ -242,3 +243,13 @@ def test_alone_it_is_a_job_of_one_rank() -> None:
     done = python(*RUN, str(JOBS / "ddp_script.py"))
     assert done.stdout.startswith("rank 0 of 1 local 0: "), done.stderr
     assert done.returncode == 0
+
+
+def test_rank_0_has_the_word_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first to end makes mpirun end the others: a rank that is silent must not be that one."""
+    begin = time.monotonic()
+    say_alone("one sentence", 0, 0)
+    assert time.monotonic() - begin < 1
+    say_alone("the same from its neighbour", 1, 1)
+    assert time.monotonic() - begin > 1.5
+    assert capsys.readouterr().err == "one sentence\n"

@@ -1,23 +1,37 @@
-"""Three process groups one after another, the second of which ends with an error that is caught."""
+"""Process groups one after another: the second ends with an error that is caught, the last with the job."""
 
 from __future__ import annotations
+
+import atexit
+import os
 
 import torch
 import torch.distributed as dist
 
 import mpiddp
 
+
+def say(text: str) -> None:
+    assert not dist.is_initialized() or "init" in text
+    print(f"rank {os.environ['RANK']}: {text}", flush=True)
+
+
+def total(number: int) -> int:
+    tensor = torch.tensor(number)
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
 for turn in range(3):
     try:
-        with mpiddp.process_group(backend="gloo") as world:
-            total = torch.ones(1) * turn
-            dist.all_reduce(total)
+        with mpiddp.process_group(backend="gloo"):
+            outcome = f"{total(turn) // 2} on all"
             if turn == 1:
-                raise RuntimeError("on all ranks")
+                raise RuntimeError("an error on all ranks")
     except RuntimeError as error:
-        print(error, flush=True)
-    assert not dist.is_initialized()
-    print(
-        f"rank {world.rank} of {world.world_size} on {world.device} has {total.item():g}",
-        flush=True,
-    )
+        outcome = str(error)
+    say(outcome)
+
+atexit.register(say, "destroyed")  # what is registered first is called last
+world = mpiddp.init()
+say(f"init: {world.backend}, {world.device}, {total(2)}")
