@@ -13,11 +13,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from mpiddp import checkpoint_dir
 from mpiddp.checkpoint_dir import BrokenCheckpoint
-from mpiddp.errors import UserError
+from mpiddp.errors import OneSentenceParser, UserError
 
 
 def main(argv: list[str]) -> int:
@@ -96,15 +95,8 @@ def _expected(given: Path) -> str:
     return "a single checkpoint." if _is_checkpoint(given) else "no checkpoints in it."
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, but bad usage is a UserError: one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}. See: {self.prog} --help")
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = OneSentenceParser(
         prog="mpiddp checkpoints",
         description="List, verify and prune checkpoints.",
         allow_abbrev=False,

@@ -19,6 +19,8 @@ VERBS = {
     "checkpoints": ("mpiddp.checkpoints_verb", "list, verify and prune checkpoints"),
 }
 
+RANKS = ("run", "train")  # the verbs that every rank of a job calls
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 2, and one sentence stands on stderr, for bad input."""
@@ -40,8 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
         code: int = import_module(VERBS[verb][0]).main(rest)
     except UserError as error:
-        say_alone(str(error), *likely_place(os.environ))
+        # Of the ranks of a job one is to speak; a launcher's variables mean nothing to other verbs.
+        place = likely_place(os.environ) if verb in RANKS else (0, 0)
+        say_alone(str(error), *place)
         return 2
+    except KeyboardInterrupt:
+        if verb in RANKS:  # a script ends as Python ends it
+            raise
+        print("interrupted", file=sys.stderr)
+        return 130
     return code
 
 

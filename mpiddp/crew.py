@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be at work; one that has failed ends the others anyway
+RANK_0_LEFT = "rank 0 left"  # the key that says so, before its store goes
 
 
 class Refused(SystemExit):
@@ -79,6 +80,14 @@ class Crew:
         self._round += 1
         return f"{name}/{self._round}"
 
+    def check_same(self, what: str, value: str, *, mend: str) -> None:
+        """Raise a UserError on all ranks unless all have the same value. All ranks must call this."""
+        values = self.exchange(value, timeout_s=AGREE_TIMEOUT_S)
+        if len(set(values)) > 1:
+            first = {value: self._name(values.index(value)) for value in values}
+            shown = ", ".join(f"{value} ({name})" for value, name in first.items())
+            raise UserError(f"{what} differs: {shown}. {mend}")
+
     @contextlib.contextmanager
     def together(self, *, timeout_s: float = 600.0) -> Iterator[None]:
         """A body that every rank runs, and that succeeds on all ranks or on none.
@@ -127,7 +136,9 @@ class Crew:
                 self.store.set(f"{prefix}/{self.world.rank}", "")
             else:
                 others = range(1, self.world.world_size)
-                self._absent([f"{prefix}/{rank}" for rank in others], LEAVE_TIMEOUT_S)
+                if self._absent([f"{prefix}/{rank}" for rank in others], LEAVE_TIMEOUT_S):
+                    self.store.set(RANK_0_LEFT, "")
+                    time.sleep(2.0)  # for all to read it
 
     def _absent(self, keys: list[str], timeout_s: float) -> list[str]:
         """Those of the keys that nobody has set, once all are or time is up.

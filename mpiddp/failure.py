@@ -14,7 +14,7 @@ import sys
 import threading
 from types import TracebackType
 
-from mpiddp.crew import Crew
+from mpiddp.crew import RANK_0_LEFT, Crew
 from mpiddp.errors import UserError
 
 REFUSED, STOPPED = 2, 75  # exit codes: bad input; stopped on request after a checkpoint
@@ -43,12 +43,15 @@ class Watch:
 
     def stop(self) -> None:
         self._over.set()
+        atexit.unregister(self.stop)
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._show
         if self._thread.is_alive():
             self._thread.join()
 
     def end_the_job(self, code: int) -> None:
         """Let the other ranks end with `code`; this process's own end is still to come."""
-        self.stop()
+        self._over.set()
         with contextlib.suppress(RuntimeError):  # the store has gone with rank 0: all know already
             self._crew.store.set(FAILED, str(code))
 
@@ -98,8 +101,12 @@ class Watch:
             try:
                 if self._store.check([FAILED]):
                     code = self._store.get(FAILED).decode()
-            except RuntimeError:  # rank 0 is gone, and its store with it
+                elif self._store.check([RANK_0_LEFT]):  # in good order, after a long wait for us
+                    return
+            except RuntimeError:
                 code = "1"
+                if self._crew.world.local_rank == 0:
+                    self._tell("ends: rank 0 is gone, and the store with it")
         if code and not self._over.wait(GRACE_S):
             sys.stdout.flush()
             os._exit(int(code))

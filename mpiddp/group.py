@@ -72,6 +72,9 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
     except UserError as error:
         watch.refuse(error)
         raise SystemExit(2) from None
+    except Exception:
+        watch.end_the_job(1)  # also where the script catches it around its `with`
+        raise
     else:
         _leave(_crew, watch, keep_mpi)
     finally:
@@ -121,6 +124,8 @@ def process_group(
         with crew.together():
             backend = choose_backend(backend)
             device = device_of(crew.world, backend)
+        with crew.together():
+            crew.check_same("the backend", backend, mend="Name one: --backend gloo, or nccl.")
         with joined(crew, backend, device, timeout_s=timeout_s):
             yield replace(crew.world, backend=backend, device=str(device))
 

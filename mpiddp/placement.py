@@ -7,6 +7,7 @@ on node1, 4 and 5 on node2.
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,10 +35,11 @@ def misplaced(places: Sequence[Place], placement: str) -> str:
     """ "" if every rank is where `placement` wants it, else a sentence and a table."""
     wanted = expected_hosts(placement)
     addresses = {name: _addresses(name) for name in set(wanted)}
+    short_names = Counter(name.partition(".")[0] for name in addresses)
     pairs = {(name, place.card.host) for name, place in zip(wanted, places, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
     named_right = all(
-        _is_on(place.card, name, addresses[name])
+        _is_on(place.card, name, addresses[name], short_names[name.partition(".")[0]] > 1)
         for name, place in zip(wanted, places, strict=False)
     )
     if len(wanted) == len(places) and one_to_one and named_right:
@@ -65,9 +67,14 @@ def table(places: Sequence[Place], wanted: Sequence[str] = ()) -> str:
     )
 
 
-def _is_on(card: Card, name: str, addresses: frozenset[str]) -> bool:
-    """Whether the card's host is what the hostfile calls `name`: a name, an alias or an address."""
-    if name == "localhost" or name.partition(".")[0] == card.hostname.partition(".")[0]:
+def _is_on(card: Card, name: str, addresses: frozenset[str], is_ambiguous: bool) -> bool:
+    """Whether the card's host is what the hostfile calls `name`: a name, an alias or an address.
+
+    `is_ambiguous`: a.x.org and a.y.org are both in the hostfile, so "a" alone says nothing.
+    """
+    if name in ("localhost", card.hostname):
+        return True
+    if not is_ambiguous and name.partition(".")[0] == card.hostname.partition(".")[0]:
         return True
     own = {interface.address for interface in card.interfaces}
     # A name that rank 0 cannot resolve proves nothing against it: mpirun has reached the host by it.

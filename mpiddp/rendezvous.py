@@ -234,8 +234,9 @@ def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
     """
     sentence = (
         f"rank {world.rank} on {world.hostname}: the ranks did not meet over MPI in {timeout_s:g} s. "
-        "Usual causes: a rank that is still busy starting, or MPI took an interface that not all "
-        "hosts share; name one: --interface eth0, or --mca btl_tcp_if_include 10.0.0.0/24.\n"
+        "Either a rank is still busy starting: give it longer, --timeout 300 (MPIDDP_TIMEOUT=300). "
+        "Or MPI took an interface that not all hosts share: name one, --interface eth0 or "
+        "--mca btl_tcp_if_include 10.0.0.0/24.\n"
     )
     timeout_s += 0.5 * min(world.rank, 20)
     rank_process = os.getpid()

@@ -74,10 +74,8 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
             )
         address = env["MASTER_ADDR"]
     is_server = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if is_server and world.world_size > world.local_world_size:
-        address = resolve_own(address)
-    else:
-        address = resolve(address)
+    spans_hosts = world.world_size > world.local_world_size  # then 127.0.1.1 will not do
+    address = resolve_own(address) if spans_hosts else resolve(address)
     listener = bind(address, port, world.hostname) if is_server else None
     if listener is not None:
         port = listener.getsockname()[1]

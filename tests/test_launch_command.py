@@ -40,7 +40,7 @@ def follows(argv: list[str], *expected: str) -> bool:
         ("openmpi5", "-n 3 -H node1,node1,node0 --map-by seq"),
         ("openmpi4", "-n 3 -H node1,node1,node0 --map-by seq"),
         ("mpich", "-hosts node1:2,node0:1"),
-        ("intelmpi", "-machinefile machines"),
+        ("intelmpi", "-machinefile mpiddp-machines"),
         ("slurm", "--ntasks=3 --distribution=arbitrary --nodelist=node1,node1,node0"),
     ],
 )
@@ -50,8 +50,8 @@ def test_every_rank_has_its_host_in_the_order_of_the_hostfile(mpi: str, placemen
 
 def test_intel_mpi_reads_the_counts_from_a_file() -> None:
     command = compose(MPIS["intelmpi"], replace(UNEQUAL, scratch="/tmp/x"))
-    assert command.files == {"/tmp/x/machines": "node1:2\nnode0:1\n"}
-    assert follows(command.argv, "-machinefile", "/tmp/x/machines")
+    assert command.files == {"/tmp/x/mpiddp-machines": "node1:2\nnode0:1\n"}
+    assert follows(command.argv, "-machinefile", "/tmp/x/mpiddp-machines")
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -128,16 +128,16 @@ def test_names_stay_whole_where_open_mpi_would_take_two_for_one(mpi: str, runtim
 @pytest.mark.parametrize(
     ("mpi", "where"),
     [
-        ("openmpi5", "--mca plm_rsh_args '-F s/ssh_config'"),
-        ("mpich", "HYDRA_LAUNCHER_EXTRA_ARGS='-F s/ssh_config'"),
-        ("intelmpi", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS='-F s/ssh_config'"),
+        ("openmpi5", "--mca plm_rsh_args '-F s/mpiddp-ssh_config'"),
+        ("mpich", "HYDRA_LAUNCHER_EXTRA_ARGS='-F s/mpiddp-ssh_config'"),
+        ("intelmpi", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS='-F s/mpiddp-ssh_config'"),
     ],
 )
 def test_users_and_ports_reach_ssh_in_a_file_before_its_own_settings(mpi: str, where: str) -> None:
     nodes = (Node("node1", 1, user="me", port=2222), Node("node0", 1))
     command = compose(MPIS[mpi], replace(UNEQUAL, nodes=nodes, scratch="s"))
     assert where in command.explained()
-    assert command.files["s/ssh_config"] == (
+    assert command.files["s/mpiddp-ssh_config"] == (
         "Host node1\n  User me\n  Port 2222\n"
         "Host *\n  Include ~/.ssh/config\n  Include /etc/ssh/ssh_config\n"
     )

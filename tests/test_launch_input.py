@@ -91,10 +91,10 @@ ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_P
     [
         ({**ALLOCATED, "SLURM_NTASKS": "8"}, [4, 4]),
         ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "2"}, [2, 2]),
-        (ALLOCATED, [None, None]),
+        (ALLOCATED, [1, 1]),
     ],
 )
-def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int | None]) -> None:
+def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int]) -> None:
     hosts = allocation(env)
     assert hosts is not None
     assert [(host.name, host.slots) for host in hosts.hosts] == list(

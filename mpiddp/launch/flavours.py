@@ -110,7 +110,7 @@ def intel_mpi(mpi: Mpi, request: Request) -> Command:
     if files:
         settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = _ssh_arguments(files)
     # A file, because its -hosts takes no counts and deals the ranks out as it likes.
-    machines = str(PurePath(request.scratch, "machines"))
+    machines = str(PurePath(request.scratch, "mpiddp-machines"))
     files[machines] = "".join(f"{node.name}:{node.ranks}\n" for node in request.nodes)
     flags = [
         flag("-machinefile", machines, why="each host's number of ranks, in order"),
@@ -176,7 +176,7 @@ def _ssh_config(request: Request) -> dict[str, str]:
         return {}
     lines = [line for node in special for line in _ssh_host(node)]
     lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
-    return {str(PurePath(request.scratch, "ssh_config")): "\n".join(lines) + "\n"}
+    return {str(PurePath(request.scratch, "mpiddp-ssh_config")): "\n".join(lines) + "\n"}
 
 
 def _ssh_arguments(files: Mapping[str, str]) -> str:

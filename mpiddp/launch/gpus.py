@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from mpiddp.errors import UserError
@@ -16,8 +16,6 @@ from mpiddp.launch.placement import is_this_host
 
 def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
     """The GPUs that ranks on `host` can use, 0 where there is no nvidia-smi. Asks over ssh.
-
-    CUDA_VISIBLE_DEVICES, which the ranks get from here, narrows them down.
 
     Raises:
         UserError: ssh does not get there.
@@ -42,36 +40,55 @@ def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
         raise UserError(
             f"ssh {host.name}, to count its GPUs: {reason}. Mend the login, or write its slots."
         )
-    installed = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-    return installed if visible is None else min(installed, len(visible.split(",")))
+    return usable(sum(line.startswith("GPU ") for line in done.stdout.splitlines()), env)
+
+
+def usable(installed: int, env: Mapping[str, str]) -> int:
+    """How many of a host's GPUs CUDA_VISIBLE_DEVICES leaves, which the ranks get from here."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return installed
+    return 0 if visible in ("", "-1") else min(installed, len(visible.split(",")))
 
 
 def fit_to_gpus(
-    hosts: Hosts, backend: str | None, count: Callable[[Host], int] = count_gpus
+    hosts: Hosts,
+    backend: str | None,
+    count: Callable[[Host], int] = count_gpus,
+    asked: Collection[Host] = (),
 ) -> tuple[Hosts, list[str]]:
     """`hosts` with every slot count known, and sentences about what the user would not expect.
 
-    A bare host gets a slot per GPU, or one without GPUs. This machine gets no more slots than GPUs,
-    for ranks that share one stop NCCL; without any GPU its slots stay as they are written.
+    A bare host gets a slot per GPU, or one without GPUs. A host has no more slots than GPUs, for
+    ranks that share one stop NCCL; without any GPU its slots stay as they are written.
+
+    Args:
+        backend: what the script's arguments ask for. Ranks over gloo need no GPU of their own.
+        asked: the hosts whose GPUs are known without asking once more.
 
     Raises:
-        UserError: fewer GPUs than slots, and the script's arguments insist on nccl.
+        UserError: fewer GPUs than slots. This machine alone gets fewer ranks instead, which is said,
+            unless the backend is nccl.
     """
     notes: list[str] = []
     fitted: list[Host] = []
     for host in hosts.hosts:
         slots = host.slots
+        is_alone = len(hosts.hosts) == 1 and is_this_host(host.name)
         if slots is None:
             slots = min(count(host) or 1, host.max_slots or sys.maxsize)
-        elif slots > 1 and is_this_host(host.name) and 0 < (gpus := count(host)) < slots:
+        elif slots > 1 and (is_alone or host in asked) and 0 < (gpus := count(host)) < slots:
             found = f"{host.name} has {gpus} GPU{'' if gpus == 1 else 's'} but {slots} slots"
-            if backend == "nccl":
+            if is_alone and backend == "nccl":
                 raise UserError(
                     f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
                     "or leave out --backend nccl."
                 )
-            notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
-            slots = gpus
+            if is_alone:
+                notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
+                slots = gpus
+            elif backend != "gloo":
+                raise UserError(f"{found}: ranks would share GPUs.")
         fitted.append(replace(host, slots=slots))
     return replace(hosts, hosts=tuple(fitted)), notes
 

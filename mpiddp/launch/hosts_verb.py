@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mpiddp.errors import UserError
+from mpiddp.errors import OneSentenceParser, UserError
 from mpiddp.hostfile import (
     MPI_NAMES,
     Host,
@@ -53,16 +53,16 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    keep = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    keep = OneSentenceParser(add_help=False, allow_abbrev=False)
     keep.add_argument(
         "--keep-fqdn", action="store_true", help="allow names that are equal up to the first dot"
     )
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         prog="mpiddp hosts", allow_abbrev=False, description="Check, convert and compare hostfiles."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
 
-    def verb(name: str, purpose: str) -> argparse.ArgumentParser:
+    def verb(name: str, purpose: str) -> OneSentenceParser:
         return verbs.add_parser(
             name, help=purpose, description=purpose, parents=[keep], allow_abbrev=False
         )

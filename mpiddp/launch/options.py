@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
-from mpiddp.errors import UserError
+from mpiddp.errors import OneSentenceParser, UserError
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
 
@@ -33,7 +32,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneSentenceParser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]",
         description="Start a script on every slot of a hostfile, with one mpirun.",
@@ -76,13 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse whose complaints are one sentence, without a page of usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"mpiddp launch: {message}. See: mpiddp launch --help")
 
 
 def _positive(option: str) -> Callable[[str], int]:

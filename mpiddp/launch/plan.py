@@ -14,7 +14,7 @@ from mpiddp.hostfile import Host, Hosts, exclude, parse_host_list, ranks_per_hos
 from mpiddp.launch import slurm
 from mpiddp.launch.command import Node, Request
 from mpiddp.launch.environment import forwarded, parse_exports
-from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus
+from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus, usable
 from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify
 from mpiddp.launch.network import link_to, wished_interfaces
 from mpiddp.launch.placement import is_this_host, name_nodes, report
@@ -39,6 +39,8 @@ def make_plan(
     """
     exports = parse_exports(options.x, env)
     wished = wished_interfaces(options.interface) if options.interface else ()
+    if options.interface in [each.address for each in wished]:  # other hosts have others there
+        options.interface = ",".join(each.network for each in wished)
     # Not resolved: a virtual environment is known by the path of its own python.
     python = Path(sys.executable).absolute()
 
@@ -119,13 +121,13 @@ def _with_slots(
 
     def count(host: Host) -> int:
         if host in facts:
-            return facts[host].gpus
+            return usable(facts[host].gpus, os.environ)
         if options.dry_run and not is_this_host(host.name):
             say(f"{host.name} has no slot count, and a dry run asks no host: taken as 1")
             return 1
         return count_gpus(host)
 
-    hosts, notes = fit_to_gpus(hosts, asked_backend(options.command[1:]), count)
+    hosts, notes = fit_to_gpus(hosts, asked_backend(options.command[1:]), count, facts.keys())
     if (options.hostfile, options.host_list) == (None, None):
         say(f"no hosts named: {hosts.source}, slots={hosts.total_slots}")
     for note in notes:

@@ -123,9 +123,9 @@ class _Asked:
     def complaint(self, wanted: Wanted) -> str | None:
         """What is wrong with this host alone, as one sentence; None if nothing is."""
         name, errors = self.host.name, self.output["stderr"].decode(errors="replace")
-        if self.timed_out:
-            return f"ssh {name}: no answer in {LOOK_TIMEOUT_S:g} s. Try: ssh {name} true"
         answer = self._answer()
+        if answer is None and self.timed_out:
+            return f"ssh {name}: no answer in {LOOK_TIMEOUT_S:g} s. Try: {_ssh(self.host)} true"
         if answer is None:
             return _ssh_complaint(self.host, errors)
         if not answer["has_python"]:
@@ -214,16 +214,25 @@ def _ssh_complaint(host: Host, errors: str) -> str:
     if "Host key verification failed" in errors:
         return (
             f"ssh {name}: its host key is unknown. "
-            f"Check it, then: ssh-keyscan {name} >> ~/.ssh/known_hosts"
+            f"Check it, then: ssh-keyscan {_port(host)}{name} >> ~/.ssh/known_hosts"
         )
     if denied := re.search(r"Permission denied \(([^)]*)\)", errors):
-        return f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id {host.ssh_target}"
+        return f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id {_port(host)}{host.ssh_target}"
     if "Connection refused" in errors:
         return f"ssh {name}: connection refused. Start sshd there, or name its port: port="
     if "timed out" in errors or "No route to host" in errors:
         return f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. Is it switched on, and the network up?"
     last = errors.strip().splitlines()[-1:] or ["it said nothing"]
-    return f"ssh {name} failed: {last[0]}. Try: ssh {name} true"
+    return f"ssh {name} failed: {last[0]}. Try: {_ssh(host)} true"
+
+
+def _ssh(host: Host) -> str:
+    return f"ssh {_port(host)}{host.ssh_target}"
+
+
+def _port(host: Host) -> str:
+    """As ssh, ssh-copy-id and ssh-keyscan all have it."""
+    return f"-p {host.port} " if host.port else ""
 
 
 def _disagreements(facts: Sequence[Facts], wanted: Wanted) -> list[str]:
@@ -236,12 +245,6 @@ def _disagreements(facts: Sequence[Facts], wanted: Wanted) -> list[str]:
     versions = {each.host.name: (each.mpirun or "").partition("\n")[0] for each in facts}
     if len(set(versions.values())) > 1:
         complaints.append(f"{wanted.mpirun} differs: {_by_value(versions)}.")
-    for each in facts:
-        if each.host.slots is not None and 0 < each.gpus < each.host.slots:
-            complaints.append(
-                f"{each.host.name} has {each.gpus} GPUs but {each.host.slots} slots: "
-                "ranks would share GPUs."
-            )
     return complaints
 
 

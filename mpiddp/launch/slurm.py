@@ -16,7 +16,7 @@ def allocation(env: Mapping[str, str]) -> Hosts | None:
     """The allocation that this shell or sbatch script stands in, None outside of any.
 
     A host's slots are the tasks that were asked for on it. Without --ntasks or --ntasks-per-node they
-    stay open, for what Slurm counts then is cores: one rank per GPU, or one on a CPU host.
+    are not what Slurm counts then, which is cores, but its GPUs, or one on a CPU host.
 
     Raises:
         UserError: Slurm's variables are incomplete.
@@ -31,11 +31,9 @@ def allocation(env: Mapping[str, str]) -> Hosts | None:
             "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
         )
     names = expand_nodelist(nodelist)
-    slots: list[int | None] = [None] * len(names)
+    slots = [int(env.get("SLURM_GPUS_ON_NODE") or 1)] * len(names)
     if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
-        slots = [*expand_counts(env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))]
-    elif gpus := env.get("SLURM_GPUS_ON_NODE"):
-        slots = [int(gpus)] * len(names)
+        slots = expand_counts(env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
     if len(slots) != len(names):
         raise UserError(
             f"SLURM_TASKS_PER_NODE={env['SLURM_TASKS_PER_NODE']} does not fit the {len(names)} hosts "

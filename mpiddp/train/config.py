@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from mpiddp.errors import UserError
+from mpiddp.errors import OneSentenceParser, UserError
 from mpiddp.train.schedule import SCHEDULES
 from mpiddp.world import World
 
@@ -106,13 +106,6 @@ def differences(saved: dict[str, Any], config: TrainConfig) -> list[str]:
         for field in fields(config)
         if field.name not in FREE_TO_CHANGE and saved.get(field.name) != getattr(config, field.name)
     ]
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, but bad usage is a UserError: all ranks read the same words, one prints them."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"mpiddp train: {message}. See: mpiddp train --help")
 
 
 def parse(argv: list[str]) -> TrainConfig:
@@ -215,7 +208,7 @@ def _path(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneSentenceParser(
         prog="mpiddp train",
         description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
         "Dashes and underscores in options are the same.",

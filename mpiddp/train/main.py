@@ -59,6 +59,12 @@ def main(argv: list[str]) -> int:
             config = settle(
                 config, world, on_gpu=device.type != "cpu", has_bf16=computes_in_bf16(device)
             )
+        with crew.together():
+            crew.check_same(
+                "what the ranks chose",
+                f"{backend}, {config.arch}, amp {config.amp}, {config.batch_size} images a rank",
+                mend="Name it: --backend, --arch, --amp, --batch-size.",
+            )
         if world.launcher.name == "none":
             say("no launcher: training alone, as rank 0 of 1. For more: mpiddp launch --help")
         with crew.together(timeout_s=PREPARE_TIMEOUT_S):
