@@ -134,8 +134,12 @@ from pathlib import Path
 from mpiddp import checkpoint_dir
 
 root = Path(sys.argv[1])
+
+def fill(folder):
+    (folder / "model.pt").write_bytes(bytes([step % 256]) * 9999)
+
 for step in count(1):
-    checkpoint_dir.write(root, step, lambda f: (f / "model.pt").write_bytes(bytes([step % 256]) * 9999))
+    checkpoint_dir.write(root, step, fill)
     checkpoint_dir.prune(root, 2)
     print(step, flush=True)
 """

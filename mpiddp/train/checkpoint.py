@@ -11,9 +11,8 @@ reads and writes, so the hosts need not share a file system.
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpiddp import checkpoint_dir
+from mpiddp.checkpoint_dir import HashedFile
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, differences
-from mpiddp.train.engine import averaged_buffers
 from mpiddp.train.tensor_file import Unreadable, load_tensors
 
 _TENSOR_FILES = ("model", "trainer", "ranks")
@@ -50,44 +49,25 @@ class Saved:
     ranks: list[dict[str, Any]]  # [world_size]
 
 
-def save(
-    root: Path,
-    progress: Progress,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    config: TrainConfig,
-) -> None:
-    """Write the checkpoint of this step, on rank 0. A collective: every rank must call it.
+def fill(
+    folder: Path, progress: Progress, contents: Mapping[str, Any], config: TrainConfig
+) -> dict[str, str]:
+    """Write the files of a checkpoint and return their SHA-256, by name.
+
+    Args:
+        contents: "model", "trainer" and "ranks", as in `Saved`; tensors on the CPU.
 
     Raises:
-        UserError: on rank 0, when the folder cannot be written; the older checkpoints are untouched.
+        OSError: the disk is full, ….
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(_rank_state(model), ranks)
-
-    def fill(folder: Path) -> None:
-        trainer = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        contents = (model.state_dict(), trainer, ranks)
-        for name, content in zip(_TENSOR_FILES, contents, strict=True):
-            buffer = io.BytesIO()  # torch's own writer hides a full disk behind a RuntimeError
-            torch.save(content, buffer)
-            (folder / f"{name}.pt").write_bytes(buffer.getbuffer())
-        state = {"progress": asdict(progress), "config": config.as_json()}
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
-
-    with averaged_buffers(model):
-        if rank == 0:
-            try:
-                checkpoint_dir.write(root, progress.step, fill)
-                checkpoint_dir.prune(root, max(2, config.keep))
-            except OSError as error:
-                kept = [folder.name for folder in checkpoint_dir.list_steps(root)]
-                raise UserError(
-                    f"{root}: no checkpoint of step {progress.step} can be written: "
-                    f"{error.strerror}. {f'{kept[-1]} is kept.' if kept else 'There is no older one.'}"
-                ) from None
+    hashes = {}
+    for name in _TENSOR_FILES:
+        file = HashedFile(folder / f"{name}.pt")
+        torch.save(contents[name], file)  # type: ignore[arg-type]
+        hashes[f"{name}.pt"] = file.close()
+    state = {"progress": asdict(progress), "config": config.as_json()}
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    return hashes
 
 
 def look(config: TrainConfig, out: Path, say: Callable[[str], None]) -> Saved | None:
@@ -199,7 +179,8 @@ def restore_rank(model: nn.Module, states: list[dict[str, Any]]) -> None:
         torch.cuda.set_rng_state(state["device_rng"])
 
 
-def _rank_state(model: nn.Module) -> dict[str, Any]:
+def rank_state(model: nn.Module) -> dict[str, Any]:
+    """This rank's RNG and own BatchNorm statistics."""
     state: dict[str, Tensor | list[Tensor]] = {
         "cpu_rng": torch.get_rng_state(),
         "buffers": [buffer.cpu() for buffer in model.buffers()],

@@ -13,6 +13,8 @@ import platform
 import time
 from pathlib import Path
 
+from mpiddp import control
+from mpiddp.control import reporting
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
 from mpiddp.world import World, limit_threads
@@ -35,7 +37,11 @@ def main(argv: list[str]) -> int:
             raise
         config = error  # for all ranks to hear, once they have met
     limit_threads(world)
+    with reporting(world):
+        return _train(config, world)
 
+
+def _train(config: TrainConfig | UserError, world: World) -> int:
     # Only now torch: --help and a wrong option answer at once.
     from mpiddp.group import assemble, choose_backend, device_of, joined
     from mpiddp.train import checkpoint
@@ -70,6 +76,8 @@ def main(argv: list[str]) -> int:
             plan = make_plan(config, data, crew)
             model = build_model(config, data)
             saved = checkpoint.look(config, out, say) if world.rank == 0 else None
+        if control.channel is not None and config.out is None:
+            control.channel.say("resume", arguments=["--out", str(out)])
         with crew.together():  # all is well: only now something is written
             _make_out(out, config, world)
 
@@ -88,9 +96,8 @@ def main(argv: list[str]) -> int:
             summary = train(config, plan, crew, data, model, saved, device, out, say)
 
         if summary is None:
-            say(
-                f"stopped at step {config.stop_at_step}; the same command with --out {out} goes on."
-            )
+            if control.channel is not None:
+                control.channel.say("stopped")
             return STOPPED
         if world.rank == 0:
             path = out / "summary.json"
@@ -104,7 +111,8 @@ def main(argv: list[str]) -> int:
 def _make_out(out: Path, config: TrainConfig, world: World) -> None:
     """The run's folder with its configuration. Raises UserError where it cannot be written."""
     try:
-        (out / "logs").mkdir(parents=True, exist_ok=True)  # on every host, if they share no disk
+        for folder in (out / "logs", out / "checkpoints"):  # on every host, if they share no disk
+            folder.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
             (out / "metrics.jsonl").touch()
@@ -119,7 +127,10 @@ class _log:
 
     def __init__(self, out: Path, world: World) -> None:
         self._logger = logging.Logger("mpiddp")
-        handler = logging.FileHandler(out / "logs" / f"rank_{world.rank:05d}.log")
+        path = out / "logs" / f"rank_{world.rank:05d}.log"
+        if control.channel is not None:
+            control.channel.log = str(path)
+        handler = logging.FileHandler(path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(handler)
         self._world = world
