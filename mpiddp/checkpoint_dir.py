@@ -142,8 +142,8 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that verifies; each newer, broken one is reported in a sentence."""
+def survey(root: Path) -> tuple[Path | None, list[tuple[int, str]]]:
+    """The newest checkpoint that verifies, and of each newer, broken one its step and a complaint."""
     complaints = []
     for folder in reversed(list_steps(root)):
         try:
@@ -151,13 +151,23 @@ def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
         except BrokenCheckpoint as error:
             complaints.append((step_of(folder), str(error)))
             continue
-        for step, complaint in complaints:
-            lost = step - step_of(folder)
-            report(f"{complaint}; going on from {folder.name} ({lost} steps lost).")
-        return folder
-    for _, complaint in complaints:
-        report(f"{complaint}; no older one is valid.")
-    return None
+        return folder, complaints
+    return None, complaints
+
+
+def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies; each newer, broken one is reported in a sentence."""
+    newest, complaints = survey(root)
+    for step, complaint in complaints:
+        report(f"{complaint}; {consequence(step, newest)}.")
+    return newest
+
+
+def consequence(broken: int, newest: Path | None) -> str:
+    """What it means that the checkpoint of step `broken` is broken, where `newest` is valid."""
+    if newest is None:
+        return "no older one is valid"
+    return f"going on from {newest.name} ({broken - step_of(newest)} steps lost)"
 
 
 def prune(root: Path, keep: int, *, counts: Callable[[Path], bool] = is_whole) -> list[Path]:
@@ -196,6 +206,18 @@ def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) ->
             )
         if not is_right(path, entry):
             raise BrokenCheckpoint(f"{name}: {file_name} does not match its SHA-256")
+
+
+def compare(manifest: bytes, hashes: Mapping[str, str]) -> None:
+    """Hold files that were copied, by their SHA-256, against the manifest of the original.
+
+    Raises:
+        BrokenCheckpoint: they are not the same.
+    """
+    promised = {name: entry["sha256"] for name, entry in json.loads(manifest).items()}
+    for name in promised.keys() | hashes.keys():
+        if promised.get(name) != hashes.get(name):
+            raise BrokenCheckpoint(f"{name} did not arrive as it was sent")
 
 
 def _remove(folder: Path) -> None:

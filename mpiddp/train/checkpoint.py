@@ -5,14 +5,14 @@
     ranks.pt     each rank's RNG states and own BatchNorm statistics
     state.json   step, epoch, position in the epoch, the configuration
 
-The learning rate and the order of the images are functions of step, epoch and position. Only rank 0
-reads and writes, so the hosts need not share a file system.
+The learning rate and the order of the images are functions of step, epoch and position. One rank
+reads for all, so the hosts need not share a file system.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpiddp import checkpoint_dir
 from mpiddp.checkpoint_dir import HashedFile
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, differences
@@ -70,64 +69,7 @@ def fill(
     return hashes
 
 
-def look(config: TrainConfig, out: Path, say: Callable[[str], None]) -> Saved | None:
-    """What --resume goes on from; None to start anew. Nothing is written. Rank 0 alone calls this.
-
-    Raises:
-        UserError: --resume names what is no valid checkpoint of this configuration, or does not fit
-            what `out` holds.
-    """
-    folder = _find(config.resume, out, say)
-    if folder is None:
-        return None
-    saved = _read(folder, config)
-    say(f"going on from {folder}: step {saved.progress.step}, epoch {saved.progress.epoch}")
-    return saved
-
-
-def _find(resume: str, out: Path, say: Callable[[str], None]) -> Path | None:
-    root = out / "checkpoints"
-    existing = checkpoint_dir.list_steps(root)
-    if resume == "never":
-        traces = [root, *(out / name for name in ("config.json", "metrics.jsonl", "summary.json"))]
-        if found := [path for path in traces if path.exists()]:
-            raise UserError(
-                f"--resume never, but --out {out} holds a run already ({found[0].name}). "
-                "Name another --out, or leave --resume away to go on."
-            )
-        return None
-    if resume == "auto":
-        newest = checkpoint_dir.newest_valid(root, say)
-        if newest is None and existing:
-            raise UserError(f"{root}: no checkpoint in it is valid. Name another --out.")
-        return newest
-    folder = Path(resume)
-    if not folder.exists():
-        raise UserError(
-            f"--resume {resume} not found (looked in {Path.cwd()}). Expected auto, never, a run's "
-            "folder or a checkpoint's."
-        )
-    for candidate in (folder / "checkpoints", folder):  # of a run, or of checkpoints
-        if checkpoint_dir.list_steps(candidate):
-            newest = checkpoint_dir.newest_valid(candidate, say)
-            if newest is None:
-                raise UserError(f"--resume {resume}: no checkpoint in it is valid.")
-            folder = newest
-            break
-    else:
-        try:
-            checkpoint_dir.verify(folder)
-        except checkpoint_dir.BrokenCheckpoint as error:
-            raise UserError(f"--resume {resume}: {error}.") from None
-    if existing and folder.resolve().parent != root.resolve():
-        raise UserError(
-            f"--resume {resume}, but --out {out} holds {existing[-1].name} of its own. "
-            "Name another --out, or leave --resume away to go on from there."
-        )
-    return folder
-
-
-def _read(folder: Path, config: TrainConfig) -> Saved:
+def read(folder: Path, config: TrainConfig) -> Saved:
     """A verified checkpoint's contents.
 
     Raises:
@@ -157,10 +99,10 @@ def _read(folder: Path, config: TrainConfig) -> Saved:
     return Saved(progress, **contents)
 
 
-def broadcast(saved: Saved | None) -> Saved | None:
-    """What rank 0 has, on every rank. A collective: every rank must call it."""
+def broadcast(saved: Saved | None, holder: int) -> Saved | None:
+    """What rank `holder` has, on every rank. A collective: every rank must call it."""
     box = [saved]
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, holder)
     return box[0]
 
 

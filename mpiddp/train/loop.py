@@ -16,14 +16,15 @@ from torch import nn
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.stop import should_stop
-from mpiddp.train import checkpoint
-from mpiddp.train.checkpoint import Progress, Saved
+from mpiddp.train import checkpoint, replicas
+from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Data
 from mpiddp.train.due import Due
 from mpiddp.train.engine import backward, build_optimizer, place, wrap
 from mpiddp.train.evaluate import Score, evaluate, small_images
 from mpiddp.train.metrics import Records, StepTimer, Summary, percentile
+from mpiddp.train.resume import Start
 from mpiddp.train.saver import Saver
 from mpiddp.train.schedule import learning_rate, scaled_lr
 from mpiddp.train.sharding import Shards
@@ -89,7 +90,8 @@ def train(
     crew: Crew,
     data: Data,
     model: nn.Module,
-    saved: Saved | None,
+    start: Start,
+    keepers: list[int],
     device: torch.device,
     out: Path,
     say: Callable[[str], None],
@@ -97,13 +99,15 @@ def train(
     """Train to the end, or until asked to stop: then a checkpoint is saved and None returned.
 
     Args:
-        saved: the checkpoint to go on from, as rank 0 found it; on the other ranks it is not looked at.
+        start: what to go on from.
+        keepers: the ranks that write into `out`, each for the hosts that share its file system.
         say: prints on rank 0 and does nothing elsewhere.
     """
-    start = time.monotonic()
+    started_at = time.monotonic()
     assert config.epochs is not None
     assert config.batch_size is not None
-    saved = checkpoint.broadcast(saved)
+    replicas.complete(start, keepers, out / "checkpoints", crew, device, timeout_s=config.timeout)
+    saved = checkpoint.broadcast(start.saved, start.holder)
     model = place(model, config, device)
     optimizer = build_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
@@ -119,8 +123,8 @@ def train(
         checkpoint.restore_rank(model, saved.ranks)
 
     due = Due(config.save_every, crew, progress.step, timeout_s=config.timeout)
-    saver = Saver(out / "checkpoints", [0], crew, model, optimizer, scaler, config)
-    records = Records(out / "metrics.jsonl" if crew.world.rank == 0 else None, progress.step)
+    saver = Saver(out / "checkpoints", keepers, crew, model, optimizer, scaler, config)
+    records = Records(out / "metrics.jsonl" if crew.world.rank in keepers else None, progress.step)
     timer = StepTimer(device)
     images_of_steps: list[int] = []
     evaluation_batch = max(config.batch_size, small_images(data.shape))
@@ -188,9 +192,7 @@ def train(
                 saver.finish()
             if stops:
                 records.close()
-                say(
-                    f"stopped at step {progress.step}; the same command with --out {out} goes on."
-                )
+                say(f"stopped at step {progress.step}; the same command with --out {out} goes on.")
                 return None
             if is_due or step is steps[-1]:
                 timer.resume()
@@ -216,7 +218,7 @@ def train(
         images_per_s=images / sum(seconds_of_steps) if seconds_of_steps else None,
         step_time_p50_s=percentile(seconds_of_steps, 50),
         step_time_p95_s=percentile(seconds_of_steps, 95),
-        wall_s=time.monotonic() - start,
+        wall_s=time.monotonic() - started_at,
     )
 
 

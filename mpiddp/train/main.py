@@ -5,12 +5,14 @@ The same under mpirun, srun and torchrun; alone it is a job of one rank, and say
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from mpiddp import control
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> int:
 def _train(config: TrainConfig | UserError, world: World) -> int:
     # Only now torch: --help and a wrong option answer at once.
     from mpiddp.group import assemble, choose_backend, device_of, joined
-    from mpiddp.train import checkpoint
+    from mpiddp.train import replicas, resume
     from mpiddp.train.data import open_data, prepare
     from mpiddp.train.engine import build_model, computes_in_bf16, make_deterministic
     from mpiddp.train.loop import make_plan, train
@@ -75,11 +77,17 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             data = open_data(config, world, device)
             plan = make_plan(config, data, crew)
             model = build_model(config, data)
-            saved = checkpoint.look(config, out, say) if world.rank == 0 else None
+        start = resume.find(crew, config, out, say)
         if control.channel is not None and config.out is None:
             control.channel.say("resume", arguments=["--out", str(out)])
-        with crew.together():  # all is well: only now something is written
-            _make_out(out, config, world)
+        with crew.together(), _writing(out):  # all is well: only now something is written
+            for folder in (out / "logs", out / "checkpoints"):  # on every host
+                folder.mkdir(parents=True, exist_ok=True)
+        keepers = replicas.find_keepers(crew, out, timeout_s=config.timeout)
+        with crew.together(), _writing(out):
+            if world.rank in keepers:
+                (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
+                (out / "metrics.jsonl").touch()
 
         if config.deterministic:
             make_deterministic()
@@ -93,7 +101,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                 f"{plan.shards.global_batch_size}, peak lr {plan.peak_lr:g} "
                 f"(--lr {config.lr:g}{' scaled by batch/256' if config.lr_scaling else ''})"
             )
-            summary = train(config, plan, crew, data, model, saved, device, out, say)
+            summary = train(config, plan, crew, data, model, start, keepers, device, out, say)
 
         if summary is None:
             if control.channel is not None:
@@ -108,14 +116,11 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
     return 0
 
 
-def _make_out(out: Path, config: TrainConfig, world: World) -> None:
-    """The run's folder with its configuration. Raises UserError where it cannot be written."""
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """A body that writes into the run's folder. Raises UserError where it cannot be written."""
     try:
-        for folder in (out / "logs", out / "checkpoints"):  # on every host, if they share no disk
-            folder.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0:
-            (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
-            (out / "metrics.jsonl").touch()
+        yield
     except OSError as error:
         raise UserError(
             f"--out {out} cannot be written: {error.strerror}. Name another folder."

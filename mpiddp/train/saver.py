@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.engine import averaged_buffers
+from mpiddp.train.replicas import warn
 from mpiddp.train.snapshot import HostMemory
 
 
@@ -101,11 +101,7 @@ class Saver:
             with self._crew.together():
                 if problem:
                     raise UserError(problem)
-        if self._crew.world.rank == 0:
-            for rank, sentence in enumerate(problems):
-                if sentence:
-                    host = self._crew.hostnames[rank]
-                    print(f"warning: {host}: {sentence}", file=sys.stderr, flush=True)
+        warn(self._crew, problems)
 
     def _gathered(self, state: dict[str, Any]) -> list[Any]:
         """Every rank's state on the keepers: [world_size]."""
