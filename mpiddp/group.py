@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from mpiddp import control, stop
 from mpiddp.crew import Crew, Refused
 from mpiddp.errors import UserError
 from mpiddp.failure import Watch
@@ -65,21 +66,34 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         raise
     except SystemExit as end:
         if end.code:
+            _tell_first(_crew)
             watch.exits(end.code if isinstance(end.code, int) else 1)
         else:
             _leave(_crew, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
         raise
     except UserError as error:
+        _tell_first(_crew)
         watch.refuse(error)
         raise SystemExit(2) from None
+    except BaseException:
+        _tell_first(_crew)
+        raise
     else:
         _leave(_crew, watch, keep_mpi)
     finally:
         _is_assembled = False
 
 
+def _tell_first(crew: Crew) -> None:
+    """The launcher will want to know; this says nothing where there is none."""
+    if control.channel is not None:
+        control.channel.is_first = crew.fails_first()
+
+
 def _leave(crew: Crew, watch: Watch, keep_mpi: bool) -> None:
     """At the end of a body that succeeded: after an error there is nobody to wait for."""
+    with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
+        stop.current().promise(crew.store, crew.world.rank, 0)
     crew.leave()
     watch.stop()
     if keep_mpi:

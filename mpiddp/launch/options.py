@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -68,6 +69,27 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=_positive("--timeout"), metavar="S", help="seconds the ranks have to meet"
     )
 
+    add = parser.add_argument_group("when to end")
+    add.add_argument(
+        "--stop-after",
+        type=duration("--stop-after"),
+        metavar="55m",
+        help="then stop as after a Ctrl-C: save, leave with code 75",
+    )
+    add.add_argument(
+        "--grace",
+        type=duration("--grace"),
+        default=30.0,
+        metavar="S",
+        help="how long the ranks may take to stop (default 30)",
+    )
+    add.add_argument(
+        "--hang-timeout",
+        type=duration("--hang-timeout"),
+        metavar="S",
+        help="end the job when no rank makes a step for so long (default: never)",
+    )
+
     add = parser.add_argument_group("what to show")
     add.add_argument("--dry-run", action="store_true", help="explain the command, start nothing")
     add.add_argument("--report", action="store_true", help="print which ranks run where")
@@ -83,6 +105,22 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"mpiddp launch: {message}. See: mpiddp launch --help")
+
+
+def duration(option: str) -> Callable[[str], float]:
+    """Reads "90", "90s", "55m" and "1.5h", and returns seconds."""
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+        seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+        if not seconds > 0:
+            raise UserError(f"{option} {text}: expected a time, as in 90, 90s, 55m or 1.5h.")
+        return seconds
+
+    return parse
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def _positive(option: str) -> Callable[[str], int]:

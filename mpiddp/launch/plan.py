@@ -16,7 +16,7 @@ from mpiddp.launch.command import Node, Request
 from mpiddp.launch.environment import forwarded, parse_exports
 from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus
 from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify
-from mpiddp.launch.network import link_to, wished_interfaces
+from mpiddp.launch.network import address_towards, link_to, wished_interfaces
 from mpiddp.launch.placement import is_this_host, name_nodes, report
 from mpiddp.network import Interface
 
@@ -73,6 +73,7 @@ def make_plan(
         interface=interface.name if interface else None,
         networks=networks,
         as_root=os.geteuid() == 0,
+        control_address=_control_address(nodes, interface),
     )
 
 
@@ -153,6 +154,14 @@ def _network(
     if link is None:
         return None, ()
     return link.interface, (link.interface.network,) if link.is_direct else ()
+
+
+def _control_address(nodes: Sequence[Node], interface: Interface | None) -> str | None:
+    """The one address of this machine that all ranks can reach, and nobody else needs to."""
+    others = [node.name for node in nodes if not is_this_host(node.name)]
+    if not others:
+        return "127.0.0.1"
+    return interface.address if interface else address_towards(others[0])
 
 
 def _settings(

@@ -93,10 +93,15 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
 def _command(host: Host, is_local: bool) -> list[str]:
     if is_local:
         return ["sh", "-c", _FAR_SHELL]
+    return [*ssh_to(host), _FAR_SHELL]
+
+
+def ssh_to(host: Host) -> list[str]:
+    """ssh's own checks stay as the user has set them; it asks for nothing."""
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
     port = ["-p", str(host.port)] if host.port else []
     # "--" ends ssh's options; the hostfile's grammar already lets no name begin with a dash.
-    return ["ssh", *options, *port, "--", host.ssh_target, _FAR_SHELL]
+    return ["ssh", *options, *port, "--", host.ssh_target]
 
 
 def _far_python(wanted: Wanted) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from mpiddp import control
 from mpiddp.control import reporting
 from mpiddp.errors import UserError
+from mpiddp.stop import will_ask
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
 from mpiddp.world import World, limit_threads
 
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
         config = error  # for all ranks to hear, once they have met
     limit_threads(world)
     with reporting(world):
+        will_ask()
         return _train(config, world)
 
 
@@ -78,8 +80,8 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             plan = make_plan(config, data, crew)
             model = build_model(config, data)
         start = resume.find(crew, config, out, say)
-        if control.channel is not None and config.out is None:
-            control.channel.say("resume", arguments=["--out", str(out)])
+        if config.out is None:
+            control.say("resume", arguments=["--out", str(out)])
         with crew.together(), _writing(out):  # all is well: only now something is written
             for folder in (out / "logs", out / "checkpoints"):  # on every host
                 folder.mkdir(parents=True, exist_ok=True)
@@ -104,8 +106,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             summary = train(config, plan, crew, data, model, start, keepers, device, out, say)
 
         if summary is None:
-            if control.channel is not None:
-                control.channel.say("stopped")
+            control.say("stopped")
             return STOPPED
         if world.rank == 0:
             path = out / "summary.json"
@@ -133,8 +134,7 @@ class _log:
     def __init__(self, out: Path, world: World) -> None:
         self._logger = logging.Logger("mpiddp")
         path = out / "logs" / f"rank_{world.rank:05d}.log"
-        if control.channel is not None:
-            control.channel.log = str(path)
+        control.say("log", path=str(path))
         handler = logging.FileHandler(path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(handler)
