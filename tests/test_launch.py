@@ -210,5 +210,5 @@ def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
     done = subprocess.run(
         command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30
     )
-    assert done.stdout == "End(code=7, interrupted=False)\n"
+    assert done.stdout == "End(code=7, interrupted=False, was_killed=False)\n"
     assert running(str(daemon)) == []

@@ -21,6 +21,7 @@ _WORDS: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
     "log": {"path": (str,)},  # where a traceback will be found
     "resume": {"arguments": (list,)},
+    "batch": {"images": (int,), "per_backward": (int,)},
     "aware": {},
     "progress": {"step": (int,)},
     "stacks": {"text": (str,), "step": (int,)},

@@ -18,10 +18,8 @@ from mpiddp.launch.channel import Listener
 from mpiddp.launch.command import Request
 from mpiddp.launch.flavours import compose
 from mpiddp.launch.mpi import Mpi, with_own_folder
-from mpiddp.launch.record import Record
+from mpiddp.launch.record import Batch, Record
 from mpiddp.launch.supervisor import End, Limits, Supervisor
-
-__all__ = ["Limits", "Outcome", "attempt"]
 
 DONE, FAILED, BAD_INPUT, STOPPED_AFTER_CHECKPOINT, INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -38,6 +36,7 @@ class Outcome:
     code: int
     sentence: str = ""
     resume: tuple[str, ...] = ()
+    batch: Batch | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -70,31 +69,35 @@ def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
         if listener is not None:
             listener.close()
     outcome = _outcome(mpi, end, record, is_hanging=supervisor.is_hanging)
+    outcome = replace(outcome, resume=record.resume, batch=record.batch)
     if outcome.code not in (DONE, BAD_INPUT, STOPPED_AFTER_CHECKPOINT) and mpi.flavour != "slurm":
         from mpiddp.launch.sweep import sweep
 
-        sweep(request.nodes, job, request.job[0], say)
+        silent = record.silent_hosts()
+        nodes = [node for node in request.nodes if node.name not in silent]
+        sweep(nodes, job, request.job[0], say)
     return outcome
 
 
 def _outcome(mpi: Mpi, end: End, record: Record, *, is_hanging: bool) -> Outcome:
-    resume = record.resume
     if record.all_stopped:
-        return Outcome(STOPPED_AFTER_CHECKPOINT, "stopped on request.", resume)
+        return Outcome(STOPPED_AFTER_CHECKPOINT, "stopped on request.")
     if is_hanging:
-        return Outcome(FAILED, "the ranks that hang were stopped.", resume)
+        return Outcome(FAILED, "the ranks that hang were stopped.")
     if end.interrupted and not (record.all_done and record.aware):
-        return Outcome(INTERRUPTED, "interrupted: the job was stopped.", resume)
+        return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
     if record.all_done:
         return Outcome(DONE)
+    if end.was_killed:
+        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
     first = record.first_failure()
     if first is None:
         if end.code in (DONE, BAD_INPUT, STOPPED_AFTER_CHECKPOINT) and not record.started:
             return _silent_job(end)
-        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.", resume)
+        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED_AFTER_CHECKPOINT):
-        return Outcome(first.facts["code"], "", resume)  # it has said why
-    return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)), resume)
+        return Outcome(first.facts["code"], "")  # it has said why
+    return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)))
 
 
 def _silent_job(end: End) -> Outcome:

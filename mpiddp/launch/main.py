@@ -31,14 +31,9 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print(compose(mpi, request).explained())
         return 0
-    from mpiddp.launch.job import Limits, attempt  # a dry run has no use for sockets and secrets
+    from mpiddp.launch.restarts import run  # a dry run has no use for sockets and secrets
 
-    limits = Limits(
-        grace_s=options.grace,
-        stop_after_s=options.stop_after,
-        hang_timeout_s=options.hang_timeout,
-    )
-    outcome = attempt(mpi, request, limits, _say)
+    outcome = run(options, mpi, request, started_at, _say)
     if outcome.sentence:
         _say(outcome.sentence)
     if outcome.goes_on:

@@ -20,6 +20,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         UserError: an option or a number that makes no sense, or no script that exists.
     """
     options = _parser().parse_args(argv)
+    options.can_shrink = (options.min_hosts, options.min_ranks) != (None, None)
+    options.ranks_divide = None  # what the number of ranks has to divide, at a restart
     options.is_module = options.module is not None
     options.command = options.module if options.is_module else options.script
     if options.command[:1] == ["--"]:
@@ -67,6 +69,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument(
         "--timeout", type=_positive("--timeout"), metavar="S", help="seconds the ranks have to meet"
+    )
+
+    add = parser.add_argument_group("when something fails")
+    add.add_argument(
+        "--max-restarts",
+        type=_whole("--max-restarts"),
+        default=0,
+        metavar="K",
+        help="start a job that failed again, from its newest checkpoint (default 0 times)",
+    )
+    add.add_argument(
+        "--min-hosts",
+        type=_positive("--min-hosts"),
+        metavar="H",
+        help="go without hosts that are broken, as long as so many are left",
+    )
+    add.add_argument(
+        "--min-ranks",
+        type=_positive("--min-ranks"),
+        metavar="N",
+        help="the same, as long as so many ranks are left",
     )
 
     add = parser.add_argument_group("when to end")
@@ -121,6 +144,10 @@ def duration(option: str) -> Callable[[str], float]:
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def _whole(option: str) -> Callable[[str], int]:
+    return lambda text: 0 if text == "0" else _positive(option)(text)
 
 
 def _positive(option: str) -> Callable[[str], int]:

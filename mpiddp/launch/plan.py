@@ -7,9 +7,11 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts, exclude, parse_host_list, ranks_per_host, read_hostfile
 from mpiddp.launch import slurm
 from mpiddp.launch.command import Node, Request
@@ -18,6 +20,7 @@ from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus
 from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify
 from mpiddp.launch.network import address_towards, link_to, wished_interfaces
 from mpiddp.launch.placement import is_this_host, name_nodes, report
+from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
 
 if TYPE_CHECKING:
@@ -47,8 +50,10 @@ def make_plan(
     mpi = identify(find_srun(env) if uses_srun else find_mpirun(options.mpirun, python, env), env)
     if options.verbose:
         say(f"{mpi.name}, {mpi.program}")
-    facts = _look(options, mpi, python, hosts, env)
-    nodes = _nodes(options, mpi, _with_slots(options, hosts, facts, say))
+    all_hosts = hosts
+    hosts, facts = _fit(options, mpi, python, hosts, env, say)
+    hosts = _with_slots(options, hosts, facts, say)
+    nodes = _nodes(options, mpi, hosts, fewer=hosts.hosts != all_hosts.hosts)
     if options.verbose or options.dry_run:  # --report shows what the ranks find
         for line in report(nodes):
             say(line)
@@ -113,6 +118,27 @@ def _look(
     return look(hosts.hosts, local, wanted)
 
 
+def _fit(
+    options: argparse.Namespace,
+    mpi: Mpi,
+    python: Path,
+    hosts: Hosts,
+    env: Mapping[str, str],
+    say: Say,
+) -> tuple[Hosts, dict[Host, Facts]]:
+    """The hosts that can be used, as far as the user can do with fewer than all, and their facts."""
+    try:
+        return hosts, _look(options, mpi, python, hosts, env)
+    except Unfit as unfit:
+        fit = tuple(host for host in hosts.hosts if host not in unfit.complaints)
+        if not options.can_shrink or len(fit) < (options.min_hosts or 1):
+            raise
+        for complaint in unfit.complaints.values():
+            say(f"left out: {complaint}")
+    hosts = replace(hosts, hosts=fit)
+    return hosts, _look(options, mpi, python, hosts, env)
+
+
 def _with_slots(
     options: argparse.Namespace, hosts: Hosts, facts: Mapping[Host, Facts], say: Say
 ) -> Hosts:
@@ -134,8 +160,18 @@ def _with_slots(
     return hosts
 
 
-def _nodes(options: argparse.Namespace, mpi: Mpi, hosts: Hosts) -> tuple[Node, ...]:
-    placed = ranks_per_host(hosts, options.n, options.npernode)
+def _nodes(options: argparse.Namespace, mpi: Mpi, hosts: Hosts, *, fewer: bool) -> tuple[Node, ...]:
+    """Args: fewer: some hosts were left out, so that there may be less than `-n` ranks."""
+    n = options.n
+    if fewer and n is not None:
+        n = min(n, hosts.total_slots)
+    placed = ranks_per_host(hosts, n, options.npernode)
+    if options.ranks_divide is not None:  # the images of a step
+        most = sum(count for _, count in placed)
+        n = max(n for n in range(1, most + 1) if options.ranks_divide % n == 0)
+        placed = ranks_per_host(hosts, n, options.npernode)
+    if (n := sum(count for _, count in placed)) < (options.min_ranks or 1):
+        raise UserError(f"only {n} ranks can be started, and --min-ranks is {options.min_ranks}.")
     if mpi.flavour == "slurm":
         return tuple(Node(host.name, ranks) for host, ranks in placed)
     own_name = socket.gethostname()

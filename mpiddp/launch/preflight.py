@@ -22,6 +22,7 @@ import mpiddp.network
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host
 from mpiddp.launch import probe
+from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
 
 CONNECT_TIMEOUT_S = 5
@@ -73,7 +74,8 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
     """Ask every host at once. `local` says which of them is this machine, which needs no ssh.
 
     Raises:
-        UserError: a sentence for each host that cannot be used, with the command that mends it.
+        Unfit: hosts that cannot be used.
+        UserError: hosts that do not fit together.
     """
     script = f"{wanted.python}\n{_far_python(wanted)}"
     asked = [
@@ -81,9 +83,9 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
         for host, is_local in zip(hosts, local, strict=True)
     ]
     _converse(asked)
-    complaints = [complaint for each in asked if (complaint := each.complaint(wanted))]
-    if complaints:
-        raise UserError("\n".join(complaints))
+    unfit = {each.host: complaint for each in asked if (complaint := each.complaint(wanted))}
+    if unfit:
+        raise Unfit(unfit)
     facts = [each.facts() for each in asked]
     if complaints := _disagreements(facts, wanted):
         raise UserError("\n".join(complaints))

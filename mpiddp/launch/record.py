@@ -17,6 +17,14 @@ _FIRST_S = 5.0  # the others' words may overtake those of the rank that the stor
 _SILENCE_S = 15.0  # before a host is known to be gone
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Images of one step, and of one backward pass, over all ranks: these are dealt out evenly."""
+
+    images: int
+    per_backward: int
+
+
 @dataclass
 class Record:
     """All that is known of a job's ranks. `hosts` are those that the ranks are wanted on."""
@@ -30,6 +38,7 @@ class Record:
     steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
     stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
     logs: dict[int, str] = field(default_factory=dict)
+    batch: Batch | None = None
     resume: tuple[str, ...] = ()  # what to add to the command, for it to go on
 
     def note(self, word: Word) -> None:
@@ -48,6 +57,8 @@ class Record:
                 self.logs[rank] = facts["path"]
             case "resume":
                 self.resume = tuple(facts["arguments"])
+            case "batch":
+                self.batch = Batch(facts["images"], facts["per_backward"])
             case "stopped":
                 self.stopped[rank] = facts
             case "done":
@@ -75,6 +86,10 @@ class Record:
         did so long before it was noticed.
         """
         return min(self.failures.values(), key=_began, default=None)
+
+    def silent_hosts(self) -> set[str]:
+        """Those of `hosts` that nothing comes from any more."""
+        return {self.hosts[rank] for rank, word in self.failures.items() if _is_silent(word)}
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.started.get(rank, {}).get('host', self.hosts[rank])}"

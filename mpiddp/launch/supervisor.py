@@ -37,10 +37,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class End:
-    """How mpirun ended: its code (-N when signal N killed it), and whether we were told to stop."""
+    """How mpirun ended: its code (-N when signal N killed it), and whether we were told to stop.
+
+    `was_killed`: by a signal that was not ours.
+    """
 
     code: int
     interrupted: bool
+    was_killed: bool = False
 
 
 class Supervisor:
@@ -83,7 +87,9 @@ class Supervisor:
             self._await_last_words(signals)
             self._selector.unregister(signals)
             process.sweep(0.0 if self._stops > 1 else process.SWEEP_S)
-        return End(self._mpirun.returncode, interrupted=self._stops > 0)
+        code = self._mpirun.returncode
+        was_killed = code < 0 and not self._is_ending
+        return End(code, interrupted=self._stops > 0, was_killed=was_killed)
 
     def _in(self, seconds: float, action: Callable[[], None]) -> None:
         self._agenda.append((time.monotonic() + seconds, action))
@@ -119,9 +125,11 @@ class Supervisor:
             self._tell("stop")
         if word.rank in self._record.failures and not self._is_failing:
             self._is_failing = True
-            # Most launchers end the other ranks by now, and the ranks' own watch does under all.
-            self._in(SPREAD_S, lambda: self._tell("end", code=1))
-            self._in(SPREAD_S + 2.0, self._stop_mpirun)
+            # Most launchers end the other ranks by then, and the ranks' own watch does under all;
+            # but nobody else notices that a host has fallen silent.
+            spread_s = 0.0 if word.facts.get("silent") else SPREAD_S
+            self._in(spread_s, lambda: self._tell("end", code=1))
+            self._in(spread_s + 1.0, self._stop_mpirun)
         if self._listener is not None and not self._listener.connected and self._record.done:
             self._in(FAREWELL_S, self._stop_mpirun)
 

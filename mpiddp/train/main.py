@@ -80,8 +80,11 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             plan = make_plan(config, data, crew)
             model = build_model(config, data)
         start = resume.find(crew, config, out, say)
-        if config.out is None:
-            control.say("resume", arguments=["--out", str(out)])
+        images = plan.shards.global_batch_size
+        control.say("batch", images=images, per_backward=images // config.grad_accum_steps)
+        ours = [] if config.out else ["--out", str(out)]
+        again = ["--resume", "auto"] if config.resume == "never" else []
+        control.say("resume", arguments=ours + again)
         with crew.together(), _writing(out):  # all is well: only now something is written
             for folder in (out / "logs", out / "checkpoints"):  # on every host
                 folder.mkdir(parents=True, exist_ok=True)
