@@ -54,11 +54,11 @@ def test_a_full_disk(host: Host) -> None:
     """Two checkpoints fit, and a part of the third."""
     with disk(host, 2.5 * CHECKPOINT_MB):
         command = [*COMMAND, "--steps-per-epoch=5"]
-        ran = host.run([*command, "--on-save-error=stop"], env=ENV, cwd=ROOT)
         sentence = (
             f"no space left for a checkpoint in {SAVES}: step 3 needs 2.2 MB, has 1.4 MB. "
             "step_00000002 is kept."
         )
+        ran = host.run([*command, "--on-save-error=stop"], env=ENV, cwd=ROOT)
         assert (ran.returncode, ran.stderr) == (2, sentence + "\n")
         assert valid(host) == ["step_00000001", "step_00000002"]
         assert len(list(host.path(SAVES).iterdir())) == 2, "half of one was left"
@@ -78,6 +78,20 @@ def test_a_full_disk(host: Host) -> None:
         assert (ran.returncode, ran.stderr) == (0, "")
         assert "step_00000002: step 2" in ran.stdout
         assert valid(host) == ["step_00000004", "step_00000005"]
+
+
+def test_all_ranks_hear_of_a_full_disk(host: Host) -> None:
+    """Only rank 0 writes; rank 1 leaves with it, at the next save."""
+    launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2"]
+    with disk(host, 0.5 * CHECKPOINT_MB):
+        command = [*launch, *COMMAND[1:], "--steps-per-epoch=9", "--on-save-error=stop"]
+        ran = host.run(command, env=ENV, cwd=ROOT)
+        assert ran.returncode == 2, ran.stderr
+        assert (
+            f"rank 0 on node0: no space left for a checkpoint in {SAVES}: step 1 needs 2.2 MB, "
+            "has 1.2 MB. There is no older one.\n"
+        ) in ran.stderr
+        assert valid(host) == []
 
 
 def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:

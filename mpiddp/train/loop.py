@@ -106,7 +106,7 @@ def train(
     started_at = time.monotonic()
     assert config.epochs is not None
     assert config.batch_size is not None
-    replicas.complete(start, keepers, out / "checkpoints", crew, device, timeout_s=config.timeout)
+    replicas.complete(start, keepers, out, crew, device, timeout_s=config.timeout)
     saved = checkpoint.broadcast(start.saved, start.holder)
     model = place(model, config, device)
     optimizer = build_optimizer(model, config)

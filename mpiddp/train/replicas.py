@@ -25,6 +25,7 @@ from mpiddp.errors import UserError
 from mpiddp.train.resume import Start
 
 CHUNK_BYTES = 16 << 20
+RECORDS = "metrics.jsonl"
 
 
 def find_keepers(crew: Crew, out: Path, *, timeout_s: float) -> list[int]:
@@ -57,33 +58,46 @@ def find_keepers(crew: Crew, out: Path, *, timeout_s: float) -> list[int]:
 def complete(
     start: Start,
     keepers: list[int],
-    root: Path,
+    out: Path,
     crew: Crew,
     device: torch.device,
     *,
     timeout_s: float,
 ) -> None:
-    """Bring what is gone on from into `root` on the hosts that lack it. A host that cannot take it is
-    warned of: the training has it all the same.
+    """Bring what is gone on from into `out` on the hosts that lack it, and the records before it.
 
-    A collective: every rank must call it.
+    A host that cannot take it is warned of: the training has it all the same. A collective: every
+    rank must call it.
     """
     receivers = [rank for rank in start.lacking if rank in keepers]
     if start.folder is None or not receivers:
         return
-    is_source = crew.world.rank == start.holder
-    own = [(p.name, p.stat().st_size) for p in _files(start.folder)] if is_source else []
-    files = json.loads(crew.exchange(json.dumps(own), timeout_s=timeout_s)[start.holder])
-    chunks = _chunks(start.holder, start.folder, files, device)
+    source = start.holder
+    is_receiver = crew.world.rank in receivers
+    records = start.folder.parent.parent / RECORDS
+    own = _files(start.folder, records) if crew.world.rank == source else []
+    files = json.loads(crew.exchange(json.dumps(own), timeout_s=timeout_s)[source])
     problem = ""
-    if crew.world.rank in receivers:
+
+    chunks = _chunks(source, start.folder, files[:-1], device)
+    if is_receiver:
         step = checkpoint_dir.step_of(start.folder)
         try:
-            checkpoint_dir.write(root, step, lambda folder: _receive(folder, chunks))
+            checkpoint_dir.write(out / "checkpoints", step, lambda f: _receive(f, chunks))
         except (OSError, BrokenCheckpoint) as error:
             problem = f"no copy of {start.folder.name} is kept: {error}"
     for _ in chunks:  # every rank takes part in every broadcast
         pass
+
+    copy = HashedFile(out / RECORDS) if is_receiver else None
+    for _, piece in _chunks(source, records.parent, files[-1:], device):
+        if copy is not None:
+            copy.write(piece)
+    if copy is not None:
+        try:
+            copy.close()
+        except OSError as error:
+            problem = problem or f"no copy of {RECORDS} is kept: {error}"
     warn(crew, crew.exchange(problem, timeout_s=timeout_s))
 
 
@@ -95,10 +109,17 @@ def warn(crew: Crew, problems: list[str]) -> None:
                 print(f"warning: {host}: {problem}", file=sys.stderr, flush=True)
 
 
-def _files(folder: Path) -> list[Path]:
-    """What is sent: the proof first, and not COMPLETE, which the receiver makes by itself."""
-    contents = sorted(p for p in folder.iterdir() if p.name != checkpoint_dir.COMPLETE)
-    return sorted(contents, key=lambda p: p.name != checkpoint_dir.MANIFEST)
+def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
+    """What is sent, names and bytes: the manifest, the other files, at last the records.
+
+    Not COMPLETE: who receives a checkpoint makes it when all has come.
+    """
+    contents = [path for path in folder.iterdir() if path.name != checkpoint_dir.COMPLETE]
+    contents.sort(key=lambda path: (path.name != checkpoint_dir.MANIFEST, path.name))
+    return [
+        *((path.name, path.stat().st_size) for path in contents),
+        (records.name, records.stat().st_size if records.exists() else 0),
+    ]
 
 
 def _chunks(
@@ -108,7 +129,7 @@ def _chunks(
     for name, size in files:
         with contextlib.ExitStack() as stack:
             is_source = dist.get_rank() == source
-            file = stack.enter_context((folder / name).open("rb")) if is_source else None
+            file = stack.enter_context((folder / name).open("rb")) if is_source and size else None
             for start in range(0, size, CHUNK_BYTES):
                 chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
                 if file is not None:
