@@ -175,7 +175,7 @@ def reporting(world: World) -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if end.code:
+        if end.code and not _stopped(end):
             code = end.code if isinstance(end.code, int) else 1
             channel.failed(code, "" if isinstance(end.code, int) else str(end.code))
         else:
@@ -191,6 +191,13 @@ def reporting(world: World) -> Iterator[None]:
         raise
     else:
         channel.done()
+
+
+def _stopped(end: SystemExit) -> bool:
+    """Whether this is the end that somebody asked for."""
+    from mpiddp.stop import STOPPED, current
+
+    return end.code == STOPPED and current().has_stopped
 
 
 def describe(error: BaseException) -> str:

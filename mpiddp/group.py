@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp import control, stop
-from mpiddp.crew import Crew, Refused
+from mpiddp.crew import LEAVE_TIMEOUT_S, Crew, Refused
 from mpiddp.errors import UserError
 from mpiddp.failure import Watch
 from mpiddp.placement import Place, misplaced, table
@@ -65,7 +65,7 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         watch.stop()
         raise
     except SystemExit as end:
-        if end.code:
+        if end.code and not (end.code == stop.STOPPED and stop.current().has_stopped):
             _tell_first(_crew)
             watch.exits(end.code if isinstance(end.code, int) else 1)
         else:
@@ -94,6 +94,9 @@ def _leave(crew: Crew, watch: Watch, keep_mpi: bool) -> None:
     """At the end of a body that succeeded: after an error there is nobody to wait for."""
     with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
         stop.current().promise(crew.store, crew.world.rank, 0)
+    if stop.current().has_stopped:
+        # With a code other than 0 the first to leave ends the others, and these may still be saving.
+        crew.exchange("", timeout_s=LEAVE_TIMEOUT_S)
     crew.leave()
     watch.stop()
     if keep_mpi:

@@ -20,6 +20,7 @@ from mpiddp import control
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+STOPPED = 75  # the exit code, EX_TEMPFAIL: the same command goes on
 ASKED, PROMISE, STEP = "stop/asked", "stop/promise", "stop/step"  # keys of the crew's store
 AHEAD = 2  # steps, so that a rank need not wait where they take longer than the agreement does
 
@@ -33,7 +34,7 @@ class Stop:
         self._promise: int | None = None
         self._step: int | None = None
         self._decided = threading.Event()
-        self._has_told = False
+        self.has_stopped = False  # this script ends early, as it was asked to
         self.asked = threading.Event()
         self.is_aware = False  # whether the script will ask
         self.is_alone = True  # until a watch looks after it
@@ -60,10 +61,14 @@ class Stop:
         if must_wait:
             self._decided.wait()
         stops = self._step is not None and self._calls >= self._step
-        if stops and not self._has_told:
-            self._has_told = True
-            control.say("stopped")
+        if stops:
+            self.stopped()
         return stops
+
+    def stopped(self) -> None:
+        if not self.has_stopped:
+            self.has_stopped = True
+            control.say("stopped")
 
     def look(self, store: Store, rank: int, world_size: int) -> None:
         """Take the next step of the agreement; the watch calls this now and then."""
@@ -109,6 +114,11 @@ def should_stop() -> bool:
     costs microseconds; no rank waits for another one, except in the step or two after a request.
     """
     return _stop.should_stop()
+
+
+def stopped() -> None:
+    """This job ends early with all that it had, for another reason than a request."""
+    _stop.stopped()
 
 
 def will_ask() -> None:

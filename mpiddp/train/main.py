@@ -18,11 +18,10 @@ from pathlib import Path
 from mpiddp import control
 from mpiddp.control import reporting
 from mpiddp.errors import UserError
-from mpiddp.stop import will_ask
+from mpiddp.stop import STOPPED, stopped, will_ask
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
 from mpiddp.world import World, limit_threads
 
-STOPPED = 75  # EX_TEMPFAIL: a checkpoint is saved, the same command goes on
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
 
 
@@ -109,7 +108,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             summary = train(config, plan, crew, data, model, start, keepers, device, out, say)
 
         if summary is None:
-            control.say("stopped")
+            stopped()
             return STOPPED
         if world.rank == 0:
             path = out / "summary.json"
