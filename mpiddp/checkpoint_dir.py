@@ -204,7 +204,13 @@ def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) ->
             raise BrokenCheckpoint(
                 f"{name}: {file_name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
             )
-        if not is_right(path, entry):
+        try:
+            matches = is_right(path, entry)
+        except OSError as error:  # a bad sector, a server that is gone
+            raise BrokenCheckpoint(
+                f"{name}: {file_name} cannot be read: {error.strerror}"
+            ) from None
+        if not matches:
             raise BrokenCheckpoint(f"{name}: {file_name} does not match its SHA-256")
 
 

@@ -212,6 +212,14 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     assert complaint(folder) == "it was never completed"
 
 
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """The start of a process's memory gives an I/O error, as a bad sector does."""
+    folder = checkpoint_dir.write(tmp_path, 1, lambda folder: (folder / "model.pt").touch())
+    (folder / "model.pt").unlink()
+    (folder / "model.pt").symlink_to("/proc/self/mem")
+    assert complaint(folder) == "model.pt cannot be read: Input/output error"
+
+
 def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")

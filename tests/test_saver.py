@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from mpiddp.train.due import Due, Every, parse_every
 from mpiddp.train.snapshot import HostMemory
 from mpiddp.world import World
 from tests.ranks import ROOT, clean_env
-from tests.training import train
+from tests.training import Command, train
 
 
 def test_a_kill_at_any_instant_leaves_the_newest_or_the_one_before(tmp_path: Path) -> None:
@@ -68,6 +69,31 @@ def test_a_wrong_hash_of_what_was_written_would_be_seen(tmp_path: Path) -> None:
     checkpoint_dir.verify(checkpoint_dir.write(tmp_path, 1, fill))
     wrong = checkpoint_dir.write(tmp_path, 2, lambda folder: fill(folder) and {"model.pt": "0"})
     assert not checkpoint_dir.is_valid(wrong)
+
+
+def test_only_valid_ones_are_kept_in_the_count(tmp_path: Path) -> None:
+    """A run that goes on finds a checkpoint with a flipped bit among its older ones."""
+    options: Command = [
+        "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=4",
+        "--save-every=1", "--keep=2", "--out", tmp_path / "out",
+    ]  # fmt: skip
+    assert train(1, *options, "--stop-at-step=2").returncode == 75
+    root = tmp_path / "out" / "checkpoints"
+    # Of the right size: a glance would count it.
+    shutil.copytree(root / "step_00000002", root / "step_00000003")
+    shutil.rmtree(root / "step_00000002")
+    model = root / "step_00000003" / "model.pt"
+    model.write_bytes(bytes(model.stat().st_size))
+    job = train(1, *options, "--stop-at-step=2")
+    assert (
+        "step_00000003: model.pt does not match its SHA-256; going on from step_00000001 (2 steps"
+        in (job.stdout)
+    )
+    assert [checkpoint_dir.step_of(folder) for folder in checkpoint_dir.list_steps(root)] == [
+        1,
+        2,
+        3,
+    ]
 
 
 # When

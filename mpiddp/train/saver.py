@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,6 @@ from mpiddp.train.config import TrainConfig
 from mpiddp.train.engine import averaged_buffers
 from mpiddp.train.replicas import warn
 from mpiddp.train.snapshot import HostMemory
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """What is being trained, and so what a checkpoint is made of."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
 
 
 class Saver:
@@ -54,9 +44,11 @@ class Saver:
         self._root = root
         self._keepers = keepers
         self._crew = crew
-        self._trained = _Trained(model, optimizer, scaler)
+        self._model = model
+        self._optimizer = optimizer
+        self._scaler = scaler
         self._config = config
-        self._verified: set[Path] = set()
+        self._is_valid: dict[Path, bool] = {}  # of those that were read, or written here
         self._pending: Future[str] | None = None
         self._is_keeper = crew.world.rank in keepers
         if self._is_keeper:
@@ -72,16 +64,15 @@ class Saver:
             SystemExit: the one before has failed, and --on-save-error is stop; rank 0 has said so.
         """
         self._settle(must_succeed=self._config.on_save_error == "stop")
-        model = self._trained.model
-        ranks = self._gathered(checkpoint.rank_state(model))
-        with averaged_buffers(model):
+        ranks = self._gathered(checkpoint.rank_state(self._model))
+        with averaged_buffers(self._model):
             if not self._is_keeper:
                 return
             trainer = {
-                "optimizer": self._trained.optimizer.state_dict(),
-                "scaler": self._trained.scaler.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "scaler": self._scaler.state_dict(),
             }
-            contents = self._memory.copy({"model": model.state_dict(), "trainer": trainer})
+            contents = self._memory.copy({"model": self._model.state_dict(), "trainer": trainer})
         self._pending = self._writer.submit(self._write, progress, {**contents, "ranks": ranks})
 
     def finish(self) -> None:
@@ -120,17 +111,17 @@ class Saver:
             return checkpoint.fill(folder, progress, contents, self._config)
 
         try:
-            self._verified.add(checkpoint_dir.write(self._root, progress.step, fill))
+            self._is_valid[checkpoint_dir.write(self._root, progress.step, fill)] = True
             checkpoint_dir.prune(self._root, self._config.keep, counts=self._counts)
         except OSError as error:
             return _sentence(error, self._root, progress.step, _num_bytes(contents))
         return ""
 
     def _counts(self, folder: Path) -> bool:
-        """Valid: every byte is read once, a glance does for what this process wrote or has read."""
-        if folder not in self._verified and checkpoint_dir.is_valid(folder):
-            self._verified.add(folder)
-        return folder in self._verified and checkpoint_dir.is_whole(folder)
+        """Whether it is valid: every byte is read once, then and for what was written here a glance does."""
+        if folder not in self._is_valid:
+            self._is_valid[folder] = checkpoint_dir.is_valid(folder)
+        return self._is_valid[folder] and checkpoint_dir.is_whole(folder)
 
 
 def _sentence(error: OSError, root: Path, step: int, num_bytes: int) -> str:
