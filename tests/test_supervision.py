@@ -157,6 +157,11 @@ def test_a_killed_daemon_ends_the_job(hosts: Cluster) -> None:
 
 def test_a_killed_mpirun_ends_the_job(hosts: Cluster) -> None:
     job = start(hosts)
+    rank = next(p for p in hosts["node1"].processes() if "mpiddp run" in p.command)
+    environment = hosts["node1"].path(f"/proc/{rank.pid}/environ").read_text()
+    secret = re.search("MPIDDP_CONTROL_SECRET=([0-9a-f]{32})", environment)
+    assert secret
+    assert not [command for command in commands(hosts) if secret[1] in command]
     job.kill("node0", "prterun")
     assert job.end() == "mpiddp: the job failed: mpirun was killed by SIGKILL."
     assert job.seconds < 10
