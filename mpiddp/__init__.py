@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpiddp.errors import UserError
     from mpiddp.group import init, process_group
+    from mpiddp.stop import should_stop
     from mpiddp.world import World
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "World", "init", "process_group"]
+__all__ = ["UserError", "World", "init", "process_group", "should_stop"]
 
 _ROOMS = {
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "init": "mpiddp.group",
     "process_group": "mpiddp.group",
+    "should_stop": "mpiddp.stop",
 }
 
 

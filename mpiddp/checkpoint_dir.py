@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
@@ -19,8 +19,43 @@ _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
 
+Fill = Callable[[Path], Mapping[str, str] | None]
+
+
 class BrokenCheckpoint(Exception):
     """A folder that is no valid checkpoint; the sentence says what of it is wrong."""
+
+
+class HashedFile:
+    """A new file to write into, and the SHA-256 of what was written: one pass over the bytes.
+
+    An error of the disk waits until `close`: a writer such as torch.save would turn it into another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._digest = hashlib.sha256()
+        self._error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        rest = memoryview(data)
+        self._digest.update(rest)
+        try:
+            while rest and self._error is None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> str:
+        """The SHA-256 of the whole. Raises OSError, the first that there was."""
+        self._file.close()
+        if self._error is not None:
+            raise self._error
+        return self._digest.hexdigest()
 
 
 def step_of(folder: Path) -> int:
@@ -39,11 +74,12 @@ def list_steps(root: Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-def write(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
+def write(root: Path, step: int, fill: Fill) -> Path:
     """Make the checkpoint of `step` in `root`; `fill` writes its files into the folder it is given.
 
     A valid checkpoint of that step stays as it is; a broken one is replaced. One process at a time
-    may write into `root`.
+    may write into `root`. `fill` may return the SHA-256 of files that it knows: they are not read
+    again.
 
     Raises:
         OSError: the disk is full or read-only, … Nothing half-made is left in sight.
@@ -57,9 +93,12 @@ def write(root: Path, step: int, fill: Callable[[Path], None]) -> Path:
     unfinished = root / f"{_UNFINISHED}{final.name}"
     unfinished.mkdir()
     try:
-        fill(unfinished)
+        known = fill(unfinished) or {}
         manifest = {
-            path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            path.name: {
+                "bytes": path.stat().st_size,
+                "sha256": known.get(path.name) or _sha256(path),
+            }
             for path in sorted(unfinished.iterdir())
         }
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -103,8 +142,8 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that verifies; each newer, broken one is reported in a sentence."""
+def survey(root: Path) -> tuple[Path | None, list[tuple[int, str]]]:
+    """The newest checkpoint that verifies, and of each newer, broken one its step and a complaint."""
     complaints = []
     for folder in reversed(list_steps(root)):
         try:
@@ -112,13 +151,23 @@ def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
         except BrokenCheckpoint as error:
             complaints.append((step_of(folder), str(error)))
             continue
-        for step, complaint in complaints:
-            lost = step - step_of(folder)
-            report(f"{complaint}; going on from {folder.name} ({lost} steps lost).")
-        return folder
-    for _, complaint in complaints:
-        report(f"{complaint}; no older one is valid.")
-    return None
+        return folder, complaints
+    return None, complaints
+
+
+def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies; each newer, broken one is reported in a sentence."""
+    newest, complaints = survey(root)
+    for step, complaint in complaints:
+        report(f"{complaint}; {consequence(step, newest)}.")
+    return newest
+
+
+def consequence(broken: int, newest: Path | None) -> str:
+    """What it means that the checkpoint of step `broken` is broken, where `newest` is valid."""
+    if newest is None:
+        return "no older one is valid"
+    return f"going on from {newest.name} ({broken - step_of(newest)} steps lost)"
 
 
 def prune(root: Path, keep: int, *, counts: Callable[[Path], bool] = is_whole) -> list[Path]:
@@ -155,8 +204,26 @@ def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) ->
             raise BrokenCheckpoint(
                 f"{name}: {file_name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
             )
-        if not is_right(path, entry):
+        try:
+            matches = is_right(path, entry)
+        except OSError as error:  # a bad sector, a server that is gone
+            raise BrokenCheckpoint(
+                f"{name}: {file_name} cannot be read: {error.strerror}"
+            ) from None
+        if not matches:
             raise BrokenCheckpoint(f"{name}: {file_name} does not match its SHA-256")
+
+
+def compare(manifest: bytes, hashes: Mapping[str, str]) -> None:
+    """Hold files that were copied, by their SHA-256, against the manifest of the original.
+
+    Raises:
+        BrokenCheckpoint: they are not the same.
+    """
+    promised = {name: entry["sha256"] for name, entry in json.loads(manifest).items()}
+    for name in promised.keys() | hashes.keys():
+        if promised.get(name) != hashes.get(name):
+            raise BrokenCheckpoint(f"{name} did not arrive as it was sent")
 
 
 def _remove(folder: Path) -> None:

@@ -14,12 +14,14 @@ import sys
 import threading
 from types import TracebackType
 
+from mpiddp import control, stop
 from mpiddp.crew import RANK_0_LEFT, Crew
 from mpiddp.errors import UserError
 
 REFUSED, STOPPED = 2, 75  # exit codes: bad input; stopped on request after a checkpoint
 FAILED = "failed"  # the key; its value is the exit code of the rank that failed first
 LOOK_EVERY_S = 0.5
+AGREE_EVERY_S = 0.02  # where to stop, once somebody asked
 GRACE_S = 1.0  # for the launcher to end this rank first, in its own way
 
 
@@ -38,8 +40,8 @@ class Watch:
     def start(self) -> None:
         sys.excepthook = self._excepthook
         atexit.register(self.stop)
-        if self._crew.world.world_size > 1:
-            self._thread.start()
+        stop.listen_to_signals()
+        self._thread.start()
 
     def stop(self) -> None:
         self._over.set()
@@ -88,6 +90,8 @@ class Watch:
         self.end_the_job(1)
 
     def _tell(self, what: str) -> None:
+        if control.channel is not None:  # the launcher says it better, and once
+            return
         world = self._crew.world
         print(f"rank {world.rank} on {world.hostname} {what}", file=sys.stderr, flush=True)
 
@@ -96,14 +100,22 @@ class Watch:
             self._thread.join(LOOK_EVERY_S + 2 * GRACE_S)
 
     def _look(self) -> None:
+        stop.let_signals_in()
+        request = stop.current()
+        world = self._crew.world
+        if world.world_size == 1:
+            self._over.wait()
+            return
+        request.is_alone = False
         code = ""
-        while not code and not self._over.wait(LOOK_EVERY_S):
+        while not code and not self._over.wait(AGREE_EVERY_S if request.is_open else LOOK_EVERY_S):
             try:
                 if self._store.check([FAILED]):
                     code = self._store.get(FAILED).decode()
                 elif self._store.check([RANK_0_LEFT]):  # in good order, after a long wait for us
                     return
-            except RuntimeError:
+                request.look(self._store, world.rank, world.world_size)
+            except RuntimeError:  # rank 0 is gone, and its store with it
                 code = "1"
                 if self._crew.world.local_rank == 0:
                     self._tell("ends: rank 0 is gone, and the store with it")

@@ -19,7 +19,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mpiddp.crew import Crew, Refused
+from mpiddp import control, stop
+from mpiddp.crew import LEAVE_TIMEOUT_S, Crew, Refused
 from mpiddp.errors import UserError
 from mpiddp.failure import Watch
 from mpiddp.placement import Place, misplaced, table
@@ -64,16 +65,20 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         watch.stop()
         raise
     except SystemExit as end:
-        if end.code:
+        if end.code and not (end.code == stop.STOPPED and stop.current().has_stopped):
+            _tell_first(_crew)
             watch.exits(end.code if isinstance(end.code, int) else 1)
         else:
             _leave(_crew, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
         raise
     except UserError as error:
+        _tell_first(_crew)
         watch.refuse(error)
         raise SystemExit(2) from None
-    except Exception:
-        watch.end_the_job(1)  # also where the script catches it around its `with`
+    except BaseException as error:
+        _tell_first(_crew)
+        if isinstance(error, Exception):
+            watch.end_the_job(1)  # also where the script catches it around its `with`
         raise
     else:
         _leave(_crew, watch, keep_mpi)
@@ -81,8 +86,19 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         _is_assembled = False
 
 
+def _tell_first(crew: Crew) -> None:
+    """The launcher will want to know; this says nothing where there is none."""
+    if control.channel is not None:
+        control.channel.is_first = crew.fails_first()
+
+
 def _leave(crew: Crew, watch: Watch, keep_mpi: bool) -> None:
     """At the end of a body that succeeded: after an error there is nobody to wait for."""
+    with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
+        stop.current().promise(crew.store, crew.world.rank, 0)
+    if stop.current().has_stopped:
+        # With a code other than 0 the first to leave ends the others, and these may still be saving.
+        crew.exchange("", timeout_s=LEAVE_TIMEOUT_S)
     crew.leave()
     watch.stop()
     if keep_mpi:

@@ -14,6 +14,7 @@ from importlib.abc import InspectLoader
 from importlib.util import find_spec
 from pathlib import Path
 
+from mpiddp.control import reporting
 from mpiddp.errors import OneSentenceParser, UserError
 from mpiddp.world import World, limit_threads
 
@@ -35,7 +36,13 @@ def main(argv: list[str]) -> int:
     limit_threads(world)
 
     sys.excepthook = _script_excepthook
-    from mpiddp.group import assemble
+    with reporting(world):
+        _run(options, world)
+    return 0
+
+
+def _run(options: argparse.Namespace, world: World) -> None:
+    from mpiddp.group import assemble  # with torch, which takes a while
 
     load = _load_module if options.is_module else _load_file
     with assemble(world, keep_mpi=options.keep_mpi) as crew:
@@ -47,7 +54,6 @@ def main(argv: list[str]) -> int:
         # sends back is of the second, which is mpiddp's own until now.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
         exec(code, main_module.__dict__)
-    return 0
 
 
 def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:

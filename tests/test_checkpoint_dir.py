@@ -134,8 +134,12 @@ from pathlib import Path
 from mpiddp import checkpoint_dir
 
 root = Path(sys.argv[1])
+
+def fill(folder):
+    (folder / "model.pt").write_bytes(bytes([step % 256]) * 9999)
+
 for step in count(1):
-    checkpoint_dir.write(root, step, lambda f: (f / "model.pt").write_bytes(bytes([step % 256]) * 9999))
+    checkpoint_dir.write(root, step, fill)
     checkpoint_dir.prune(root, 2)
     print(step, flush=True)
 """
@@ -206,6 +210,14 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     assert complaint(folder) == "manifest.json does not match its SHA-256"
     (folder / "COMPLETE").unlink()
     assert complaint(folder) == "it was never completed"
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """The start of a process's memory gives an I/O error, as a bad sector does."""
+    folder = checkpoint_dir.write(tmp_path, 1, lambda folder: (folder / "model.pt").touch())
+    (folder / "model.pt").unlink()
+    (folder / "model.pt").symlink_to("/proc/self/mem")
+    assert complaint(folder) == "model.pt cannot be read: Input/output error"
 
 
 def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:

@@ -117,8 +117,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "checkpoints in the way": (
         "--use-syn --steps-per-epoch=2 --batch-size=4 --out=P/blocked",
-        "rank 0 on .*: P/blocked/checkpoints: no checkpoint of step 2 can be written: File exists. "
-        "There is no older one.",
+        "--out P/blocked cannot be written: File exists. Name another folder.",
     ),
     "resume nothing": (
         "--use-syn --resume=atuo",

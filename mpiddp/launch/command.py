@@ -34,7 +34,8 @@ class Request:
     `nodes` stand in the order of the ranks. `settings` are the variables that the launcher sets itself,
     in mpirun's own environment; `exports` are the names of all variables that the ranks get. `env` is
     the user's environment. `networks` ("10.0.0.0/24") are all that may be used, if any are named, and
-    `interface` is this machine's own one. `scratch` is the folder where files for mpirun will lie.
+    `interface` is this machine's own one. `control_address` is where the ranks reach the launcher, None
+    if that is not known. `scratch` is the folder where files for mpirun will lie.
     """
 
     nodes: tuple[Node, ...]
@@ -47,6 +48,7 @@ class Request:
     interface: str | None = None
     networks: tuple[str, ...] = ()
     as_root: bool = False
+    control_address: str | None = None
     scratch: str = "."
 
     @property

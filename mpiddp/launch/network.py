@@ -51,6 +51,12 @@ def link_to(hosts: Sequence[str]) -> Link | None:
     return None
 
 
+def address_towards(host: str) -> str | None:
+    """This machine's own address on the way to `host`; None if there is no way."""
+    route = _route(host)
+    return route[0] if route else None
+
+
 def _route(host: str) -> tuple[str, str] | None:
     """Own address and the host's, as a connection to it would have them."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         UserError: an option or a number that makes no sense, or no script that exists.
     """
     options = _parser().parse_args(argv)
+    options.can_shrink = (options.min_hosts, options.min_ranks) != (None, None)
+    options.ranks_divide = None  # what the number of ranks has to divide, at a restart
     options.is_module = options.module is not None
     options.command = options.module if options.is_module else options.script
     if options.command[:1] == ["--"]:
@@ -67,6 +70,48 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=_positive("--timeout"), metavar="S", help="seconds the ranks have to meet"
     )
 
+    add = parser.add_argument_group("when something fails")
+    add.add_argument(
+        "--max-restarts",
+        type=_whole("--max-restarts"),
+        default=0,
+        metavar="K",
+        help="start a job that failed again, from its newest checkpoint (default 0 times)",
+    )
+    add.add_argument(
+        "--min-hosts",
+        type=_positive("--min-hosts"),
+        metavar="H",
+        help="go without hosts that are broken, as long as so many are left",
+    )
+    add.add_argument(
+        "--min-ranks",
+        type=_positive("--min-ranks"),
+        metavar="N",
+        help="the same, as long as so many ranks are left",
+    )
+
+    add = parser.add_argument_group("when to end")
+    add.add_argument(
+        "--stop-after",
+        type=duration("--stop-after"),
+        metavar="55m",
+        help="then stop as after a Ctrl-C: save, leave with code 75",
+    )
+    add.add_argument(
+        "--grace",
+        type=duration("--grace"),
+        default=30.0,
+        metavar="S",
+        help="how long the ranks may take to stop (default 30)",
+    )
+    add.add_argument(
+        "--hang-timeout",
+        type=duration("--hang-timeout"),
+        metavar="S",
+        help="end the job when no rank makes a step for so long (default: never)",
+    )
+
     add = parser.add_argument_group("what to show")
     add.add_argument("--dry-run", action="store_true", help="explain the command, start nothing")
     add.add_argument("--report", action="store_true", help="print which ranks run where")
@@ -75,6 +120,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def duration(option: str) -> Callable[[str], float]:
+    """Reads "90", "90s", "55m" and "1.5h", and returns seconds."""
+
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+        seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+        if not seconds > 0:
+            raise UserError(f"{option} {text}: expected a time, as in 90, 90s, 55m or 1.5h.")
+        return seconds
+
+    return parse
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def _whole(option: str) -> Callable[[str], int]:
+    return lambda text: 0 if text == "0" else _positive(option)(text)
 
 
 def _positive(option: str) -> Callable[[str], int]:

@@ -7,17 +7,20 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts, exclude, parse_host_list, ranks_per_host, read_hostfile
 from mpiddp.launch import slurm
 from mpiddp.launch.command import Node, Request
 from mpiddp.launch.environment import forwarded, parse_exports
 from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus, usable
 from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify
-from mpiddp.launch.network import link_to, wished_interfaces
+from mpiddp.launch.network import address_towards, link_to, wished_interfaces
 from mpiddp.launch.placement import is_this_host, name_nodes, report
+from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
 
 if TYPE_CHECKING:
@@ -49,8 +52,10 @@ def make_plan(
     mpi = identify(find_srun(env) if uses_srun else find_mpirun(options.mpirun, python, env), env)
     if options.verbose:
         say(f"{mpi.name}, {mpi.program}")
-    facts = _look(options, mpi, python, hosts, env)
-    nodes = _nodes(options, mpi, _with_slots(options, hosts, facts, say))
+    all_hosts = hosts
+    hosts, facts = _fit(options, mpi, python, hosts, env, say)
+    hosts = _with_slots(options, hosts, facts, say)
+    nodes = _nodes(options, mpi, hosts, fewer=hosts.hosts != all_hosts.hosts)
     if options.verbose or options.dry_run:  # --report shows what the ranks find
         for line in report(nodes):
             say(line)
@@ -75,6 +80,7 @@ def make_plan(
         interface=interface.name if interface else None,
         networks=networks,
         as_root=os.geteuid() == 0,
+        control_address=_control_address(nodes, interface),
     )
 
 
@@ -114,6 +120,27 @@ def _look(
     return look(hosts.hosts, local, wanted)
 
 
+def _fit(
+    options: argparse.Namespace,
+    mpi: Mpi,
+    python: Path,
+    hosts: Hosts,
+    env: Mapping[str, str],
+    say: Say,
+) -> tuple[Hosts, dict[Host, Facts]]:
+    """The hosts that can be used, as far as the user can do with fewer than all, and their facts."""
+    try:
+        return hosts, _look(options, mpi, python, hosts, env)
+    except Unfit as unfit:
+        fit = tuple(host for host in hosts.hosts if host not in unfit.complaints)
+        if not options.can_shrink or len(fit) < (options.min_hosts or 1):
+            raise
+        for complaint in unfit.complaints.values():
+            say(f"left out: {complaint}")
+    hosts = replace(hosts, hosts=fit)
+    return hosts, _look(options, mpi, python, hosts, env)
+
+
 def _with_slots(
     options: argparse.Namespace, hosts: Hosts, facts: Mapping[Host, Facts], say: Say
 ) -> Hosts:
@@ -135,8 +162,18 @@ def _with_slots(
     return hosts
 
 
-def _nodes(options: argparse.Namespace, mpi: Mpi, hosts: Hosts) -> tuple[Node, ...]:
-    placed = ranks_per_host(hosts, options.n, options.npernode)
+def _nodes(options: argparse.Namespace, mpi: Mpi, hosts: Hosts, *, fewer: bool) -> tuple[Node, ...]:
+    """Args: fewer: some hosts were left out, so that there may be less than `-n` ranks."""
+    n = options.n
+    if fewer and n is not None:
+        n = min(n, hosts.total_slots)
+    placed = ranks_per_host(hosts, n, options.npernode)
+    if options.ranks_divide is not None:  # the images of a step
+        most = sum(count for _, count in placed)
+        n = max(n for n in range(1, most + 1) if options.ranks_divide % n == 0)
+        placed = ranks_per_host(hosts, n, options.npernode)
+    if (n := sum(count for _, count in placed)) < (options.min_ranks or 1):
+        raise UserError(f"only {n} ranks can be started, and --min-ranks is {options.min_ranks}.")
     if mpi.flavour == "slurm":
         return tuple(Node(host.name, ranks) for host, ranks in placed)
     own_name = socket.gethostname()
@@ -155,6 +192,14 @@ def _network(
     if link is None:
         return None, ()
     return link.interface, (link.interface.network,) if link.is_direct else ()
+
+
+def _control_address(nodes: Sequence[Node], interface: Interface | None) -> str | None:
+    """The one address of this machine that all ranks can reach, and nobody else needs to."""
+    others = [node.name for node in nodes if not is_this_host(node.name)]
+    if not others:
+        return "127.0.0.1"
+    return interface.address if interface else address_towards(others[0])
 
 
 def _settings(

@@ -22,6 +22,7 @@ import mpiddp.network
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host
 from mpiddp.launch import probe
+from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
 
 CONNECT_TIMEOUT_S = 5
@@ -73,7 +74,8 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
     """Ask every host at once. `local` says which of them is this machine, which needs no ssh.
 
     Raises:
-        UserError: a sentence for each host that cannot be used, with the command that mends it.
+        Unfit: hosts that cannot be used.
+        UserError: hosts that do not fit together.
     """
     script = f"{wanted.python}\n{_far_python(wanted)}"
     asked = [
@@ -81,9 +83,9 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
         for host, is_local in zip(hosts, local, strict=True)
     ]
     _converse(asked)
-    complaints = [complaint for each in asked if (complaint := each.complaint(wanted))]
-    if complaints:
-        raise UserError("\n".join(complaints))
+    unfit = {each.host: complaint for each in asked if (complaint := each.complaint(wanted))}
+    if unfit:
+        raise Unfit(unfit)
     facts = [each.facts() for each in asked]
     if complaints := _disagreements(facts, wanted):
         raise UserError("\n".join(complaints))
@@ -93,10 +95,15 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
 def _command(host: Host, is_local: bool) -> list[str]:
     if is_local:
         return ["sh", "-c", _FAR_SHELL]
+    return [*ssh_to(host), _FAR_SHELL]
+
+
+def ssh_to(host: Host) -> list[str]:
+    """ssh's own checks stay as the user has set them; it asks for nothing."""
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
     port = ["-p", str(host.port)] if host.port else []
     # "--" ends ssh's options; the hostfile's grammar already lets no name begin with a dash.
-    return ["ssh", *options, *port, "--", host.ssh_target, _FAR_SHELL]
+    return ["ssh", *options, *port, "--", host.ssh_target]
 
 
 def _far_python(wanted: Wanted) -> str:

@@ -5,15 +5,14 @@
     ranks.pt     each rank's RNG states and own BatchNorm statistics
     state.json   step, epoch, position in the epoch, the configuration
 
-The learning rate and the order of the images are functions of step, epoch and position. Only rank 0
-reads and writes, so the hosts need not share a file system.
+The learning rate and the order of the images are functions of step, epoch and position. One rank
+reads for all, so the hosts need not share a file system.
 """
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoint_dir import HashedFile
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, differences
-from mpiddp.train.engine import averaged_buffers
 from mpiddp.train.tensor_file import Unreadable, load_tensors
 
 _TENSOR_FILES = ("model", "trainer", "ranks")
@@ -50,104 +48,28 @@ class Saved:
     ranks: list[dict[str, Any]]  # [world_size]
 
 
-def save(
-    root: Path,
-    progress: Progress,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    config: TrainConfig,
-) -> None:
-    """Write the checkpoint of this step, on rank 0. A collective: every rank must call it.
+def fill(
+    folder: Path, progress: Progress, contents: Mapping[str, Any], config: TrainConfig
+) -> dict[str, str]:
+    """Write the files of a checkpoint and return their SHA-256, by name.
+
+    Args:
+        contents: "model", "trainer" and "ranks", as in `Saved`; tensors on the CPU.
 
     Raises:
-        UserError: on rank 0, when the folder cannot be written; the older checkpoints are untouched.
+        OSError: the disk is full, ….
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(rank_state(model), ranks)
-
-    def fill(folder: Path) -> None:
-        trainer = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        contents = (model.state_dict(), trainer, ranks)
-        for name, content in zip(_TENSOR_FILES, contents, strict=True):
-            buffer = io.BytesIO()  # torch's own writer hides a full disk behind a RuntimeError
-            torch.save(content, buffer)
-            (folder / f"{name}.pt").write_bytes(buffer.getbuffer())
-        state = {"progress": asdict(progress), "config": config.as_json()}
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
-
-    with averaged_buffers(model):
-        if rank == 0:
-            try:
-                checkpoint_dir.write(root, progress.step, fill)
-                checkpoint_dir.prune(root, max(2, config.keep))
-            except OSError as error:
-                kept = [folder.name for folder in checkpoint_dir.list_steps(root)]
-                raise UserError(
-                    f"{root}: no checkpoint of step {progress.step} can be written: "
-                    f"{error.strerror}. {f'{kept[-1]} is kept.' if kept else 'There is no older one.'}"
-                ) from None
+    hashes = {}
+    for name in _TENSOR_FILES:
+        file = HashedFile(folder / f"{name}.pt")
+        torch.save(contents[name], file)  # type: ignore[arg-type]
+        hashes[f"{name}.pt"] = file.close()
+    state = {"progress": asdict(progress), "config": config.as_json()}
+    (folder / "state.json").write_text(json.dumps(state, indent=1))
+    return hashes
 
 
-def look(config: TrainConfig, out: Path, say: Callable[[str], None]) -> Saved | None:
-    """What --resume goes on from; None to start anew. Nothing is written. Rank 0 alone calls this.
-
-    Raises:
-        UserError: --resume names what is no valid checkpoint of this configuration, or does not fit
-            what `out` holds.
-    """
-    folder = _find(config.resume, out, say)
-    if folder is None:
-        return None
-    saved = _read(folder, config)
-    say(f"going on from {folder}: step {saved.progress.step}, epoch {saved.progress.epoch}")
-    return saved
-
-
-def _find(resume: str, out: Path, say: Callable[[str], None]) -> Path | None:
-    root = out / "checkpoints"
-    existing = checkpoint_dir.list_steps(root)
-    if resume == "never":
-        traces = [root, *(out / name for name in ("config.json", "metrics.jsonl", "summary.json"))]
-        if found := [path for path in traces if path.exists()]:
-            raise UserError(
-                f"--resume never, but --out {out} holds a run already ({found[0].name}). "
-                "Name another --out, or leave --resume away to go on."
-            )
-        return None
-    if resume == "auto":
-        newest = checkpoint_dir.newest_valid(root, say)
-        if newest is None and existing:
-            raise UserError(f"{root}: no checkpoint in it is valid. Name another --out.")
-        return newest
-    folder = Path(resume)
-    if not folder.exists():
-        raise UserError(
-            f"--resume {resume} not found (looked in {Path.cwd()}). Expected auto, never, a run's "
-            "folder or a checkpoint's."
-        )
-    for candidate in (folder / "checkpoints", folder):  # of a run, or of checkpoints
-        if checkpoint_dir.list_steps(candidate):
-            newest = checkpoint_dir.newest_valid(candidate, say)
-            if newest is None:
-                raise UserError(f"--resume {resume}: no checkpoint in it is valid.")
-            folder = newest
-            break
-    else:
-        try:
-            checkpoint_dir.verify(folder)
-        except checkpoint_dir.BrokenCheckpoint as error:
-            raise UserError(f"--resume {resume}: {error}.") from None
-    if existing and folder.resolve().parent != root.resolve():
-        raise UserError(
-            f"--resume {resume}, but --out {out} holds {existing[-1].name} of its own. "
-            "Name another --out, or leave --resume away to go on from there."
-        )
-    return folder
-
-
-def _read(folder: Path, config: TrainConfig) -> Saved:
+def read(folder: Path, config: TrainConfig) -> Saved:
     """A verified checkpoint's contents.
 
     Raises:
@@ -177,10 +99,10 @@ def _read(folder: Path, config: TrainConfig) -> Saved:
     return Saved(progress, **contents)
 
 
-def broadcast(saved: Saved | None) -> Saved | None:
-    """What rank 0 has, on every rank. A collective: every rank must call it."""
+def broadcast(saved: Saved | None, holder: int) -> Saved | None:
+    """What rank `holder` has, on every rank. A collective: every rank must call it."""
     box = [saved]
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, holder)
     return box[0]
 
 
@@ -200,7 +122,7 @@ def restore_rank(model: nn.Module, states: list[dict[str, Any]]) -> None:
 
 
 def rank_state(model: nn.Module) -> dict[str, Any]:
-    """What of the training differs between the ranks."""
+    """This rank's RNG and own BatchNorm statistics."""
     state: dict[str, Tensor | list[Tensor]] = {
         "cpu_rng": torch.get_rng_state(),
         "buffers": [buffer.cpu() for buffer in model.buffers()],

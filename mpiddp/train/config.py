@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.train.due import Every, parse_every
 from mpiddp.train.schedule import SCHEDULES
 from mpiddp.world import World
 
@@ -66,8 +67,9 @@ class TrainConfig:
     timeout: float  # seconds
     out: str | None
     resume: str
-    save_every: int | None  # steps; None: once an epoch
+    save_every: Every | None  # None: once an epoch
     keep: int
+    on_save_error: str
     log_every: int  # steps
     stop_at_step: int | None
 
@@ -90,6 +92,7 @@ FREE_TO_CHANGE = frozenset(
         "resume",
         "save_every",
         "keep",
+        "on_save_error",
         "log_every",
         "stop_at_step",
         "compile",
@@ -200,6 +203,16 @@ def _number(low: float, high: float = float("inf"), *, above: bool = False) -> A
     return number
 
 
+def _every(text: str) -> Every:
+    try:
+        return parse_every(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number, 1 or more, of steps, or a time such as 30s, 10m or 1h, "
+            f"not {text!r}"
+        ) from None
+
+
 def _path(text: str) -> str:
     """A path as written; an empty one is a shell variable that was not set."""
     if not text:
@@ -277,8 +290,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="auto|never|PATH",
         help="which checkpoint to go on from",
     )
-    add("--save-every", type=_whole(1), metavar="STEPS", help="default: once an epoch")
+    add(
+        "--save-every",
+        type=_every,
+        metavar="STEPS|TIME",
+        help="20 steps, or 30s, 10m, 1h; default: once an epoch",
+    )
     add("--keep", type=_whole(2), default=2, metavar="N", help="checkpoints to keep")
+    add(
+        "--on-save-error",
+        choices=("warn", "stop"),
+        default="warn",
+        help="what a full disk does to the run; the last save must succeed in any case",
+    )
     add("--log-every", type=_whole(1), default=50, metavar="STEPS")
     add("--stop-at-step", type=_whole(1), metavar="STEP", help="save there and leave, code 75")
     # torch.distributed.launch passes it to every script; the environment has it as well.

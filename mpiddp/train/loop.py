@@ -15,13 +15,17 @@ from torch import nn
 
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
-from mpiddp.train import checkpoint
-from mpiddp.train.checkpoint import Progress, Saved
+from mpiddp.stop import should_stop
+from mpiddp.train import checkpoint, replicas
+from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Data
+from mpiddp.train.due import Due
 from mpiddp.train.engine import backward, build_optimizer, place, wrap
 from mpiddp.train.evaluate import Score, evaluate, small_images
 from mpiddp.train.metrics import Records, StepTimer, Summary, percentile
+from mpiddp.train.resume import Start
+from mpiddp.train.saver import Saver
 from mpiddp.train.schedule import learning_rate, scaled_lr
 from mpiddp.train.sharding import Shards
 
@@ -86,25 +90,27 @@ def train(
     crew: Crew,
     data: Data,
     model: nn.Module,
-    saved: Saved | None,
+    start: Start,
+    keepers: list[int],
     device: torch.device,
     out: Path,
     say: Callable[[str], None],
 ) -> Summary | None:
-    """Train to the end, or to --stop-at-step: then a checkpoint is saved and None returned.
+    """Train to the end, or until asked to stop: then a checkpoint is saved and None returned.
 
     Args:
-        saved: the checkpoint to go on from, as rank 0 found it; on the other ranks it is not looked at.
+        start: what to go on from.
+        keepers: the ranks that write into `out`, each for the hosts that share its file system.
         say: prints on rank 0 and does nothing elsewhere.
     """
-    start = time.monotonic()
+    started_at = time.monotonic()
     assert config.epochs is not None
     assert config.batch_size is not None
-    saved = checkpoint.broadcast(saved)
+    replicas.complete(start, keepers, out, crew, device, timeout_s=config.timeout)
+    saved = checkpoint.broadcast(start.saved, start.holder)
     model = place(model, config, device)
     optimizer = build_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
-    checkpoints = out / "checkpoints"
 
     progress = saved.progress if saved else Progress()
     if saved:
@@ -116,7 +122,9 @@ def train(
     if saved:
         checkpoint.restore_rank(model, saved.ranks)
 
-    records = Records(out / "metrics.jsonl" if crew.world.rank == 0 else None, progress.step)
+    due = Due(config.save_every, crew, progress.step, timeout_s=config.timeout)
+    saver = Saver(out / "checkpoints", keepers, crew, model, optimizer, scaler, config)
+    records = Records(out / "metrics.jsonl" if crew.world.rank in keepers else None, progress.step)
     timer = StepTimer(device)
     images_of_steps: list[int] = []
     evaluation_batch = max(config.batch_size, small_images(data.shape))
@@ -173,14 +181,20 @@ def train(
                     )
                     say(f"epoch {epoch + 1}/{config.epochs}  test accuracy {score.accuracy:.2%}")
 
-            stops = progress.step == config.stop_at_step and progress.step < plan.total_steps
-            if stops or _is_time_to_save(config, progress, plan):
-                with crew.together(timeout_s=config.timeout):
-                    checkpoint.save(checkpoints, progress, model, optimizer, scaler, config)
+            stops = progress.step < plan.total_steps and (
+                should_stop() or progress.step == config.stop_at_step
+            )
+            is_last = stops or progress.step == plan.total_steps
+            is_due = due.at(progress.step, ends_epoch=step is steps[-1])
+            if is_due or is_last:
+                saver.save(progress)
+            if is_last:
+                saver.finish()
             if stops:
                 records.close()
+                say(f"stopped at step {progress.step}; the same command with --out {out} goes on.")
                 return None
-            if progress.position == 0 or _is_time_to_save(config, progress, plan):
+            if is_due or step is steps[-1]:
                 timer.resume()
 
     records.close()
@@ -204,17 +218,8 @@ def train(
         images_per_s=images / sum(seconds_of_steps) if seconds_of_steps else None,
         step_time_p50_s=percentile(seconds_of_steps, 50),
         step_time_p95_s=percentile(seconds_of_steps, 95),
-        wall_s=time.monotonic() - start,
+        wall_s=time.monotonic() - started_at,
     )
-
-
-def _is_time_to_save(config: TrainConfig, progress: Progress, plan: Plan) -> bool:
-    """Every --save-every steps, or at the end of an epoch; at the end of the run in any case."""
-    if progress.step == plan.total_steps:
-        return True
-    if config.save_every is None:
-        return progress.position == 0
-    return progress.step % config.save_every == 0
 
 
 def _slowest(seconds: list[float], device: torch.device) -> list[float]:

@@ -5,19 +5,23 @@ The same under mpirun, srun and torchrun; alone it is a job of one rank, and say
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from mpiddp import control
+from mpiddp.control import reporting
 from mpiddp.errors import UserError
+from mpiddp.stop import STOPPED, stopped, will_ask
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
 from mpiddp.world import World, limit_threads
 
-STOPPED = 75  # EX_TEMPFAIL: a checkpoint is saved, the same command goes on
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
 
 
@@ -35,10 +39,15 @@ def main(argv: list[str]) -> int:
             raise
         config = error  # for all ranks to hear, once they have met
     limit_threads(world)
+    with reporting(world):
+        will_ask()
+        return _train(config, world)
 
+
+def _train(config: TrainConfig | UserError, world: World) -> int:
     # Only now torch: --help and a wrong option answer at once.
     from mpiddp.group import assemble, choose_backend, device_of, joined
-    from mpiddp.train import checkpoint
+    from mpiddp.train import replicas, resume
     from mpiddp.train.data import open_data, prepare
     from mpiddp.train.engine import build_model, computes_in_bf16, make_deterministic
     from mpiddp.train.loop import make_plan, train
@@ -75,9 +84,20 @@ def main(argv: list[str]) -> int:
             data = open_data(config, world, device)
             plan = make_plan(config, data, crew)
             model = build_model(config, data)
-            saved = checkpoint.look(config, out, say) if world.rank == 0 else None
-        with crew.together():  # all is well: only now something is written
-            _make_out(out, config, world)
+        start = resume.find(crew, config, out, say)
+        images = plan.shards.global_batch_size
+        control.say("batch", images=images, per_backward=images // config.grad_accum_steps)
+        ours = [] if config.out else ["--out", str(out)]
+        again = ["--resume", "auto"] if config.resume == "never" else []
+        control.say("resume", arguments=ours + again)
+        with crew.together(), _writing(out):  # all is well: only now something is written
+            for folder in (out / "logs", out / "checkpoints"):  # on every host
+                folder.mkdir(parents=True, exist_ok=True)
+        keepers = replicas.find_keepers(crew, out, timeout_s=config.timeout)
+        with crew.together(), _writing(out):
+            if world.rank in keepers:
+                (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
+                (out / "metrics.jsonl").touch()
 
         if config.deterministic:
             make_deterministic()
@@ -91,12 +111,10 @@ def main(argv: list[str]) -> int:
                 f"{plan.shards.global_batch_size}, peak lr {plan.peak_lr:g} "
                 f"(--lr {config.lr:g}{' scaled by batch/256' if config.lr_scaling else ''})"
             )
-            summary = train(config, plan, crew, data, model, saved, device, out, say)
+            summary = train(config, plan, crew, data, model, start, keepers, device, out, say)
 
         if summary is None:
-            say(
-                f"stopped at step {config.stop_at_step}; the same command with --out {out} goes on."
-            )
+            stopped()
             return STOPPED
         if world.rank == 0:
             path = out / "summary.json"
@@ -107,13 +125,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _make_out(out: Path, config: TrainConfig, world: World) -> None:
-    """The run's folder with its configuration. Raises UserError where it cannot be written."""
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """A body that writes into the run's folder. Raises UserError where it cannot be written."""
     try:
-        (out / "logs").mkdir(parents=True, exist_ok=True)  # on every host, if they share no disk
-        if world.rank == 0:
-            (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
-            (out / "metrics.jsonl").touch()
+        yield
     except OSError as error:
         raise UserError(
             f"--out {out} cannot be written: {error.strerror}. Name another folder."
@@ -125,7 +141,9 @@ class _log:
 
     def __init__(self, out: Path, world: World) -> None:
         self._logger = logging.Logger("mpiddp")
-        handler = logging.FileHandler(out / "logs" / f"rank_{world.rank:05d}.log")
+        path = out / "logs" / f"rank_{world.rank:05d}.log"
+        control.say("log", path=str(path))
+        handler = logging.FileHandler(path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(handler)
         self._world = world

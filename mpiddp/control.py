@@ -1,0 +1,253 @@
+"""What a rank tells its launcher and hears from it: JSON lines over one small TCP connection.
+
+Not stdout, which is the script's own, and not mpirun's exit code, which lies. MPIDDP_CONTROL says
+where the launcher listens, MPIDDP_CONTROL_SECRET proves that both belong to one job; the secret
+itself never crosses the wire. Without these two there is no channel, and no difference.
+
+    launcher -> rank   challenge, stop, stacks, end
+    rank -> launcher   hello, started, log, resume, batch, aware, progress, stacks, stopped,
+                        failed, done
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from _blake2 import blake2b
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mpiddp.errors import UserError
+from mpiddp.world import World
+
+ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
+LINE_LIMIT = 64 * 1024  # bytes; a longer line ends the connection
+TEXT_LIMIT = 16 * 1024  # characters of a traceback or of stacks, its end being what counts
+CONNECT_TIMEOUT_S = 10.0
+PROGRESS_EVERY_S = 0.5
+ORPHANED = 1  # the exit code of a rank whose launcher is gone
+
+_PR_SET_PDEATHSIG = 1
+
+
+def dumps(kind: str, **facts: object) -> bytes:
+    return json.dumps({"type": kind, **facts}).encode() + b"\n"
+
+
+def proof(secret: str, challenge: str, rank: int) -> str:
+    """What only somebody who has the secret can answer to `challenge`."""
+    # A keyed BLAKE2 is a MAC. By way of hashlib it would load OpenSSL, which is 4 MB.
+    return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Let the kernel end the connection 12 s after the other host has fallen silent.
+
+    Not a heartbeat of our own: a rank that imports torch, or computes, cannot send one.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 4),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, 12_000),  # ms
+        (socket.TCP_NODELAY, 1),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Channel:
+    """This rank's connection. `on` maps a word of the launcher's to what is done about it."""
+
+    def __init__(self, connection: socket.socket, incoming: Iterator[bytes], world: World) -> None:
+        self.on: dict[str, Callable[[dict[str, Any]], None]] = {
+            "end": lambda word: os._exit(int(word["code"])),
+            "stop": lambda word: _ask_to_stop(),
+            "stacks": lambda word: self.say("stacks", text=stacks()[-TEXT_LIMIT:], step=self.step),
+        }
+        self.world = world
+        self.step = 0  # how far this rank is
+        self.is_first: bool | None = None  # to fail, as far as the crew's store knows
+        self._said_progress_at = 0.0
+        self._connection = connection
+        self._incoming = incoming
+        self._lock = threading.Lock()
+        self._is_over = False
+        # A child that holds the connection would hide this rank's death.
+        os.register_at_fork(after_in_child=self._connection.close)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def say(self, kind: str, **facts: object) -> None:
+        # Where nobody listens any more, the listening thread has noticed it as well.
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.sendall(dumps(kind, **facts))
+
+    def progress(self, step: int) -> None:
+        """Costs nothing in most steps: it is sent twice a second at most."""
+        self.step = step
+        now = time.monotonic()
+        if now - self._said_progress_at >= PROGRESS_EVERY_S:
+            self._said_progress_at = now
+            self.say("progress", step=step)
+
+    def failed(self, code: int, error: str, trace: str = "") -> None:
+        self._is_over = True
+        self.say(
+            "failed",
+            code=code,
+            error=error[-TEXT_LIMIT:],
+            traceback=trace[-TEXT_LIMIT:],
+            first=self.is_first,
+        )
+
+    def done(self) -> None:
+        self._is_over = True
+        self.say("done")
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            for line in self._incoming:
+                word = json.loads(line)
+                if act := self.on.get(word["type"]):
+                    act(word)
+        if not self._is_over:
+            world = self.world
+            sentence = f"rank {world.rank} on {world.hostname}: the launcher is gone, so am I.\n"
+            with contextlib.suppress(OSError):
+                os.write(2, sentence.encode())
+            os._exit(ORPHANED)
+
+
+# This process's own, if its launcher gave it one. A child that was forked has none.
+channel: Channel | None = None
+
+
+def say(kind: str, **facts: object) -> None:
+    """Tell the launcher, if there is one."""
+    if channel is not None:
+        channel.say(kind, **facts)
+
+
+def _ask_to_stop() -> None:
+    from mpiddp.stop import ask
+
+    ask()
+
+
+def _forget() -> None:
+    global channel
+    channel = None
+
+
+@contextlib.contextmanager
+def reporting(world: World) -> Iterator[None]:
+    """The launcher, if there is one, hears of this rank's start and of its end, whatever that is.
+
+    Raises:
+        UserError: there is a launcher, but it cannot be reached.
+    """
+    global channel
+    if world.launcher.speaks_mpi or world.launcher.name == "slurm":
+        # With its daemon gone, nobody would end this rank.
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Not for processes that the script starts: they are no ranks.
+    address, secret = os.environ.pop(ADDRESS, ""), os.environ.pop(SECRET, "")
+    if not address or not secret:
+        yield
+        return
+    channel = _connect(address, secret, world)
+    os.register_at_fork(after_in_child=_forget)
+    versions = {package: _version(package) for package in ("torch", "mpi4py")}
+    channel.say(
+        "started",
+        host=world.hostname,
+        pid=os.getpid(),
+        versions={"python": sys.version.split()[0], **versions},
+    )
+    try:
+        yield
+    except SystemExit as end:
+        if end.code and not _stopped(end):
+            code = end.code if isinstance(end.code, int) else 1
+            channel.failed(code, "" if isinstance(end.code, int) else str(end.code))
+        else:
+            channel.done()
+        raise
+    except UserError as error:
+        channel.failed(2, str(error))
+        raise
+    except BaseException as error:
+        import traceback
+
+        channel.failed(1, describe(error), traceback.format_exc())
+        raise
+    else:
+        channel.done()
+
+
+def _stopped(end: SystemExit) -> bool:
+    """Whether this is the end that somebody asked for."""
+    from mpiddp.stop import STOPPED, current
+
+    return end.code == STOPPED and current().has_stopped
+
+
+def describe(error: BaseException) -> str:
+    """ "RuntimeError: a bug", or "KeyError" for an error without a text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process but the one that asks."""
+    import traceback  # 5 ms that the launcher, which reads this file too, has no use for
+
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            lines = "".join(traceback.format_stack(frame))
+            texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
+    return "\n".join(texts)
+
+
+def _connect(address: str, secret: str, world: World) -> Channel:
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
+        notice_silence(connection)
+        incoming = _lines(connection)
+        challenge = json.loads(next(incoming, b""))["challenge"]
+        answer = proof(secret, challenge, world.rank)
+        connection.sendall(dumps("hello", rank=world.rank, proof=answer))
+    except (OSError, ValueError, LookupError) as error:
+        raise UserError(
+            f"rank {world.rank} on {world.hostname} cannot reach its launcher at {host} port {port} "
+            f"({error or 'no answer'}). Is it running, and is no firewall between?"
+        ) from None
+    connection.settimeout(None)
+    return Channel(connection, incoming, world)
+
+
+def _lines(connection: socket.socket) -> Iterator[bytes]:
+    """Not a file object: its buffer and its lock would keep a forked child from closing the socket."""
+    buffer = b""
+    while chunk := connection.recv(4096):
+        *whole, buffer = (buffer + chunk).split(b"\n")
+        yield from whole
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

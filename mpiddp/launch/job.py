@@ -1,0 +1,135 @@
+"""One attempt at a job: a control channel, one mpirun, and the verdict over its end.
+
+A job has succeeded when every rank said so. mpirun's own exit code counts only where no rank has
+spoken: it is 0 after a killed daemon or a cut link, and 255 or 143 whatever the script returned.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from mpiddp.control import JOB
+from mpiddp.launch.channel import Listener
+from mpiddp.launch.command import Request
+from mpiddp.launch.flavours import compose
+from mpiddp.launch.mpi import Mpi, with_own_folder
+from mpiddp.launch.record import Batch, Record
+from mpiddp.launch.supervisor import End, Limits, Supervisor
+
+DONE, FAILED, BAD_INPUT, STOPPED_AFTER_CHECKPOINT, INTERRUPTED = 0, 1, 2, 75, 130
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The launcher's own exit code, what is to be said of it, and how the job could go on.
+
+    `resume` are arguments that the same command needs besides to go on where this one ended.
+    """
+
+    code: int
+    sentence: str = ""
+    resume: tuple[str, ...] = ()
+    batch: Batch | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job has ended early with all that it had."""
+        return self.code == STOPPED_AFTER_CHECKPOINT
+
+
+def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
+    """Run the job to its end, and leave nothing of it behind on any host that can be reached."""
+    hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
+    record = Record(hosts)
+    job = os.urandom(8).hex()
+    with selectors.DefaultSelector() as selector:
+        listener = None
+        told = {JOB: job}
+        if request.control_address is not None:
+            listener = Listener(request.control_address, len(hosts), selector)
+            told |= listener.settings
+        request = replace(
+            request,
+            settings={**request.settings, **told},
+            exports=tuple(sorted({*request.exports, *told})),
+        )
+        supervisor = Supervisor(selector, listener, record, limits, say)
+        with _private_folder(needed=bool(compose(mpi, request).files)) as folder:
+            command = compose(mpi, replace(request, scratch=folder))
+            command.write_files()
+            env = {**with_own_folder(mpi.program, os.environ), **command.settings}
+            end = supervisor.run(command.argv, env)
+        if listener is not None:
+            listener.close()
+    outcome = _outcome(mpi, end, record, is_hanging=supervisor.is_hanging)
+    outcome = replace(outcome, resume=record.resume, batch=record.batch)
+    if outcome.code not in (DONE, BAD_INPUT, STOPPED_AFTER_CHECKPOINT) and mpi.flavour != "slurm":
+        from mpiddp.launch.sweep import sweep
+
+        silent = record.silent_hosts()
+        nodes = [node for node in request.nodes if node.name not in silent]
+        sweep(nodes, job, request.job[0], say)
+    return outcome
+
+
+def _outcome(mpi: Mpi, end: End, record: Record, *, is_hanging: bool) -> Outcome:
+    if record.all_stopped:
+        return Outcome(STOPPED_AFTER_CHECKPOINT, "stopped on request.")
+    if is_hanging:
+        return Outcome(FAILED, "the ranks that hang were stopped.")
+    if end.interrupted and not (record.all_done and record.aware):
+        return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
+    if record.all_done:
+        return Outcome(DONE)
+    if end.was_killed:
+        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
+    first = record.first_failure()
+    if first is None:
+        if end.code in (DONE, BAD_INPUT, STOPPED_AFTER_CHECKPOINT) and not record.started:
+            return _silent_job(end)
+        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
+    if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED_AFTER_CHECKPOINT):
+        return Outcome(first.facts["code"], "")  # it has said why
+    return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)))
+
+
+def _silent_job(end: End) -> Outcome:
+    """mpirun ended without a complaint, but no rank ever reported: those that refuse may not have."""
+    if end.code == DONE:
+        return Outcome(FAILED, "the job failed: mpirun ended, but no rank has reported.")
+    return Outcome(end.code)
+
+
+def _cause(mpi: Mpi, code: int) -> str:
+    if code < 0:
+        return f"{mpi.program.name} was killed by {signal.Signals(-code).name}"
+    if name := _signal(mpi, code):
+        return f"a rank was killed by {name}"
+    return f"{mpi.program.name} ended with exit code {code}"
+
+
+def _signal(mpi: Mpi, code: int) -> str:
+    """The signal that mpirun says has killed a rank, "" if it says nothing of that kind.
+
+    Elsewhere 128 + N may be a code that the launcher made up, or that of a rank it has ended.
+    """
+    is_one = mpi.flavour == "openmpi" and code - 128 in set(signal.Signals)
+    return signal.Signals(code - 128).name if is_one else ""
+
+
+@contextmanager
+def _private_folder(needed: bool) -> Iterator[str]:
+    if not needed:
+        yield "."
+        return
+    import tempfile  # costs 10 ms, and most jobs need no file
+
+    with tempfile.TemporaryDirectory(prefix="mpiddp-") as folder:
+        yield folder

@@ -1,0 +1,137 @@
+"""What the ranks have said so far, and the verdict that follows from it, whatever mpirun returns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpiddp.launch.channel import Word
+
+# What a rank says when another one has gone. If that is really why, the other's end was noticed at
+# about the same time.
+_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
+_CONSEQUENCE_S = 0.3
+_FIRST_S = 5.0  # the others' words may overtake those of the rank that the store knows to be first
+_SILENCE_S = 15.0  # before a host is known to be gone
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images of one step, and of one backward pass, over all ranks: these are dealt out evenly."""
+
+    images: int
+    per_backward: int
+
+
+@dataclass
+class Record:
+    """All that is known of a job's ranks. `hosts` are those that the ranks are wanted on."""
+
+    hosts: Sequence[str]
+    started: dict[int, dict[str, Any]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[int, Word] = field(default_factory=dict)  # failed or lost, the first of a rank
+    aware: set[int] = field(default_factory=set)
+    steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
+    stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    logs: dict[int, str] = field(default_factory=dict)
+    batch: Batch | None = None
+    resume: tuple[str, ...] = ()  # what to add to the command, for it to go on
+
+    def note(self, word: Word) -> None:
+        rank, facts = word.rank, word.facts
+        match word.kind:
+            case "started":
+                self.started[rank] = facts
+            case "aware":
+                self.aware.add(rank)
+            case "progress":
+                if self.steps.get(rank, (-1, 0.0))[0] < facts["step"]:
+                    self.steps[rank] = (facts["step"], word.at)
+            case "stacks":
+                self.stacks[rank] = facts
+            case "log":
+                self.logs[rank] = facts["path"]
+            case "resume":
+                self.resume = tuple(facts["arguments"])
+            case "batch":
+                self.batch = Batch(facts["images"], facts["per_backward"])
+            case "stopped":
+                self.stopped[rank] = facts
+            case "done":
+                self.done.add(rank)
+            case "failed" | "lost" if rank not in self.done:
+                self.failures.setdefault(rank, word)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def all_done(self) -> bool:
+        return len(self.done) == self.world_size
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether the job ended early as it was asked to, with all that it had saved."""
+        return self.all_done and len(self.stopped) == self.world_size
+
+    def first_failure(self) -> Word | None:
+        """The rank that the others' trouble comes from.
+
+        One that vanished outranks the broken connections of its peers, and a host that fell silent
+        did so long before it was noticed.
+        """
+        return min(self.failures.values(), key=_began, default=None)
+
+    def silent_hosts(self) -> set[str]:
+        """Those of `hosts` that nothing comes from any more."""
+        return {self.hosts[rank] for rank, word in self.failures.items() if _is_silent(word)}
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} on {self.started.get(rank, {}).get('host', self.hosts[rank])}"
+
+    def sentence(self, first: Word, killed_by: str = "") -> str:
+        """Who failed first, of what, and where to read more.
+
+        Args:
+            killed_by: the signal that mpirun saw a rank end by, if it said so.
+        """
+        others = " The other ranks were stopped." if self.world_size > 1 else ""
+        if first.kind == "lost" and first.facts["silent"]:
+            host = self.started.get(first.rank, {}).get("host", self.hosts[first.rank])
+            ranks = [r for r, word in self.failures.items() if _is_silent(word)]
+            there = sorted(r for r in ranks if self.started.get(r, {}).get("host", host) == host)
+            names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
+            return f"lost {host} ({names}): no sign of life came from it any more.{others}"
+        if first.kind == "lost" and killed_by:
+            return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
+        if first.kind == "lost":
+            return (
+                f"{self.name(first.rank)} was the first to end, without a word: killed, crashed in "
+                f"native code, or by os._exit.{others}"
+            )
+        error, log = first.facts["error"], self.logs.get(first.rank)
+        if not first.facts["traceback"]:
+            words = f": {error}" if error else ""
+            code = first.facts["code"]
+            return f"{self.name(first.rank)} ended first, with exit code {code}{words}.{others}"
+        where = f" (its traceback: {log})" if log else ""
+        summary = error.strip().partition("\n")[0]
+        return f"{self.name(first.rank)} failed first: {summary}{where}.{others}"
+
+
+def _is_silent(word: Word) -> bool:
+    return word.kind == "lost" and bool(word.facts["silent"])
+
+
+def _began(word: Word) -> float:
+    """When the trouble of this rank began, as far as it can be told."""
+    if word.kind == "lost":
+        return word.at - (_SILENCE_S if word.facts["silent"] else 0.0)
+    if word.facts["traceback"] and _CONSEQUENCE.search(word.facts["error"]):
+        return word.at + _CONSEQUENCE_S
+    return word.at - (_FIRST_S if word.facts["first"] else 0.0)

@@ -1,0 +1,86 @@
+"""A job that fails is started again, from its newest checkpoint, on the hosts that are there then.
+
+Every restart begins like a start, with a look at all hosts: one that is broken is left out if the
+user can do without it, and is back as soon as it answers again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mpiddp.errors import UserError
+from mpiddp.launch.command import Request
+from mpiddp.launch.job import FAILED, INTERRUPTED, Outcome, attempt
+from mpiddp.launch.mpi import Mpi
+from mpiddp.launch.plan import make_plan
+from mpiddp.launch.record import Batch
+from mpiddp.launch.supervisor import Limits
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+Say = Callable[[str], None]
+
+
+def run(
+    options: argparse.Namespace, mpi: Mpi, request: Request, started_at: float, say: Say
+) -> Outcome:
+    """Run the job, and again after each failure, `options.max_restarts` times at most."""
+    world_size = request.world_size
+    outcome = attempt(mpi, request, _limits(options, started_at), say)
+    resume, batch = outcome.resume, outcome.batch
+    for restart in range(1, options.max_restarts + 1):
+        if outcome.code != FAILED:
+            break
+        say(outcome.sentence)
+        try:
+            time.sleep(min(FIRST_PAUSE_S * 2 ** (restart - 1), LONGEST_PAUSE_S))
+            options.ranks_divide = batch.per_backward if batch else None
+            mpi, request = make_plan(options, started_at, os.environ, say)
+        except UserError as error:  # a host may need longer than this pause
+            outcome = Outcome(FAILED, str(error), resume, batch)
+            continue
+        except KeyboardInterrupt:
+            return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
+        hosts = _and([node.name for node in request.nodes])
+        say(f"restarting on {hosts} (restart {restart} of {options.max_restarts}).")
+        job = [*request.job, *resume]
+        if batch and request.world_size != world_size:
+            job = _keeping_batch(job, batch)
+            say(
+                f"{request.world_size} ranks instead of {world_size}: the global batch stays "
+                f"{batch.images}."
+            )
+        request = replace(request, job=tuple(job))
+        outcome = attempt(mpi, request, _limits(options, started_at), say)
+        resume = resume or outcome.resume
+        batch = batch or outcome.batch
+    return replace(outcome, resume=resume)
+
+
+def _limits(options: argparse.Namespace, started_at: float) -> Limits:
+    """The clock of --stop-after runs on over restarts."""
+    stop_after_s = options.stop_after
+    if stop_after_s is not None:
+        stop_after_s = max(0.0, started_at + stop_after_s - time.time())
+    return Limits(options.grace, stop_after_s, options.hang_timeout)
+
+
+def _keeping_batch(job: Sequence[str], batch: Batch) -> list[str]:
+    """The words of `mpiddp train` with the batch over all ranks instead of the one of each rank."""
+    kept: list[str] = []
+    words = iter(job)
+    for word in words:
+        name, has_value, _ = word.replace("_", "-").partition("=")
+        if name not in ("--batch-size", "--global-batch-size"):
+            kept.append(word)
+        elif not has_value:
+            next(words, None)
+    return [*kept, "--global-batch-size", str(batch.images)]
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,0 +1,217 @@
+"""Watches over one mpirun: hears its ranks, ends what does not end by itself, passes stops on.
+
+One loop over sockets, signals and times; it costs nothing while nothing happens.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mpiddp.launch import process
+from mpiddp.launch.channel import Listener, Word
+from mpiddp.launch.record import Record
+
+STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
+SPREAD_S = 3.0  # for a failure to reach all ranks by itself
+FAREWELL_S = 10.0  # for mpirun to end when no rank is left
+SILENCE_S = 1.0  # for a host to acknowledge a word
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long this or that may take, in seconds; None: for ever."""
+
+    grace_s: float = 30.0
+    stop_after_s: float | None = None
+    hang_timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """How mpirun ended: its code (-N when signal N killed it), and whether we were told to stop.
+
+    `was_killed`: by a signal that was not ours.
+    """
+
+    code: int
+    interrupted: bool
+    was_killed: bool = False
+
+
+class Supervisor:
+    """One job. `listener` is None where the ranks cannot reach this process: then mpirun's word counts."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        listener: Listener | None,
+        record: Record,
+        limits: Limits,
+        say: Say,
+    ) -> None:
+        self._selector = selector
+        self._listener = listener
+        self._record = record
+        self._limits = limits
+        self._say = say
+        self._agenda: list[tuple[float, Callable[[], None]]] = []  # the next one first
+        self._stops = 0
+        self._is_failing = False
+        self._is_hanging = False
+        self._is_ending = False
+
+    def run(self, argv: Sequence[str], env: Mapping[str, str]) -> End:
+        """Run mpirun until it and all its ranks have ended.
+
+        The first signal asks the ranks to stop; the second kills all that the job has on this host,
+        whereupon its daemons on other hosts end too.
+        """
+        with _signals() as signals:
+            self._selector.register(signals, selectors.EVENT_READ, signals)
+            self._mpirun = process.start(argv, env)
+            if self._limits.stop_after_s is not None:
+                self._in(self._limits.stop_after_s, lambda: self._ask_to_stop(signal.SIGTERM))
+            if self._limits.hang_timeout_s is not None:
+                self._in(1.0, self._look_for_hangs)
+            while self._mpirun.poll() is None:
+                self._wait(signals)
+            self._await_last_words(signals)
+            self._selector.unregister(signals)
+            process.sweep(0.0 if self._stops > 1 else process.SWEEP_S)
+        code = self._mpirun.returncode
+        was_killed = code < 0 and not self._is_ending
+        return End(code, interrupted=self._stops > 0, was_killed=was_killed)
+
+    def _in(self, seconds: float, action: Callable[[], None]) -> None:
+        self._agenda.append((time.monotonic() + seconds, action))
+        self._agenda.sort(key=lambda entry: entry[0])
+
+    def _wait(self, signals: socket.socket, at_most_s: float | None = None) -> None:
+        """Do what there is to do, then or as soon as there is something."""
+        timeout = at_most_s
+        if self._agenda:
+            until = max(0.0, self._agenda[0][0] - time.monotonic())
+            timeout = until if timeout is None else min(until, timeout)
+        for key, _ in self._selector.select(timeout):
+            if key.data is signals:
+                for number in signals.recv(64):
+                    if number in STOP_SIGNALS:
+                        self._on_signal(number)
+            elif self._listener is not None:
+                for word in self._listener.hear(key.data):
+                    self._on_word(word)
+        while self._agenda and self._agenda[0][0] <= time.monotonic():
+            self._agenda.pop(0)[1]()
+
+    def _on_signal(self, number: int) -> None:
+        self._stops += 1
+        if self._stops == 1:
+            self._ask_to_stop(number)
+        else:
+            process.kill_all()
+
+    def _on_word(self, word: Word) -> None:
+        self._record.note(word)
+        if word.kind == "started" and self._stops:
+            self._tell("stop")
+        if word.rank in self._record.failures and not self._is_failing:
+            self._is_failing = True
+            # Most launchers end the other ranks by then, and the ranks' own watch does under all;
+            # but nobody else notices that a host has fallen silent.
+            spread_s = 0.0 if word.facts.get("silent") else SPREAD_S
+            self._in(spread_s, lambda: self._tell("end", code=1))
+            self._in(spread_s + 1.0, self._stop_mpirun)
+        if self._listener is not None and not self._listener.connected and self._record.done:
+            self._in(FAREWELL_S, self._stop_mpirun)
+
+    def _tell(self, kind: str, **facts: object) -> None:
+        if self._listener is not None:
+            self._listener.tell(kind, **facts)
+
+    def _ask_to_stop(self, number: int) -> None:
+        self._stops = max(self._stops, 1)
+        if self._listener is None or not self._listener.connected:
+            self._stop_mpirun()
+            return
+        if self._record.aware:
+            self._say(
+                f"{signal.Signals(number).name}: the ranks save and stop; once more: at once."
+            )
+        self._tell("stop")
+        self._in(self._limits.grace_s, self._stop_mpirun)
+
+    def _stop_mpirun(self) -> None:
+        if not self._is_ending:
+            self._is_ending = True
+            process.stop(self._mpirun)
+            # A rank that hangs in a collective hears nothing, nor does an mpirun whose link is cut.
+            self._in(STOP_S, process.kill_all)
+
+    def _await_last_words(self, signals: socket.socket) -> None:
+        """What the ranks said last may still be on its way, and a host that was cut off says no more."""
+        if self._listener is None:
+            return
+        deadline = time.monotonic() + SILENCE_S
+        self._tell("end", code=1)
+        while self._listener.connected and time.monotonic() < deadline:
+            self._wait(signals, deadline - time.monotonic())
+        for word in self._listener.lose_silent():
+            self._record.note(word)
+
+    def _look_for_hangs(self) -> None:
+        """Without a step for too long, all ranks are asked for their stacks, then one is blamed."""
+        timeout_s = self._limits.hang_timeout_s
+        assert timeout_s is not None
+        newest = max((at for _, at in self._record.steps.values()), default=None)
+        if self._is_failing or self._record.done or self._stops:
+            return
+        if newest is None or time.monotonic() - newest < timeout_s:
+            self._in(min(1.0, timeout_s), self._look_for_hangs)
+            return
+        self._record.stacks.clear()
+        self._tell("stacks")
+        self._in(2.0, self._blame)
+
+    def _blame(self) -> None:
+        if self._is_failing or self._stops:
+            return
+        from mpiddp.launch.hangs import sentences
+
+        for sentence in sentences(self._record, self._limits.hang_timeout_s or 0.0):
+            self._say(sentence)
+        self._is_failing = True
+        self._is_hanging = True
+        self._tell("end", code=1)
+        self._in(2.0, self._stop_mpirun)
+
+    @property
+    def is_hanging(self) -> bool:
+        return self._is_hanging
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """A socket with one byte for each signal that arrives: its number."""
+    numbers = (*STOP_SIGNALS, signal.SIGCHLD)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    # The handler only keeps the signal from its default action.
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    try:
+        yield receiver
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, old in before.items():
+            signal.signal(number, old)
+        receiver.close()
+        sender.close()

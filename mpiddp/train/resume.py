@@ -1,0 +1,153 @@
+"""What --resume goes on from: the newest valid checkpoint over all hosts, wherever it lies.
+
+Each host looks at its own disk, for it may be the only one that has it; all ranks then know which rank
+holds what is gone on from, and which hosts lack it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mpiddp import checkpoint_dir
+from mpiddp.crew import Crew
+from mpiddp.errors import UserError
+from mpiddp.train import checkpoint
+from mpiddp.train.checkpoint import Saved
+from mpiddp.train.config import TrainConfig
+
+LOOK_TIMEOUT_S = 1800.0  # to read every byte of a checkpoint on a slow disk
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts; but for `saved` the same on every rank."""
+
+    holder: int = 0  # the rank that has the checkpoint
+    folder: Path | None = None  # on the holder's host; None: there is nothing to go on from
+    lacking: tuple[int, ...] = ()  # one rank of each host whose --out should have it, and has not
+    saved: Saved | None = None  # its contents, on the holder alone
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one host has: its newest valid checkpoint, or why it has none where that is wrong."""
+
+    folder: str = ""
+    step: int = -1
+    problem: str = ""
+    broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and complaint
+
+
+def find(crew: Crew, config: TrainConfig, out: Path, say: Callable[[str], None]) -> Start:
+    """Look on all hosts. Nothing is written. All ranks must call this.
+
+    Raises:
+        SystemExit: --resume names what is no valid checkpoint of this configuration, or does not fit
+            what `out` holds; rank 0 has said so.
+    """
+    own: _Found | None = None
+    with crew.together(timeout_s=LOOK_TIMEOUT_S):
+        if crew.world.local_rank == 0:
+            own = _look(config.resume, out)
+    words = crew.exchange(json.dumps(asdict(own)) if own else "", timeout_s=LOOK_TIMEOUT_S)
+    finds = {rank: _Found(**json.loads(text)) for rank, text in enumerate(words) if text}
+    holder = max(finds, key=lambda rank: (finds[rank].step, -rank))
+    best = finds[holder]
+    for sentence in _complaints(finds, best, crew):
+        say(sentence)
+    if not best.folder:
+        with crew.together():
+            if own and own.problem:
+                raise UserError(own.problem)
+        return Start()
+
+    folder = Path(best.folder)
+    saved = None
+    with crew.together():
+        if crew.world.rank == holder:
+            saved = checkpoint.read(folder, config)
+    where = "" if holder == 0 else f" on {crew.hostnames[holder]}"
+    progress = crew.exchange(
+        f"step {saved.progress.step}, epoch {saved.progress.epoch}" if saved else "",
+        timeout_s=LOOK_TIMEOUT_S,
+    )[holder]
+    say(f"going on from {folder}{where}: {progress}")
+    lacking = [rank for rank, found in finds.items() if found.step < best.step]
+    return Start(holder, folder, tuple(lacking if config.resume == "auto" else ()), saved)
+
+
+def _complaints(finds: dict[int, _Found], best: _Found, crew: Crew) -> list[str]:
+    """A sentence for each broken checkpoint that is newer than what is gone on from, or equals it.
+
+    Hosts that share a file system see the same ones: each is told once.
+    """
+    newest = Path(best.folder) if best.folder else None
+    sentences: dict[str, str] = {}
+    for rank, found in finds.items():
+        for step, complaint in found.broken:
+            host = f" ({crew.hostnames[rank]})" if (crew.world.num_nodes or 1) > 1 else ""
+            if step > best.step:
+                rest = checkpoint_dir.consequence(step, newest)
+            else:
+                rest = "another host has it whole"
+            sentences.setdefault(complaint, f"{complaint}{host}; {rest}.")
+    return list(sentences.values())
+
+
+def _look(resume: str, out: Path) -> _Found:
+    """What this host has of what --resume means.
+
+    Raises:
+        UserError: what another host may have would not mend it.
+    """
+    root = out / "checkpoints"
+    existing = checkpoint_dir.list_steps(root)
+    if resume == "never":
+        traces = [root, *(out / name for name in ("config.json", "metrics.jsonl", "summary.json"))]
+        if found := [path for path in traces if path.exists()]:
+            raise UserError(
+                f"--resume never, but --out {out} holds a run already ({found[0].name}). "
+                "Name another --out, or leave --resume away to go on."
+            )
+        return _Found()
+    if resume == "auto":
+        return _newest(
+            root, f"{root}: no checkpoint in it is valid. Name another --out." if existing else ""
+        )
+    given = Path(resume)
+    if not given.exists():
+        return _Found(
+            problem=f"--resume {resume} not found (looked in {Path.cwd()}). Expected auto, never, a "
+            "run's folder or a checkpoint's."
+        )
+    for candidate in (given / "checkpoints", given):  # of a run, or of checkpoints
+        if checkpoint_dir.list_steps(candidate):
+            looked = _newest(candidate, f"--resume {resume}: no checkpoint in it is valid.")
+            break
+    else:
+        looked = _given(given)
+    if looked.folder and existing and Path(looked.folder).resolve().parent != root.resolve():
+        raise UserError(
+            f"--resume {resume}, but --out {out} holds {existing[-1].name} of its own. "
+            "Name another --out, or leave --resume away to go on from there."
+        )
+    return looked
+
+
+def _newest(root: Path, problem: str) -> _Found:
+    newest, broken = checkpoint_dir.survey(root)
+    if newest is None:
+        return _Found(problem=problem, broken=broken)
+    return _Found(str(newest), checkpoint_dir.step_of(newest), broken=broken)
+
+
+def _given(folder: Path) -> _Found:
+    """The very checkpoint that --resume names, whatever its folder is called."""
+    try:
+        checkpoint_dir.verify(folder)
+    except checkpoint_dir.BrokenCheckpoint as error:
+        return _Found(problem=f"--resume {folder}: {error}.")
+    return _Found(str(folder), step=0)

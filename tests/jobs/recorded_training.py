@@ -1,0 +1,80 @@
+"""`mpiddp train` over numbered images, each rank noting which of them it was given; rank 0 may die.
+
+    mpirun -np 2 python -m tests.jobs.recorded_training NOTES DIE_AT_STEP OPTIONS…
+
+Writes NOTES/rank_N.jsonl: a line with the start (step, ranks), then one for each batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpiddp import checkpoint_dir
+from mpiddp.group import assemble, device_of, joined
+from mpiddp.train import replicas, resume
+from mpiddp.train.config import parse, settle
+from mpiddp.train.data.source import Batch, Data
+from mpiddp.train.engine import build_model
+from mpiddp.train.loop import make_plan, train
+
+NUM_IMAGES = 101
+SHAPE = (3, 8, 8)
+
+
+class Noted:
+    """A source that writes down which images it delivers, and kills its process at a step."""
+
+    num_images = NUM_IMAGES
+
+    def __init__(self, notes: Path, die_at_batch: int, start: dict[str, Any]) -> None:
+        self._file = notes.open("a")
+        self._left = die_at_batch
+        self._note(start)
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        for numbers in indices:
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._left -= 1
+            self._note({"epoch": epoch, "images": numbers.tolist()})
+            yield torch.randn(len(numbers), *SHAPE), numbers % 10
+
+    def _note(self, words: dict[str, Any]) -> None:
+        self._file.write(json.dumps(words) + "\n")
+        self._file.flush()
+
+
+def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
+    config = parse(argv)
+    out = Path(str(config.out))
+    with assemble() as crew:
+        rank, ranks = crew.world.rank, crew.world.world_size
+        device = device_of(crew.world, "gloo")
+        config = settle(config, crew.world, on_gpu=False, has_bf16=False)
+        start = resume.find(crew, config, out, lambda text: None)
+        step = checkpoint_dir.step_of(start.folder) if start.folder else 0
+        dies = rank == 0 and die_at_step >= 0  # the one that has a batch at every step, and saves
+        source = Noted(
+            notes / f"rank_{rank}.jsonl",
+            (die_at_step - step) * config.grad_accum_steps if dies else -1,
+            {"start": step, "ranks": ranks},
+        )
+        data = Data("numbered", 10, SHAPE, source, None)
+        plan, model = make_plan(config, data, crew), build_model(config, data)
+        out.mkdir(exist_ok=True)
+        keepers = replicas.find_keepers(crew, out, timeout_s=60)
+        with joined(crew, "gloo", device, timeout_s=60):
+            train(config, plan, crew, data, model, start, keepers, device, out, lambda text: None)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

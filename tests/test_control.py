@@ -1,0 +1,187 @@
+"""The control channel: only ranks of the job are heard, and only what is the protocol.
+
+python -m pytest tests/test_control.py
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from mpiddp.control import ADDRESS, LINE_LIMIT, SECRET, dumps, proof
+from mpiddp.launch.channel import Listener, Word
+from tests.ranks import ROOT, clean_env
+
+RANK = """
+import os, sys, time
+from mpiddp import control
+from mpiddp.world import World
+with control.reporting(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
+    exec(sys.argv[1])
+"""
+
+
+class Launcher:
+    """A listener for two ranks, and all that it heard."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.listener = Listener("127.0.0.1", 2, self.selector)
+        self.words: list[Word] = []
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.listener.settings[ADDRESS].partition(":")
+        return host, int(port)
+
+    def hear_for(self, seconds: float, until: str = "") -> list[tuple[int, str]]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and until not in {word.kind for word in self.words}:
+            for key, _ in self.selector.select(0.02):
+                self.words += self.listener.hear(key.data)
+        return [(word.rank, word.kind) for word in self.words]
+
+    def rank(self, code: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", RANK, code],
+            env=clean_env(self.listener.settings),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.listener.close()
+    launcher.selector.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("pass", ("done", {})),
+        ("sys.exit()", ("done", {})),
+        ("sys.exit(3)", ("failed", {"code": 3, "error": ""})),
+        ("sys.exit('a word')", ("failed", {"code": 1, "error": "a word"})),
+        ("1 / 0", ("failed", {"code": 1, "error": "ZeroDivisionError: division by zero"})),
+        ("os._exit(0)", ("lost", {"silent": False})),
+        ("os.kill(os.getpid(), 9)", ("lost", {"silent": False})),
+    ],
+)
+def test_a_rank_tells_how_it_began_and_how_it_ended(
+    launcher: Launcher, code: str, end: tuple[str, dict[str, object]]
+) -> None:
+    with launcher.rank(code) as rank:
+        assert launcher.hear_for(20, until="lost")[:2] == [(1, "started"), (1, end[0])]
+    started, ended = launcher.words[:2]
+    assert started.facts["host"] == socket.gethostname()
+    assert started.facts["pid"] == rank.pid
+    assert started.facts["versions"]["python"] == sys.version.split()[0]
+    assert end[1].items() <= ended.facts.items()
+
+
+def test_a_rank_ends_with_its_launcher(launcher: Launcher) -> None:
+    with launcher.rank("time.sleep(60)") as rank:
+        launcher.hear_for(20, until="started")
+        launcher.listener.close()
+        assert "the launcher is gone, so am I." in rank.communicate(timeout=5)[1]
+    launcher.listener = Listener("127.0.0.1", 2, launcher.selector)
+
+
+def test_a_forked_child_does_not_hide_that_its_rank_is_gone(launcher: Launcher) -> None:
+    code = "if os.fork() == 0: time.sleep(3); os._exit(0)\nos.kill(os.getpid(), 9)"
+    with launcher.rank(code):
+        start = time.monotonic()
+        assert launcher.hear_for(20, until="lost")[-1] == (1, "lost")
+        assert time.monotonic() - start < 2.5
+
+
+def test_what_a_rank_starts_is_no_rank_and_knows_no_secret(launcher: Launcher) -> None:
+    code = "import subprocess; subprocess.run(['env'])"
+    with launcher.rank(code) as rank:
+        launcher.hear_for(20, until="lost")
+        assert "MPIDDP_CONTROL" not in rank.communicate()[0]
+
+
+def test_a_launcher_that_cannot_be_reached_is_named(launcher: Launcher) -> None:
+    host, _port = launcher.address
+    launcher.listener.settings[ADDRESS] = f"{host}:1"  # where nobody listens
+    with launcher.rank("pass") as rank:
+        stderr = rank.communicate(timeout=20)[1]
+    where = f"rank 1 on {socket.gethostname()} cannot reach its launcher at {host} port 1 "
+    assert where in stderr.splitlines()[-1]
+
+
+def test_strangers_are_dropped_and_change_nothing(launcher: Launcher) -> None:
+    """Those without the proof, with one for another rank, with garbage, or with too much of it."""
+    secret = launcher.listener.settings[SECRET]
+    for kind in ("no proof", "other rank", "no rank", "garbage", "no words", "number", "long"):
+        with socket.create_connection(launcher.address) as stranger:
+            launcher.hear_for(0.05)
+            challenge = json.loads(stranger.recv(4096))["challenge"]
+            with suppress(OSError):
+                stranger.sendall(
+                    {
+                        "no proof": dumps("hello", rank=0, proof=""),
+                        "other rank": dumps("hello", rank=0, proof=proof(secret, challenge, 1)),
+                        "no rank": dumps("hello", rank=7, proof=proof(secret, challenge, 7)),
+                        "garbage": b"\xff\xfe\x00GET / HTTP/1.1\n\n",
+                        "no words": dumps("done"),
+                        "number": b"7\n",
+                        "long": b"x" * (LINE_LIMIT + 70_000),
+                    }[kind]
+                )
+            assert launcher.hear_for(0.1) == []
+            stranger.settimeout(1)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", f"{kind}: still connected"
+    with launcher.rank("pass"):
+        assert launcher.hear_for(20, until="done") == [(1, "started"), (1, "done")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{]", b'{"type": "dance"}', b'{"type": "progress"}', b'{"type": "progress", "step": "x"}'],
+)
+def test_a_rank_is_dropped_as_well_for_what_is_no_protocol(launcher: Launcher, line: bytes) -> None:
+    secret = launcher.listener.settings[SECRET]
+    with socket.create_connection(launcher.address) as rank:
+        launcher.hear_for(0.05)
+        challenge = json.loads(rank.recv(4096))["challenge"]
+        rank.sendall(dumps("hello", rank=0, proof=proof(secret, challenge, 0)) + line + b"\n")
+        assert launcher.hear_for(1, until="lost") == [(0, "lost")]
+
+
+def test_nobody_can_take_a_ranks_place(launcher: Launcher) -> None:
+    secret = launcher.listener.settings[SECRET]
+    with launcher.rank("time.sleep(1)"):
+        launcher.hear_for(20, until="started")
+        with socket.create_connection(launcher.address) as other:
+            launcher.hear_for(0.05)
+            challenge = json.loads(other.recv(4096))["challenge"]
+            other.sendall(dumps("hello", rank=1, proof=proof(secret, challenge, 1)))
+            assert launcher.hear_for(0.2) == [(1, "started")]
+            assert other.recv(1) == b""
+
+
+def test_a_flood_of_connections_is_bounded(launcher: Launcher) -> None:
+    strangers = [socket.create_connection(launcher.address) for _ in range(200)]
+    launcher.hear_for(0.5)
+    assert len(launcher.selector.get_map()) < 100
+    for stranger in strangers:
+        stranger.close()
+    launcher.hear_for(0.2)
+    with launcher.rank("pass"):
+        assert launcher.hear_for(20, until="done") == [(1, "started"), (1, "done")]

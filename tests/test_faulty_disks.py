@@ -1,0 +1,126 @@
+"""A full disk and a read-only one: the older checkpoints stay, and the run goes on or ends as told."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from mpiddp import checkpoint_dir
+from tests import cluster
+from tests.cluster import Host
+from tests.ranks import ROOT
+
+OUT = "/run/run-of-a-test"
+SAVES = f"{OUT}/checkpoints"  # on a disk of its own, so that it alone is full
+COMMAND = [
+    sys.executable, "-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=4",
+    "--amp=off", "--epochs=1", "--save-every=1", f"--out={OUT}",
+]  # fmt: skip
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.fspath(ROOT)}
+CHECKPOINT_MB = 2.3
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    with cluster.up_or_skip(1) as standing:
+        yield standing["node0"]
+
+
+@contextmanager
+def disk(host: Host, megabytes: float) -> Iterator[None]:
+    size = f"size={int(megabytes * 1000)}k"
+    host.run(["mkdir", "-p", SAVES], check=True)
+    host.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", SAVES], check=True)
+    try:
+        yield
+    finally:
+        host.run(["umount", SAVES], check=True)
+        host.run(["rm", "-r", OUT], check=True)
+
+
+def valid(host: Host) -> list[str]:
+    folders = checkpoint_dir.list_steps(host.path(SAVES))
+    for folder in folders:
+        checkpoint_dir.verify(folder)
+    return [folder.name for folder in folders]
+
+
+def test_a_full_disk(host: Host) -> None:
+    """Two checkpoints fit, and a part of the third."""
+    with disk(host, 2.5 * CHECKPOINT_MB):
+        command = [*COMMAND, "--steps-per-epoch=5"]
+        sentence = (
+            f"no space left for a checkpoint in {SAVES}: step 3 needs 2.2 MB, has 1.4 MB. "
+            "step_00000002 is kept."
+        )
+        ran = host.run([*command, "--on-save-error=stop"], env=ENV, cwd=ROOT)
+        assert (ran.returncode, ran.stderr) == (2, sentence + "\n")
+        assert valid(host) == ["step_00000001", "step_00000002"]
+        assert len(list(host.path(SAVES).iterdir())) == 2, "half of one was left"
+
+        # It goes on with warnings, but does not end well without its last checkpoint.
+        ran = host.run(command, env=ENV, cwd=ROOT)
+        assert ran.returncode == 2
+        assert "epoch 1/1  step 5/5" in ran.stdout
+        lines = ran.stderr.splitlines()
+        assert lines[0] == f"warning: node0: {sentence}"
+        assert lines[-1] == sentence.replace("step 3", "step 5")
+        assert len(lines) == 3
+        assert valid(host) == ["step_00000001", "step_00000002"]
+
+        host.run(["mount", "-o", f"remount,size={int(4 * CHECKPOINT_MB)}m", SAVES], check=True)
+        ran = host.run(command, env=ENV, cwd=ROOT)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert "step_00000002: step 2" in ran.stdout
+        assert valid(host) == ["step_00000004", "step_00000005"]
+
+
+def test_all_ranks_hear_of_a_full_disk(host: Host) -> None:
+    """Only rank 0 writes; rank 1 leaves with it, at the next save."""
+    launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2"]
+    with disk(host, 0.5 * CHECKPOINT_MB):
+        command = [*launch, *COMMAND[1:], "--steps-per-epoch=9", "--on-save-error=stop"]
+        ran = host.run(command, env=ENV, cwd=ROOT)
+        assert ran.returncode == 2, ran.stderr
+        assert (
+            f"rank 0 on node0: no space left for a checkpoint in {SAVES}: step 1 needs 2.2 MB, "
+            "has 1.2 MB. There is no older one.\n"
+        ) in ran.stderr
+        assert valid(host) == []
+
+
+def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
+    command = [*COMMAND, "--steps-per-epoch=10000", "--log-every=100000"]
+    with disk(host, 20), host.popen(command, env=ENV, cwd=ROOT) as program:
+        try:
+            await_step(host, 2)
+            for _ in range(1000):  # "busy" while a save is being written
+                if host.run(["mount", "-o", "remount,ro", SAVES]).returncode == 0:
+                    break
+            before = valid(host)
+            assert program.stderr is not None
+            line = program.stderr.readline()
+            assert line.startswith(f"warning: node0: {SAVES}: no checkpoint of step ")
+            assert line.endswith(f": Read-only file system. {before[-1]} is kept.\n")
+            assert valid(host) == before
+            host.run(["mount", "-o", "remount,rw", SAVES], check=True)
+            await_step(host, int(before[-1].removeprefix("step_")) + 3)
+            assert program.poll() is None
+        finally:
+            program.end()
+        assert len(valid(host)) >= 2
+
+
+def await_step(host: Host, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        folders = checkpoint_dir.list_steps(host.path(SAVES))
+        if folders and checkpoint_dir.step_of(folders[-1]) >= step:
+            return
+        assert time.monotonic() < deadline, f"no checkpoint of step {step}: {folders}"
+        time.sleep(0.02)

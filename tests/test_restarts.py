@@ -1,0 +1,129 @@
+"""A job that fails goes on from its newest checkpoint, with the hosts that are there.
+
+python -m pytest tests/test_restarts.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpiddp.launch.record import Batch
+from mpiddp.launch.restarts import _keeping_batch
+from tests import cluster
+from tests.cluster import Cluster
+from tests.ranks import ROOT, clean_env
+
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
+TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
+FAILS_ONCE = """
+import os, pathlib, sys
+tries = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    tries.write_text(tries.read_text() + "x")
+if len(tries.read_text()) < int(sys.argv[2]):
+    sys.exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(3) as standing:
+        yield standing
+
+
+@pytest.mark.parametrize(("succeeds_at", "tries", "code"), [(2, 2, 0), (9, 3, 1)])
+def test_a_failed_job_is_started_again_so_often(
+    tmp_path: Path, succeeds_at: int, tries: int, code: int
+) -> None:
+    (tmp_path / "script.py").write_text(FAILS_ONCE)
+    (tmp_path / "tries").write_text("")
+    command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", f"{tmp_path}/script.py"]
+    command += [f"{tmp_path}/tries", str(succeeds_at)]
+    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert len((tmp_path / "tries").read_text()) == tries
+    assert f"(restart {tries - 1} of 2)." in done.stderr
+
+
+def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
+    command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", *TRAIN, "--lr", "much"]
+    done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "restart" not in done.stderr
+
+
+def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
+    """3 ranks, then 2, then 3: the same global batch, the same run, no step lost but the last few."""
+    out = hosts.shared / "run"
+    command = [*LAUNCH, "--max-restarts", "3", "--min-hosts", "2", "-H", "node0:1,node1:1,node2:1"]
+    command += [*TRAIN, "--batch-size", "4", "--steps-per-epoch", "400", "--save-every", "10"]
+    command += ["--log-every", "10", "--out", str(out)]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with hosts["node0"].popen(command, cwd=ROOT, env=env) as launcher:
+        records = out / "metrics.jsonl"
+        wait_for_step(records, 20)
+        hosts["node1"].link("down")
+        try:
+            before = last_step(records)
+            wait_for_step(records, before + 20)
+        finally:
+            hosts["node1"].link("up")
+        rank = next(p for p in hosts["node2"].processes() if "mpiddp train" in p.command)
+        hosts["node2"].run(["kill", "-KILL", str(rank.pid)], check=True)
+        stdout, stderr = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, stderr
+    sentences = (
+        "mpiddp: lost node1 (rank 1): no sign of life came from it any more.",
+        "mpiddp: restarting on node0 and node2 (restart 1 of 3).",
+        "mpiddp: 2 ranks instead of 3: the global batch stays 12.",
+        "mpiddp: restarting on node0, node1 and node2 (restart 2 of 3).",
+    )
+    # mpirun's own last words may end without a newline.
+    assert all(sentence in stderr for sentence in sentences), stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["global_batch_size"], summary["steps"], summary["world_size"]) == (12, 400, 3)
+    assert stdout.count("going on from") == 2
+
+
+def test_too_few_hosts_are_an_error(hosts: Cluster) -> None:
+    command = [*LAUNCH, "--min-hosts", "3", "-H", "node0:1,node1:1,nowhere:1", "-m", "platform"]
+    done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2
+    assert done.stderr.startswith("nowhere: cannot be resolved from node0.")
+    command[4] = "2"
+    done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("mpiddp: left out: nowhere: cannot be resolved")
+
+
+def last_step(records: Path) -> int:
+    lines = records.read_text().splitlines() if records.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+
+def wait_for_step(records: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while last_step(records) < step:
+        assert time.monotonic() < deadline, f"step {last_step(records)} instead of {step}"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--batch-size", "4", "--seed", "1"],
+        ["train", "--batch_size=4", "--seed", "1"],
+        ["train", "--global-batch-size", "12", "--seed", "1"],
+        ["train", "--seed", "1"],
+    ],
+)
+def test_the_global_batch_stays(words: list[str]) -> None:
+    kept = _keeping_batch(words, Batch(12, 12))
+    assert kept == ["train", "--seed", "1", "--global-batch-size", "12"]

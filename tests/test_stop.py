@@ -1,0 +1,197 @@
+"""A job that is asked to stop saves at one step on all ranks and says how to go on.
+
+python -m pytest tests/test_stop.py
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.launch.options import duration
+from tests.flavours import PACKAGES, mpirun_or_skip
+from tests.ranks import ROOT, clean_env, find_mpirun
+
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
+# A line and its end in one piece: Intel's mpirun would mix the pieces of several ranks.
+# No collective: nothing but the agreement keeps the ranks together, and one is ten times as fast.
+SCRIPT = """
+import os, sys, time
+import mpiddp
+rank = int(os.environ["RANK"])
+print("ready\\n", end="", flush=True)
+for step in range(1, 1_000_000):
+    time.sleep(0.001 if rank else 0.01)
+    if mpiddp.should_stop():
+        print(f"saved {step}\\n", end="", flush=True)
+        sys.exit(75)
+"""
+WORKERS = """
+import torch, mpiddp
+from torch.utils.data import DataLoader
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 10**9
+    def __getitem__(self, i):
+        import time; time.sleep(0.002)
+        return i
+if __name__ == "__main__":
+    context = __import__("sys").argv[1]
+    with mpiddp.process_group() as world:
+        loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context=context)
+        for step, _ in enumerate(loader):
+            if step == 5:
+                print("ready", flush=True)
+            if mpiddp.should_stop():
+                print("saved", step, flush=True)
+                break
+"""
+UNAWARE = """
+import signal, sys, time
+def save(number, frame):
+    print("heard", signal.Signals(number).name, flush=True)
+    time.sleep(float(sys.argv[1]))
+    print("wrote", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def mpirun_of(flavour: str) -> str:
+    return find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
+
+
+def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Popen[str]:
+    """A job whose ranks have all said that they are ready."""
+    job = subprocess.Popen(
+        command,
+        env=clean_env(),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(ranks)] == ["ready\n"] * ranks
+    return job
+
+
+def script(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return str(folder / "script.py")
+
+
+@pytest.mark.parametrize(
+    ("number", "flavour"),
+    [
+        (signal.SIGTERM, "openmpi5"),
+        (signal.SIGUSR1, "openmpi5"),
+        (signal.SIGINT, "openmpi5"),
+        *((signal.SIGINT, flavour) for flavour in PACKAGES),
+    ],
+)
+def test_all_ranks_stop_at_one_step(tmp_path: Path, flavour: str, number: int) -> None:
+    arguments = ["--mpirun", mpirun_of(flavour), "-H", "localhost:3", script(tmp_path, SCRIPT)]
+    with start([*LAUNCH, *arguments], ranks=3) as job:
+        time.sleep(random.random())
+        job.send_signal(number)
+        stdout, stderr = job.communicate(timeout=30)
+    assert job.returncode == 75, stderr
+    saved = stdout.split()
+    assert len(saved) == 6, stdout
+    assert len(set(saved)) == 2, stdout
+    goes_on = f"mpiddp: to go on: {shlex.join(['mpiddp', 'launch', *arguments])}"
+    assert stderr.splitlines()[-1] == goes_on
+
+
+def test_a_raw_mpirun_passes_sigusr1_on(tmp_path: Path) -> None:
+    command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "3"]
+    command += [sys.executable, "-m", "mpiddp", "run", script(tmp_path, SCRIPT)]
+    with start(command, ranks=3) as job:
+        job.send_signal(signal.SIGUSR1)
+        stdout, stderr = job.communicate(timeout=30)
+    assert job.returncode == 75, stderr
+    assert (len(stdout.split()), len(set(stdout.split()))) == (6, 2), stdout
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_of_a_data_loader_survive_the_signal(tmp_path: Path, context: str) -> None:
+    command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "1"]
+    command += [sys.executable, script(tmp_path, WORKERS), context]
+    with start(command, ranks=1) as job:
+        job.send_signal(signal.SIGUSR1)
+        stdout, stderr = job.communicate(timeout=60)
+    assert stdout.startswith("saved "), stderr
+    assert job.returncode == 0, stderr
+
+
+def test_a_script_that_knows_nothing_gets_the_signal_and_the_grace(tmp_path: Path) -> None:
+    command = [*LAUNCH, "-H", "localhost:2", "--grace", "3", script(tmp_path, UNAWARE)]
+    with start([*command, "1"]) as job:
+        job.send_signal(signal.SIGINT)
+        stdout, stderr = job.communicate(timeout=30)
+    assert sorted(stdout.splitlines()) == ["heard SIGTERM"] * 2 + ["wrote"] * 2
+    assert (job.returncode, stderr) == (130, "mpiddp: interrupted: the job was stopped.\n")
+
+
+def test_the_grace_ends(tmp_path: Path) -> None:
+    command = [*LAUNCH, "-H", "localhost:2", "--grace", "1", script(tmp_path, UNAWARE), "60"]
+    with start(command) as job:
+        since = time.monotonic()
+        job.send_signal(signal.SIGTERM)
+        stdout, _ = job.communicate(timeout=30)
+    assert time.monotonic() - since < 10
+    assert "wrote" not in stdout
+    assert job.returncode == 130
+
+
+def test_the_clock_stops_a_training_and_the_printed_command_goes_on(tmp_path: Path) -> None:
+    arguments = ["-H", "localhost:2", "--stop-after", "1", "-m", "mpiddp", "train", "--use-syn"]
+    arguments += ["--arch", "resnet20", "--batch-size", "2", "--epochs", "1"]
+    arguments += ["--steps-per-epoch", "40", "--resume", "never"]
+    done = subprocess.run(
+        [*LAUNCH, *arguments], env=clean_env(), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 75, done.stderr
+    stopped = re.search(r"stopped at step (\d+)", done.stdout)
+    assert stopped, done.stdout
+    saved = next(tmp_path.glob("runs/*/checkpoints/step_*"))
+    assert int(saved.name[5:]) == int(stopped[1]) < 40
+    goes_on = done.stderr.splitlines()[-1].partition("to go on: mpiddp ")[2]
+    words = shlex.split(goes_on)
+    del words[words.index("--stop-after") : words.index("--stop-after") + 2]
+    again = subprocess.run(
+        [sys.executable, "-m", "mpiddp", *words],
+        env=clean_env(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"step {stopped[1]}" in again.stdout
+    summary = json.loads(next(tmp_path.glob("runs/*/summary.json")).read_text())
+    assert summary["steps"] == 40
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("55m", 3300.0), ("1.5h", 5400.0)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert duration("--grace")(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5d", "soon", "nan"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(UserError, match=r"--grace .*: expected a time, as in 90, 90s, 55m or 1.5h"):
+        duration("--grace")(text)

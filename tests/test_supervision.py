@@ -1,0 +1,279 @@
+"""What goes wrong is noticed in time, named rightly, and leaves nothing behind, on real hosts.
+
+python -m pytest tests/test_supervision.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mpiddp.launch.channel import Word
+from mpiddp.launch.hangs import sentences
+from mpiddp.launch.record import Record
+from tests import cluster
+from tests.cluster import Cluster, Program
+from tests.flavours import PACKAGES, mpirun_or_skip
+from tests.ranks import ROOT, clean_env, find_mpirun
+
+OTHERS = "The other ranks were stopped."
+FLAVOURS = ("openmpi5", *PACKAGES)
+SCRIPT = """
+import os, sys, threading, time
+import mpiddp, torch, torch.distributed as dist
+
+with mpiddp.process_group() as world:
+    print("ready", flush=True)
+    for step in range(1000):
+        dist.all_reduce(torch.ones(1))
+        mpiddp.should_stop()
+        if step == 10 and world.rank == 1:
+            exec(sys.argv[1])
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(3) as standing:
+        (standing.shared / "script.py").write_text(SCRIPT)
+        yield standing
+
+
+def mpirun_of(flavour: str) -> str:
+    return find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
+
+
+@dataclass
+class Job:
+    """A job of one rank on each of three hosts, that is past its start."""
+
+    hosts: Cluster
+    program: Program
+    since: float
+
+    def end(self, timeout_s: float = 40.0) -> str:
+        """The launcher's own lines, once it has ended with code 1 and no rank is left anywhere."""
+        stderr = self.program.communicate(timeout=timeout_s)[1]
+        self.seconds = time.monotonic() - self.since
+        assert self.program.returncode == 1, stderr
+        deadline = time.monotonic() + 5
+        while left := [word for word in commands(self.hosts) if "python" in word.split()[0]]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+        # mpirun's own last words may end without a newline.
+        own = re.findall(r"^.*?(mpiddp: .*)$", stderr, re.MULTILINE)
+        return "\n".join(own) or stderr
+
+    def kill(self, host: str, program: str) -> None:
+        found = [
+            p.pid for p in self.hosts[host].processes() if p.command.split()[0].endswith(program)
+        ]
+        self.hosts[host].run(["kill", "-KILL", str(found[0])], check=True)
+
+
+def commands(hosts: Cluster) -> list[str]:
+    return [process.command for host in hosts.hosts for process in host.processes()]
+
+
+def start(hosts: Cluster, act: str = "pass", *options: str, flavour: str = "openmpi5") -> Job:
+    command = [sys.executable, "-m", "mpiddp", "launch", *options, "--mpirun", mpirun_of(flavour)]
+    command += ["-H", "node0:1,node1:1,node2:1", str(hosts.shared / "script.py"), act]
+    program = hosts["node0"].popen(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert program.stdout is not None
+    assert [program.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
+    return Job(hosts, program, time.monotonic())
+
+
+WORDLESS = (
+    "was the first to end, without a word: killed, crashed in native code, or by os._exit. "
+    + OTHERS
+)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize(
+    ("act", "end"),
+    [
+        ("sys.exit(3)", f"ended first, with exit code 3. {OTHERS}"),
+        ("raise RuntimeError('a bug')", f"failed first: RuntimeError: a bug. {OTHERS}"),
+        ("os._exit(0)", WORDLESS),
+        ("os.kill(os.getpid(), 9)", f"was killed by SIGKILL. {OTHERS}"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named(
+    hosts: Cluster, act: str, end: str, flavour: str
+) -> None:
+    job = start(hosts, act, flavour=flavour)
+    said = job.end()
+    if "SIGKILL" in end and not flavour.startswith("openmpi"):  # whose mpirun does not tell
+        end = WORDLESS
+    assert said == f"mpiddp: rank 1 on node1 {end}"
+    assert job.seconds < 10
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_host_that_is_cut_off_is_lost_within_15_s(hosts: Cluster, flavour: str) -> None:
+    """Its own ranks end as well: their launcher is gone."""
+    job = start(hosts, flavour=flavour)
+    hosts["node1"].link("down")
+    try:
+        said = job.end()
+    finally:
+        hosts["node1"].link("up")
+    sentence = "lost node1 (rank 1): no sign of life came from it any more."
+    assert said == f"mpiddp: {sentence} {OTHERS}"
+    assert job.seconds < 25  # 15 to notice it, the rest to end mpirun
+    deadline = time.monotonic() + 10
+    while left := commands(hosts):  # sshd and mpirun's daemon there
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_a_short_cut_does_no_harm(hosts: Cluster) -> None:
+    job = start(hosts, "sys.exit(3) if step == 200 else exec('pass')")
+    hosts["node1"].link("down")
+    time.sleep(3)
+    hosts["node1"].link("up")
+    time.sleep(2)
+    assert job.program.poll() is None
+    job.kill("node1", "python")
+    assert "rank 1 on node1 was killed by SIGKILL." in job.end()
+
+
+def test_a_killed_daemon_ends_the_job(hosts: Cluster) -> None:
+    job = start(hosts)
+    job.kill("node1", "prted")
+    assert re.search(r"rank \d on node\d was the first to end, without a word", job.end())
+    assert job.seconds < 10
+
+
+def test_a_killed_mpirun_ends_the_job(hosts: Cluster) -> None:
+    job = start(hosts)
+    rank = next(p for p in hosts["node1"].processes() if "mpiddp run" in p.command)
+    environment = hosts["node1"].path(f"/proc/{rank.pid}/environ").read_text()
+    secret = re.search("MPIDDP_CONTROL_SECRET=([0-9a-f]{32})", environment)
+    assert secret
+    assert not [command for command in commands(hosts) if secret[1] in command]
+    job.kill("node0", "prterun")
+    assert job.end() == "mpiddp: the job failed: mpirun was killed by SIGKILL."
+    assert job.seconds < 10
+
+
+def test_a_killed_launcher_ends_the_job(hosts: Cluster) -> None:
+    job = start(hosts)
+    launcher = next(p for p in hosts["node0"].processes() if "mpiddp launch" in p.command)
+    hosts["node0"].run(["kill", "-KILL", str(launcher.pid)], check=True)
+    job.program.wait(10)
+    deadline = time.monotonic() + 5
+    while any(host.processes() for host in hosts.hosts):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    job.program.communicate()
+
+
+def test_what_only_the_job_id_tells_is_swept(hosts: Cluster) -> None:
+    """A process that has left its session, and that nobody has told to end."""
+    act = "import subprocess; subprocess.Popen(['setsid', 'sleep', '600']); sys.exit(3)"
+    bystander = hosts["node1"].popen(["sleep", "601"])
+    said = start(hosts, act).program.communicate(timeout=40)[1]
+    assert "mpiddp: swept 1 of the job's processes from node1." in said.splitlines()
+    assert [p.command for p in hosts["node1"].processes()] == ["sleep 601"]
+    bystander.end()
+    bystander.communicate()
+
+
+@pytest.mark.parametrize(
+    ("act", "sentence"),
+    [
+        (
+            "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+            "has made no step for 3 s while the others wait at step 11. Its Python stack follows.",
+        ),
+        (
+            "os.kill(os.getpid(), 19)",
+            "has made no step for 3 s and does not answer: stopped, or stuck in native code. "
+            "The others wait at step 11.",
+        ),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_stack(hosts: Cluster, act: str, sentence: str) -> None:
+    job = start(hosts, act, "--hang-timeout", "3")
+    stderr = job.program.communicate(timeout=40)[1]
+    lines = stderr.splitlines()
+    assert f"mpiddp: rank 1 on node1 {sentence}" in lines, stderr
+    assert lines[-1] == "mpiddp: the ranks that hang were stopped."
+    assert ("lock.acquire(); lock.acquire()" in stderr or 'File "<string>"' in stderr) == (
+        "lock" in act
+    )
+    assert job.program.returncode == 1
+    assert [host.sweep() for host in hosts.hosts] == [[], [], []]
+
+
+def test_the_log_that_holds_the_traceback_is_named(tmp_path: Path) -> None:
+    code = (
+        "import sys; from mpiddp.train import loop\n"
+        "def broken(*args): raise RuntimeError('a bug')\n"
+        "loop.backward = broken\n"
+        "from mpiddp.train.main import main; sys.exit(main(sys.argv[1:]))\n"
+    )
+    script = tmp_path / "broken.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:1"]
+    command += [str(script), "--use-syn", "--arch", "resnet20", "--batch-size", "4"]
+    command += ["--out", f"{tmp_path}/run"]
+    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    log = f"{tmp_path}/run/logs/rank_00000.log"
+    assert f"failed first: RuntimeError: a bug (its traceback: {log})." in done.stderr
+
+
+# --- who is to blame, without any process ---
+
+
+def failed(rank: int, at: float, error: str, first: bool | None = None) -> Word:
+    facts = {"code": 1, "error": error, "traceback": "…", "first": first}
+    return Word(rank, "failed", facts, at)
+
+
+def lost(rank: int, at: float, silent: bool = False) -> Word:
+    return Word(rank, "lost", {"silent": silent}, at)
+
+
+RESET = "RuntimeError: [gloo] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("words", "guilty"),
+    [
+        ([failed(2, 1.0, "ValueError: x"), lost(0, 1.2), lost(1, 1.3)], 2),
+        ([failed(0, 1.00, RESET), lost(1, 1.01)], 1),
+        ([lost(1, 1.0), failed(0, 1.1, RESET, first=True)], 1),
+        ([failed(0, 1.0, "RuntimeError: broken by rank 2"), failed(2, 1.2, "KeyError", True)], 2),
+        ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
+        ([failed(2, 1.0, "ConnectionError: no database"), lost(0, 2.0), lost(1, 2.0)], 2),
+    ],
+)
+def test_who_was_first(words: list[Word], guilty: int) -> None:
+    record = Record(["a", "b", "c"])
+    for word in words:
+        record.note(word)
+    first = record.first_failure()
+    assert first is not None
+    assert first.rank == guilty
+
+
+def test_the_rank_that_is_behind_is_the_one_that_hangs() -> None:
+    record = Record(["a", "b"])
+    for rank, step in ((0, 7), (1, 6)):
+        record.note(Word(rank, "stacks", {"step": step, "text": f"stack {rank}"}, 1.0))
+    assert sentences(record, 60) == [
+        "rank 1 on b has made no step for 60 s while the others wait at step 7. "
+        "Its Python stack follows.\nstack 1"
+    ]
