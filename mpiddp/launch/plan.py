@@ -52,10 +52,9 @@ def make_plan(
     mpi = identify(find_srun(env) if uses_srun else find_mpirun(options.mpirun, python, env), env)
     if options.verbose:
         say(f"{mpi.name}, {mpi.program}")
-    all_hosts = hosts
-    hosts, facts = _fit(options, mpi, python, hosts, env, say)
-    hosts = _with_slots(options, hosts, facts, say)
-    nodes = _nodes(options, mpi, hosts, fewer=hosts.hosts != all_hosts.hosts)
+    fit, facts = _fit(options, mpi, python, hosts, env, say)
+    fewer = len(fit.hosts) < len(hosts.hosts)
+    nodes = _nodes(options, mpi, _with_slots(options, fit, facts, say), fewer=fewer)
     if options.verbose or options.dry_run:  # --report shows what the ranks find
         for line in report(nodes):
             say(line)
