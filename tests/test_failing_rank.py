@@ -1,0 +1,57 @@
+"""A rank on another host fails while the others sleep: one line names it, and soon nobody is left.
+
+Each MPI has its own way to end a job, and two of them none: see mpiddp/failure.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests import cluster
+from tests.cluster import Cluster
+from tests.flavours import PACKAGES, mpirun_or_skip
+from tests.ranks import ROOT, find_mpirun
+
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch", "-H", "node0:1,node1:1")
+FAILING = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    time.sleep(60)
+time.sleep(1)  # rank 0 sleeps by now
+print("failing at", time.time(), flush=True)
+{}
+"""
+ENDS = {
+    'raise RuntimeError("on purpose")': "rank 1 on node1 failed: RuntimeError: on purpose",
+    "sys.exit(3)": "rank 1 on node1 ended with exit code 3",
+}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(2) as standing:
+        yield standing
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("flavour", ["openmpi", *PACKAGES])
+def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, flavour: str, end: str) -> None:
+    mpirun = find_mpirun() if flavour == "openmpi" else str(mpirun_or_skip(flavour))
+    script = hosts.shared / "failing.py"
+    script.write_text(FAILING.format(end))
+
+    done = hosts["node0"].run([*LAUNCH, "--mpirun", mpirun, str(script)], cwd=ROOT, timeout_s=50)
+    over = time.time()
+    (failed_at,) = (line for line in done.stdout.splitlines() if line.startswith("failing at"))
+
+    assert done.returncode == 1, done.stderr
+    assert over - float(failed_at.split()[-1]) < 5
+    named = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert named == [ENDS[end]], done.stderr
+    assert done.stderr.splitlines()[-1].startswith("mpiddp: the job failed: ")
+    assert ("Traceback" in done.stderr) == end.startswith("raise")
+    assert [process for host in hosts.hosts for process in host.processes()] == []

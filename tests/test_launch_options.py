@@ -1,0 +1,114 @@
+"""The options of `mpiddp launch` that show or choose something, end to end, on real ranks.
+
+python -m pytest tests/test_launch_options.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, clean_env, own_lines
+
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
+HOST = socket.gethostname()
+TELL = "import os; print('rank', os.environ['RANK'], os.environ.get('GREETING'), flush=True)"
+ENV_SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def launch(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *arguments],
+        env=clean_env(extra),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def test_report_prints_a_line_for_each_rank(tmp_path: Path) -> None:
+    done = launch("--report", "-H", "localhost:2", script(tmp_path, ""))
+    assert done.returncode == 0, done.stderr
+    cells = [re.split(r"  +", line) for line in done.stdout.splitlines()]
+    assert cells == [
+        ["rank", "host", "local rank", "device"],
+        ["0", HOST, "0", cells[1][3]],
+        ["1", HOST, "1", cells[2][3]],
+    ]
+    assert all(re.fullmatch(r"cpu|cuda:\d", device) for *_, device in cells[1:])
+    assert done.stderr == ""
+
+
+def test_verbose_says_what_was_chosen_and_why(tmp_path: Path) -> None:
+    """For an env:// script that knows nothing of mpiddp."""
+    done = launch("-v", "-H", "localhost:2", script(tmp_path, ENV_SCRIPT))
+    assert done.returncode == 0, done.stderr
+    mpi, placed = own_lines(done.stderr)
+    assert re.fullmatch(r"mpiddp: Open MPI \d[\d.]+, /\S+/mpirun", mpi)
+    assert placed == f"mpiddp: {HOST}: ranks 0-1"
+
+    address = r"master address (\S+) port \d+: (.+)"
+    (found,) = filter(None, (re.fullmatch(address, line) for line in done.stdout.splitlines()))
+    assert found[2]  # the reason
+    uses = [line for line in done.stdout.splitlines() if " uses " in line]
+    assert sorted(re.sub(r"\S+$", "…", line) for line in uses) == [
+        f"rank {rank} on {HOST} uses …" for rank in (0, 1)
+    ]
+    assert len(uses) + 1 == len(done.stdout.splitlines())
+
+
+def test_exclude_and_npernode_choose_hosts_and_ranks(tmp_path: Path) -> None:
+    """far.invalid is never asked for: it could not be."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("far.invalid slots=2\nlocalhost slots=3\n")
+    done = launch(
+        *("--hostfile", str(hostfile), "--exclude", "far.invalid", "--npernode", "2"),
+        script(tmp_path, TELL),
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 None", "rank 1 None"]
+
+
+@pytest.mark.parametrize(
+    ("export", "value"), [("GREETING", "from here"), ("GREETING=a b", "a b"), ("GREETING=", "")]
+)
+def test_a_variable_for_the_ranks(tmp_path: Path, export: str, value: str) -> None:
+    done = launch("-x", export, "-n", "1", script(tmp_path, TELL), GREETING="from here")
+    assert done.stdout == f"rank 0 {value}\n", done.stderr
+
+
+def test_a_rank_that_never_joins_is_waited_for_as_long_as_said(tmp_path: Path) -> None:
+    """Rank 1 hangs before it can meet anybody, in a sitecustomize that Python imports first."""
+    late = "import os, time\nif os.environ.get('OMPI_COMM_WORLD_RANK') == '1': time.sleep(60)\n"
+    (tmp_path / "sitecustomize.py").write_text(late)
+    start = time.monotonic()
+    done = launch(
+        *("--timeout", "3", "-H", "localhost:2", script(tmp_path, TELL)),
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
+    )
+    assert time.monotonic() - start < 30
+    assert (done.returncode, done.stdout) == (1, "")
+    did_not_meet = [
+        line for line in own_lines(done.stderr) if "did not meet over MPI in 3 s" in line
+    ]
+    assert len(did_not_meet) == 1, done.stderr
+    assert did_not_meet[0].startswith(f"rank 0 on {HOST}: ")

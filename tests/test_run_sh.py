@@ -1,0 +1,252 @@
+"""run.sh in copies of this repository: what it sets up, remembers and refuses, and its sentences.
+
+The one environment that is really made borrows this interpreter's torch, so that it takes seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, clean_env, find_mpirun
+
+TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "tail")  # all that a refusal needs
+TRAINING = ("--use-syn", "--epochs", "1", "--steps-per-epoch", "2")
+
+
+def copy(folder: Path) -> Path:
+    """What run.sh looks at before it sets anything up."""
+    folder.mkdir()
+    for name in ("run.sh", "constraints.txt", "setup.py"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Without PYTHONPATH: what is run shall be the copy's own mpiddp."""
+    return {name: value for name, value in clean_env(extra).items() if name != "PYTHONPATH"}
+
+
+def run_sh(
+    root: Path,
+    *arguments: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [root / "run.sh", *arguments],
+        cwd=cwd or root,
+        env=environment(env),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
+    """A PATH whose python3 is this one, but finds these modules first; without any there is none."""
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    tools = folder / "bin"
+    tools.mkdir()
+    for tool in TOOLS:
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    if modules:
+        program(tools / "python3", f'PYTHONPATH={folder} exec {sys.executable} "$@"')
+    return str(tools)
+
+
+def program(path: Path, line: str) -> str:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# --- what it refuses, before anything is made ---
+
+ABSENT = "raise ImportError"
+OLD_PIP = "import sys; sys.exit('no such option' if '--python' in sys.argv else 0)"
+NO_PIP = (
+    "python3 came without ensurepip, and without a pip of 22.3 or newer. "
+    "Run: sudo apt-get install python3-venv"
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "sentence"),
+    [
+        ({}, "python3 cannot be run. Install Python 3.10 or newer, or set MPIDDP_PYTHON."),
+        (
+            {"sitecustomize": "import sys; sys.version_info = (3, 9, 18)"},
+            "python3 is Python 3.9, and 3.10 or newer is needed. Set MPIDDP_PYTHON to a newer one.",
+        ),
+        ({"ensurepip": ABSENT, "pip": ABSENT}, NO_PIP),
+        ({"ensurepip": ABSENT, "pip": OLD_PIP}, NO_PIP),
+    ],
+    ids=["absent", "too old", "no pip", "old pip"],
+)
+def test_a_python_that_will_not_do(tmp_path: Path, modules: dict[str, str], sentence: str) -> None:
+    root = copy(tmp_path / "tree")
+    done = run_sh(root, env={"PATH": path_with_python(tmp_path, modules)})
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"run.sh: {sentence}\n")
+    assert not (root / ".venv").exists()
+    assert not (root / ".venv.lock").exists()
+
+
+def test_variables_that_name_what_will_not_do(tmp_path: Path) -> None:
+    root = copy(tmp_path / "tree")
+    for name in ("MPIDDP_MPIRUN", "MPIDDP_PYTHON"):
+        done = run_sh(root, env={name: str(tmp_path)})
+        assert done.returncode == 2
+        sentence = f"{name}={tmp_path} is no program. Set it to the path of one, or unset it."
+        assert done.stderr == f"run.sh: {sentence}\n"
+
+    bare = program(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
+    done = run_sh(root, env={"MPIDDP_PYTHON": bare})
+    assert done.returncode == 2
+    sentence = f"MPIDDP_PYTHON={bare} has no torch. Install it there, or unset MPIDDP_PYTHON."
+    assert done.stderr == f"run.sh: {sentence}\n"
+    assert not (root / ".venv").exists()
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_needs_no_set_up(tmp_path: Path, word: str) -> None:
+    root = copy(tmp_path / "tree")
+    done = run_sh(root, word)
+    assert (done.returncode, done.stderr) == (0, "")
+    for expected in ("test", "setup", "MPIDDP_PYTHON", "MPIDDP_MPIRUN", "mpiddp train --help"):
+        assert expected in done.stdout
+    assert not (root / ".venv").exists()
+
+
+# --- one set-up at a time ---
+
+
+def test_a_second_set_up_waits_for_the_first(tmp_path: Path) -> None:
+    root = copy(tmp_path / "tree")
+    lock = root / ".venv.lock"
+    lock.mkdir()
+    (lock / "holder").write_text("node7 1\n")
+    process = subprocess.Popen(
+        [root / "run.sh", "setup"],
+        env=environment({"MPIDDP_PYTHON": "/bin/false"}),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stderr is not None
+        waits = f"node7 is setting up {root}/.venv: waiting for it … If nothing does any more: "
+        assert process.stderr.readline() == f"run.sh: {waits}rm -r {lock}\n"
+        shutil.rmtree(lock)
+        assert process.stderr.read().startswith("run.sh: /bin/false cannot be run.")
+    assert not lock.exists()
+
+
+def test_what_a_killed_set_up_leaves_is_named(tmp_path: Path) -> None:
+    root = copy(tmp_path / "tree")
+    lock = root / ".venv.lock"
+    lock.mkdir()
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    host = subprocess.check_output(["bash", "-c", "echo $HOSTNAME"], text=True).strip()
+    (lock / "holder").write_text(f"{host} {ended.pid}\n")
+    done = run_sh(root, "setup")
+    assert done.returncode == 2
+    killed = f"process {ended.pid} of {host} was ended while it set up {root}/.venv. Run: rm -r"
+    assert done.stderr == f"run.sh: {killed} {lock}\n"
+
+
+# --- an environment ---
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of all that is needed to train, in a folder with a space, not yet set up."""
+    root = copy(tmp_path_factory.mktemp("run_sh") / "a tree")
+    shutil.copy(ROOT / "README.md", root)
+    for name in ("mpiddp", "hostfiles"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+BORROWED = {"MPIDDP_PYTHON": sys.executable, "MPIDDP_MPIRUN": find_mpirun()}
+
+
+@pytest.fixture(scope="module")
+def failed(tree: Path) -> subprocess.CompletedProcess[str]:
+    """A first set-up, of a .venv that was made for another MPI, and that ends in the middle."""
+    venv = tree / ".venv"
+    venv.mkdir()
+    (venv / ".set-up").write_text(f"{tree}\n\n/another/mpirun\n")
+    (venv / "of the other").touch()
+    good = (tree / "constraints.txt").read_text()
+    (tree / "constraints.txt").write_text(f"{good}pytest==0.0.1\n")
+    done = run_sh(tree, "setup", env={"PIP_NO_INDEX": "1", **BORROWED})
+    (tree / "constraints.txt").write_text(good)
+    return done
+
+
+@pytest.fixture(scope="module")
+def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
+    """The copy after the same command once more, with what was wrong mended."""
+    (tree / ".venv" / "kept").touch()
+    done = run_sh(tree, "setup", env=BORROWED)
+    assert done.returncode == 0, done.stderr
+    return tree
+
+
+def test_a_step_that_fails_is_named_and_how_to_go_on(
+    tree: Path, failed: subprocess.CompletedProcess[str]
+) -> None:
+    assert failed.returncode == 2
+    step = "install torch numpy mpi4py pillow setuptools pytest"
+    last = failed.stderr.splitlines()[-1]
+    assert last.startswith(f"run.sh: failed to {step} (all of it: {tree}/.venv/setup.log).")
+    assert last.endswith("run the same command again: it goes on from there.")
+    assert "ERROR: " in failed.stderr  # pip's own, from the end of the log
+
+
+def test_an_environment_for_something_else_is_removed_and_it_is_said(
+    tree: Path, failed: subprocess.CompletedProcess[str]
+) -> None:
+    assert failed.stderr.splitlines()[0] == (
+        f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, and wanted is "
+        f"{tree} with {sys.executable} and {find_mpirun()}: removing it, to make it anew"
+    )
+    assert not (tree / ".venv" / "of the other").exists()
+
+
+def test_what_was_begun_is_gone_on_with(ready: Path) -> None:
+    assert (ready / ".venv" / "kept").exists()
+
+
+def test_a_second_set_up_is_at_once_and_remembers(ready: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
+    start = time.monotonic()
+    done = run_sh(ready, "setup", cwd=tmp_path)
+    assert time.monotonic() - start < 1
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()} == before
+
+
+def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
+    with (ready / "setup.py").open("a") as file:
+        file.write("# changed\n")
+    done = run_sh(ready, "setup")
+    assert (done.returncode, done.stderr) == (0, "run.sh: install mpiddp …\n")
+
+
+def test_it_trains_from_another_folder_with_what_it_remembers(ready: Path, tmp_path: Path) -> None:
+    done = run_sh(ready, *TRAINING, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.rpartition("\n\n")[2]
+    assert re.search(r"^steps +2 of 128 images$", table, re.MULTILINE), table
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert done.stderr == ""
