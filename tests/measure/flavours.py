@@ -100,7 +100,7 @@ def failure(hosts: cluster.Cluster, flavour: str) -> str:
             timeout_s=60,
         )
         took.append(time.monotonic() - start)
-        line = "rank 1 on node1 failed: RuntimeError: on purpose"
+        line = "rank 1 on node1 failed first: RuntimeError: on purpose"
         assert done.stderr.count(line) == 1, done.stderr
     return f"{done.returncode}, after {median(took):.1f} s"
 
