@@ -77,7 +77,7 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         raise SystemExit(2) from None
     except BaseException as error:
         _tell_first(_crew)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and _crew.fails_first():
             watch.end_the_job(1)  # also where the script catches it around its `with`
         raise
     else:
