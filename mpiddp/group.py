@@ -73,7 +73,8 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         watch.refuse(error)
         raise SystemExit(2) from None
     except Exception:
-        watch.end_the_job(1)  # also where the script catches it around its `with`
+        if _crew.fails_first():
+            watch.end_the_job(1)  # also where the script catches it around its `with`
         raise
     else:
         _leave(_crew, watch, keep_mpi)
