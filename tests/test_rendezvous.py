@@ -141,7 +141,8 @@ def test_ranks_that_do_not_come_are_not_waited_for_in_silence() -> None:
     done = mpirun(3, job("meeting"), env={"MPIDDP_TEST_SLEEPER": "0"}, timeout_s=30)
     (sentence,) = (line for line in own_lines(done.stderr) if "rank" in line)
     assert sentence.startswith(
-        f"rank 1 on {socket.gethostname()}: the ranks did not meet over MPI in 2 s. Either a rank is still busy starting: "
+        f"rank 1 on {socket.gethostname()}: the ranks did not meet over MPI in 2 s. "
+        "Either a rank is still busy starting: give it longer, "
     )
     assert done.returncode != 0
 
