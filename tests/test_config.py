@@ -55,7 +55,7 @@ def test_switches() -> None:
     assert not config.channels_last
     assert not config.lr_scaling
     assert config.keep_tail
-    assert config.compile
+    assert config.compile == "default"
     assert parse([]).channels_last
     assert parse([]).lr_scaling
 
@@ -234,7 +234,8 @@ def test_what_changes_the_weights_may_not_change() -> None:
     assert fields - FREE_TO_CHANGE == {
         "arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "keep_tail",
         "epochs", "steps_per_epoch", "lr", "lr_scaling", "schedule", "warmup_epochs", "momentum",
-        "weight_decay", "label_smoothing", "sync_bn", "amp", "seed",
+        "weight_decay", "label_smoothing", "sync_bn", "amp", "grad_compression",
+        "seed",
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.errors import RankParser, UserError
 from mpiddp.train.due import Every, parse_every
 from mpiddp.train.schedule import SCHEDULES
 from mpiddp.world import World
@@ -30,6 +30,8 @@ ARCHS = (  # the keys of resnet.ARCHS, which --help need not import torch for
     "resnet110",
 )
 AMP = ("auto", "bf16", "fp16", "off")
+COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class TrainConfig:
     sync_bn: bool
     amp: str
     channels_last: bool
-    compile: bool
+    compile: str  # "off" or one of COMPILE_MODES
+    bucket_mb: int | None  # MiB of gradients that travel together
+    grad_compression: str
     seed: int
     deterministic: bool
     backend: str | None
@@ -96,6 +100,7 @@ FREE_TO_CHANGE = frozenset(
         "log_every",
         "stop_at_step",
         "compile",
+        "bucket_mb",
         "channels_last",
         "deterministic",
     }
@@ -162,6 +167,7 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
         batch_size=batch_size,
         global_batch_size=batch_size * accum * world_size,
         amp=amp,
+        bucket_mb=config.bucket_mb or (25 if on_gpu else 100),
     )
 
 
@@ -221,7 +227,7 @@ def _path(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneSentenceParser(
+    parser = RankParser(
         prog="mpiddp train",
         description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
         "Dashes and underscores in options are the same.",
@@ -276,7 +282,23 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="memory format NHWC",
     )
-    add("--compile", action="store_true", help="torch.compile the model")
+    add(
+        "--compile",
+        nargs="?",
+        const="default",
+        default="off",
+        choices=COMPILE_MODES,
+        help="torch.compile the model, in this mode",
+    )
+    add(
+        "--bucket-mb", type=_whole(1), help="MiB of gradients in one all-reduce (GPUs 25, CPUs 100)"
+    )
+    add(
+        "--grad-compression",
+        choices=COMPRESSIONS,
+        default="off",
+        help="what the ranks exchange instead of fp32 gradients",
+    )
     add("--seed", type=_whole(0, 2**32), default=0)
     add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
 

@@ -1,19 +1,16 @@
-"""The moving parts of a step: the model under DDP, the optimizer, one backward pass over a batch."""
+"""The moving parts of a step: the model, the optimizer, one backward pass over a batch."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig
@@ -95,36 +92,6 @@ def make_deterministic() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-
-
-def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> nn.Module:
-    """The model under DistributedDataParallel, its buckets settled; compiled if asked."""
-    # Each rank keeps its own BatchNorm statistics while it trains; `averaged_buffers` brings them
-    # together where they are read. torch 2.13 renamed the option.
-    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    keep_own: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **keep_own)
-    _settle_buckets(ddp, shape)
-    if config.compile:
-        return torch.compile(ddp)  # type: ignore[return-value]
-    return ddp
-
-
-def _settle_buckets(ddp: DistributedDataParallel, shape: tuple[int, int, int]) -> None:
-    """Run two throw-away steps, and leave no trace but DDP's final buckets.
-
-    DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend
-    on the grouping, so without this a resumed run would add up otherwise than one that went on.
-    """
-    device = next(ddp.parameters()).device
-    buffers = [buffer.clone() for buffer in ddp.buffers()]
-    cpu_rng = torch.get_rng_state()
-    for _ in range(2):
-        ddp(torch.zeros(2, *shape, device=device)).sum().backward()
-    ddp.zero_grad(set_to_none=True)
-    torch.set_rng_state(cpu_rng)
-    for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
-        buffer.copy_(saved)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:

@@ -21,9 +21,10 @@ from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Data
 from mpiddp.train.due import Due
-from mpiddp.train.engine import backward, build_optimizer, place, wrap
+from mpiddp.train.engine import backward, build_optimizer, place
 from mpiddp.train.evaluate import Score, evaluate, small_images
 from mpiddp.train.metrics import Records, StepTimer, Summary, percentile
+from mpiddp.train.parallel import wrap
 from mpiddp.train.resume import Start
 from mpiddp.train.saver import Saver
 from mpiddp.train.schedule import learning_rate, scaled_lr

@@ -25,8 +25,9 @@ from mpiddp.group import assemble, joined
 from mpiddp.train import checkpoint
 from mpiddp.train.config import TrainConfig, parse
 from mpiddp.train.data.source import Batch
-from mpiddp.train.engine import backward, wrap
+from mpiddp.train.engine import backward
 from mpiddp.train.evaluate import evaluate
+from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import resnet20
 from mpiddp.train.sharding import Shards, Step
 

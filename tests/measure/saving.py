@@ -24,7 +24,8 @@ import torch.distributed as dist
 from mpiddp.group import assemble, device_of, joined
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import parse, settle
-from mpiddp.train.engine import backward, build_optimizer, place, wrap
+from mpiddp.train.engine import backward, build_optimizer, place
+from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.saver import Saver
 from mpiddp.train.sharding import Step
