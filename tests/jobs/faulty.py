@@ -1,0 +1,99 @@
+"""A job that saves every 10 steps, goes on from there, and on its first try hurts itself as told.
+
+    mpiddp launch -H node0,node1,node2 tests/jobs/faulty.py FOLDER STEPS ACT STEP
+
+It leaves in FOLDER: checkpoints/, steps (a line for each step: its time, the one this try went on
+from, its number), fault (the time of the act) and store (where rank 0's store listens). What happens
+to a job does not depend on its model, so it has none: torch.optim alone takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import mpiddp
+from mpiddp import checkpoint_dir
+
+SAVE_EVERY = 10
+GUILTY = 1
+
+
+def deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def crash() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)
+
+
+def hold_the_interpreter() -> None:
+    """Native code that does not let go of the GIL."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+def raise_an_error() -> None:
+    raise RuntimeError("on purpose")
+
+
+ACTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit 3": lambda: sys.exit(3),
+    "raise": raise_an_error,
+    "_exit(0)": lambda: os._exit(0),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "deadlock": deadlock,
+    "hold the interpreter": hold_the_interpreter,
+    "crash": crash,
+}
+
+
+def main(folder: Path, steps: int, act: str, act_at: int) -> int:
+    acted = folder / "fault"
+    with mpiddp.process_group() as world:
+        is_guilty = world.rank == GUILTY and act in ACTS and not acted.exists()
+
+        def come_to(step: int) -> None:
+            if is_guilty and step == act_at:
+                acted.write_text(str(time.time()))
+                ACTS[act]()
+
+        if world.rank == 0:
+            address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+            (folder / "store").write_text(f"{address} {port}")
+        newest, _ = checkpoint_dir.survey(folder / "checkpoints")
+        first = checkpoint_dir.step_of(newest) if newest else 0
+        come_to(0)
+        for step in range(first + 1, steps + 1):
+            dist.all_reduce(torch.ones(1))
+            if world.rank == 0:
+                with (folder / "steps").open("a") as file:
+                    file.write(f"{time.time()} {first} {step}\n")
+                if step % SAVE_EVERY == 0:
+                    checkpoint_dir.write(folder / "checkpoints", step, fill)
+            if mpiddp.should_stop():
+                return 75
+            come_to(step)
+            time.sleep(0.02)
+    return 0
+
+
+def fill(folder: Path) -> None:
+    torch.save({"weight": torch.ones(100, 100)}, folder / "model.pt")
+
+
+if __name__ == "__main__":
+    folder, steps, act, act_at = sys.argv[1:]
+    sys.exit(main(Path(folder), int(steps), act, int(act_at)))

@@ -1,0 +1,105 @@
+"""What the runs have shown: one record for each, kept as a line of JSON, and the tables."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+NAMES = {
+    "openmpi5": "Open MPI 5.0",
+    "openmpi4": "Open MPI 4.1",
+    "mpich": "MPICH",
+    "intelmpi": "Intel MPI",
+    "-": "-",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One fault, once. Times are seconds since the fault; None: there was nothing of the kind."""
+
+    fault: str
+    flavour: str
+    round: int
+    detected_s: float | None = None  # to the sentence that names it
+    ended_s: float | None = None  # to the launcher's end, where nothing was started again
+    resumed_s: float | None = None  # to the next step
+    code: int | None = None
+    is_code_right: bool = False
+    is_named: bool = True  # the sentence is the right one
+    orphans: int = 0
+    steps_lost: int | None = None
+    said: str = ""
+    load: float = 0.0  # of the machine, over the last minute
+
+
+@dataclass(frozen=True)
+class Tally:
+    """A fault done many times in a row, and how often what came of it was right."""
+
+    fault: str
+    times: int
+    right: int
+    seen: str
+
+
+def read(file: Path) -> tuple[list[Run], list[Tally]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    records = [json.loads(line) for line in lines]
+    return (
+        [Run(**record) for record in records if "times" not in record],
+        [Tally(**record) for record in records if "times" in record],
+    )
+
+
+def write(file: Path, record: Run | Tally) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(asdict(record)) + "\n")
+
+
+def runs_table(runs: Iterable[Run], order: Iterable[str]) -> str:
+    """A row for each fault under each MPI, in this order of the faults."""
+    rows = [
+        "| fault | MPI | runs | named after s | ended after s | next step after s "
+        "| exit code right | named right | orphans | steps lost |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    grouped: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        grouped[run.fault, run.flavour].append(run)
+    for fault in order:
+        for flavour, name in NAMES.items():
+            if group := grouped.get((fault, flavour)):
+                right = sum(run.is_code_right for run in group)
+                named = sum(run.is_named for run in group)
+                lost = [run.steps_lost for run in group if run.steps_lost is not None]
+                cells = [
+                    fault,
+                    name,
+                    str(len(group)),
+                    _seconds(run.detected_s for run in group),
+                    _seconds(run.ended_s for run in group),
+                    _seconds(run.resumed_s for run in group),
+                    f"{right}/{len(group)}",
+                    f"{named}/{len(group)}",
+                    str(sum(run.orphans for run in group)),
+                    f"≤ {max(lost)}" if lost else "-",
+                ]
+                rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def tally_table(found: Iterable[Tally]) -> str:
+    rows = ["| fault | times | right | seen |", "|---|---|---|---|"]
+    rows += [f"| {each.fault} | {each.times} | {each.right} | {each.seen} |" for each in found]
+    return "\n".join(rows)
+
+
+def _seconds(values: Iterable[float | None]) -> str:
+    """The median, and the largest in brackets."""
+    known = [value for value in values if value is not None]
+    return f"{median(known):.1f} ({max(known):.1f})" if known else "-"
