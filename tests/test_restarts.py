@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,19 @@ def test_a_failed_job_is_started_again_so_often(
     assert done.returncode == code, done.stderr
     assert len((tmp_path / "tries").read_text()) == tries
     assert f"(restart {tries - 1} of 2)." in done.stderr
+
+
+def test_a_job_that_gets_on_waits_no_longer_each_time(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys, mpiddp; mpiddp.should_stop(); sys.exit(3)")
+    command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", f"{tmp_path}/script.py"]
+    with subprocess.Popen(
+        command, env=clean_env(), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stderr is not None
+        lines = [(time.monotonic(), line) for line in job.stderr if "mpiddp: " in line]
+    pauses = [end - start for (start, _), (end, line) in pairwise(lines) if "restarting" in line]
+    assert len(pauses) == 2, lines
+    assert all(1.0 <= pause < 1.9 for pause in pauses), pauses
 
 
 def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:

@@ -32,12 +32,14 @@ def run(
     world_size = request.world_size
     outcome = attempt(mpi, request, _limits(options, started_at), say)
     resume, batch = outcome.resume, outcome.batch
+    in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
     for restart in range(1, options.max_restarts + 1):
         if outcome.code != FAILED:
             break
         say(outcome.sentence)
+        in_a_row = 1 if outcome.made_steps else in_a_row + 1
         try:
-            time.sleep(min(FIRST_PAUSE_S * 2 ** (restart - 1), LONGEST_PAUSE_S))
+            time.sleep(min(FIRST_PAUSE_S * 2 ** (in_a_row - 1), LONGEST_PAUSE_S))
             options.ranks_divide = batch.per_backward if batch else None
             mpi, request = make_plan(options, started_at, os.environ, say)
         except UserError as error:  # a host may need longer than this pause

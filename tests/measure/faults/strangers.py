@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 
 from mpiddp.control import ADDRESS, LINE_LIMIT
 from tests.measure.faults.job import Job
 
-# Each on a connection of its own; {held} stays open in the middle of a line while the job goes on.
+# Each text, given as an expression, on a connection of its own; the last one stays open in the middle of
+# a line while the job goes on.
 _STRANGER = """
 import os, socket, sys, time
 address = sys.argv[1], int(sys.argv[2])
@@ -36,22 +38,24 @@ def at_the_channel(job: Job) -> None:
     found = re.search(rf"{ADDRESS}=([^\0:]+):(\d+)", environment)
     assert found is not None
     words = (
-        b'{"type": "done"}\n',
-        b'{"type": "hello", "rank": 1, "proof": "?"}\n',
-        b"[" * 50_000 + b"\n",
+        f"b'x' * {3 * LINE_LIMIT}",
+        "b'[' * 50_000 + b'\\n'",
+        repr(b'{"type": "done"}\n'),
+        repr(b'{"type": "hello", "rank": 1, "proof": "?"}\n'),
     )
-    _send(job, found[1], found[2], b"x" * (3 * LINE_LIMIT), *words)
+    _send(job, found[1], found[2], words)
 
 
 def at_the_store(job: Job) -> None:
     """Garbage, and what begins as a client of torch's store does."""
     magic = b"\x00" + (0x3C85F7CE).to_bytes(4, "little")  # VALIDATE, as TCPStore's clients say it
     address, port = (job.folder / "store").read_text().split()
-    _send(job, address, port, *(magic + bytes([word]) + b"\xff" * 100 for word in range(20)))
+    words = [repr(magic + bytes([word]) + b"\xff" * 100) for word in range(20)]
+    _send(job, address, port, words)
 
 
-def _send(job: Job, address: str, port: str, *texts: bytes) -> None:
-    command = [sys.executable, "-c", _STRANGER, address, port, *map(repr, texts)]
+def _send(job: Job, address: str, port: str, expressions: Sequence[str]) -> None:
+    command = [sys.executable, "-c", _STRANGER, address, port, *expressions]
     stranger = job.hosts["node2"].popen(command)
     assert stranger.stdout is not None
     said = stranger.stdout.readline()
