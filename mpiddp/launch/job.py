@@ -37,6 +37,7 @@ class Outcome:
     sentence: str = ""
     resume: tuple[str, ...] = ()
     batch: Batch | None = None
+    made_steps: bool = False
 
     @property
     def goes_on(self) -> bool:
@@ -69,7 +70,9 @@ def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
         if listener is not None:
             listener.close()
     outcome = _outcome(mpi, end, record, is_hanging=supervisor.is_hanging)
-    outcome = replace(outcome, resume=record.resume, batch=record.batch)
+    outcome = replace(
+        outcome, resume=record.resume, batch=record.batch, made_steps=bool(record.steps)
+    )
     if outcome.code not in (DONE, BAD_INPUT, STOPPED_AFTER_CHECKPOINT) and mpi.flavour != "slurm":
         from mpiddp.launch.sweep import sweep
 
