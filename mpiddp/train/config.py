@@ -46,6 +46,7 @@ class TrainConfig:
     use_syn: bool
     image_size: int | None
     num_workers: int
+    cache: str
     batch_size: int | None  # images per rank and backward pass
     global_batch_size: int | None
     grad_accum_steps: int
@@ -88,6 +89,7 @@ FREE_TO_CHANGE = frozenset(
         "batch_size",
         "grad_accum_steps",
         "num_workers",
+        "cache",
         "data_dir",
         "weights",
         "backend",
@@ -253,6 +255,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
     add("--image-size", type=_whole(1), help="pixels, of an image folder (default 224)")
     add("--num-workers", type=_whole(0), default=4, help="processes per rank that decode images")
+    add(
+        "--cache",
+        choices=("off", "ram"),
+        default="off",
+        help="keep an image folder's files in memory",
+    )
     add("--batch-size", type=_whole(1), help="per rank; default: 64 on CPUs, 256 on GPUs")
     add("--global-batch-size", type=_whole(1), help="over all ranks, instead of --batch-size")
     add("--grad-accum-steps", type=_whole(1), default=1, help="backward passes per step")

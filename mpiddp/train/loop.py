@@ -19,6 +19,7 @@ from mpiddp.stop import should_stop
 from mpiddp.train import checkpoint, replicas
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
+from mpiddp.train.data.prefetch import beside
 from mpiddp.train.data.source import Data
 from mpiddp.train.due import Due
 from mpiddp.train.engine import backward, build_optimizer, place
@@ -134,7 +135,8 @@ def train(
 
     for epoch in range(progress.epoch, config.epochs):
         steps = list(plan.shards.steps(epoch, progress.position))
-        batches = data.train.batches([m for s in steps for m in s.micro_batches], epoch=epoch)
+        order = [numbers for step in steps for numbers in step.micro_batches]
+        batches = beside(data.train.batches(order, epoch=epoch), device)
         loss_sum, num_images = torch.zeros((), device=device), 0
         timer.resume()
 

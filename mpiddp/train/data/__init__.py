@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from mpiddp.train.data import cifar10, cifar10_fetch, fashion_mnist
 from mpiddp.train.data.arrays import default_data_dir
 from mpiddp.train.data.device_images import DeviceImages
 from mpiddp.train.data.image_folder import ImageFolder
+from mpiddp.train.data.ram_cache import RamCache
 from mpiddp.train.data.source import Data
 from mpiddp.train.data.synthetic import SyntheticImages
 from mpiddp.world import World
@@ -75,7 +77,7 @@ def open_data(config: TrainConfig, world: World, device: torch.device) -> Data:
     if config.use_syn:
         return _synthetic(config, world, device, size)
     if config.dataset == "image-folder":
-        return _image_folder(config, device, size)
+        return _image_folder(config, world, device, size)
     load = {"cifar10": cifar10.load, "fashion-mnist": fashion_mnist.load}[config.dataset]
     arrays = load(data_dir(config))
     train, test = (
@@ -110,8 +112,12 @@ def _synthetic(config: TrainConfig, world: World, device: torch.device, size: in
     return Data(name, shape.num_classes, (shape.channels, size, size), train, None)
 
 
-def _image_folder(config: TrainConfig, device: torch.device, size: int) -> Data:
+def _image_folder(config: TrainConfig, world: World, device: torch.device, size: int) -> Data:
     folder = data_dir(config)
+    cache = None
+    if config.cache == "ram":
+        cache = RamCache(f"{world.master_port}")  # which no other job has on rank 0's host
+        atexit.register(cache.close)
     train, test = (
         ImageFolder(
             folder / split,
@@ -120,6 +126,7 @@ def _image_folder(config: TrainConfig, device: torch.device, size: int) -> Data:
             augment=augment,
             seed=config.seed,
             num_workers=config.num_workers,
+            cache=cache,
             channels_last=config.channels_last,
         )
         for split, augment in (("train", True), ("val", False))

@@ -5,25 +5,21 @@ Decoding and cropping happen in DataLoader workers, normalization on the device.
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from mpiddp.errors import UserError
+from mpiddp.train.data.decode import PREFETCH, Decoder, Key
+from mpiddp.train.data.ram_cache import RamCache
 from mpiddp.train.data.source import Batch
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
-# What Pillow raised over thousands of damaged files; its UnidentifiedImageError is an OSError.
-_UNREADABLE = (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError)
-RESIZE = 256 / 224  # the shorter side before the center crop, as the field evaluates ImageNet
 
 
 class ImageFolder:
@@ -38,8 +34,11 @@ class ImageFolder:
         augment: bool,
         seed: int = 0,
         num_workers: int = 4,
+        start_method: str | None = None,
+        cache: RamCache | None = None,
         channels_last: bool = True,
     ) -> None:
+        """`start_method`, of workers: "fork", "forkserver" or "spawn"; by default what suits the device."""
         self.classes = class_names(folder)
         self.samples = tuple(
             (path, label)
@@ -50,23 +49,25 @@ class ImageFolder:
         if not self.samples:
             raise UserError(f"{folder}: no images ({', '.join(sorted(SUFFIXES))}) in its folders.")
         self.num_images = len(self.samples)
-        self.num_workers = num_workers
         self.device = device
-        self.decoder = _Decoder(self.samples, image_size, augment, seed)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         std = torch.tensor(STD, device=device).view(3, 1, 1)
         self._scale = 1 / (255 * std)
         self._shift = -torch.tensor(MEAN, device=device).view(3, 1, 1) / std
+        self._decoder = Decoder(self.samples, image_size, augment=augment, seed=seed, cache=cache)
+        self._num_workers = num_workers
+        # Threads of CUDA and NCCL may hold a lock at the moment of a fork.
+        on_cpu = device.type == "cpu"
+        self._start_method = start_method or ("fork" if on_cpu else "forkserver")
+        self._order = _Order()
+        self._loader: DataLoader[Batch] | None = None  # its workers stay from epoch to epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
-        loader = DataLoader(
-            self.decoder,
-            batch_sampler=[[(int(number), epoch) for number in batch] for batch in indices],
-            num_workers=min(self.num_workers, len(indices)),
-            pin_memory=self.device.type != "cpu",
-            generator=torch.Generator(),  # else it would draw its workers' seeds from the rank's own
-        )
-        for images, labels in _in_one_sentence(loader):
+        if not indices:
+            return
+        self._order.batches = [[(int(number), epoch) for number in batch] for batch in indices]
+        self._loader = self._loader or self._start()
+        for images, labels in self._decoded(self._loader):
             images = images.to(self.device, non_blocking=True)
             images = images * self._scale + self._shift
             yield (
@@ -74,17 +75,49 @@ class ImageFolder:
                 labels.to(self.device, non_blocking=True),
             )
 
+    def _start(self) -> DataLoader[Batch]:
+        has_workers = self._num_workers > 0
+        return DataLoader(
+            self._decoder,
+            batch_sampler=self._order,
+            collate_fn=_as_it_is,
+            num_workers=self._num_workers,
+            prefetch_factor=PREFETCH if has_workers else None,
+            persistent_workers=has_workers,
+            multiprocessing_context=self._start_method if has_workers else None,
+            pin_memory=self.device.type != "cpu",
+            generator=torch.Generator(),  # else it would draw its workers' seeds from the rank's own
+        )
 
-def _in_one_sentence(loader: DataLoader[tuple[Tensor, int]]) -> Iterator[Batch]:
-    """The loader's batches; what is wrong in a worker comes with its traceback, and loses it here."""
-    try:
-        yield from loader
-        return
-    except UserError as error:
-        name = f"{UserError.__module__}.{UserError.__qualname__}: "
-        sentence = str(error).rpartition(name)[2].strip()
-        error.__traceback__ = None  # it holds the loader, which would wait 5 s for each worker
-    raise UserError(sentence)
+    def _decoded(self, loader: DataLoader[Batch]) -> Iterator[Batch]:
+        """The loader's batches; what is wrong in a worker comes with its traceback, and loses it here."""
+        try:
+            yield from loader
+            return
+        except UserError as error:
+            name = f"{UserError.__module__}.{UserError.__qualname__}: "
+            sentence = str(error).rpartition(name)[2].strip()
+            error.__traceback__ = None  # it holds the loader, which would wait 5 s for each worker
+            self._loader = None
+        raise UserError(sentence)
+
+
+class _Order:
+    """The batches of an epoch, for a loader that outlives it."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Key]] = []
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _as_it_is(batch: Any) -> Any:
+    """The decoder delivers whole batches."""
+    return batch
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
@@ -101,61 +134,3 @@ def class_names(folder: Path) -> tuple[str, ...]:
     if not names:
         raise UserError(f"{folder}: no folders in it. Expected one per class, with its images.")
     return names
-
-
-class _Decoder(Dataset[tuple[Tensor, int]]):
-    """(image number, epoch) to a uint8 image [3, size, size] and its label."""
-
-    def __init__(
-        self, samples: tuple[tuple[Path, int], ...], size: int, augment: bool, seed: int
-    ) -> None:
-        self.samples, self.size, self.augment, self.seed = samples, size, augment, seed
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        number, epoch = key
-        path, label = self.samples[number]
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except _UNREADABLE as error:
-            raise UserError(
-                f"{path}: Pillow cannot read it ({error}). Replace or remove it."
-            ) from None
-        if self.augment:
-            # Of its own number, so that neither workers nor ranks nor a resume change the draw.
-            image = random_resized_crop(
-                image, self.size, random.Random(f"{self.seed}/{epoch}/{number}")
-            )
-        else:
-            image = center_crop(image, self.size)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
-
-
-def random_resized_crop(image: Image.Image, size: int, draw: random.Random) -> Image.Image:
-    """A random 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3, maybe mirrored.
-
-    The recipe of Szegedy et al. 2014 ("Going Deeper with Convolutions", section 6).
-    """
-    width, height = image.size
-    box = (0, 0, width, height)
-    for _ in range(10):
-        area = width * height * draw.uniform(0.08, 1.0)
-        aspect = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = draw.randint(0, width - w), draw.randint(0, height - h)
-            box = (left, top, left + w, top + h)
-            break
-    image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
-    if draw.random() < 0.5:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return image
-
-
-def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """The middle of the image, its shorter side scaled to size · 256/224 first."""
-    width, height = image.size
-    side = min(width, height) / RESIZE
-    left, top = (width - side) / 2, (height - side) / 2
-    box = (left, top, left + side, top + side)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)

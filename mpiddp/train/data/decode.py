@@ -1,0 +1,117 @@
+"""From image files to a batch of pixels, in the processes of a DataLoader.
+
+A worker decodes straight into a batch's memory, and takes the same few batches in turn: neither a
+tensor for each image, nor fresh shared memory for each batch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mpiddp.errors import UserError
+from mpiddp.train.data.ram_cache import RamCache
+
+PREFETCH = 2  # batches that a worker makes ahead
+RESIZE = 256 / 224  # the shorter side before the center crop, as the field evaluates ImageNet
+# What Pillow raised over thousands of damaged files; its UnidentifiedImageError is an OSError.
+_UNREADABLE = (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+Key = tuple[int, int]  # image number, epoch
+
+
+class Decoder(Dataset[tuple[Tensor, Tensor]]):
+    """Keys of a batch to its images, uint8 [N, 3, size, size] as channels_last, and labels [N].
+
+    The images' memory is used again by a later batch: when PREFETCH + 1 others have been asked for
+    in a worker, and by the very next one outside of any.
+    """
+
+    def __init__(
+        self,
+        samples: tuple[tuple[Path, int], ...],
+        size: int,
+        *,
+        augment: bool,
+        seed: int,
+        cache: RamCache | None = None,
+    ) -> None:
+        self.samples, self.size, self.augment, self.seed = samples, size, augment, seed
+        self._cache = cache
+        self._memory: list[Tensor] = []  # of one process
+
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor]:
+        batch = self._next_memory(len(keys))
+        pixels = batch.numpy()
+        labels = torch.empty(len(keys), dtype=torch.int64)
+        for position, key in enumerate(keys):
+            pixels[position] = self._image(key)
+            labels[position] = self.samples[key[0]][1]
+        return batch.permute(0, 3, 1, 2), labels
+
+    def _next_memory(self, num_images: int) -> Tensor:
+        """uint8 [num_images, size, size, 3], which nobody reads any more."""
+        in_worker = torch.utils.data.get_worker_info() is not None
+        # In flight are the batch that the rank reads, and those that the worker makes ahead of it.
+        if len(self._memory) < (PREFETCH + 2 if in_worker else 1):
+            memory = torch.empty(0, dtype=torch.uint8)
+        else:
+            memory = self._memory.pop(0)
+        if len(memory) < num_images:
+            memory = torch.empty(num_images, self.size, self.size, 3, dtype=torch.uint8)
+            if in_worker:
+                memory.share_memory_()
+        self._memory.append(memory)
+        return memory[:num_images]
+
+    def _image(self, key: Key) -> Image.Image:
+        number, epoch = key
+        path, _ = self.samples[number]
+        try:
+            with Image.open(self._cache.open(path) if self._cache else path) as file:
+                image = file.convert("RGB")
+        except _UNREADABLE as error:
+            raise UserError(
+                f"{path}: Pillow cannot read it ({error}). Replace or remove it."
+            ) from None
+        if not self.augment:
+            return center_crop(image, self.size)
+        # Of its own number, so that neither workers nor ranks nor a resume change the draw.
+        draw = random.Random(f"{self.seed}/{epoch}/{number}")
+        return random_resized_crop(image, self.size, draw)
+
+
+def random_resized_crop(image: Image.Image, size: int, draw: random.Random) -> Image.Image:
+    """A random 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3, maybe mirrored.
+
+    The recipe of Szegedy et al. 2014 ("Going Deeper with Convolutions", section 6).
+    """
+    width, height = image.size
+    box = (0, 0, width, height)
+    for _ in range(10):
+        area = width * height * draw.uniform(0.08, 1.0)
+        aspect = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = draw.randint(0, width - w), draw.randint(0, height - h)
+            box = (left, top, left + w, top + h)
+            break
+    image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    if draw.random() < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return image
+
+
+def center_crop(image: Image.Image, size: int) -> Image.Image:
+    """The middle of the image, its shorter side scaled to size · 256/224 first."""
+    width, height = image.size
+    side = min(width, height) / RESIZE
+    left, top = (width - side) / 2, (height - side) / 2
+    box = (left, top, left + side, top + side)
+    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)

@@ -1,0 +1,33 @@
+"""On a GPU, the next batch comes in beside the step that computes: by a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mpiddp.train.data.source import Batch
+
+
+def beside(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The same batches. What makes them on the device runs on a side stream.
+
+    The host is ahead of the device, so it asks for a batch while an earlier step still computes; a copy
+    or a crop on the stream of the steps would wait for that.
+    """
+    return batches if device.type == "cpu" else _on_side_stream(batches, device)
+
+
+def _on_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))  # the data set was put there on that one
+    while True:
+        with torch.cuda.stream(side):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(side)
+        for tensor in batch:
+            tensor.record_stream(current)  # or its memory could serve the batch after it too early
+        yield batch
