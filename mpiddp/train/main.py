@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 def _train(config: TrainConfig | UserError, world: World) -> int:
     # Only now torch: --help and a wrong option answer at once.
     from mpiddp.group import assemble, choose_backend, device_of, joined
-    from mpiddp.train import replicas, resume
+    from mpiddp.train import flight_recorder, replicas, resume
     from mpiddp.train.data import open_data, prepare
     from mpiddp.train.engine import build_model, computes_in_bf16, make_deterministic
     from mpiddp.train.loop import make_plan, train
@@ -99,6 +99,8 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                 (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
                 (out / "metrics.jsonl").touch()
 
+        if backend == "nccl":
+            os.environ.update(flight_recorder.settings(out / "logs", os.environ))
         if config.deterministic:
             make_deterministic()
         with (
