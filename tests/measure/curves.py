@@ -2,9 +2,9 @@
 
     python -m tests.measure.curves --seeds 3 --steps 200 > curves.md
 
-Plain is fp32, NCHW, DDP's own buckets; tuned are the defaults of this machine. Both train on the same images in
-the same order from the same weights, so a seed's two curves differ by rounding alone. What that may come
-to is what another seed comes to.
+Plain is fp32, NCHW, DDP's own buckets; tuned are the defaults of this machine. Both train on the same
+images in the same order from the same weights, so a seed's two curves differ by rounding alone. What
+that may come to is what another seed comes to.
 """
 
 from __future__ import annotations
