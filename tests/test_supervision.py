@@ -151,7 +151,12 @@ def test_a_short_cut_does_no_harm(hosts: Cluster) -> None:
 def test_a_killed_daemon_ends_the_job(hosts: Cluster) -> None:
     job = start(hosts)
     job.kill("node1", "prted")
-    assert re.search(r"rank \d on node\d was the first to end, without a word", job.end())
+    said = job.end()
+    assert re.search(
+        r"ended at once, without a word, as when MPI's daemon|"
+        r"rank 1 on node1 was the first to end, without a word",  # the daemon's own rank
+        said,
+    ), said
     assert job.seconds < 10
 
 
@@ -267,6 +272,17 @@ def test_who_was_first(words: list[Word], guilty: int) -> None:
     first = record.first_failure()
     assert first is not None
     assert first.rank == guilty
+
+
+def test_ranks_that_vanish_at_once() -> None:
+    record = Record(["a", "b", "b"])
+    record.note(lost(2, 1.0))
+    record.note(lost(0, 1.05))
+    first = record.first_failure()
+    assert first is not None
+    assert record.sentence(first).startswith("the ranks on a, b ended at once, without a word")
+    record.failures[0] = lost(0, 1.3)  # by then somebody has ended it
+    assert record.sentence(first).startswith("rank 2 on b was the first to end")
 
 
 def test_the_rank_that_is_behind_is_the_one_that_hangs() -> None:

@@ -15,6 +15,7 @@ _CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socke
 _CONSEQUENCE_S = 0.3
 _FIRST_S = 5.0  # the others' words may overtake those of the rank that the store knows to be first
 _SILENCE_S = 15.0  # before a host is known to be gone
+_AT_ONCE_S = 0.1  # a rank that dies alone takes no others with it so soon; a daemon of MPI does
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,12 @@ class Record:
         """Those of `hosts` that nothing comes from any more."""
         return {self.hosts[rank] for rank, word in self.failures.items() if _is_silent(word)}
 
+    def host_of(self, rank: int) -> str:
+        """The name that the host has for itself, once it has said so."""
+        return str(self.started.get(rank, {}).get("host", self.hosts[rank]))
+
     def name(self, rank: int) -> str:
-        return f"rank {rank} on {self.started.get(rank, {}).get('host', self.hosts[rank])}"
+        return f"rank {rank} on {self.host_of(rank)}"
 
     def sentence(self, first: Word, killed_by: str = "") -> str:
         """Who failed first, of what, and where to read more.
@@ -102,13 +107,18 @@ class Record:
         """
         others = " The other ranks were stopped." if self.world_size > 1 else ""
         if first.kind == "lost" and first.facts["silent"]:
-            host = self.started.get(first.rank, {}).get("host", self.hosts[first.rank])
+            host = self.host_of(first.rank)
             ranks = [r for r, word in self.failures.items() if _is_silent(word)]
-            there = sorted(r for r in ranks if self.started.get(r, {}).get("host", host) == host)
+            there = sorted(r for r in ranks if self.host_of(r) == host)
             names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
             return f"lost {host} ({names}): no sign of life came from it any more.{others}"
         if first.kind == "lost" and killed_by:
             return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
+        if first.kind == "lost" and len(lost := self._hosts_lost_with(first)) > 1:
+            return (
+                f"the ranks on {', '.join(lost)} ended at once, without a word, as when MPI's daemon "
+                "on one of these hosts is killed."
+            )
         if first.kind == "lost":
             return (
                 f"{self.name(first.rank)} was the first to end, without a word: killed, crashed in "
@@ -122,6 +132,15 @@ class Record:
         where = f" (its traceback: {log})" if log else ""
         summary = error.strip().partition("\n")[0]
         return f"{self.name(first.rank)} failed first: {summary}{where}.{others}"
+
+    def _hosts_lost_with(self, first: Word) -> list[str]:
+        """The hosts of the ranks that vanished as `first` did, in the order of their ranks."""
+        ranks = [
+            rank
+            for rank, word in sorted(self.failures.items())
+            if word.kind == "lost" and word.at - first.at < _AT_ONCE_S
+        ]
+        return list(dict.fromkeys(self.host_of(rank) for rank in ranks))
 
 
 def _is_silent(word: Word) -> bool:

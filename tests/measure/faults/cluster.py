@@ -195,7 +195,7 @@ FAULTS = (
     ),
     Fault(
         "MPI's daemon: kill -9",
-        rf"mpiddp: rank \d on node\d {WORDLESS}",
+        f"as when MPI's daemon on one|{_named(WORDLESS)}",
         do=_kill("node1", DAEMONS),
     ),
     Fault("mpirun: kill -9", "mpiddp: .*was killed by SIGKILL", do=_kill("node0", MPIRUNS)),
