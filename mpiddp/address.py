@@ -124,7 +124,7 @@ def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Plan:
     first_of_hosts = [cards[node_ranks.index(node)] for node in range(len(hosts))]
     _check_local_ranks(first_of_hosts, cards)
     port = port_in(env)
-    wished = env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS")
+    wished = wished_interface(env)
     if env.get("MASTER_ADDR"):
         found = _named(first_of_hosts, env["MASTER_ADDR"], wished)
     elif len(hosts) == 1:
@@ -155,16 +155,26 @@ def _named(first_of_hosts: Sequence[Card], name: str, wished: str | None) -> lis
     return [(address, "MASTER_ADDR names it")]
 
 
+def wished_interface(env: Mapping[str, str]) -> str | None:
+    """What the user, or else the launcher, wants the ranks to use: see `Interface.matches`."""
+    return env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS")
+
+
+def check_interface(cards: Sequence[Card], wished: str) -> None:
+    """Raise a UserError unless every card's host has such an interface."""
+    for card in cards:
+        if not any(interface.matches(wished) for interface in card.interfaces):
+            names = " and ".join(interface.name for interface in card.interfaces)
+            raise UserError(
+                f'interface "{wished}" is not on {card.hostname}, which has {names or "none"}.'
+            )
+
+
 def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[str, str]]:
     """Rank 0's addresses, those on a network that all other hosts are on as well first."""
     master, *others = first_of_hosts
     if wished:
-        for card in first_of_hosts:
-            if not any(interface.matches(wished) for interface in card.interfaces):
-                names = " and ".join(interface.name for interface in card.interfaces)
-                raise UserError(
-                    f'interface "{wished}" is not on {card.hostname}, which has {names or "none"}.'
-                )
+        check_interface(first_of_hosts, wished)
     elsewhere = {i.address for card in others for i in card.interfaces}
     ranked = []
     for position, interface in enumerate(master.interfaces):

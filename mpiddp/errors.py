@@ -6,9 +6,10 @@ Everything else that is raised is a bug or a failed job, and keeps its traceback
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class UserError(Exception):
@@ -23,6 +24,16 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}. See: {self.prog} --help")
+
+
+class RankParser(OneSentenceParser):
+    """The same for a verb that every rank of a job calls: its help is printed once."""
+
+    def print_help(self, file: Any = None) -> None:
+        from mpiddp.world import likely_place  # which itself needs this module
+
+        if likely_place(os.environ)[0] == 0:
+            super().print_help(file)
 
 
 def say_alone(sentence: str, rank: int, local_rank: int) -> None:

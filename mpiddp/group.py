@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mpiddp import control, stop
 from mpiddp.crew import LEAVE_TIMEOUT_S, Crew, Refused
+from mpiddp.ending import observe
 from mpiddp.errors import UserError
 from mpiddp.failure import Watch
 from mpiddp.placement import Place, misplaced, table
@@ -29,6 +31,7 @@ from mpiddp.store import find_by_address, meet_over_store, serve_or_join
 from mpiddp.world import World
 
 JOIN_TIMEOUT_S = 60.0
+LAUNCHER_SPEAKS_S = 5.0  # it knows more of ranks that do not join, so it may speak first
 COLLECTIVE_TIMEOUT_S = 600.0
 BACKENDS = ("nccl", "gloo")
 
@@ -56,6 +59,7 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         return
     if _crew is None:
         _crew = _meet(world or World.from_env(), keep_mpi=keep_mpi)
+        _time_the_start(_crew.world)
     _is_assembled = True
     watch = Watch(_crew)
     watch.start()
@@ -65,7 +69,7 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         watch.stop()
         raise
     except SystemExit as end:
-        if end.code and not (end.code == stop.STOPPED and stop.current().has_stopped):
+        if _is_failure(end):
             _tell_first(_crew)
             watch.exits(end.code if isinstance(end.code, int) else 1)
         else:
@@ -84,6 +88,13 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         _leave(_crew, watch, keep_mpi)
     finally:
         _is_assembled = False
+
+
+def _is_failure(error: Exception | SystemExit) -> bool:
+    """Whether it is more than a script's good end, or the end that somebody asked for."""
+    if not isinstance(error, SystemExit):
+        return True
+    return bool(error.code) and not (error.code == stop.STOPPED and stop.current().has_stopped)
 
 
 def _tell_first(crew: Crew) -> None:
@@ -107,6 +118,9 @@ def _leave(crew: Crew, watch: Watch, keep_mpi: bool) -> None:
 
 def _meet(world: World, *, keep_mpi: bool) -> Crew:
     timeout_s = _seconds("MPIDDP_TIMEOUT", JOIN_TIMEOUT_S)
+    if control.channel is not None:
+        control.channel.say("joining", timeout_s=timeout_s)
+        timeout_s += LAUNCHER_SPEAKS_S
     if world.launcher.speaks_mpi and world.world_size > 1:
         meeting = meet_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
         crew = Crew(meeting.world, serve_or_join(meeting.world, meeting.listener, timeout_s))
@@ -155,10 +169,10 @@ def init(
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits."""
     group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
     world = group.__enter__()
+    what_ended_it = observe()
 
     def leave() -> None:
-        # Where the interpreter keeps the error that ends a script: then there is nobody to wait for.
-        error = getattr(sys, "last_value", None)
+        error = what_ended_it()
         group.__exit__(type(error) if error else None, error, None)
 
     atexit.register(leave)
@@ -179,25 +193,42 @@ def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) 
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        _tell_start_time(crew, device)
         yield
-    except Exception:
-        crew.fails_first()  # asked before the group's end lets the others fail as well
+    except Refused:
+        raise
+    except (Exception, SystemExit) as error:
+        if _is_failure(error):
+            crew.fails_first()  # asked before the group's end lets the others fail as well
         raise
     finally:
         dist.destroy_process_group()
 
 
-def _tell_start_time(crew: Crew, device: torch.device) -> None:
-    """At -v: the seconds from the launcher's start to the end of a first all-reduce."""
+def _time_the_start(world: World) -> None:
+    """At -v: the first process group, be it a script's own, does one all-reduce before all else, and
+    rank 0 prints the seconds from the launcher's start to its end."""
     start = os.environ.get("MPIDDP_LAUNCHED_AT")
     if start is None or not os.environ.get("MPIDDP_VERBOSE"):
         return
-    one = torch.ones(1, device=device)
-    dist.all_reduce(one)
-    assert one.item() == crew.world.world_size
-    if crew.world.rank == 0:
-        print(f"first all-reduce {time.time() - float(start):.2f} s after the command", flush=True)
+    form = dist.init_process_group
+
+    @functools.wraps(form)
+    def form_and_time(*args: Any, **kwargs: Any) -> None:
+        dist.init_process_group = form
+        form(*args, **kwargs)
+        device = torch.device("cpu")
+        if "cpu:" not in dist.get_backend_config():  # "cuda:nccl"
+            all_visible = world.local_rank < torch.cuda.device_count()
+            index = world.local_rank if all_visible else torch.cuda.current_device()
+            device = torch.device("cuda", index)
+        one = torch.ones(1, device=device)
+        dist.all_reduce(one)
+        assert one.item() == dist.get_world_size()
+        if dist.get_rank() == 0:
+            seconds = time.time() - float(start)
+            print(f"first all-reduce {seconds:.2f} s after the command", flush=True)
+
+    dist.init_process_group = form_and_time
 
 
 def choose_backend(wished: str | None) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpiddp.address import Card, Plan, choose, listen
+from mpiddp.address import Card, Plan, choose, listen, wished_interface
 from mpiddp.errors import UserError, say_alone
 from mpiddp.network import Interface, interfaces
 from mpiddp.sockets import probe
@@ -185,7 +185,7 @@ def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
         # TCP, and the exchange is some hundred bytes.
         defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
     if world.local_world_size < world.world_size:
-        usable = _usable_interfaces(env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS"))
+        usable = _usable_interfaces(wished_interface(env))
         names = ",".join(interface.name for interface in usable)
         if usable and world.launcher.name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
             networks = dict.fromkeys(interface.network for interface in usable)

@@ -15,12 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mpiddp.control import reporting
-from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.errors import RankParser, UserError
 from mpiddp.world import World, limit_threads
 
 
 def main(argv: list[str]) -> int:
-    parser = OneSentenceParser(
+    parser = RankParser(
         prog="mpiddp run",
         usage="%(prog)s [--keep-mpi] (SCRIPT | -m MODULE) [ARGS ...]",
         description="One rank of a job: run an env:// script, as it is, with all ranks together.",

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from mpiddp.address import LOOPBACK, Card
+from mpiddp.address import LOOPBACK, Card, check_interface, wished_interface
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.rendezvous import Meeting
@@ -88,17 +88,29 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
 
 
 def meet_over_store(crew: Crew, timeout_s: float) -> Meeting:
-    """What MPI's gather tells the other jobs: who sits on which host."""
+    """What MPI's gather tells the other jobs: who sits on which host, and which interface each uses.
+
+    That is the one wished for, else the one towards the master address, which was named beforehand.
+
+    Raises:
+        SystemExit: code 2, on every rank: a host has no such interface.
+    """
     world = crew.world
     texts = crew.exchange(Card.of_this_process(world).dumps(), timeout_s=timeout_s)
     cards = tuple(Card.loads(text) for text in texts)
     hosts = list(dict.fromkeys(card.host for card in cards))
     own = cards[world.rank]
     assert world.master_addr is not None
+    interface = own.interface_towards(world.master_addr)
+    wished = wished_interface(os.environ)
+    if wished and len(hosts) > 1:
+        with crew.together():
+            check_interface(cards, wished)
+        interface = next(each.name for each in own.interfaces if each.matches(wished))
     return Meeting(
         world=replace(world, node_rank=hosts.index(own.host), num_nodes=len(hosts)),
         cards=cards,
-        interface=own.interface_towards(world.master_addr),
+        interface=interface,
         reason=f"{world.launcher.name} names it",
         listener=None,
     )

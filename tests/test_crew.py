@@ -8,16 +8,19 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 from torch.distributed import TCPStore
 
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
+from mpiddp.network import interfaces
 from mpiddp.sockets import bind
+from mpiddp.store import meet_over_store
 from mpiddp.world import World
 from tests.ranks import mpirun, own_lines
 
@@ -165,6 +168,24 @@ def test_rank_0_keeps_the_store_alive_until_all_have_left(ranks: Callable[..., l
     assert ranks(3, body) == [End(0, "")] * 3
 
 
+def test_the_interface_wished_for_outranks_the_one_towards_rank_0(
+    ranks: Callable[..., list[End]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = interfaces()[-1].name  # the store's is the loopback, which comes first
+    monkeypatch.setenv("MPIDDP_INTERFACE", other)
+
+    def body(crew: Crew) -> None:
+        name = f"host{crew.world.rank}"
+        crew.world = replace(crew.world, hostname=name, master_addr="127.0.0.1")
+        assert meet_over_store(crew, 10).interface == other
+        os.environ["MPIDDP_INTERFACE"] = "ib0"
+        meet_over_store(crew, 10)
+
+    first, second = ranks(2, body)
+    assert first.stderr.startswith('interface "ib0" is not on host0, which has lo')
+    assert (first.code, second) == (2, End(2, ""))
+
+
 # --- under the real mpirun, which kills all ranks as soon as one has ended badly ---
 
 
@@ -184,3 +205,15 @@ def test_a_rank_that_raises_ends_the_job_within_5_s(form: str, world_size: int) 
     assert ended - float(raised) < 5
     assert job.returncode == 1
     assert job.stderr.count("RuntimeError: rank 1 has had enough") >= 1
+
+
+@pytest.mark.parametrize(("form", "world_size"), [("with", 2), ("init", 3)])
+def test_a_rank_that_exits_ends_the_job_with_its_code(form: str, world_size: int) -> None:
+    """It alone is named, not rank 0, whose collective it breaks."""
+    job = mpirun(world_size, str(JOBS / "raising.py"), form, "exit", timeout_s=60)
+    ended = time.time()
+    (raised,) = re.findall(r"raising at (\S+)", job.stdout)
+    assert ended - float(raised) < 5
+    named = [line for line in own_lines(job.stderr) if re.match(r"rank \d", line)]
+    assert named == [f"rank 1 on {gethostname()} ended with exit code 3"]
+    assert job.returncode == 3

@@ -20,12 +20,6 @@ from tests.ranks import ROOT, clean_env, own_lines
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 HOST = socket.gethostname()
 TELL = "import os; print('rank', os.environ['RANK'], os.environ.get('GREETING'), flush=True)"
-ENV_SCRIPT = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-dist.destroy_process_group()
-"""
 
 
 def script(folder: Path, text: str) -> str:
@@ -58,9 +52,9 @@ def test_report_prints_a_line_for_each_rank(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_verbose_says_what_was_chosen_and_why(tmp_path: Path) -> None:
+def test_verbose_says_what_was_chosen_and_why_and_how_long_the_start_took() -> None:
     """For an env:// script that knows nothing of mpiddp."""
-    done = launch("-v", "-H", "localhost:2", script(tmp_path, ENV_SCRIPT))
+    done = launch("-v", "-H", "localhost:2", str(ROOT / "tests" / "jobs" / "ddp_script.py"))
     assert done.returncode == 0, done.stderr
     mpi, placed = own_lines(done.stderr)
     assert re.fullmatch(r"mpiddp: Open MPI \d[\d.]+, /\S+/mpirun", mpi)
@@ -73,7 +67,10 @@ def test_verbose_says_what_was_chosen_and_why(tmp_path: Path) -> None:
     assert sorted(re.sub(r"\S+$", "…", line) for line in uses) == [
         f"rank {rank} on {HOST} uses …" for rank in (0, 1)
     ]
-    assert len(uses) + 1 == len(done.stdout.splitlines())
+    (timed,) = re.findall(r"^first all-reduce (.+) s after the command$", done.stdout, re.MULTILINE)
+    assert 0.5 < float(timed) < 60
+    own = [line for line in done.stdout.splitlines() if re.match(r"rank \d of 2 local", line)]
+    assert (len(own), len(uses) + 4) == (2, len(done.stdout.splitlines()))
 
 
 def test_exclude_and_npernode_choose_hosts_and_ranks(tmp_path: Path) -> None:
@@ -107,8 +104,8 @@ def test_a_rank_that_never_joins_is_waited_for_as_long_as_said(tmp_path: Path) -
     )
     assert time.monotonic() - start < 30
     assert (done.returncode, done.stdout) == (1, "")
-    did_not_meet = [
-        line for line in own_lines(done.stderr) if "did not meet over MPI in 3 s" in line
+    said = [line for line in own_lines(done.stderr) if "rank" in line]
+    assert said == [
+        f"mpiddp: only 1 of 2 ranks joined in 3 s. Missing: rank 1 on {HOST}. "
+        "Its last words: none: its Python has not started there."
     ]
-    assert len(did_not_meet) == 1, done.stderr
-    assert did_not_meet[0].startswith(f"rank 0 on {HOST}: ")

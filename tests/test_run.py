@@ -211,6 +211,13 @@ def test_it_is_said_once_by_all_ranks(args: list[str], sentence: str) -> None:
     assert done.returncode == 2
 
 
+@pytest.mark.parametrize("verb", ["run", "train"])
+def test_help_is_printed_once_by_all_ranks(verb: str) -> None:
+    done = mpirun(3, "-m", "mpiddp", verb, "--help", timeout_s=60)
+    assert done.stdout.count(f"usage: mpiddp {verb} ") == 1
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_variables_partly_set_are_said_once_by_all_ranks_of_a_real_mpirun() -> None:
     for _ in range(3):
         done = mpirun(4, *RUN, "any.py", env={"TORCHELASTIC_RUN_ID": "stale"}, timeout_s=30)

@@ -19,6 +19,7 @@ from mpiddp.control import ADDRESS, LINE_LIMIT, SECRET, dumps, notice_silence, p
 # What a rank may say, and what has to stand in it.
 _WORDS: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
+    "joining": {"timeout_s": (int, float)},
     "log": {"path": (str,)},  # where a traceback will be found
     "resume": {"arguments": (list,)},
     "batch": {"images": (int,), "per_backward": (int,)},

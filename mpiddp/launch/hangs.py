@@ -1,4 +1,4 @@
-"""Which ranks a job that makes no step is waiting for, and where in their Python code they are."""
+"""Which ranks a job is waiting for, to make a step or to join, and where in their code they are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpiddp.launch.record import Record
 
 # The innermost frame of a rank that waits for others: torch, inside a collective or a backward pass.
 _WAITS = re.compile(r"/torch/")
-_FRAME = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
+_FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 
 
 def sentences(record: Record, timeout_s: float) -> list[str]:
@@ -40,6 +40,37 @@ def sentences(record: Record, timeout_s: float) -> list[str]:
 
 def _waits(text: str) -> bool:
     """Whether the main thread is inside torch."""
-    main = text.partition("thread MainThread:\n")[2].partition("\nthread ")[0]
-    files = _FRAME.findall(main)
-    return bool(files) and bool(_WAITS.search(files[-1]))
+    frames = _main_frames(text)
+    return bool(frames) and bool(_WAITS.search(frames[-1][0]))
+
+
+def missing(record: Record, timeout_s: float) -> str:
+    """A sentence that names the ranks that did not join, with the last words of the first of them."""
+    ranks = record.missing
+    names = ", ".join(map(record.name, ranks))
+    owner = "Its last words" if len(ranks) == 1 else f"The last words of rank {ranks[0]}"
+    return (
+        f"only {len(record.joining)} of {record.world_size} ranks joined in {timeout_s:g} s. "
+        f"Missing: {names}. {owner}: {_last_words(record, ranks[0])}"
+    )
+
+
+def _last_words(record: Record, rank: int) -> str:
+    """Where its Python is: the innermost line that is not of Python's own way of importing."""
+    if rank not in record.started:
+        return "none: its Python has not started there."
+    if rank not in record.stacks:
+        pid = record.started[rank]["pid"]
+        return (
+            f"none: it started (pid {pid}) and does not answer: stopped, or stuck in native code."
+        )
+    frames = _main_frames(record.stacks[rank]["text"])
+    file, place, code = [frame for frame in frames if not frame[0].startswith("<frozen ")][-1]
+    return f"in {file}, {place}: {code}"
+
+
+def _main_frames(text: str) -> list[tuple[str, str, str]]:
+    """The main thread's frames, outermost first: file, "line 3, in work", and that line's code."""
+    # It comes last, and so is the one that is still there when the text had to be cut.
+    main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]
+    return _FRAME.findall(main)

@@ -69,7 +69,7 @@ def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
             end = supervisor.run(command.argv, env)
         if listener is not None:
             listener.close()
-    outcome = _outcome(mpi, end, record, is_hanging=supervisor.is_hanging)
+    outcome = _outcome(mpi, end, record, supervisor.verdict)
     outcome = replace(
         outcome, resume=record.resume, batch=record.batch, made_steps=bool(record.steps)
     )
@@ -82,11 +82,11 @@ def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
     return outcome
 
 
-def _outcome(mpi: Mpi, end: End, record: Record, *, is_hanging: bool) -> Outcome:
+def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
     if record.all_stopped:
         return Outcome(STOPPED_AFTER_CHECKPOINT, "stopped on request.")
-    if is_hanging:
-        return Outcome(FAILED, "the ranks that hang were stopped.")
+    if verdict:
+        return Outcome(FAILED, verdict)
     if end.interrupted and not (record.all_done and record.aware):
         return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
     if record.all_done:

@@ -64,6 +64,9 @@ def make_plan(
 
     settings = {name: value for name, value in exports.items() if value is not None}
     settings |= _settings(options, nodes, networks, started_at)
+    if mpi.flavour == "slurm" and len(nodes) > 1 and is_this_host(nodes[0].name) and interface:
+        # srun carries no word of rank 0's address, and its host's name may lie in another network.
+        settings.setdefault("MASTER_ADDR", env.get("MASTER_ADDR") or interface.address)
     # Beside its own python, mpi4py finds the library by itself.
     if mpi.libmpi is not None and mpi.program.parent != python.parent:
         named = None if options.mpirun else env.get("MPI4PY_LIBMPI")

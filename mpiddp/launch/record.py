@@ -32,6 +32,7 @@ class Record:
 
     hosts: Sequence[str]
     started: dict[int, dict[str, Any]] = field(default_factory=dict)
+    joining: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[int, Word] = field(default_factory=dict)  # failed or lost, the first of a rank
@@ -47,6 +48,8 @@ class Record:
         match word.kind:
             case "started":
                 self.started[rank] = facts
+            case "joining":
+                self.joining.add(rank)
             case "aware":
                 self.aware.add(rank)
             case "progress":
@@ -70,6 +73,11 @@ class Record:
     @property
     def world_size(self) -> int:
         return len(self.hosts)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come to meet the others."""
+        return [rank for rank in range(self.world_size) if rank not in self.joining]
 
     @property
     def all_done(self) -> bool:

@@ -20,7 +20,9 @@ from mpiddp.launch.record import Record
 STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
 SPREAD_S = 3.0  # for a failure to reach all ranks by itself
 FAREWELL_S = 10.0  # for mpirun to end when no rank is left
+STACKS_S = 2.0  # for ranks to answer
 SILENCE_S = 1.0  # for a host to acknowledge a word
+LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Say = Callable[[str], None]
@@ -66,8 +68,8 @@ class Supervisor:
         self._agenda: list[tuple[float, Callable[[], None]]] = []  # the next one first
         self._stops = 0
         self._is_failing = False
-        self._is_hanging = False
         self._is_ending = False
+        self.verdict = ""  # why the job was ended from here, if it was
 
     def run(self, argv: Sequence[str], env: Mapping[str, str]) -> End:
         """Run mpirun until it and all its ranks have ended.
@@ -99,7 +101,7 @@ class Supervisor:
         """Do what there is to do, then or as soon as there is something."""
         timeout = at_most_s
         if self._agenda:
-            until = max(0.0, self._agenda[0][0] - time.monotonic())
+            until = min(max(0.0, self._agenda[0][0] - time.monotonic()), LONGEST_WAIT_S)
             timeout = until if timeout is None else min(until, timeout)
         for key, _ in self._selector.select(timeout):
             if key.data is signals:
@@ -123,6 +125,9 @@ class Supervisor:
         self._record.note(word)
         if word.kind == "started" and self._stops:
             self._tell("stop")
+        if word.kind == "joining" and len(self._record.joining) == 1:
+            timeout_s = word.facts["timeout_s"]
+            self._in(timeout_s, lambda: self._look_for_the_missing(timeout_s))
         if word.rank in self._record.failures and not self._is_failing:
             self._is_failing = True
             # Most launchers end the other ranks by then, and the ranks' own watch does under all;
@@ -179,7 +184,7 @@ class Supervisor:
             return
         self._record.stacks.clear()
         self._tell("stacks")
-        self._in(2.0, self._blame)
+        self._in(STACKS_S, self._blame)
 
     def _blame(self) -> None:
         if self._is_failing or self._stops:
@@ -188,14 +193,25 @@ class Supervisor:
 
         for sentence in sentences(self._record, self._limits.hang_timeout_s or 0.0):
             self._say(sentence)
-        self._is_failing = True
-        self._is_hanging = True
-        self._tell("end", code=1)
-        self._in(2.0, self._stop_mpirun)
+        self._end("the ranks that hang were stopped.")
 
-    @property
-    def is_hanging(self) -> bool:
-        return self._is_hanging
+    def _look_for_the_missing(self, timeout_s: float) -> None:
+        """Some ranks wait for others that have not come: these are asked for their stacks first."""
+        if self._record.missing and not self._is_failing and not self._stops:
+            self._tell("stacks")
+            self._in(STACKS_S, lambda: self._blame_the_missing(timeout_s))
+
+    def _blame_the_missing(self, timeout_s: float) -> None:
+        if self._record.missing and not self._is_failing and not self._stops:
+            from mpiddp.launch.hangs import missing
+
+            self._end(missing(self._record, timeout_s))
+
+    def _end(self, verdict: str) -> None:
+        self.verdict = verdict
+        self._is_failing = True
+        self._tell("end", code=1)
+        self._in(STACKS_S, self._stop_mpirun)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Rank 1 raises; the others wait for it: one in a collective, the rest asleep.
 
-`raising.py` uses the `with`, `raising.py init` the call.
+`raising.py` uses the `with`, `raising.py init` the call; with `exit` besides it is a sys.exit(3).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ group = contextlib.nullcontext(mpiddp.init()) if "init" in sys.argv else mpiddp.
 with group as world:
     if world.rank == 1:
         print(f"raising at {time.time()}", flush=True)
+        if "exit" in sys.argv:
+            sys.exit(3)
         raise RuntimeError("rank 1 has had enough")
     if world.rank == 0:
         dist.all_reduce(torch.zeros(1))

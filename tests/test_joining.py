@@ -1,0 +1,159 @@
+"""Ranks that do not come to meet the others are named, with the last that is known of them.
+
+python -m pytest tests/test_joining.py
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpiddp.launch.channel import Word
+from mpiddp.launch.hangs import missing
+from mpiddp.launch.record import Record
+from tests import cluster
+from tests.cluster import Cluster, needs, slurm
+from tests.flavours import mpirun_or_skip
+from tests.ranks import ROOT, find_mpirun
+
+# On rank 1, what `trouble` holds comes before all else on sys.path: a disk that does not answer.
+SITECUSTOMIZE = """
+import os, sys
+for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+    if os.environ.get(name) == "1":
+        sys.path.insert(1, os.path.join(os.path.dirname(__file__), "trouble"))
+        import trouble
+"""
+SLEEP = "import time\ntime.sleep(600)\n"
+BY_MPIRUN = ("-H", "node0:1,node1:1")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(2) as standing:
+        (standing.shared / "script.py").write_text("print('ran', flush=True)")
+        yield standing
+
+
+@pytest.fixture
+def trouble(hosts: Cluster) -> Path:
+    """The folder for what rank 1 shall find; its `trouble.py` is run as rank 1's Python starts."""
+    folder = hosts.shared / "site"
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    (folder / "trouble").mkdir(parents=True)
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (folder / "trouble" / "trouble.py").write_text("")
+    return folder / "trouble"
+
+
+def command(hosts: Cluster, *options: str) -> list[str]:
+    launch = [sys.executable, "-m", "mpiddp", "launch", *options]
+    return [*launch, str(hosts.shared / "script.py")]
+
+
+def env(trouble: Path) -> dict[str, str]:
+    return {"PYTHONPATH": f"{trouble.parent}:{ROOT}"}
+
+
+def launch(hosts: Cluster, trouble: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    argv = command(hosts, *BY_MPIRUN, *options)
+    done = hosts["node0"].run(argv, cwd=ROOT, env=env(trouble), timeout_s=90)
+    left = [p.command for host in hosts.hosts for p in host.processes() if "python" in p.command]
+    assert left == []
+    return done
+
+
+def sentences(text: str) -> list[str]:
+    """The launcher's own, and those of the ranks that have waited in vain."""
+    return re.findall(r"mpiddp: .*|rank \d on .*", text)
+
+
+def only_1_of_2(last_words: str) -> list[str]:
+    sentence = "only 1 of 2 ranks joined in 4 s. Missing: rank 1 on node1."
+    return [f"mpiddp: {sentence} Its last words: {last_words}"]
+
+
+@pytest.mark.parametrize("flavour", ["openmpi5", "openmpi4", "mpich", "intelmpi"])
+def test_a_rank_that_is_still_importing_is_named_with_its_place(
+    hosts: Cluster, trouble: Path, flavour: str
+) -> None:
+    mpirun = find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
+    (trouble / "torch.py").write_text(SLEEP)
+    done = launch(hosts, trouble, "--timeout", "4", "--mpirun", mpirun)
+    place = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(600)"
+    assert sentences(done.stderr) == only_1_of_2(place)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_a_rank_whose_python_never_started(hosts: Cluster, trouble: Path) -> None:
+    (trouble / "trouble.py").write_text(SLEEP)
+    done = launch(hosts, trouble, "--timeout", "4")
+    assert sentences(done.stderr) == only_1_of_2("none: its Python has not started there.")
+
+
+def test_a_rank_that_is_stopped(hosts: Cluster, trouble: Path) -> None:
+    (trouble / "torch.py").write_text("import os\nos.kill(os.getpid(), 19)\n")
+    done = launch(hosts, trouble, "--timeout", "4")
+    (said,) = sentences(done.stderr)
+    words = r"none: it started \(pid \d+\) and does not answer: stopped, or stuck in native code\."
+    assert re.fullmatch(re.escape(only_1_of_2("")[0]) + words, said)
+
+
+def test_the_ranks_speak_where_all_have_come_and_mpi_does_not(
+    hosts: Cluster, trouble: Path
+) -> None:
+    (trouble / "mpi4py.py").write_text(SLEEP)
+    done = launch(hosts, trouble, "--timeout", "4")
+    first, *others = sentences(done.stderr)
+    assert first.startswith("rank 0 on node0: the ranks did not meet over MPI in 9 s. ")
+    assert "joined" not in "".join(others)
+    assert done.returncode == 1
+
+
+def test_a_restart_finds_the_rank_that_was_missing(hosts: Cluster, trouble: Path) -> None:
+    once = f"import os\nos.rename(__file__, {str(trouble / 'gone')!r})\n"
+    (trouble / "torch.py").write_text(once + SLEEP)
+    done = launch(hosts, trouble, "--timeout", "6", "--max-restarts", "1")
+    blamed, restarted = sentences(done.stderr)
+    assert blamed.startswith("mpiddp: only 1 of 2 ranks joined in 6 s. Missing: rank 1 on node1.")
+    assert restarted == "mpiddp: restarting on node0 and node1 (restart 1 of 1)."
+    assert (done.returncode, done.stdout) == (0, "ran\nran\n")
+
+
+def test_ranks_that_srun_has_started(hosts: Cluster, trouble: Path) -> None:
+    if reason := needs.why_no_slurm():
+        pytest.skip(reason)
+    (trouble / "torch.py").write_text(SLEEP)
+    words = shlex.join(command(hosts, "--timeout", "4"))
+    with slurm.up(hosts) as batch:
+        options = ("-N2", "--ntasks-per-node=1")
+        done = batch.sbatch(f"#!/bin/sh\n{words}\n", *options, cwd=ROOT, env=env(trouble))
+    place = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(600)"
+    hosts_found, *said = sentences(done.stdout)
+    assert hosts_found.startswith("mpiddp: no hosts named: Slurm job ")
+    assert (said, done.returncode) == (only_1_of_2(place), 1)
+
+
+def test_several_missing_ranks_are_all_named() -> None:
+    """Python's own way of importing is not where a rank is, and other threads are not it."""
+    record = Record(["a", "a", "b", "b"])
+    text = (
+        "thread reader:\n"
+        '  File "/x/reader.py", line 7, in read\n    wait()\n'
+        "\nthread MainThread:\n"
+        '  File "/x/train.py", line 3, in main\n    import torch\n'
+        '  File "<frozen importlib._bootstrap>", line 1360, in _find_and_load\n'
+    )
+    record.note(Word(1, "joining", {"timeout_s": 60.0}, 1.0))
+    record.note(Word(0, "started", {"host": "a", "pid": 5}, 1.0))
+    record.note(Word(0, "stacks", {"text": text, "step": 0}, 1.0))
+    assert missing(record, 60.0) == (
+        "only 1 of 4 ranks joined in 60 s. Missing: rank 0 on a, rank 2 on b, rank 3 on b. "
+        "The last words of rank 0: in /x/train.py, line 3, in main: import torch"
+    )

@@ -1,0 +1,131 @@
+"""Ranks that srun or torchrun started, two on each of two hosts that are as odd as real ones.
+
+Each host's own name is 127.0.1.1, one of its networks is dead, and the interfaces' names differ.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import cluster
+from tests.cluster import Cluster, Layout, needs, slurm
+from tests.cluster.slurm import Slurm
+from tests.ranks import ROOT
+
+MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
+TRAIN = shlex.split(
+    "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=4 --epochs=1 "
+    "--steps-per-epoch=2 --out"
+)
+SHOW = """
+import os, socket, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GLOO_SOCKET_IFNAME", "MASTER_ADDR")
+print("shown", *(os.environ[name] for name in names), flush=True)
+dist.destroy_process_group()
+"""
+TWO_EACH = ("-N2", "--ntasks-per-node=2")
+PLACED = "4 on 2 hosts (node0 2, node1 2)"
+ENV = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    layout = Layout(interfaces=("eth0", "ens5"), own_name_is_loopback=True, dead_network=True)
+    with cluster.up_or_skip(3, layout=layout) as standing:
+        (standing.shared / "show.py").write_text(SHOW)
+        yield standing
+
+
+@pytest.fixture(scope="module")
+def batch(hosts: Cluster) -> Iterator[Slurm]:
+    if reason := needs.why_no_slurm():
+        pytest.skip(reason)
+    with slurm.up(hosts) as standing:
+        yield standing
+
+
+def launch(batch: Slurm, *options: str) -> subprocess.CompletedProcess[str]:
+    """`mpiddp launch` as an sbatch script that has two tasks on each host; all its words."""
+    command = shlex.join([MPIDDP, "launch", *options])
+    script = f"#!/bin/sh\n{command}\n"
+    return batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV, timeout_s=90)
+
+
+def shown(output: str) -> list[str]:
+    return sorted(line for line in output.splitlines() if line.startswith("shown"))
+
+
+def test_srun_starts_two_ranks_on_each_host(batch: Slurm) -> None:
+    out = batch.cluster.shared / "srun"
+    command = ["srun", *TWO_EACH, "--mpi=none", sys.executable, *TRAIN, str(out)]
+    done = batch.cluster["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    assert PLACED in done.stdout
+
+
+def test_launch_starts_two_ranks_on_each_host(batch: Slurm) -> None:
+    done = launch(batch, *TRAIN, str(batch.cluster.shared / "launch"))
+    assert done.returncode == 0, done.stdout
+    assert PLACED in done.stdout
+
+
+def test_the_interface_that_was_wished_for_is_used(batch: Slurm) -> None:
+    wish = ("--interface", "10.77.0.0/24")
+    done = launch(batch, *wish, str(batch.cluster.shared / "show.py"))
+    assert done.returncode == 0, done.stdout
+    master = batch.cluster["node0"].address
+    assert shown(done.stdout) == [
+        f"shown 0 0 0 eth0 {master}",
+        f"shown 1 1 0 eth0 {master}",
+        f"shown 2 0 1 ens5 {master}",
+        f"shown 3 1 1 ens5 {master}",
+    ]
+
+
+def test_a_launch_from_a_login_node(batch: Slurm) -> None:
+    """Rank 0 runs elsewhere, so that the launcher does not know its address."""
+    login, first = batch.cluster["node0"], batch.cluster["node1"]
+    command = ["salloc", "-N2", "--nodelist=node1,node2", "--ntasks-per-node=1"]
+    command += [MPIDDP, "launch", "--interface", "10.77.0.0/24"]
+    command.append(str(batch.cluster.shared / "show.py"))
+    done = login.run(command, cwd=ROOT, env=ENV, timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    assert shown(done.stdout) == [
+        f"shown 0 0 0 ens5 {first.address}",
+        f"shown 1 0 1 eth0 {first.address}",
+    ]
+
+
+def test_an_interface_that_one_host_lacks(batch: Slurm) -> None:
+    done = launch(batch, "--interface", "eth0", str(batch.cluster.shared / "show.py"))
+    said = [line for line in done.stdout.splitlines() if "interface" in line]
+    assert said == ['interface "eth0" is not on node1, which has lo and ens5 and eth1.']
+    assert done.returncode == 2
+
+
+def test_torchrun_by_the_name_of_a_host(hosts: Cluster) -> None:
+    """node0 itself takes its name for 127.0.1.1."""
+    agents = [
+        hosts[name].popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+                *(f"--node-rank={node}", "--nproc-per-node=2"),
+                *("--master-addr=node0", "--master-port=29512"),
+                *(*TRAIN, str(hosts.shared / "torchrun")),
+            ],
+            cwd=ROOT,
+            env=ENV,
+        )
+        for node, name in enumerate(("node0", "node1"))
+    ]
+    outputs = [agent.communicate(timeout=90) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert PLACED in outputs[0][0]
