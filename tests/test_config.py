@@ -98,6 +98,14 @@ def test_a_global_batch_size_that_does_not_divide() -> None:
     assert refusal("--global-batch-size=2", ranks=4) == (
         "--global-batch-size 2 does not divide by 4 ranks: 4 would."
     )
+    assert refusal("--global-batch-size=3", "--uneven", ranks=4).startswith(
+        "--global-batch-size 3 does not divide by 4 ranks"
+    )
+
+
+def test_a_global_batch_size_may_be_dealt_unevenly() -> None:
+    config = settled("--global-batch-size=50", "--grad-accum-steps=2", "--uneven", ranks=3)
+    assert (config.batch_size, config.global_batch_size) == (9, 50)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

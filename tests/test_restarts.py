@@ -77,7 +77,7 @@ def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
     """3 ranks, then 2, then 3: the same global batch, the same run, no step lost but the last few."""
     out = hosts.shared / "run"
     command = [*LAUNCH, "--max-restarts", "3", "--min-hosts", "2", "-H", "node0:1,node1:1,node2:1"]
-    command += [*TRAIN, "--batch-size", "4", "--steps-per-epoch", "400", "--save-every", "10"]
+    command += [*TRAIN, "--batch-size", "5", "--steps-per-epoch", "400", "--save-every", "10"]
     command += ["--log-every", "10", "--out", str(out)]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with hosts["node0"].popen(command, cwd=ROOT, env=env) as launcher:
@@ -96,13 +96,13 @@ def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
     sentences = (
         "mpiddp: lost node1 (rank 1): no sign of life came from it any more.",
         "mpiddp: restarting on node0 and node2 (restart 1 of 3).",
-        "mpiddp: 2 ranks instead of 3: the global batch stays 12.",
+        "mpiddp: 2 ranks instead of 3: the global batch stays 15.",
         "mpiddp: restarting on node0, node1 and node2 (restart 2 of 3).",
     )
     # mpirun's own last words may end without a newline.
     assert all(sentence in stderr for sentence in sentences), stderr
     summary = json.loads((out / "summary.json").read_text())
-    assert (summary["global_batch_size"], summary["steps"], summary["world_size"]) == (12, 400, 3)
+    assert (summary["global_batch_size"], summary["steps"], summary["world_size"]) == (15, 400, 3)
     assert stdout.count("going on from") == 2
 
 
@@ -135,9 +135,11 @@ def wait_for_step(records: Path, step: int) -> None:
         ["train", "--batch-size", "4", "--seed", "1"],
         ["train", "--batch_size=4", "--seed", "1"],
         ["train", "--global-batch-size", "12", "--seed", "1"],
-        ["train", "--seed", "1"],
+        ["train", "--seed", "1", "--grad-accum-steps", "3"],
     ],
 )
-def test_the_global_batch_stays(words: list[str]) -> None:
-    kept = _keeping_batch(words, Batch(12, 12))
-    assert kept == ["train", "--seed", "1", "--global-batch-size", "12"]
+@pytest.mark.parametrize(("ranks", "passes"), [(1, 3), (2, 2), (3, 1), (4, 1)])
+def test_the_global_batch_stays(words: list[str], ranks: int, passes: int) -> None:
+    """In passes of no more than the 4 images that a rank had room for."""
+    dealt = ["--global-batch-size=12", "--uneven", f"--grad-accum-steps={passes}"]
+    assert _keeping_batch(words, Batch(12, per_pass=4), ranks) == ["train", "--seed", "1", *dealt]

@@ -15,7 +15,8 @@ def shards(
     num_samples: int, batch_size: int, accum: int, world_size: int, *, keep_tail: bool = False
 ) -> list[Shards]:
     """Those of every rank."""
-    first = Shards(num_samples, batch_size, accum, 0, world_size, seed=5, keep_tail=keep_tail)
+    images = batch_size * accum * world_size
+    first = Shards(num_samples, images, accum, 0, world_size, seed=5, keep_tail=keep_tail)
     return [replace(first, rank=rank) for rank in range(world_size)]
 
 
@@ -88,6 +89,20 @@ def test_full_steps_are_even_and_micro_batches_have_their_size() -> None:
                 assert step.is_even
                 assert step.num_images == rank.global_batch_size
                 assert [len(batch) for batch in step.micro_batches] == [batch_size] * accum
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_batch_that_does_not_divide_is_dealt_as_evenly_as_can_be(accum: int) -> None:
+    ranks = [Shards(100, 23, accum, rank, world_size=3, seed=5) for rank in range(3)]
+    assert {rank.batch_size for rank in ranks} == {8 if accum == 1 else 4}
+    for k, parts in enumerate(zip(*(rank.steps(epoch=0) for rank in ranks), strict=True)):
+        assert all(part.is_even and part.num_images == 23 for part in parts)
+        assert {len(part.micro_batches) for part in parts} == {accum}
+        sizes = {len(batch) for part in parts for batch in part.micro_batches}
+        assert sizes == ({7, 8} if accum == 1 else {3, 4})
+        order = ranks[0].order(epoch=0).tolist()
+        dealt = [number for part in parts for number in images(part)]
+        assert dealt == order[23 * k : 23 * (k + 1)]
 
 
 def test_the_tail_counts_its_images_and_leaves_none_alone() -> None:

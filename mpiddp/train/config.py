@@ -47,8 +47,9 @@ class TrainConfig:
     image_size: int | None
     num_workers: int
     cache: str
-    batch_size: int | None  # images per rank and backward pass
+    batch_size: int | None  # images per rank and backward pass, the largest
     global_batch_size: int | None
+    uneven: bool
     grad_accum_steps: int
     keep_tail: bool
     epochs: int | None
@@ -87,6 +88,7 @@ class TrainConfig:
 FREE_TO_CHANGE = frozenset(
     {
         "batch_size",
+        "uneven",
         "grad_accum_steps",
         "num_workers",
         "cache",
@@ -147,7 +149,9 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
     batch_size, accum, world_size = config.batch_size, config.grad_accum_steps, world.world_size
     if config.global_batch_size is not None:
         batch_size, rest = divmod(config.global_batch_size, accum * world_size)
-        if rest or not batch_size:
+        if config.uneven and batch_size:
+            batch_size += rest > 0
+        elif rest or not batch_size:
             unit = accum * world_size
             fitting = {max(1, batch_size) * unit, (batch_size + 1) * unit}
             divisor = f"{world_size} rank{'s' * (world_size > 1)}"
@@ -167,7 +171,7 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
         arch=config.arch or ("resnet18" if on_gpu else "resnet20"),
         epochs=config.epochs or (30 if on_gpu else 4),
         batch_size=batch_size,
-        global_batch_size=batch_size * accum * world_size,
+        global_batch_size=config.global_batch_size or batch_size * accum * world_size,
         amp=amp,
         bucket_mb=config.bucket_mb or (25 if on_gpu else 100),
     )
@@ -263,6 +267,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--batch-size", type=_whole(1), help="per rank; default: 64 on CPUs, 256 on GPUs")
     add("--global-batch-size", type=_whole(1), help="over all ranks, instead of --batch-size")
+    add(
+        "--uneven",
+        action="store_true",
+        help="allow a global batch that does not divide by the ranks",
+    )
     add("--grad-accum-steps", type=_whole(1), default=1, help="backward passes per step")
     add("--keep-tail", action="store_true", help="train on the last, smaller batch as well")
 

@@ -57,11 +57,11 @@ class Plan:
 
 def make_plan(config: TrainConfig, data: Data, crew: Crew) -> Plan:
     """Derive the plan. Raises UserError where the global batch is larger than the data set."""
-    assert config.batch_size is not None
+    assert config.global_batch_size is not None
     assert config.epochs is not None
     shards = Shards(
         num_samples=data.train.num_images,
-        batch_size=config.batch_size,
+        global_batch_size=config.global_batch_size,
         grad_accum_steps=config.grad_accum_steps,
         rank=crew.world.rank,
         world_size=crew.world.world_size,

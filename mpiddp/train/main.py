@@ -85,8 +85,8 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             plan = make_plan(config, data, crew)
             model = build_model(config, data)
         start = resume.find(crew, config, out, say)
-        images = plan.shards.global_batch_size
-        control.say("batch", images=images, per_backward=images // config.grad_accum_steps)
+        shards = plan.shards
+        control.say("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
         ours = [] if config.out else ["--out", str(out)]
         again = ["--resume", "auto"] if config.resume == "never" else []
         control.say("resume", arguments=ours + again)

@@ -20,19 +20,20 @@ class Step:
 
     micro_batches: tuple[Tensor, ...]  # int64 [≤ batch_size] each: indices of images
     num_images: int  # over all ranks
-    is_even: bool  # every rank has the same share: DDP's average is the right one
+    is_even: bool  # every rank has as many micro-batches, so that DDP can do the averaging
 
 
 @dataclass(frozen=True)
 class Shards:
     """How an epoch of `num_samples` images is dealt to `world_size` ranks.
 
-    The global batch is batch_size · grad_accum_steps · world_size images. `keep_tail` makes a last,
-    smaller step of what is left of the epoch; else it is dropped.
+    Every rank gets its share of a global batch in `grad_accum_steps` micro-batches. Where it does not
+    divide, some hold one image less. `keep_tail` makes a last, smaller step of what is left of the
+    epoch; else it is dropped.
     """
 
     num_samples: int
-    batch_size: int
+    global_batch_size: int
     grad_accum_steps: int
     rank: int
     world_size: int
@@ -41,8 +42,9 @@ class Shards:
     max_steps: int | None = None
 
     @property
-    def global_batch_size(self) -> int:
-        return self.batch_size * self.grad_accum_steps * self.world_size
+    def batch_size(self) -> int:
+        """Images of the largest micro-batch."""
+        return -(-self.global_batch_size // (self.grad_accum_steps * self.world_size))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -64,12 +66,14 @@ class Shards:
             yield self._deal(order[start : min(start + self.global_batch_size, end)])
 
     def _deal(self, images: Tensor) -> Step:
-        """Deal a global batch in contiguous shares, as many ranks as possible a full one.
+        """Deal a global batch in contiguous shares; of a tail, as many ranks as possible get a full one.
 
         A rank's last micro-batch of a tail never holds one image alone (see steps_per_epoch): its
         neighbour takes it over.
         """
-        is_even = len(images) == self.global_batch_size
+        if len(images) == self.global_batch_size:
+            share = torch.tensor_split(images, self.world_size)[self.rank]
+            return Step(torch.tensor_split(share, self.grad_accum_steps), len(images), True)
         per_rank = self.batch_size * self.grad_accum_steps
         pieces = [
             piece
@@ -80,7 +84,7 @@ class Shards:
             pieces[-2:] = [torch.cat(pieces[-2:])]
         first = self.rank * self.grad_accum_steps
         mine = tuple(pieces[first : first + self.grad_accum_steps])
-        return Step(mine, len(images), is_even)
+        return Step(mine, len(images), False)
 
 
 def share_of(num_samples: int, rank: int, world_size: int) -> range:

@@ -31,9 +31,8 @@ from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import resnet20
 from mpiddp.train.sharding import Shards, Step
 
-GLOBAL_BATCH = 24
-CPU = torch.device("cpu")
 generator = torch.Generator().manual_seed(3)
+CPU = torch.device("cpu")
 IMAGES = torch.randn(64, 3, 8, 8, generator=generator)
 LABELS = torch.randint(10, (64,), generator=generator)
 
@@ -68,12 +67,14 @@ def without_batch_norm() -> nn.Module:
     )
 
 
-def largest_errors(config: TrainConfig, accum: int, num_images: int) -> tuple[float, float]:
+def largest_errors(
+    config: TrainConfig, accum: int, num_images: int, global_batch: int
+) -> tuple[float, float]:
     """Of all gradients and of the loss over an epoch's steps, the last of which may be a tail."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shards = Shards(
         num_samples=num_images,
-        batch_size=GLOBAL_BATCH // (world_size * accum),
+        global_batch_size=global_batch,
         grad_accum_steps=accum,
         rank=rank,
         world_size=world_size,
@@ -174,14 +175,15 @@ def main() -> None:
     with assemble() as crew, joined(crew, "gloo", CPU, timeout_s=60):
         results = {
             "errors": {
-                f"{kind.label_smoothing} {accum} {num_images}": largest_errors(
-                    kind, accum, num_images
+                f"{kind.label_smoothing} {accum} {num_images} {batch}": largest_errors(
+                    kind, accum, num_images, batch
                 )
-                for kind, accum, num_images in (
-                    (config, 1, 48),
-                    (config, 2, 48),
-                    (smoothed, 2, 48),
-                    *((config, accum, 24 + tail) for accum in (1, 2) for tail in (2, 7, 13, 23)),
+                for kind, accum, num_images, batch in (
+                    (config, 1, 48, 24),
+                    (config, 2, 48, 24),
+                    (smoothed, 2, 48, 24),
+                    *((config, a, 24 + tail, 24) for a in (1, 2) for tail in (2, 7, 13, 23)),
+                    *((config, accum, 46, 23) for accum in (1, 2)),  # which deal unevenly
                 )
             },
             "reductions_of_a_step": reductions_of_a_step(config),
