@@ -22,7 +22,7 @@ _WORDS: dict[str, dict[str, tuple[type, ...]]] = {
     "joining": {"timeout_s": (int, float)},
     "log": {"path": (str,)},  # where a traceback will be found
     "resume": {"arguments": (list,)},
-    "batch": {"images": (int,), "per_backward": (int,)},
+    "batch": {"images": (int,), "per_pass": (int,)},
     "aware": {},
     "progress": {"step": (int,)},
     "stacks": {"text": (str,), "step": (int,)},

@@ -170,9 +170,9 @@ def _nodes(options: argparse.Namespace, mpi: Mpi, hosts: Hosts, *, fewer: bool) 
     if fewer and n is not None:
         n = min(n, hosts.total_slots)
     placed = ranks_per_host(hosts, n, options.npernode)
-    if options.ranks_divide is not None:  # the images of a step
+    if options.most_ranks is not None:
         most = sum(count for _, count in placed)
-        n = max(n for n in range(1, most + 1) if options.ranks_divide % n == 0)
+        n = min(most, options.most_ranks)
         placed = ranks_per_host(hosts, n, options.npernode)
     if (n := sum(count for _, count in placed)) < (options.min_ranks or 1):
         raise UserError(f"only {n} ranks can be started, and --min-ranks is {options.min_ranks}.")
@@ -222,8 +222,8 @@ def _settings(
 
 
 def _job(options: argparse.Namespace, python: Path) -> tuple[str, ...]:
-    """What every rank runs: our own training as it is, anything else through `mpiddp run`."""
-    if options.is_module and options.command[:2] == ["mpiddp", "train"]:
+    """What every rank runs: our own verbs as they are, anything else through `mpiddp run`."""
+    if options.is_module and options.command[:2] in (["mpiddp", "train"], ["mpiddp", "bench-rank"]):
         return (str(python), "-m", *options.command)
     module = ("-m",) if options.is_module else ()
     return (str(python), "-m", "mpiddp", "run", *module, *options.command)

@@ -20,10 +20,10 @@ _AT_ONCE_S = 0.1  # a rank that dies alone takes no others with it so soon; a da
 
 @dataclass(frozen=True)
 class Batch:
-    """Images of one step, and of one backward pass, over all ranks: these are dealt out evenly."""
+    """Images of one step over all ranks, and the most that a rank takes in one backward pass."""
 
     images: int
-    per_backward: int
+    per_pass: int
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Record:
             case "resume":
                 self.resume = tuple(facts["arguments"])
             case "batch":
-                self.batch = Batch(facts["images"], facts["per_backward"])
+                self.batch = Batch(facts["images"], facts["per_pass"])
             case "stopped":
                 self.stopped[rank] = facts
             case "done":

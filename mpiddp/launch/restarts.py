@@ -40,7 +40,7 @@ def run(
         in_a_row = 1 if outcome.made_steps else in_a_row + 1
         try:
             time.sleep(min(FIRST_PAUSE_S * 2 ** (in_a_row - 1), LONGEST_PAUSE_S))
-            options.ranks_divide = batch.per_backward if batch else None
+            options.most_ranks = max(1, batch.images // 2) if batch else None
             mpi, request = make_plan(options, started_at, os.environ, say)
         except UserError as error:  # a host may need longer than this pause
             outcome = Outcome(FAILED, str(error), resume, batch)
@@ -51,7 +51,7 @@ def run(
         say(f"restarting on {hosts} (restart {restart} of {options.max_restarts}).")
         job = [*request.job, *resume]
         if batch and request.world_size != world_size:
-            job = _keeping_batch(job, batch)
+            job = _keeping_batch(job, batch, request.world_size)
             say(
                 f"{request.world_size} ranks instead of {world_size}: the global batch stays "
                 f"{batch.images}."
@@ -71,17 +71,23 @@ def _limits(options: argparse.Namespace, started_at: float) -> Limits:
     return Limits(options.grace, stop_after_s, options.hang_timeout)
 
 
-def _keeping_batch(job: Sequence[str], batch: Batch) -> list[str]:
-    """The words of `mpiddp train` with the batch over all ranks instead of the one of each rank."""
+def _keeping_batch(job: Sequence[str], batch: Batch, world_size: int) -> list[str]:
+    """The words of `mpiddp train` for the same global batch on so many ranks.
+
+    In as many backward passes as it takes for none to be larger than before: fewer ranks have the
+    memory that they had.
+    """
     kept: list[str] = []
     words = iter(job)
     for word in words:
         name, has_value, _ = word.replace("_", "-").partition("=")
-        if name not in ("--batch-size", "--global-batch-size"):
+        if name not in ("--batch-size", "--global-batch-size", "--grad-accum-steps"):
             kept.append(word)
         elif not has_value:
             next(words, None)
-    return [*kept, "--global-batch-size", str(batch.images)]
+    passes = -(-batch.images // (batch.per_pass * world_size))
+    dealt = [f"--global-batch-size={batch.images}", "--uneven", f"--grad-accum-steps={passes}"]
+    return [*kept, *dealt]
 
 
 def _and(names: Sequence[str]) -> str:
