@@ -64,6 +64,31 @@ def test_weights_momentum_statistics_and_rng_are_the_same(
     assert unequal(contents(whole, steps), contents(whole, step)) != []  # it could have failed
 
 
+def test_a_restart_goes_on_from_what_the_run_has_saved_itself(tmp_path: Path) -> None:
+    """--go-on is what a restart adds: before the first save --resume holds, then the run's own."""
+    older, run = tmp_path / "older", tmp_path / "run"
+    command = [*fashion(tmp_path, "--batch-size=4"), "--resume", older, "--go-on"]
+    ran = turns(
+        2,
+        tmp_path,
+        [
+            [*fashion(tmp_path, "--batch-size=4"), "--out", older, "--stop-at-step=2"],
+            [*command, "--out", run, "--stop-at-step=4"],
+            [*command, "--out", run],
+            [*command, "--resume=never", "--out", run],
+        ],
+    )
+    assert [turn.code for turn in ran] == [75, 75, 0, 0], ran
+    starts = [
+        line for turn in ran for line in turn.stdout.splitlines() if line.startswith("going on")
+    ]
+    assert [start.partition(":")[0] for start in starts] == [
+        f"going on from {step_folder(older, 2)}",
+        f"going on from {step_folder(run, 4)}",
+        f"going on from {step_folder(run, 6)}",
+    ]
+
+
 def test_on_real_images_across_the_end_of_an_epoch(tmp_path: Path) -> None:
     """Two of four steps make an epoch; there all 10,000 test images are looked at."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -73,6 +73,7 @@ class TrainConfig:
     timeout: float  # seconds
     out: str | None
     resume: str
+    go_on: bool
     save_every: Every | None  # None: once an epoch
     keep: int
     on_save_error: str
@@ -98,6 +99,7 @@ FREE_TO_CHANGE = frozenset(
         "timeout",
         "out",
         "resume",
+        "go_on",
         "save_every",
         "keep",
         "on_save_error",
@@ -329,6 +331,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="auto|never|PATH",
         help="which checkpoint to go on from",
     )
+    add("--go-on", action="store_true", help="rather from a checkpoint of --out, once there is one")
     add(
         "--save-every",
         type=_every,

@@ -88,7 +88,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
         shards = plan.shards
         control.say("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
         ours = [] if config.out else ["--out", str(out)]
-        again = ["--resume", "auto"] if config.resume == "never" else []
+        again = [] if config.resume == "auto" or config.go_on else ["--go-on"]
         control.say("resume", arguments=ours + again)
         with crew.together(), _writing(out):  # all is well: only now something is written
             for folder in (out / "logs", out / "checkpoints"):  # on every host

@@ -51,7 +51,7 @@ def find(crew: Crew, config: TrainConfig, out: Path, say: Callable[[str], None])
     own: _Found | None = None
     with crew.together(timeout_s=LOOK_TIMEOUT_S):
         if crew.world.local_rank == 0:
-            own = _look(config.resume, out)
+            own = _look(config, out)
     words = crew.exchange(json.dumps(asdict(own)) if own else "", timeout_s=LOOK_TIMEOUT_S)
     finds = {rank: _Found(**json.loads(text)) for rank, text in enumerate(words) if text}
     holder = max(finds, key=lambda rank: (finds[rank].step, -rank))
@@ -76,7 +76,8 @@ def find(crew: Crew, config: TrainConfig, out: Path, say: Callable[[str], None])
     )[holder]
     say(f"going on from {folder}{where}: {progress}")
     lacking = [rank for rank, found in finds.items() if found.step < best.step]
-    return Start(holder, folder, tuple(lacking if config.resume == "auto" else ()), saved)
+    is_own = config.resume == "auto" or (config.go_on and folder.parent == out / "checkpoints")
+    return Start(holder, folder, tuple(lacking if is_own else ()), saved)
 
 
 def _complaints(finds: dict[int, _Found], best: _Found, crew: Crew) -> list[str]:
@@ -97,13 +98,17 @@ def _complaints(finds: dict[int, _Found], best: _Found, crew: Crew) -> list[str]
     return list(sentences.values())
 
 
-def _look(resume: str, out: Path) -> _Found:
-    """What this host has of what --resume means.
+def _look(config: TrainConfig, out: Path) -> _Found:
+    """What this host has of what --resume means, or with --go-on of what this run has saved since.
 
     Raises:
         UserError: what another host may have would not mend it.
     """
-    root = out / "checkpoints"
+    root, resume = out / "checkpoints", config.resume
+    if config.go_on:
+        own = _newest(root, "")
+        if own.folder or resume == "never":
+            return own
     existing = checkpoint_dir.list_steps(root)
     if resume == "never":
         traces = [root, *(out / name for name in ("config.json", "metrics.jsonl", "summary.json"))]
