@@ -4,7 +4,7 @@ Not stdout, which is the script's own, and not mpirun's exit code, which lies. M
 where the launcher listens, MPIDDP_CONTROL_SECRET proves that both belong to one job; the secret
 itself never crosses the wire. Without these two there is no channel, and no difference.
 
-    launcher -> rank   challenge, stop, stacks, end
+    launcher -> rank   challenge, stop, stacks, end; one urgent byte, see `_answer_from_native_code`
     rank -> launcher   hello, started, joining, log, resume, batch, aware, progress, stacks,
                         stopped, failed, done
 """
@@ -12,6 +12,8 @@ itself never crosses the wire. Without these two there is no channel, and no dif
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import fcntl
 import json
 import os
 import signal
@@ -81,6 +83,7 @@ class Channel:
         self._is_over = False
         # A child that holds the connection would hide this rank's death.
         os.register_at_fork(after_in_child=self._connection.close)
+        _answer_from_native_code(connection)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def say(self, kind: str, **facts: object) -> None:
@@ -124,6 +127,15 @@ class Channel:
             os._exit(ORPHANED)
 
 
+def _answer_from_native_code(connection: socket.socket) -> None:
+    """Let the kernel turn an urgent byte into SIGURG, and that write this process's Python stacks.
+
+    No Python code runs for that, so it works where native code keeps the interpreter's lock as well.
+    """
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    faulthandler.register(signal.SIGURG, file=connection.fileno())
+
+
 # This process's own, if its launcher gave it one. A child that was forked has none.
 channel: Channel | None = None
 
@@ -153,6 +165,7 @@ def reporting(world: World) -> Iterator[None]:
         UserError: there is a launcher, but it cannot be reached.
     """
     global channel
+    faulthandler.enable()  # a crash in native code shows where Python was
     if world.launcher.speaks_mpi or world.launcher.name == "slurm":
         # With its daemon gone, nobody would end this rank.
         import ctypes

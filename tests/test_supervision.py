@@ -207,6 +207,12 @@ def test_what_only_the_job_id_tells_is_swept(hosts: Cluster) -> None:
             "has made no step for 3 s and does not answer: stopped, or stuck in native code. "
             "The others wait at step 11.",
         ),
+        (
+            "import ctypes; lock = ctypes.create_string_buffer(64); "
+            "[ctypes.PyDLL(None).pthread_mutex_lock(lock) for _ in range(2)]",
+            "has made no step for 3 s: native code keeps its interpreter. "
+            "The others wait at step 11. Its Python stack follows, the innermost call first.",
+        ),
     ],
 )
 def test_a_rank_that_hangs_is_named_with_its_stack(hosts: Cluster, act: str, sentence: str) -> None:
@@ -220,6 +226,21 @@ def test_a_rank_that_hangs_is_named_with_its_stack(hosts: Cluster, act: str, sen
     )
     assert job.program.returncode == 1
     assert [host.sweep() for host in hosts.hosts] == [[], [], []]
+
+
+def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:
+    script = tmp_path / "crashes.py"
+    script.write_text(
+        "import ctypes, resource\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "ctypes.string_at(0)\n"
+    )
+    command = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:1", str(script)]
+    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "mpiddp: rank 0 on" in done.stderr
+    assert "was killed by SIGSEGV." in done.stderr
+    assert f'File "{script}", line 3 in <module>' in done.stderr
 
 
 def test_the_log_that_holds_the_traceback_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ or that sends what is not this protocol, is dropped, and nothing else happens.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -45,7 +46,8 @@ class Word:
     """What a rank said, at a time of `time.monotonic()`.
 
     `kind` is one of the protocol's words, or "lost": the connection ended; then facts["silent"] says
-    whether that is because nothing at all came from its host any more.
+    whether that is because nothing at all came from its host any more. Or "frames": a line of the
+    stacks that a rank writes from native code.
     """
 
     rank: int
@@ -62,6 +64,7 @@ class _Peer:
     rank: int | None = None
     buffer: bytes = b""
     unsent: bytes = b""
+    is_poked: bool = False
 
 
 class Listener:
@@ -123,6 +126,13 @@ class Listener:
             peer.unsent += dumps(kind, **facts)
             self._send(peer)
 
+    def poke(self, rank: int) -> None:
+        """Ask a rank that cannot answer for its stacks, by the kernel."""
+        peer = self._by_rank[rank]
+        peer.is_poked = True
+        with contextlib.suppress(OSError):  # reading will show that as well
+            peer.connection.send(b"!", socket.MSG_OOB)
+
     def lose_silent(self) -> list[Word]:
         """Give up those ranks whose hosts do not even acknowledge what was sent to them."""
         import fcntl
@@ -159,6 +169,8 @@ class Listener:
         """Raises ValueError, or whatever a strange value leads to, for what is not the protocol."""
         if len(line) > LINE_LIMIT:
             raise ValueError("too long")
+        if peer.is_poked and peer.rank is not None and not line.startswith(b"{"):
+            return [Word(peer.rank, "frames", {"text": line.decode()}, time.monotonic())]
         facts = json.loads(line)
         kind = facts.pop("type")
         if not isinstance(kind, str) or (kind == "hello") == (peer.rank is not None):

@@ -10,6 +10,9 @@ from mpiddp.launch.record import Record
 _WAITS = re.compile(r"/torch/")
 _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 
+# The first lines of what faulthandler writes of the thread that was interrupted.
+_CURRENT = re.compile(r'^Current thread .*\n  File "([^"]+)", (.*)', re.MULTILINE)
+
 
 def sentences(record: Record, timeout_s: float) -> list[str]:
     """A sentence for each stuck rank, its stacks behind it.
@@ -26,7 +29,12 @@ def sentences(record: Record, timeout_s: float) -> list[str]:
     found = []
     for rank in mute or behind or outside or ranks:
         what = f"{record.name(rank)} has made no step for {timeout_s:g} s"
-        if rank in mute:
+        if rank in mute and rank in record.frames:
+            found.append(
+                f"{what}: native code keeps its interpreter. The others wait at step {furthest}. "
+                f"Its Python stack follows, the innermost call first.\n{record.frames[rank].rstrip()}"
+            )
+        elif rank in mute:
             found.append(
                 f"{what} and does not answer: stopped, or stuck in native code. "
                 f"The others wait at step {furthest}."
@@ -59,6 +67,8 @@ def _last_words(record: Record, rank: int) -> str:
     """Where its Python is: the innermost line that is not of Python's own way of importing."""
     if rank not in record.started:
         return "none: its Python has not started there."
+    if rank not in record.stacks and (top := _CURRENT.search(record.frames.get(rank, ""))):
+        return f"in {top[1]}, {top[2]}, where native code keeps its interpreter."
     if rank not in record.stacks:
         pid = record.started[rank]["pid"]
         return (

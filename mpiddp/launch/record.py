@@ -39,6 +39,7 @@ class Record:
     aware: set[int] = field(default_factory=set)
     steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
     stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    frames: dict[int, str] = field(default_factory=dict)  # stacks out of native code
     logs: dict[int, str] = field(default_factory=dict)
     batch: Batch | None = None
     resume: tuple[str, ...] = ()  # what to add to the command, for it to go on
@@ -57,6 +58,8 @@ class Record:
                     self.steps[rank] = (facts["step"], word.at)
             case "stacks":
                 self.stacks[rank] = facts
+            case "frames":
+                self.frames[rank] = f"{self.frames.get(rank, '')}{facts['text']}\n"
             case "log":
                 self.logs[rank] = facts["path"]
             case "resume":

@@ -20,7 +20,8 @@ from mpiddp.launch.record import Record
 STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
 SPREAD_S = 3.0  # for a failure to reach all ranks by itself
 FAREWELL_S = 10.0  # for mpirun to end when no rank is left
-STACKS_S = 2.0  # for ranks to answer
+STACKS_S, POKED_S = 1.5, 0.5  # for ranks to answer, and for those that need to be poked
+END_S = 2.0  # for ranks that were told to end
 SILENCE_S = 1.0  # for a host to acknowledge a word
 LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -183,8 +184,17 @@ class Supervisor:
             self._in(min(1.0, timeout_s), self._look_for_hangs)
             return
         self._record.stacks.clear()
+        self._ask_for_stacks(self._blame)
+
+    def _ask_for_stacks(self, then: Callable[[], None]) -> None:
         self._tell("stacks")
-        self._in(STACKS_S, self._blame)
+        self._in(STACKS_S, self._poke_the_mute)
+        self._in(STACKS_S + POKED_S, then)
+
+    def _poke_the_mute(self) -> None:
+        if self._listener is not None:
+            for rank in self._listener.connected - self._record.stacks.keys():
+                self._listener.poke(rank)
 
     def _blame(self) -> None:
         if self._is_failing or self._stops:
@@ -198,8 +208,7 @@ class Supervisor:
     def _look_for_the_missing(self, timeout_s: float) -> None:
         """Some ranks wait for others that have not come: these are asked for their stacks first."""
         if self._record.missing and not self._is_failing and not self._stops:
-            self._tell("stacks")
-            self._in(STACKS_S, lambda: self._blame_the_missing(timeout_s))
+            self._ask_for_stacks(lambda: self._blame_the_missing(timeout_s))
 
     def _blame_the_missing(self, timeout_s: float) -> None:
         if self._record.missing and not self._is_failing and not self._stops:
@@ -211,7 +220,7 @@ class Supervisor:
         self.verdict = verdict
         self._is_failing = True
         self._tell("end", code=1)
-        self._in(STACKS_S, self._stop_mpirun)
+        self._in(END_S, self._stop_mpirun)
 
 
 @contextmanager

@@ -40,8 +40,10 @@ def crash() -> None:
 
 
 def hold_the_interpreter() -> None:
-    """Native code that does not let go of the GIL."""
-    ctypes.PyDLL(None).sleep(600)
+    """Native code that waits for itself and does not let go of the GIL."""
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def raise_an_error() -> None:

@@ -27,8 +27,8 @@ EARLIEST, LATEST = 11, 35  # the step of a fault: there is a checkpoint already
 CUT_S = 3.0
 OPEN_MPI = ("openmpi5", "openmpi4")
 EVERY = ("openmpi5", *PACKAGES)
-DAEMONS = {"openmpi5": "prted", "openmpi4": "orted"}
-MPIRUNS = {"openmpi5": "prterun", "openmpi4": "mpirun"}
+DAEMONS = {"openmpi5": r"\S*prted ", "openmpi4": r"\S*orted "}
+MPIRUNS = {"openmpi5": r"\S*prterun ", "openmpi4": r"\S*mpirun "}
 RESTARTS = "mpiddp: restarting on"
 
 
@@ -120,13 +120,12 @@ def _time_of_act(job: Job) -> float:
     return float(acted.read_text())
 
 
-def _kill(host: str, words: dict[str, str]) -> Callable[[Job], None]:
+def _kill(host: str, commands: dict[str, str]) -> Callable[[Job], None]:
     """kill -9 for a program that each MPI calls otherwise."""
 
     def do(job: Job) -> None:
-        job.hosts[host].run(
-            ["kill", "-KILL", str(job.pid_of(host, words[job.flavour]))], check=True
-        )
+        pid = job.pid_of(host, commands[job.flavour])
+        job.hosts[host].run(["kill", "-KILL", str(pid)], check=True)
 
     return do
 
@@ -156,6 +155,7 @@ def _named(how: str) -> str:
     return f"mpiddp: rank 1 on node1 {how}"
 
 
+AT_ONCE = "node1.* ended at once, without a word, as when MPI's daemon"
 WORDLESS = "was the first to end, without a word"
 HANGS = "has made no step for 3 s"
 LOST = r"mpiddp: lost node1 \(rank 1\)"
@@ -189,13 +189,13 @@ FAULTS = (
     Fault("a rank: a lock it holds itself", _named(HANGS), act="deadlock", options=WATCHED),
     Fault(
         "a rank: native code that keeps the GIL",
-        _named(HANGS),
+        _named(f"{HANGS}: native code keeps its interpreter"),
         act="hold the interpreter",
         options=WATCHED,
     ),
     Fault(
         "MPI's daemon: kill -9",
-        f"as when MPI's daemon on one|{_named(WORDLESS)}",
+        f"{AT_ONCE}|{_named(WORDLESS)}",
         do=_kill("node1", DAEMONS),
     ),
     Fault("mpirun: kill -9", "mpiddp: .*was killed by SIGKILL", do=_kill("node0", MPIRUNS)),
@@ -217,7 +217,7 @@ FAULTS = (
     ),
     Fault(
         "a host killed whole",
-        rf"{LOST}|{_named(WORDLESS)}",
+        rf"{LOST}|{_named(WORDLESS)}|{AT_ONCE}",
         do=_kill_host,
         options=WITHOUT_ONE,
         ends_host=True,

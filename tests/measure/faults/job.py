@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 import threading
@@ -81,9 +82,9 @@ class Job:
     def await_step(self, number: int) -> None:
         self.await_that(lambda: any(s.number >= number for s in self.steps()), f"step {number}")
 
-    def pid_of(self, host: str, word: str) -> int:
-        """The oldest process of a host whose command has this word in it."""
-        return next(p.pid for p in self.hosts[host].processes() if word in p.command)
+    def pid_of(self, host: str, command: str) -> int:
+        """The oldest process of a host whose command begins with what this pattern matches."""
+        return next(p.pid for p in self.hosts[host].processes() if re.match(command, p.command))
 
     def end(self) -> int | None:
         """The launcher's exit code; None when it had to be killed."""

@@ -33,7 +33,7 @@ time.sleep(60)
 
 def at_the_channel(job: Job) -> None:
     """Garbage, a line without an end, words without a proof, from another host."""
-    pid = job.pid_of("node0", "mpiddp run")
+    pid = job.pid_of("node0", ".*mpiddp run")
     environment = job.hosts["node0"].path(f"/proc/{pid}/environ").read_text()
     found = re.search(rf"{ADDRESS}=([^\0:]+):(\d+)", environment)
     assert found is not None
