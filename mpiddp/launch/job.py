@@ -118,13 +118,14 @@ def _cause(mpi: Mpi, code: int) -> str:
     return f"{mpi.program.name} ended with exit code {code}"
 
 
-def _signal(mpi: Mpi, code: int) -> str:
-    """The signal that mpirun says has killed a rank, "" if it says nothing of that kind.
+def _signal(mpi: Mpi, code: int) -> str | None:
+    """The signal that mpirun says has killed a rank, "" if none has; None where it does not tell.
 
     Elsewhere 128 + N may be a code that the launcher made up, or that of a rank it has ended.
     """
-    is_one = mpi.flavour == "openmpi" and code - 128 in set(signal.Signals)
-    return signal.Signals(code - 128).name if is_one else ""
+    if mpi.flavour != "openmpi":
+        return None
+    return signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ _CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socke
 _CONSEQUENCE_S = 0.3
 _FIRST_S = 5.0  # the others' words may overtake those of the rank that the store knows to be first
 _SILENCE_S = 15.0  # before a host is known to be gone
-_AT_ONCE_S = 0.1  # a rank that dies alone takes no others with it so soon; a daemon of MPI does
+_AT_ONCE_S = 0.1  # a rank that ends without a signal takes no others with it so soon
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,12 @@ class Record:
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.host_of(rank)}"
 
-    def sentence(self, first: Word, killed_by: str = "") -> str:
+    def sentence(self, first: Word, killed_by: str | None = None) -> str:
         """Who failed first, of what, and where to read more.
 
         Args:
-            killed_by: the signal that mpirun saw a rank end by, if it said so.
+            killed_by: the signal that mpirun saw a rank end by, "" if there was none; None where it
+                does not tell.
         """
         others = " The other ranks were stopped." if self.world_size > 1 else ""
         if first.kind == "lost" and first.facts["silent"]:
@@ -125,7 +126,7 @@ class Record:
             return f"lost {host} ({names}): no sign of life came from it any more.{others}"
         if first.kind == "lost" and killed_by:
             return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
-        if first.kind == "lost" and len(lost := self._hosts_lost_with(first)) > 1:
+        if killed_by == "" and first.kind == "lost" and len(lost := self._lost_with(first)) > 1:
             return (
                 f"the ranks on {', '.join(lost)} ended at once, without a word, as when MPI's daemon "
                 "on one of these hosts is killed."
@@ -144,7 +145,7 @@ class Record:
         summary = error.strip().partition("\n")[0]
         return f"{self.name(first.rank)} failed first: {summary}{where}.{others}"
 
-    def _hosts_lost_with(self, first: Word) -> list[str]:
+    def _lost_with(self, first: Word) -> list[str]:
         """The hosts of the ranks that vanished as `first` did, in the order of their ranks."""
         ranks = [
             rank
