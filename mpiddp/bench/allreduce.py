@@ -1,0 +1,140 @@
+"""`mpiddp bench allreduce`: the bandwidth of an all-reduce by size, over gloo and over NCCL.
+
+The algorithm bandwidth is size over time. The bus bandwidth is that times 2·(n-1)/n, what every link
+has to carry for a sum over n ranks, and so comparable with the hardware's own at any number of ranks:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mpiddp.bench import charts
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.jobs import Jobs, say
+from mpiddp.bench.options import seconds, size_bytes, whole
+from mpiddp.bench.report import aligned, percentile, size_name
+from mpiddp.errors import OneSentenceParser, UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MIN_BYTES = 1024
+STEP = 4  # each size is so many times the one before
+
+
+def rank_options() -> argparse.ArgumentParser:
+    parser = OneSentenceParser(prog="mpiddp bench-rank allreduce", allow_abbrev=False)
+    parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")])
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--backend")
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend", choices=("gloo", "nccl"), help="default: gloo, and nccl where there are GPUs"
+    )
+    parser.add_argument(
+        "--max-size", type=size_bytes, default="1G", metavar="64M", help="the largest, from 1K on"
+    )
+    parser.add_argument(
+        "--seconds", type=seconds, default=1.0, metavar="S", help="for each size, about"
+    )
+    parser.add_argument(
+        "--repeats", type=whole(1), default=5, metavar="R", help="of each size, at least"
+    )
+
+
+def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
+    ranks = jobs.slots
+    if ranks < 2:
+        raise UserError("an all-reduce takes 2 ranks or more. Example: -H localhost:2")
+    sizes = [MIN_BYTES]
+    while sizes[-1] * STEP <= options.max_size:
+        sizes.append(sizes[-1] * STEP)
+    say(f"allreduce: {ranks} ranks, {size_name(sizes[0])} to {size_name(sizes[-1])}")
+    arguments = ["--sizes", ",".join(map(str, sizes)), "--seconds", str(options.seconds)]
+    arguments += ["--repeats", str(options.repeats)]
+    if options.backend:
+        arguments += ["--backend", options.backend]
+    [found] = jobs.run("allreduce", *arguments, ranks=ranks).found
+    on_links = 2 * (ranks - 1) / ranks
+    points = []
+    for each in found["sums"]:
+        speeds = sorted(each["bytes"] / taken / 1e9 for taken in each["seconds"])
+        middle, low, high = (percentile(speeds, percent) for percent in (50, 10, 90))
+        points.append(
+            {
+                "backend": each["backend"],
+                "bytes": each["bytes"],
+                "count": len(speeds),
+                "time_s": percentile(each["seconds"], 50),
+                "algorithm_gb_per_s": {"median": middle, "low": low, "high": high},
+                "bus_gb_per_s": {
+                    "median": middle * on_links,
+                    "low": low * on_links,
+                    "high": high * on_links,
+                },
+            }
+        )
+    return {"ranks": ranks, "points": points, "hosts": found["hosts"]}
+
+
+def table(results: Results) -> str:
+    head = ("backend", "size", "times", "ms", "algorithm GB/s", "bus GB/s", "p10", "p90")
+    rows = [
+        [
+            point["backend"],
+            size_name(point["bytes"]),
+            str(point["count"]),
+            f"{1000 * point['time_s']:.3f}",
+            f"{point['algorithm_gb_per_s']['median']:.3f}",
+            *(f"{point['bus_gb_per_s'][name]:.3f}" for name in ("median", "low", "high")),
+        ]
+        for point in results["points"]
+    ]
+    return f"{_title(results)}\n\n{aligned(head, rows)}"
+
+
+def _title(results: Results) -> str:
+    return f"All-reduce over {results['ranks']} ranks, fp32, the slowest rank's time"
+
+
+def draw(results: Results, figure: Figure) -> None:
+    latency, bandwidth = charts.axes(figure, columns=2)
+    for backend, colour in (("gloo", charts.BLUE), ("nccl", charts.GREEN)):
+        points = [point for point in results["points"] if point["backend"] == backend]
+        if not points:
+            continue
+        sizes = [point["bytes"] for point in points]
+        bus = [point["bus_gb_per_s"] for point in points]
+        times = [1e6 * point["time_s"] for point in points]
+        latency.plot(sizes, times, "o-", color=colour, markersize=4, label=backend)
+        medians = [each["median"] for each in bus]
+        bandwidth.plot(sizes, medians, "o-", color=colour, markersize=4, label=backend)
+        bandwidth.fill_between(
+            sizes,
+            [each["low"] for each in bus],
+            [each["high"] for each in bus],
+            color=colour,
+            alpha=0.2,
+            linewidth=0,
+        )
+    all_sizes = sorted({point["bytes"] for point in results["points"]})
+    for on in (latency, bandwidth):
+        on.set_xscale("log", base=2)
+        on.set_xticks(all_sizes, [size_name(size) for size in all_sizes], rotation=45, ha="right")
+        on.minorticks_off()
+        on.set_xlabel("size")
+        charts.legend_above(on)
+    latency.set_yscale("log")
+    latency.set_ylabel("median time, µs (logarithmic)")
+    bandwidth.set_ylim(bottom=0)
+    bandwidth.set_ylabel("bus bandwidth, GB/s (median, p10 to p90)")
+    figure.suptitle(_title(results), fontsize=10)
+
+
+BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(10, 4.8))

@@ -1,0 +1,102 @@
+"""One look for all charts. matplotlib is imported here and nowhere else, in the launching process."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpiddp.bench.report import Spread
+from mpiddp.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which those who do not see all colours can tell apart as well.
+BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#F0E442",
+)
+GREY, LOST = "#8C8C8C", "#E8E8E8"
+
+
+def need_matplotlib() -> None:
+    """Raises UserError where it is missing, before anything is measured in vain."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"mpiddp bench draws its charts with matplotlib, and there is none ({error}). "
+            f"Run: {sys.executable} -m pip install matplotlib"
+        ) from None
+
+
+def new_figure(size: tuple[float, float]) -> Figure:
+    from matplotlib.figure import (
+        Figure,
+    )  # without pyplot: it draws into memory, and needs no screen
+
+    return Figure(figsize=size, layout="constrained")
+
+
+def save(figure: Figure, path: Path, footnotes: Sequence[str]) -> None:
+    """Write the PNG; each footnote begins a line of its own, and goes on in others if it is long."""
+    width = int(figure.get_figwidth() * 20)  # characters of this size
+    lines = [line for note in footnotes for line in textwrap.wrap(note, width)]
+    figure.supxlabel("\n".join(lines), fontsize=7, color=GREY, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def axes(figure: Figure, rows: int = 1, columns: int = 1) -> list[Axes]:
+    """Plain axes from left to right and top to bottom, their values to be read off light lines."""
+    made: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for each in made:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        each.set_axisbelow(True)
+    return made
+
+
+def bars(
+    on: Axes, groups: Sequence[str], series: Mapping[str, Sequence[Spread | None]], label: str
+) -> None:
+    """Bars from zero, one of each series in every group; the line on a bar goes from low to high.
+
+    A group that lacks a measurement has a gap there.
+    """
+    width = 0.8 / len(series)
+    for index, (name, values) in enumerate(series.items()):
+        offset = (index - (len(series) - 1) / 2) * width
+        there = [(place + offset, each) for place, each in enumerate(values) if each is not None]
+        places = [place for place, _ in there]
+        heights = [each["median"] for _, each in there]
+        colour = (BLUE, ORANGE, GREEN, PURPLE)[index]
+        on.bar(places, heights, width * 0.92, color=colour, label=name)
+        if any(each["low"] < each["high"] for _, each in there):
+            on.errorbar(places, heights, whiskers([each for _, each in there]), **WHISKER)
+    on.set_xticks(range(len(groups)), groups)
+    on.set_ylabel(label)
+    on.set_ylim(bottom=0)
+
+
+def legend_above(on: Axes) -> None:
+    """Where it hides nothing."""
+    on.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9)
+
+
+WHISKER: dict[str, Any] = {"fmt": "none", "ecolor": "#222222", "elinewidth": 1, "capsize": 3}
+
+
+def whiskers(values: Sequence[Spread]) -> list[list[float]]:
+    """How far each spread reaches below and above its median: [2][N]."""
+    return [
+        [each["median"] - each["low"] for each in values],
+        [each["high"] - each["median"] for each in values],
+    ]

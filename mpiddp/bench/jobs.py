@@ -1,0 +1,158 @@
+"""The jobs of a benchmark: each is one command, timed from outside, with what its ranks have found.
+
+They are started as users start theirs, by `mpiddp launch`, so that what is measured is what they get.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mpiddp.bench.words import parse
+
+OnLine = Callable[[int, str], None]  # gets the command's process id and a line of its stdout
+
+
+class JobFailed(Exception):
+    """A job did not do what it should. `code` is its exit code, and the text what it has said."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One command: when it was started (seconds since 1970), what it took, what its ranks emitted.
+
+    `cpu_s` counts user and system time of all its processes on this host.
+    """
+
+    started_at: float
+    wall_s: float
+    cpu_s: float
+    lines: list[str]
+    found: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Where a benchmark's jobs run: options of `mpiddp launch`, and the slots that there are.
+
+    `per_host` are the slots of the fullest host.
+    """
+
+    where: tuple[str, ...]
+    slots: int
+    per_host: int
+    mpi: str
+    timeout_s: float
+
+    def run(self, name: str, *arguments: str, ranks: int) -> Finished:
+        """Run `mpiddp bench-rank NAME ARGUMENTS…` as every rank of a job over the hosts given.
+
+        A rank has the threads that it has where all slots are taken, or one rank alone would be
+        the faster for having the whole host.
+
+        Raises:
+            JobFailed: it did not succeed within `timeout_s`.
+        """
+        job = ["-m", "mpiddp", "bench-rank", "--share", str(self.per_host), name, *arguments]
+        command = [*launch_command(*self.where), "-n", str(ranks), *job]
+        return run(command, timeout_s=self.timeout_s)
+
+    def run_here(self, ranks: int, *job: str, on_line: OnLine | None = None) -> Finished:
+        """Run a job (`-m`, a module, or a script, and its arguments) on this machine alone.
+
+        Raises:
+            JobFailed: it did not succeed within `timeout_s`.
+        """
+        timeout_s = f"{self.timeout_s:.0f}"
+        where = [*self.where, "-H", f"localhost:{ranks}", "--timeout", timeout_s]
+        return run([*launch_command(*where), *job], timeout_s=self.timeout_s, on_line=on_line)
+
+
+def launch_command(*words: str) -> list[str]:
+    # Nothing is worth waiting for once a job has run out of its time.
+    return [sys.executable, "-m", "mpiddp", "launch", "--grace", "1s", *words]
+
+
+def run(argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None) -> Finished:
+    """Run a command to its end, and say what it took.
+
+    Raises:
+        JobFailed: it ended with another code than 0, or not within `timeout_s`.
+    """
+    before, started_at = _cpu_s(), time.time()
+    lines: list[str] = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        _child(argv, errors.fileno()) as child,
+        _alarm(timeout_s, child) as alarm,
+    ):
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.append(line.rstrip("\n"))
+            if on_line is not None:
+                on_line(child.pid, line)
+        code = child.wait()
+        in_time = alarm.is_alive()
+        errors.seek(0)
+        words = errors.read().strip()
+    if not in_time:
+        raise JobFailed(1, f"it did not end within {timeout_s:g} s.")
+    if code != 0:
+        raise JobFailed(code, words)
+    found = [word for word in map(parse, lines) if word is not None]
+    return Finished(started_at, time.time() - started_at, _cpu_s() - before, lines, found)
+
+
+@contextmanager
+def _alarm(seconds: float, child: subprocess.Popen[str]) -> Iterator[threading.Timer]:
+    """Ends the child unless the body has ended by then."""
+    alarm = threading.Timer(seconds, child.terminate)
+    alarm.start()
+    try:
+        yield alarm
+    finally:
+        alarm.cancel()
+
+
+@contextmanager
+def _child(argv: Sequence[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
+    """The command as a child, which does not outlive the body."""
+    child = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True
+    )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def _cpu_s() -> float:
+    """What all children have used that have ended, and theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def say(sentence: str) -> None:
+    print(f"mpiddp: {sentence}", file=sys.stderr, flush=True)
+
+
+def progress(name: str, ranks: int, round_number: int, rounds: int, found: str) -> None:
+    word = "rank" if ranks == 1 else "ranks"
+    say(f"{name}: {ranks} {word}, round {round_number} of {rounds}: {found}")

@@ -1,0 +1,63 @@
+"""A rank of `mpiddp bench allreduce`: all-reduces of growing size, each timed on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.bench.allreduce import rank_options
+from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of, slowest
+from mpiddp.bench.words import emit
+from mpiddp.group import BACKENDS, assemble, choose_backend, device_of, joined
+from mpiddp.train.metrics import StepTimer
+from mpiddp.world import World
+
+WARMUP = 3
+
+
+def run(world: World, argv: list[str]) -> None:
+    options = rank_options().parse_args(argv)
+    with assemble(world) as crew:
+        with crew.together():
+            backends = (
+                [choose_backend(options.backend)]
+                if options.backend
+                else [each for each in reversed(BACKENDS) if each == "gloo" or _has_gpu()]
+            )
+            devices = [device_of(crew.world, backend) for backend in backends]
+        hosts = hosts_of(crew)
+        found = []
+        for backend, device in zip(backends, devices, strict=True):
+            with joined(crew, backend, device, timeout_s=EXCHANGE_TIMEOUT_S):
+                for size in options.sizes:
+                    seconds = _time(size, device, options.seconds, options.repeats)
+                    found.append({"backend": backend, "bytes": size, "seconds": seconds})
+        if crew.world.rank == 0:
+            emit({"world_size": crew.world.world_size, "sums": found, "hosts": hosts})
+
+
+def _has_gpu() -> bool:
+    return choose_backend(None) == "nccl"
+
+
+def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:
+    """The seconds of every all-reduce of `size` bytes, on the rank that was slowest at it."""
+    numbers = torch.full(
+        (size // 4,), 0.0, device=device
+    )  # written, or the pages would not be there
+    seconds = _series(numbers, WARMUP, device)
+    # A collective's own result decides how many follow, so that all ranks do as many.
+    count = max(least, min(1000, int(budget_s / max(1e-9, min(seconds)))))
+    return _series(numbers, count, device)
+
+
+def _series(numbers: torch.Tensor, count: int, device: torch.device) -> list[float]:
+    timer = StepTimer(device)
+    timer.resume()
+    for _ in range(count):
+        dist.all_reduce(numbers)
+        timer.tick()
+    times: Sequence[float] = timer.read()
+    return slowest(times, device)

@@ -1,0 +1,38 @@
+"""`mpiddp bench-rank NAME`: one rank of a benchmark's job, which `mpiddp bench` has started.
+
+What a rank finds out goes back as a line of stdout, see `mpiddp.bench.words`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from importlib import import_module
+
+from mpiddp.control import reporting
+from mpiddp.errors import RankParser
+from mpiddp.world import World, limit_threads
+
+RANK_SIDES = ("scaling", "allreduce", "step", "loader", "meeting")
+
+
+def main(argv: list[str]) -> int:
+    """Be one rank of the job that the first word names.
+
+    Raises:
+        UserError, SystemExit: bad input, see `mpiddp.crew`.
+    """
+    parser = RankParser(
+        prog="mpiddp bench-rank",
+        description="One rank of a benchmark, which mpiddp bench starts.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--share", type=int, default=1, help="ranks to leave threads for")
+    parser.add_argument("name", choices=RANK_SIDES)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="its own options")
+    options = parser.parse_args(argv)
+    world = World.from_env()
+    limit_threads(replace(world, local_world_size=max(world.local_world_size, options.share)))
+    with reporting(world):
+        import_module(f"mpiddp.bench.ranks.{options.name}").run(world, options.rest)
+    return 0

@@ -1,0 +1,48 @@
+"""A rank of `mpiddp bench scaling`: steps of the training, each timed on the device's own clock."""
+
+from __future__ import annotations
+
+from mpiddp.bench.ranks.training import (
+    build,
+    open_source,
+    settings,
+    slowest,
+    synthetic_job,
+    synthetic_plan,
+)
+from mpiddp.bench.scaling import rank_options
+from mpiddp.bench.words import emit
+from mpiddp.train.data.prefetch import beside
+from mpiddp.train.engine import backward
+from mpiddp.train.metrics import StepTimer
+from mpiddp.world import World
+
+
+def run(world: World, argv: list[str]) -> None:
+    options, training = rank_options().parse_known_args(argv)
+    with synthetic_job(world, training) as job:
+        data = open_source(job)
+        parts = build(job, data)
+        plan = synthetic_plan(job, data, options.warmup + options.steps)
+        steps = list(plan.shards.steps(epoch=0))
+        order = [numbers for step in steps for numbers in step.micro_batches]
+        batches = beside(data.train.batches(order, epoch=0), job.device)
+        timer = StepTimer(job.device)
+        timer.resume()
+        for step in steps:
+            backward(parts.ddp, batches, step, parts.scaler, job.config)
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+            parts.optimizer.zero_grad(set_to_none=True)
+            timer.tick()
+        seconds = slowest(timer.read(), job.device)[options.warmup :]
+        if job.speaks:
+            emit(
+                {
+                    "step_s": seconds,
+                    "num_hosts": job.crew.world.num_nodes,
+                    "global_batch_size": job.config.global_batch_size,
+                    "settings": settings(job),
+                    "hosts": job.hosts,
+                }
+            )

@@ -1,0 +1,203 @@
+"""A rank of `mpiddp bench step`: the runner's own loop beside a bare one, and the parts of a step.
+
+Everything is measured in blocks of steps that take turns within one job, so that what else the
+machines do meets all of them alike. The loops begin each block with a fresh model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mpiddp.bench.ranks.training import (
+    EXCHANGE_TIMEOUT_S,
+    Job,
+    Parts,
+    build,
+    open_source,
+    settings,
+    slowest,
+    synthetic_job,
+    synthetic_plan,
+)
+from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, rank_options
+from mpiddp.bench.words import emit
+from mpiddp.errors import UserError
+from mpiddp.train.data.prefetch import beside
+from mpiddp.train.data.source import Batch, Data
+from mpiddp.train.engine import autocast, build_model
+from mpiddp.train.loop import STARTUP_STEPS, Plan, train
+from mpiddp.train.metrics import StepTimer
+from mpiddp.train.resume import Start
+from mpiddp.world import World
+
+
+def run(world: World, argv: list[str]) -> None:
+    options, training = rank_options().parse_known_args(argv)
+    count = STARTUP_STEPS + options.steps
+    with synthetic_job(world, training) as job:
+        with job.crew.together():
+            if job.config.grad_accum_steps != 1:
+                raise UserError("a step of mpiddp bench is one backward pass: no accumulation.")
+        data = open_source(job)
+        phases_data = data
+        if options.real_data:
+            phases_data = open_source(replace(job, config=replace(job.config, use_syn=False)))
+        with _folder(job) as folder:
+            loops = _loops(job, data, folder, count, options.rounds)
+        phases = _phases(job, phases_data, count, options.rounds)
+        everyone = job.crew.exchange(json.dumps(phases), timeout_s=EXCHANGE_TIMEOUT_S)
+        if job.speaks:
+            emit(
+                {
+                    "loops": loops,
+                    "phases": [json.loads(text) for text in everyone],
+                    "hostnames": list(job.crew.hostnames),
+                    "data": phases_data.name,
+                    "settings": settings(job),
+                    "hosts": job.hosts,
+                }
+            )
+
+
+def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[str, list[float]]:
+    """The mean seconds of a step in each block of each loop, the start-up left out."""
+    plan = synthetic_plan(job, data, count)
+    numbers = [step.micro_batches[0] for step in plan.shards.steps(epoch=0)]
+    tensors = list(data.train.batches(numbers, epoch=0))
+    blocks: dict[str, Callable[[Path], float]] = {
+        RUNNER: lambda out: _runner(job, data, plan, out),
+        BARE: lambda _: _bare(job, data, tensors),
+        BARE_AGAIN: lambda _: _bare(job, data, tensors),
+    }
+    names = list(blocks)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            seconds[name].append(blocks[name](folder / str(number)))
+    return seconds
+
+
+def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
+    """What `mpiddp train` itself says of these steps."""
+    config = replace(job.config, epochs=1, out=str(out))
+    if job.speaks:
+        (out / "checkpoints").mkdir(parents=True)
+    summary = train(
+        config,
+        plan,
+        job.crew,
+        data,
+        build_model(config, data),
+        Start(),
+        [0],
+        job.device,
+        out,
+        lambda text: None,
+    )
+    assert summary is not None
+    assert summary.images_per_s is not None
+    return summary.global_batch_size / summary.images_per_s
+
+
+def _bare(job: Job, data: Data, batches: list[Batch]) -> float:
+    """The loop that people write by hand, with all settings the same."""
+    parts = build(job, data)
+    timer = StepTimer(job.device)
+    timer.resume()
+    for images, labels in batches:
+        with autocast(job.config, job.device):
+            loss = F.cross_entropy(
+                parts.ddp(images), labels, label_smoothing=job.config.label_smoothing
+            )
+        parts.scaler.scale(loss).backward()
+        parts.scaler.step(parts.optimizer)
+        parts.scaler.update()
+        parts.optimizer.zero_grad(set_to_none=True)
+        timer.tick()
+    return mean(slowest(timer.read(), job.device)[STARTUP_STEPS:])
+
+
+def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[float]]:
+    """This rank's mean seconds of each phase, one for each round.
+
+    The phases are those of steps without communication; what a step with it takes longer is the
+    part of the communication that nothing hides.
+    """
+    parts = build(job, data)
+    found: dict[str, list[float]] = {name: [] for name in PHASES}
+    for number in range(rounds):
+        means: dict[bool, list[float]] = {}
+        for syncs in (True, False) if number % 2 else (False, True):
+            means[syncs] = _timed_phases(job, data, parts, count, syncs)
+        load, forward, backward, optimizer, other = means[False]
+        exposed = sum(means[True]) - sum(means[False])
+        parts_of_step = (load, forward, backward, exposed, optimizer, other)
+        for name, seconds in zip(PHASES, parts_of_step, strict=True):
+            found[name].append(seconds)
+    return found
+
+
+def _timed_phases(job: Job, data: Data, parts: Parts, count: int, syncs: bool) -> list[float]:
+    """The mean seconds of data, forward, backward, optimizer and the rest, in a block of steps."""
+    config, device = job.config, job.device
+    batches = beside(data.train.batches(list(_numbers(job, data, count)), epoch=0), device)
+    loss_sum = torch.zeros((), device=device)
+    timer = StepTimer(device)
+    dist.barrier()
+    timer.resume()
+    for _ in range(count):
+        images, labels = next(batches)
+        timer.tick()
+        with contextlib.nullcontext() if syncs else parts.ddp.no_sync():  # type: ignore[operator]
+            with autocast(config, device):
+                loss = F.cross_entropy(
+                    parts.ddp(images), labels, label_smoothing=config.label_smoothing
+                )
+            timer.tick()
+            parts.scaler.scale(loss).backward()
+        timer.tick()
+        parts.scaler.step(parts.optimizer)
+        parts.scaler.update()
+        parts.optimizer.zero_grad(set_to_none=True)
+        timer.tick()
+        for group in parts.optimizer.param_groups:
+            group["lr"] = config.lr
+        loss_sum += loss.detach()
+        timer.tick()
+    ticks = timer.read()[STARTUP_STEPS * TICKS :]
+    return [mean(ticks[phase::TICKS]) for phase in range(TICKS)]
+
+
+TICKS = 5  # of the timer in one step
+
+
+def _numbers(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
+    """The images of `count` batches of this rank: some of all that there are, in any order."""
+    assert job.config.batch_size is not None
+    generator = torch.Generator().manual_seed(job.crew.world.rank)
+    for _ in range(count):
+        high = data.train.num_images
+        yield torch.randint(high, (job.config.batch_size,), generator=generator)
+
+
+@contextlib.contextmanager
+def _folder(job: Job) -> Iterator[Path]:
+    """Where the runner's loop leaves its records and checkpoints: on rank 0's host, for a while."""
+    path = Path(job.crew.agreed(tempfile.mkdtemp(prefix="mpiddp-bench-") if job.speaks else ""))
+    try:
+        yield path
+    finally:
+        if job.speaks:
+            shutil.rmtree(path)

@@ -1,0 +1,120 @@
+"""The runner's own training, in parts: what the benchmarks measure is what `mpiddp train` does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpiddp.bench.machine import machine
+from mpiddp.crew import Crew
+from mpiddp.group import assemble, choose_backend, device_of, joined
+from mpiddp.train.config import TrainConfig, parse, settle
+from mpiddp.train.data import open_data
+from mpiddp.train.data.source import Data
+from mpiddp.train.engine import build_model, build_optimizer, computes_in_bf16, place
+from mpiddp.train.loop import Plan, make_plan
+from mpiddp.train.parallel import wrap
+from mpiddp.world import World
+
+EXCHANGE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The ranks in their process group, with the settings they share. `hosts` is one entry a host."""
+
+    crew: Crew
+    config: TrainConfig
+    backend: str
+    device: torch.device
+    hosts: list[dict[str, Any]]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the rank that tells the launching process."""
+        return self.crew.world.rank == 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What takes a step: the model under DDP, its optimizer, the scaler of fp16."""
+
+    ddp: nn.Module
+    optimizer: torch.optim.SGD
+    scaler: torch.amp.GradScaler
+
+
+@contextlib.contextmanager
+def synthetic_job(world: World, training: Sequence[str]) -> Iterator[Job]:
+    """The job of `mpiddp train TRAINING --use-syn`, up to its process group."""
+    with assemble(world) as crew:
+        config, backend, device = settled(crew, [*training, "--use-syn"])
+        hosts = hosts_of(crew)
+        with joined(crew, backend, device, timeout_s=config.timeout):
+            yield Job(crew, config, backend, device, hosts)
+
+
+def settled(crew: Crew, training: Sequence[str]) -> tuple[TrainConfig, str, torch.device]:
+    """The configuration, the backend and the device that `mpiddp train TRAINING` would have."""
+    with crew.together():
+        config = parse(list(training))
+        backend = choose_backend(config.backend)
+        device = device_of(crew.world, backend)
+        on_gpu = device.type != "cpu"
+        config = settle(config, crew.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device))
+    return config, backend, device
+
+
+def hosts_of(crew: Crew) -> list[dict[str, Any]]:
+    """Each host's machine, with its number of ranks. All ranks must call this."""
+    own = json.dumps(machine()) if crew.world.local_rank == 0 else ""
+    found = crew.exchange(own, timeout_s=EXCHANGE_TIMEOUT_S)
+    return [
+        {**json.loads(text), "ranks": crew.hostnames.count(json.loads(text)["host"])}
+        for text in found
+        if text
+    ]
+
+
+def open_source(job: Job) -> Data:
+    """The data of the configuration. All ranks must call this."""
+    with job.crew.together():
+        return open_data(job.config, job.crew.world, job.device)
+
+
+def build(job: Job, data: Data) -> Parts:
+    """A fresh model with all that trains it, as `mpiddp train` makes them. All ranks must call this."""
+    with job.crew.together():
+        bare = build_model(job.config, data)
+    model = place(bare, job.config, job.device)
+    optimizer = build_optimizer(model, job.config)
+    scaler = torch.amp.GradScaler(job.device.type, enabled=job.config.amp == "fp16")
+    return Parts(wrap(model, job.config, data.shape), optimizer, scaler)
+
+
+def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
+    """`count` steps in one epoch of a synthetic source, which has as many images as that takes."""
+    assert job.config.global_batch_size is not None
+    data.train.num_images = count * job.config.global_batch_size
+    config = replace(job.config, epochs=1, steps_per_epoch=count)
+    return make_plan(config, data, job.crew)
+
+
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """Of every measurement the one on the rank where it took longest. A collective."""
+    all_ranks = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
+    times: list[float] = all_ranks.tolist()
+    return times
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """What decides the speed of a step, as results show it."""
+    return {**job.config.as_json(), "backend": job.backend, "device": job.device.type}

@@ -1,0 +1,141 @@
+"""`mpiddp bench rendezvous`: how the ranks' meeting grows with their number, on this machine.
+
+"MPI alone" is what one allgather of cards and two broadcasts cost, without torch. "With torch" is all
+that comes before a process group: the import, the same meeting, and the store that rank 0 serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from mpiddp.bench import charts
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.jobs import JobFailed, Jobs, progress, say
+from mpiddp.bench.machine import available_bytes
+from mpiddp.bench.options import add_rounds, counts
+from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.errors import OneSentenceParser
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TORCH_RANK_BYTES = 260e6  # of a rank that has imported torch and met the others
+SERIES = {"MPI alone": (), "with torch": ("--torch",)}
+
+
+def rank_options() -> argparse.ArgumentParser:
+    parser = OneSentenceParser(prog="mpiddp bench-rank meeting", allow_abbrev=False)
+    parser.add_argument("--torch", action="store_true")
+    parser.add_argument(
+        "--backend"
+    )  # read by the launcher: over gloo ranks need no GPU of their own
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=counts(2), default="2,4,8,16,32,64,128", metavar="2,4", help="to start"
+    )
+    parser.add_argument("--no-torch", action="store_true", help="measure MPI alone")
+    add_rounds(parser, default=3)
+
+
+def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
+    points = []
+    for ranks in options.ranks:
+        for name, words in SERIES.items():
+            if words and (options.no_torch or not _fits(ranks)):
+                continue
+            try:
+                points.append({"series": name, **_point(name, words, ranks, options.rounds, jobs)})
+            except JobFailed as failure:
+                say(f"rendezvous, {name}: left out, for a job of {ranks} ranks failed: {failure}")
+                if not points:
+                    raise
+    return {"points": points}
+
+
+def _fits(ranks: int) -> bool:
+    needed, there = ranks * TORCH_RANK_BYTES / 1e9, available_bytes() / 1e9
+    if needed > there:
+        say(
+            f"rendezvous, with torch: {ranks} ranks left out: {needed:.0f} GB, of {there:.0f} free."
+        )
+    return needed <= there
+
+
+def _point(
+    name: str, words: tuple[str, ...], ranks: int, rounds: int, jobs: Jobs
+) -> dict[str, Any]:
+    wall, meeting, cpu, peak, peak_of_rank_0 = [], [], [], [], []
+    job = ("-m", "mpiddp", "bench-rank", "meeting", *words, "--backend", "gloo")
+    for number in range(rounds):
+        finished = jobs.run_here(ranks, *job)
+        assert len(finished.found) == ranks
+        last_met = max(found["met_at"] for found in finished.found)
+        wall.append(last_met - finished.started_at)
+        meeting.append(last_met - max(found["ready_at"] for found in finished.found))
+        cpu.append(finished.cpu_s / ranks)
+        peak.append(median(found["peak_mb"] for found in finished.found))
+        peak_of_rank_0 += [found["peak_mb"] for found in finished.found if found["rank"] == 0]
+        progress(f"rendezvous, {name}", ranks, number + 1, rounds, f"{wall[-1]:.2f} s")
+    return {
+        "ranks": ranks,
+        "wall_s": spread(wall),
+        "meeting_s": spread(meeting),
+        "cpu_s_per_rank": spread(cpu),
+        "rank_peak_mb": max(peak),
+        "rank_0_peak_mb": max(peak_of_rank_0),
+    }
+
+
+def table(results: Results) -> str:
+    times = ("command to all met, s", "all there to all met, s", "CPU s a rank")
+    head = ("ranks", "series", *times, "MB a rank", "MB of rank 0")
+    rows = [
+        [
+            str(point["ranks"]),
+            point["series"],
+            shown(point["wall_s"], ".2f"),
+            shown(point["meeting_s"], ".3f"),
+            shown(point["cpu_s_per_rank"], ".3f"),
+            f"{point['rank_peak_mb']:.0f}",
+            f"{point['rank_0_peak_mb']:.0f}",
+        ]
+        for point in results["points"]
+    ]
+    return f"The ranks' meeting by their number, all on this machine\n\n{aligned(head, rows)}"
+
+
+def draw(results: Results, figure: Figure) -> None:
+    panels = (
+        ("wall_s", "command to all ranks met, s"),
+        ("meeting_s", "last rank there to all ranks met, s"),
+        ("cpu_s_per_rank", "CPU time of each rank, s"),
+    )
+    ranks = sorted({point["ranks"] for point in results["points"]})
+    for on, (name, label) in zip(charts.axes(figure, columns=3), panels, strict=True):
+        for series, colour in zip(SERIES, (charts.BLUE, charts.ORANGE), strict=True):
+            points = [point for point in results["points"] if point["series"] == series]
+            values = [point[name] for point in points]
+            on.errorbar(
+                [point["ranks"] for point in points],
+                [value["median"] for value in values],
+                charts.whiskers(values),
+                fmt="o-",
+                color=colour,
+                markersize=4,
+                capsize=3,
+                label=series,
+            )
+        on.set_xlim(0, ranks[-1] * 1.05)
+        on.set_ylim(bottom=0)
+        on.set_xlabel("ranks")
+        on.set_ylabel(label)
+        charts.legend_above(on)
+    figure.suptitle("The ranks' meeting: medians, lowest to highest", fontsize=10)
+
+
+BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(12, 4.5), takes_hosts=False)

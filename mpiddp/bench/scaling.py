@@ -1,0 +1,162 @@
+"""`mpiddp bench scaling`: images/s and efficiency against the number of ranks.
+
+Weak scaling keeps the batch of each rank, so that twice the ranks should take twice the images;
+`--strong` keeps the global batch. Every number of ranks is a job of its own; they have their turns in
+every round, forth and back.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from mpiddp.bench import charts
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.jobs import Jobs, progress
+from mpiddp.bench.options import add_rounds, counts, whole
+from mpiddp.bench.report import aligned, percentile, shown, spread
+from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.train.config import parse as parse_training
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def rank_options() -> argparse.ArgumentParser:
+    """The options of the ranks; what else they get is for the training."""
+    parser = OneSentenceParser(prog="mpiddp bench-rank scaling", allow_abbrev=False)
+    _add_steps(parser)
+    return parser
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=whole(1), default=20, help="steps to time in each job")
+    parser.add_argument("--warmup", type=whole(0), default=5, help="steps before these")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=counts(1), metavar="1,2,4", help="default: powers of two, and all slots"
+    )
+    parser.add_argument(
+        "--strong", action="store_true", help="keep --global-batch-size instead of --batch-size"
+    )
+    add_rounds(parser, default=3)
+    _add_steps(parser)
+
+
+def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
+    sizes = _sizes(options, jobs.slots)
+    arguments = ["--steps", str(options.steps), "--warmup", str(options.warmup), *options.training]
+    runs: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in sizes}
+    for number in range(options.rounds):
+        for ranks in sizes if number % 2 == 0 else reversed(sizes):
+            [run] = jobs.run("scaling", *arguments, ranks=ranks).found
+            run["images_per_s"] = run["global_batch_size"] * options.steps / sum(run["step_s"])
+            runs[ranks].append(run)
+            speed = f"{run['images_per_s']:,.0f} images/s"
+            progress("scaling", ranks, number + 1, options.rounds, speed)
+    first, last = runs[sizes[0]], runs[sizes[-1]][-1]
+    return {
+        "strong": options.strong,
+        "settings": last.pop("settings"),
+        "hosts": last.pop("hosts"),
+        "points": [_point(ranks, runs[ranks], sizes[0], first) for ranks in sizes],
+    }
+
+
+def _point(
+    ranks: int, runs: list[dict[str, Any]], base_ranks: int, base: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Efficiency: the speed of each rank over that in the smallest job of the same round."""
+    speeds = [run["images_per_s"] for run in runs]
+    bases = [run["images_per_s"] / base_ranks for run in base]
+    return {
+        "ranks": ranks,
+        "num_hosts": runs[0]["num_hosts"],
+        "global_batch_size": runs[0]["global_batch_size"],
+        "images_per_s": spread(speeds),
+        "ideal_images_per_s": spread(bases)["median"] * ranks,
+        "efficiency": spread(
+            [speed / ranks / base for speed, base in zip(speeds, bases, strict=True)]
+        ),
+        "step_s": [run["step_s"] for run in runs],
+    }
+
+
+def _sizes(options: argparse.Namespace, slots: int) -> list[int]:
+    """The numbers of ranks to measure, in ascending order."""
+    sizes: list[int] = options.ranks or [
+        *(2**power for power in range(slots.bit_length()) if 2**power < slots),
+        slots,
+    ]
+    if sizes[-1] > slots:
+        raise UserError(f"--ranks {sizes[-1]} is more than the {slots} slots there are.")
+    batch = parse_training(options.training).global_batch_size
+    if options.strong and batch is None:
+        raise UserError("--strong keeps the global batch: name it, --global-batch-size 512.")
+    if not options.strong and batch is not None:
+        raise UserError("--global-batch-size is for --strong; weak scaling has --batch-size.")
+    return sizes
+
+
+def table(results: Results) -> str:
+    rows = []
+    for point in results["points"]:
+        times = [each for run in point["step_s"] for each in run]
+        rows.append(
+            [
+                str(point["ranks"]),
+                str(point["num_hosts"]),
+                str(point["global_batch_size"]),
+                shown(point["images_per_s"], ",.0f"),
+                shown(point["efficiency"], ".3f"),
+                f"{1000 * percentile(times, 50):.1f}",
+                f"{1000 * percentile(times, 95):.1f}",
+            ]
+        )
+    head = ("ranks", "hosts", "global batch", "images/s", "efficiency", "step p50 ms", "p95 ms")
+    return f"{_title(results)}\n\n{aligned(head, rows)}"
+
+
+def _title(results: Results) -> str:
+    settings = results["settings"]
+    kept = (
+        f"global batch {settings['global_batch_size']}"
+        if results["strong"]
+        else f"{settings['batch_size']} images a rank"
+    )
+    kind = "Strong" if results["strong"] else "Weak"
+    return (
+        f"{kind} scaling: {settings['arch']} on synthetic {settings['dataset']}, {kept}, "
+        f"amp {settings['amp']}, {settings['backend']}"
+    )
+
+
+def draw(results: Results, figure: Figure) -> None:
+    points = results["points"]
+    [on] = charts.axes(figure)
+    places = range(len(points))
+    speeds = [point["images_per_s"] for point in points]
+    reached = [speed["median"] for speed in speeds]
+    lost = [max(0.0, p["ideal_images_per_s"] - r) for p, r in zip(points, reached, strict=True)]
+    on.bar(places, reached, 0.7, color=charts.BLUE, label="reached")
+    on.bar(places, lost, 0.7, bottom=reached, color=charts.LOST, label="lost")
+    on.errorbar(places, reached, charts.whiskers(speeds), **charts.WHISKER)
+    for place, point in zip(places, points, strict=True):
+        top = max(point["images_per_s"]["high"], point["ideal_images_per_s"])
+        text = f"{point['efficiency']['median']:.1%}"
+        on.annotate(text, (place, top), (0, 4), textcoords="offset points", ha="center")
+    on.set_xticks(places, [f"{p['ranks']}\n{_hosts(p['num_hosts'])}" for p in points])
+    on.set_xlabel("ranks")
+    on.set_ylabel("images/s over all ranks")
+    on.set_ylim(0, on.get_ylim()[1] * 1.06)
+    charts.legend_above(on)
+    figure.suptitle(_title(results), fontsize=10)
+
+
+def _hosts(number: int) -> str:
+    return f"{number} host{'s' * (number != 1)}"
+
+
+BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(7.5, 4.8), takes_training=True)

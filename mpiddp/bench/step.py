@@ -1,0 +1,151 @@
+"""`mpiddp bench step`: where a step's time goes on each rank, and what the runner adds to a bare loop.
+
+The runner's loop is that of `mpiddp train`, with its schedule, its records and its timer. The bare one
+is written by hand, with the same model, optimizer and DDP on the same tensors. It is measured twice: how
+far it is from itself is the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from mpiddp.bench import charts
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.jobs import Jobs, say
+from mpiddp.bench.options import add_rounds, whole
+from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.errors import OneSentenceParser
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"
+PHASES = ("data", "forward", "backward", "communication exposed", "optimizer", "other")
+MAX_BARS = 16  # ranks in the chart
+
+
+def rank_options() -> argparse.ArgumentParser:
+    """The options of the ranks; what else they get is for the training."""
+    parser = OneSentenceParser(prog="mpiddp bench-rank step", allow_abbrev=False)
+    _add_options(parser)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    # 50 are as many as there are between two log lines, which belong to the runner's loop.
+    parser.add_argument("--steps", type=whole(4), default=50, help="in each block")
+    parser.add_argument(
+        "--real-data", action="store_true", help="read --dataset for the parts of a step"
+    )
+    add_rounds(parser, default=5)
+
+
+def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
+    arguments = ["--steps", str(options.steps), "--rounds", str(options.rounds)]
+    arguments += ["--real-data"] if options.real_data else []
+    say(f"step: {jobs.slots} ranks, {options.rounds} rounds of 5 blocks of {options.steps} steps")
+    [found] = jobs.run("step", *arguments, *options.training, ranks=jobs.slots).found
+    loops = found["loops"]
+    return {
+        "settings": found["settings"],
+        "data": found["data"],
+        "loops": [
+            {
+                "loop": name,
+                "step_s": spread(seconds),
+                "to_bare": spread([a / b for a, b in zip(seconds, loops[BARE], strict=True)]),
+                "rounds_s": seconds,
+            }
+            for name, seconds in loops.items()
+        ],
+        "ranks": [
+            {
+                "rank": rank,
+                "host": found["hostnames"][rank],
+                **{phase: spread(seconds) for phase, seconds in phases.items()},
+                "step": spread([sum(parts) for parts in zip(*phases.values(), strict=True)]),
+            }
+            for rank, phases in enumerate(found["phases"])
+        ],
+        "hosts": found["hosts"],
+    }
+
+
+def table(results: Results) -> str:
+    head = ("rank", "host", *(f"{phase} ms" for phase in PHASES), "step ms")
+    rows = [
+        [
+            str(rank["rank"]),
+            rank["host"],
+            *(f"{1000 * rank[phase]['median']:.2f}" for phase in PHASES),
+            shown(rank["step"], ".1f", 1000),
+        ]
+        for rank in results["ranks"]
+    ]
+    loops = [
+        [each["loop"], shown(each["step_s"], ".1f", 1000), shown(each["to_bare"], ".3f")]
+        for each in results["loops"]
+    ]
+    return (
+        f"{_title(results)}; parts with {results['data']}\n\n{aligned(head, rows)}\n\n"
+        f"{aligned(('loop', 'step ms', 'to the bare loop'), loops)}"
+    )
+
+
+def _title(results: Results) -> str:
+    settings = results["settings"]
+    return (
+        f"A step of {settings['arch']} on {settings['dataset']}'s shape, {settings['batch_size']} "
+        f"images a rank, amp {settings['amp']}, {settings['backend']}"
+    )
+
+
+def draw(results: Results, figure: Figure) -> None:
+    parts, ratios = charts.axes(figure, columns=2)
+    _draw_parts(parts, results["ranks"][:MAX_BARS])
+    others = [each for each in results["loops"] if each["loop"] != BARE]
+    bare = next(each["rounds_s"] for each in results["loops"] if each["loop"] == BARE)
+    for place, (each, colour) in enumerate(zip(others, (charts.BLUE, charts.GREY), strict=True)):
+        each_round = [a / b for a, b in zip(each["rounds_s"], bare, strict=True)]
+        ratios.plot([place] * len(each_round), each_round, "o", color=colour, alpha=0.5)
+        middle = each["to_bare"]["median"]
+        ratios.plot([place - 0.25, place + 0.25], [middle, middle], color=colour, linewidth=2)
+        ratios.annotate(f"{middle:.3f}", (place + 0.28, middle), va="center")
+    ratios.axhline(1, color="#222222", linewidth=0.8)
+    ratios.set_xticks(range(len(others)), [f"{each['loop']} / {BARE}" for each in others])
+    ratios.set_xlim(-0.6, len(others) - 0.2)
+    ratios.set_ylabel("ratio of step times: each round, and the median")
+    figure.suptitle(_title(results), fontsize=10)
+
+
+def _draw_parts(on: Axes, ranks: list[dict[str, Any]]) -> None:
+    names = [f"rank {rank['rank']}" for rank in ranks]
+    left = [0.0] * len(ranks)
+    colours = (
+        charts.SKY,
+        charts.BLUE,
+        charts.GREEN,
+        charts.ORANGE,
+        charts.PURPLE,
+        charts.GREY,
+    )
+    for phase, colour in zip(PHASES, colours, strict=True):
+        # A part that the noise has made negative has no length to show.
+        widths = [max(0.0, 1000 * rank[phase]["median"]) for rank in ranks]
+        on.barh(names, widths, 0.6, left=left, color=colour, label=phase)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    steps = [rank["step"] for rank in ranks]
+    low, high = charts.whiskers(steps)
+    middles = [1000 * step["median"] for step in steps]
+    spreads = [[1000 * each for each in side] for side in (low, high)]
+    on.errorbar(middles, names, xerr=spreads, **charts.WHISKER)
+    on.grid(axis="y", visible=False)
+    on.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+    on.invert_yaxis()
+    on.set_xlabel("ms of a step (the line: lowest to highest of the rounds)")
+    on.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
+
+
+BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(12, 4.8), takes_training=True)

@@ -1,0 +1,266 @@
+"""`mpiddp bench` at its smallest: real jobs, and what they leave is held against itself.
+
+python -m pytest tests/test_bench.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mpiddp.bench.jobs import JobFailed, run
+from mpiddp.bench.report import aligned, shown, spread
+from tests.ranks import ROOT, clean_env
+from tests.test_launch import running
+
+pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install matplotlib")
+
+BENCH = [sys.executable, "-m", "mpiddp", "bench"]
+RANK = [sys.executable, "-m", "mpiddp", "bench-rank"]
+SMALL = ["--arch", "resnet20", "--batch-size", "2"]
+
+
+def bench(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*BENCH, *words],
+        env=clean_env(extra),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def measured(out: Path, name: str, *words: str) -> tuple[dict[str, Any], list[list[str]]]:
+    """The results of a benchmark that succeeded, and the words of its table's lines."""
+    done = bench(name, *words, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in out.iterdir()) == [f"{name}.json", f"{name}.png"]
+    with Image.open(out / f"{name}.png") as chart:
+        colours = chart.convert("RGB").getcolors(maxcolors=1 << 24)
+        assert chart.width > 900
+        assert colours is not None
+        assert len(colours) > 10
+    record = json.loads((out / f"{name}.json").read_text())
+    assert record["benchmark"] == name
+    assert record["command"].startswith(f"mpiddp bench {name} ")
+    assert "Open MPI" in record["environment"]["mpi"]
+    [host] = record["environment"]["hosts"]
+    assert host["cores"] == os.cpu_count()
+    assert {"host", "cpu", "gpus", "torch", "python", "memory_gib"} <= host.keys()
+    results: dict[str, Any] = record["results"]
+    return results, [line.split() for line in done.stdout.splitlines()]
+
+
+def test_scaling_takes_the_lost_part_from_the_steps_it_has_timed(tmp_path: Path) -> None:
+    words = ["-H", "localhost:2", "--rounds", "1", "--steps", "2", "--warmup", "1", *SMALL]
+    results, lines = measured(tmp_path / "out", "scaling", *words)
+    alone, both = results["points"]
+    assert [(p["ranks"], p["num_hosts"], p["global_batch_size"]) for p in (alone, both)] == [
+        (1, 1, 2),
+        (2, 1, 4),
+    ]
+    speeds = []
+    for point in (alone, both):
+        [steps] = point["step_s"]
+        assert len(steps) == 2
+        speeds.append(point["global_batch_size"] * 2 / sum(steps))
+        assert point["images_per_s"]["median"] == pytest.approx(speeds[-1])
+    assert both["efficiency"]["median"] == pytest.approx(speeds[1] / 2 / speeds[0])
+    assert both["ideal_images_per_s"] == pytest.approx(2 * speeds[0])
+    assert results["settings"]["arch"] == "resnet20"
+    assert [line[:3] for line in lines[3:5]] == [["1", "1", "2"], ["2", "1", "4"]]
+
+
+def test_the_bus_carries_more_than_the_sum_of_three(tmp_path: Path) -> None:
+    words = ["-H", "localhost:3", "--max-size", "64K", "--seconds", "0.02", "--repeats", "3"]
+    results, lines = measured(tmp_path / "out", "allreduce", *words)
+    assert [point["bytes"] for point in results["points"]] == [1024, 4096, 16384, 65536]
+    for point in results["points"]:
+        speed = point["algorithm_gb_per_s"]["median"]
+        assert point["backend"] == "gloo"
+        assert point["count"] >= 3
+        assert speed == pytest.approx(point["bytes"] / point["time_s"] / 1e9, rel=0.5)
+        assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3)
+    assert lines[-3][:3] == ["gloo", "64", "KiB"]
+
+
+def test_launch_is_timed_beside_torchrun(tmp_path: Path) -> None:
+    results, _ = measured(tmp_path / "out", "launch", "--ranks", "1", "--rounds", "1")
+    [point] = results["points"]
+    ours, theirs = point["mpiddp"], point["torchrun"]
+    for name in ("wall_s", "cpu_s"):
+        ratio = ours[name]["median"] / theirs[name]["median"]
+        assert point[f"{name}_ratio"]["median"] == pytest.approx(ratio)
+    assert 0.5 < ours["wall_s"]["median"] < 60
+    assert 0.5 < ours["cpu_s"]["median"] < 60  # the import of torch alone takes longer
+    assert ours["resident_mb"] < 20
+    assert theirs["resident_mb"] > 100  # the agent has imported torch
+    assert 0 < ours["children_mb"] < 100
+
+
+def test_the_parts_of_a_step_add_up_on_each_rank(tmp_path: Path) -> None:
+    words = ["-H", "localhost:2", "--rounds", "1", "--steps", "4", *SMALL]
+    results, _ = measured(tmp_path / "out", "step", *words)
+    assert [rank["rank"] for rank in results["ranks"]] == [0, 1]
+    for rank in results["ranks"]:
+        parts = ("data", "forward", "backward", "communication exposed", "optimizer", "other")
+        total = sum(rank[part]["median"] for part in parts)
+        assert rank["step"]["median"] == pytest.approx(total)
+        assert min(rank[part]["median"] for part in ("forward", "backward", "optimizer")) > 0
+    runner, bare, again = results["loops"]
+    assert [each["loop"] for each in (runner, bare, again)] == [
+        "runner",
+        "bare loop",
+        "bare loop again",
+    ]
+    ratio = runner["step_s"]["median"] / bare["step_s"]["median"]
+    assert runner["to_bare"]["median"] == pytest.approx(ratio)
+
+
+def test_each_source_is_read_alone(tmp_path: Path) -> None:
+    words = ["-H", "localhost:1", "--rounds", "1", "--batches", "2", "--images", "8"]
+    (tmp_path / "no data").mkdir()
+    words += ["--workers", "0,1", "--batch-size", "4", "--data-dir", str(tmp_path / "no data")]
+    results, _ = measured(tmp_path / "out", "loader", *words)
+    speeds = {each["source"]: each["images_per_s"]["median"] for each in results["sources"]}
+    folders = {"image folder, 0 workers", "image folder, 1 worker"}
+    assert {"synthetic 3×32×32", "synthetic 3×224×224", *folders} <= speeds.keys()
+    assert min(speeds.values()) > 0
+    assert "no data" in results["missing"]["CIFAR-10"]
+
+
+def test_the_meeting_needs_no_torch(tmp_path: Path) -> None:
+    words = ["--ranks", "2,3", "--rounds", "1", "--no-torch"]
+    results, _ = measured(tmp_path / "out", "rendezvous", *words)
+    for ranks, point in zip((2, 3), results["points"], strict=True):
+        assert (point["ranks"], point["series"]) == (ranks, "MPI alone")
+        assert 0 < point["meeting_s"]["median"] < point["wall_s"]["median"]
+        assert point["rank_peak_mb"] < 100  # torch would take more than twice that
+
+
+def test_the_launching_process_loads_no_torch() -> None:
+    names = [path.stem for path in (ROOT / "mpiddp" / "bench").glob("*.py")]
+    code = (
+        f"from importlib import import_module\nfor name in {names}:\n"
+        "    import_module(f'mpiddp.bench.{name}')\n"
+        "import sys; print({'torch', 'numpy', 'matplotlib', 'mpi4py'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["speed"],
+            'mpiddp bench: there is no "speed" to measure. Known: scaling, allreduce, launch, step, '
+            "loader, rendezvous.",
+        ),
+        (
+            ["scaling", "--rounds", "0"],
+            "mpiddp bench scaling: argument --rounds: expected a whole number, 1 or more, not '0'. "
+            "See: mpiddp bench scaling --help",
+        ),
+        (
+            ["allreduce", "--max-size", "huge"],
+            "mpiddp bench allreduce: argument --max-size: expected a size from 1K on, such as 64K, "
+            "16M or 1G, not 'huge'. See: mpiddp bench allreduce --help",
+        ),
+        (
+            ["step", "--ark", "resnet18"],
+            "mpiddp train: unrecognized arguments: --ark resnet18. See: mpiddp train --help",
+        ),
+        (
+            ["scaling", "-H", "localhost:2", "--ranks", "2,3"],
+            "--ranks 3 is more than the 2 slots there are.",
+        ),
+        (
+            ["scaling", "-H", "localhost:2", "--strong"],
+            "--strong keeps the global batch: name it, --global-batch-size 512.",
+        ),
+        (
+            ["allreduce", "-H", "localhost:1"],
+            "an all-reduce takes 2 ranks or more. Example: -H localhost:2",
+        ),
+        (
+            ["launch", "--out", "setup.py/bench"],
+            f"--out setup.py/bench: {ROOT}/setup.py cannot be written. Name another folder.",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:
+    done = bench(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{sentence}\n")
+
+
+def test_without_matplotlib_nothing_is_measured(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden" / "matplotlib"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('hidden by a test')\n")
+    out = tmp_path / "out"
+    path = os.pathsep.join([str(hidden.parent), str(ROOT)])
+    done = bench("scaling", "-H", "localhost:2", "--out", str(out), PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "mpiddp bench draws its charts with matplotlib, and there is none (hidden by a test). "
+        f"Run: {sys.executable} -m pip install matplotlib\n"
+    )
+    assert not out.exists()
+
+
+def test_what_the_ranks_refuse_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["scaling", "-H", "localhost:1", "--weights", "nowhere.pt", *SMALL]
+    done = bench(*words, "--out", str(out))
+    assert done.returncode == 2
+    first, last = done.stderr.splitlines()
+    assert first.startswith("--weights nowhere.pt: No such file or directory")
+    assert last == "mpiddp: bench scaling ends here: a job failed with exit code 2."
+    assert not out.exists()
+
+
+def test_a_benchmark_that_is_ended_takes_its_job_along(tmp_path: Path) -> None:
+    seed = f"{os.getpid()}{time.time_ns() % 10_000:04}"
+    words = ["scaling", "-H", "localhost:2", "--steps", "1000000", "--seed", seed, *SMALL]
+    process = subprocess.Popen(
+        [*BENCH, *words, "--out", str(tmp_path / "out")],
+        env=clean_env(),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not any(line.startswith(" ".join(RANK)) for line in running(seed)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, words_of_it = process.communicate(timeout=30)
+    assert (process.returncode, words_of_it) == (130, "interrupted\n")
+    assert running(seed) == []
+
+
+def test_a_job_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(JobFailed, match=r"it did not end within 0\.2 s\."):
+        run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
+
+
+def test_a_spread_is_shown_as_it_is() -> None:
+    values = [3.0, 1.0, 2.5]
+    assert spread(values) == {"median": median(values), "low": 1.0, "high": 3.0}
+    assert shown(spread(values), ".1f", 10) == "25.0 (10.0 to 30.0)"
+    assert aligned(("a", "number"), [["bc", "1"], ["d", "22"]]) == (
+        "a   number\nbc       1\nd       22"
+    )
