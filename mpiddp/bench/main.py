@@ -97,6 +97,8 @@ def _jobs(options: argparse.Namespace, benchmark: Benchmark, started_at: float) 
     if not benchmark.takes_hosts:
         ranks = ["-H", "localhost:1"]
     job = ["-m", "mpiddp", "bench-rank", *getattr(options, "training", [])]
+    if getattr(options, "backend", None):  # over gloo ranks need no GPU of their own
+        job += ["--backend", options.backend]
     mpi, request = make_plan(parse_options([*where, *ranks, *job]), started_at, os.environ, say)
     per_host = max(node.ranks for node in request.nodes)
     return Jobs(tuple(where), request.world_size, per_host, mpi.name, options.timeout)

@@ -7,6 +7,9 @@ that comes before a process group: the import, the same meeting, and the store t
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,7 @@ SERIES = {"MPI alone": (), "with torch": ("--torch",)}
 def rank_options() -> argparse.ArgumentParser:
     parser = OneSentenceParser(prog="mpiddp bench-rank meeting", allow_abbrev=False)
     parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--to", type=Path)
     parser.add_argument(
         "--backend"
     )  # read by the launcher: over gloo ranks need no GPU of their own
@@ -72,14 +76,17 @@ def _point(
     wall, meeting, cpu, peak, peak_of_rank_0 = [], [], [], [], []
     job = ("-m", "mpiddp", "bench-rank", "meeting", *words, "--backend", "gloo")
     for number in range(rounds):
-        finished = jobs.run_here(ranks, *job)
-        assert len(finished.found) == ranks
-        last_met = max(found["met_at"] for found in finished.found)
+        with tempfile.TemporaryDirectory(prefix="mpiddp-bench-") as folder:
+            finished = jobs.run_here(ranks, *job, "--to", folder)
+            files = Path(folder).iterdir()
+            met = [json.loads(file.read_text()) for file in files]
+        assert len(met) == ranks
+        last_met = max(found["met_at"] for found in met)
         wall.append(last_met - finished.started_at)
-        meeting.append(last_met - max(found["ready_at"] for found in finished.found))
+        meeting.append(last_met - max(found["ready_at"] for found in met))
         cpu.append(finished.cpu_s / ranks)
-        peak.append(median(found["peak_mb"] for found in finished.found))
-        peak_of_rank_0 += [found["peak_mb"] for found in finished.found if found["rank"] == 0]
+        peak.append(median(found["peak_mb"] for found in met))
+        peak_of_rank_0 += [found["peak_mb"] for found in met if found["rank"] == 0]
         progress(f"rendezvous, {name}", ranks, number + 1, rounds, f"{wall[-1]:.2f} s")
     return {
         "ranks": ranks,

@@ -5,12 +5,13 @@ Without --torch nothing of torch is loaded: what is left is Python, MPI and the 
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from pathlib import Path
 
 from mpiddp.bench.machine import peak_bytes
 from mpiddp.bench.rendezvous import rank_options
-from mpiddp.bench.words import emit
 from mpiddp.rendezvous import meet_over_mpi
 from mpiddp.world import World
 
@@ -22,15 +23,17 @@ def run(world: World, argv: list[str]) -> None:
 
         ready_at = time.time()
         with assemble(world):
-            _tell(world, ready_at)
+            _tell(world, ready_at, options.to)
         return
     ready_at = time.time()
     meeting = meet_over_mpi(world, timeout_s=float(os.environ["MPIDDP_TIMEOUT"]))
-    _tell(world, ready_at)
+    _tell(world, ready_at, options.to)
     if meeting.listener is not None:
         meeting.listener.close()
 
 
-def _tell(world: World, ready_at: float) -> None:
+def _tell(world: World, ready_at: float, folder: Path) -> None:
+    """Not on stdout, where Open MPI 4.1 may mix the words of two ranks."""
     met_at, peak_mb = time.time(), peak_bytes(os.getpid()) / 1e6
-    emit({"rank": world.rank, "ready_at": ready_at, "met_at": met_at, "peak_mb": peak_mb})
+    found = {"rank": world.rank, "ready_at": ready_at, "met_at": met_at, "peak_mb": peak_mb}
+    (folder / f"{world.rank}.json").write_text(json.dumps(found))
