@@ -270,10 +270,13 @@ def _show_placement(crew: Crew, meeting: Meeting) -> None:
     env = os.environ
     wanted = env.get("MPIDDP_PLACEMENT")
     if wanted or env.get("MPIDDP_REPORT"):
-        gpus = torch.cuda.device_count()
-        own = f"cuda:{crew.world.local_rank}" if crew.world.local_rank < gpus else "cpu"
-        devices = crew.exchange(own, timeout_s=JOIN_TIMEOUT_S)
-        places = [Place(card, device) for card, device in zip(meeting.cards, devices, strict=True)]
+        card = meeting.cards[crew.world.rank]
+        own = Place.of_this_process(card, torch.cuda.device_count(), crew.world.launcher.name)
+        devices = crew.exchange(f"{own.device} {own.gpu}", timeout_s=JOIN_TIMEOUT_S)
+        places = [
+            Place(card, *device.split(" "))
+            for card, device in zip(meeting.cards, devices, strict=True)
+        ]
         problem = crew.agreed(misplaced(places, wanted) if wanted and crew.world.rank == 0 else "")
         with crew.together():
             if problem:

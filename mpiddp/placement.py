@@ -6,6 +6,7 @@ on node1, 4 and 5 on node2.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -16,10 +17,26 @@ from mpiddp.address import Card
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is. `device` is torch's name of it: "cuda:1", "cpu"."""
+    """Where a rank is. `device` is torch's name of it: "cuda:1", "cpu".
+
+    `gpu` is what the whole host calls that device, "" where that is not known: "cuda:1" is another one
+    in each process that sees other GPUs.
+    """
 
     card: Card
     device: str
+    gpu: str = ""
+
+    @classmethod
+    def of_this_process(cls, card: Card, num_gpus: int, launcher: str) -> Place:
+        """Where this rank will compute with NCCL, of the `num_gpus` that it sees."""
+        if card.local_rank >= num_gpus:
+            return cls(card, "cpu")
+        if launcher == "slurm":  # whose cgroups number the GPUs of each task anew
+            return cls(card, f"cuda:{card.local_rank}")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        named = visible[card.local_rank].strip() if card.local_rank < len(visible) else ""
+        return cls(card, f"cuda:{card.local_rank}", named or str(card.local_rank))
 
 
 def expected_hosts(placement: str) -> list[str]:
@@ -43,7 +60,7 @@ def misplaced(places: Sequence[Place], placement: str) -> str:
         for name, place in zip(wanted, places, strict=False)
     )
     if len(wanted) == len(places) and one_to_one and named_right:
-        return ""
+        return _shared_gpus(places)
     return (
         f"the ranks are not where the hostfile wants them ({placement}). Look at mpirun's own "
         f"settings (environment, mca-params.conf), and at the hosts' names:\n"
@@ -51,12 +68,30 @@ def misplaced(places: Sequence[Place], placement: str) -> str:
     )
 
 
+def _shared_gpus(places: Sequence[Place]) -> str:
+    users: dict[tuple[tuple[str, str], str], list[Place]] = {}
+    for place in places:
+        users.setdefault((place.card.host, place.gpu), []).append(place)
+    for (_, gpu), sharing in users.items():
+        if gpu and len(sharing) > 1:
+            ranks = " and ".join(str(place.card.rank) for place in sharing)
+            return (
+                f"ranks {ranks} would share GPU {gpu} of {sharing[0].card.hostname}: they see its GPUs in "
+                "different orders. Set CUDA_VISIBLE_DEVICES to the same for all ranks of a host.\n"
+                f"{table(places)}"
+            )
+    return ""
+
+
 def table(places: Sequence[Place], wanted: Sequence[str] = ()) -> str:
     """A line for each rank: its host, local rank and device, and the host that was wanted."""
     rows = [("rank", "host", "local rank", "device", *(["wanted host"] if wanted else []))]
     for index, place in enumerate(places):
         card = place.card
-        row = [str(card.rank), card.hostname, str(card.local_rank), place.device]
+        device = place.device
+        if place.gpu and device != f"cuda:{place.gpu}":
+            device += f" (GPU {place.gpu})"
+        row = [str(card.rank), card.hostname, str(card.local_rank), device]
         if wanted:
             row.append(wanted[index] if index < len(wanted) else "none")
         rows.append(tuple(row))

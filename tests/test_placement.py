@@ -52,6 +52,33 @@ def test_ranks_elsewhere(wish: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpus", "device"),
+    [("", "01", "cuda:1"), ("2,3", "23", "cuda:1 (GPU 3)"), ("GPU-a, GPU-b", "ab", "(GPU GPU-b)")],
+)
+def test_each_rank_has_a_gpu_of_its_own(
+    visible: str, gpus: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = [Place.of_this_process(place.card, 2, "openmpi") for place in places("node1", "node1")]
+    assert [place.gpu[-1] for place in found] == list(gpus)
+    assert misplaced(found, "node1:2") == ""
+    assert table(found).splitlines()[2].endswith(device)
+    assert Place.of_this_process(found[1].card, 1, "openmpi").device == "cpu"
+    assert Place.of_this_process(found[1].card, 2, "slurm").gpu == ""
+
+
+def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [place.card for place in places("node1", "node1", "node2")]
+    found = []
+    for card, visible in zip(cards, ("0,1", "1,0", "0,1"), strict=True):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found.append(Place.of_this_process(card, 2, "openmpi"))
+    sentence, *rows = misplaced(found, "node1:2,node2:1").splitlines()
+    assert sentence.startswith("ranks 0 and 1 would share GPU 0 of node1: they see its GPUs in ")
+    assert rows == table(found).splitlines()
+
+
 def test_the_table() -> None:
     assert table(places("node1", "node2"), ["node2", "node1"]).splitlines() == [
         "rank  host   local rank  device  wanted host",
