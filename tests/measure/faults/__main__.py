@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from subprocess import SubprocessError
 
 from tests import cluster
 from tests.cluster import Cluster
@@ -77,7 +78,7 @@ def _do(planned: Planned, hosts: _Hosts, out: Path) -> None:
     what = f"{planned.fault}, {planned.flavour}, round {planned.round}"
     try:
         run = planned.measure(hosts.get())
-    except (TimeoutError, AssertionError) as error:
+    except (TimeoutError, AssertionError, LookupError, SubprocessError) as error:
         print(f"{what}: no result: {error}", file=sys.stderr, flush=True)
         hosts.give_up()
         return

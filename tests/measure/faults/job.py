@@ -83,8 +83,14 @@ class Job:
         self.await_that(lambda: any(s.number >= number for s in self.steps()), f"step {number}")
 
     def pid_of(self, host: str, command: str) -> int:
-        """The oldest process of a host whose command begins with what this pattern matches."""
-        return next(p.pid for p in self.hosts[host].processes() if re.match(command, p.command))
+        """The oldest process of a host whose command begins with what this pattern matches.
+
+        Raises LookupError when there is none.
+        """
+        for process in self.hosts[host].processes():
+            if re.match(command, process.command):
+                return process.pid
+        raise LookupError(f"nothing like {command} runs on {host}")
 
     def end(self) -> int | None:
         """The launcher's exit code; None when it had to be killed."""

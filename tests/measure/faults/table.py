@@ -87,7 +87,7 @@ def runs_table(runs: Iterable[Run], order: Iterable[str]) -> str:
                     f"{right}/{len(group)}",
                     f"{named}/{len(group)}",
                     str(sum(run.orphans for run in group)),
-                    f"≤ {max(lost)}" if lost else "-",
+                    _at_most(lost),
                 ]
                 rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -97,6 +97,12 @@ def tally_table(found: Iterable[Tally]) -> str:
     rows = ["| fault | times | right | seen |", "|---|---|---|---|"]
     rows += [f"| {each.fault} | {each.times} | {each.right} | {each.seen} |" for each in found]
     return "\n".join(rows)
+
+
+def _at_most(values: list[int]) -> str:
+    if not values:
+        return "-"
+    return f"≤ {max(values)}" if any(values) else "0"
 
 
 def _seconds(values: Iterable[float | None]) -> str:
