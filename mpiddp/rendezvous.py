@@ -184,6 +184,9 @@ def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
         # Open MPI 5 sleeps a second in its OFI components unless told to use plain shared memory and
         # TCP, and the exchange is some hundred bytes.
         defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
+        if world.local_world_size > (os.cpu_count() or 1):
+            # A rank that polls for a message would keep the one that sends it from its core.
+            defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if world.local_world_size < world.world_size:
         usable = _usable_interfaces(wished_interface(env))
         names = ",".join(interface.name for interface in usable)
