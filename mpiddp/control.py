@@ -165,7 +165,7 @@ def reporting(world: World) -> Iterator[None]:
         UserError: there is a launcher, but it cannot be reached.
     """
     global channel
-    faulthandler.enable()  # a crash in native code shows where Python was
+    faulthandler.enable(2)  # a crash in native code shows on stderr where Python was
     if world.launcher.speaks_mpi or world.launcher.name == "slurm":
         # With its daemon gone, nobody would end this rank.
         import ctypes
