@@ -79,7 +79,7 @@ def only_1_of_2(last_words: str) -> list[str]:
     return [f"mpiddp: {sentence} Its last words: {last_words}"]
 
 
-@pytest.mark.parametrize("flavour", ["openmpi5", "openmpi4", "mpich", "intelmpi"])
+@pytest.mark.parametrize("flavour", ["openmpi5", "intelmpi"])
 def test_a_rank_that_is_still_importing_is_named_with_its_place(
     hosts: Cluster, trouble: Path, flavour: str
 ) -> None:

@@ -73,7 +73,7 @@ def test_only_allowed_variables_travel_and_ctrl_c_leaves_nothing_anywhere(
     assert gone(hosts) == []
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", ["openmpi5", "openmpi4"])
 def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
     hosts: Cluster, flavour: str
 ) -> None:

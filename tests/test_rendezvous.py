@@ -37,7 +37,7 @@ def facts(ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dic
 # --- the meeting ---
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_every_rank_knows_its_place_and_where_rank_0_listens(ranks: int) -> None:
     told = facts(ranks)
     addr, port = told[0]["world"]["master_addr"], told[0]["world"]["master_port"]

@@ -77,7 +77,7 @@ def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
     """3 ranks, then 2, then 3: the same global batch, the same run, no step lost but the last few."""
     out = hosts.shared / "run"
     command = [*LAUNCH, "--max-restarts", "3", "--min-hosts", "2", "-H", "node0:1,node1:1,node2:1"]
-    command += [*TRAIN, "--batch-size", "5", "--steps-per-epoch", "400", "--save-every", "10"]
+    command += [*TRAIN, "--batch-size", "5", "--steps-per-epoch", "150", "--save-every", "10"]
     command += ["--log-every", "10", "--out", str(out)]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with hosts["node0"].popen(command, cwd=ROOT, env=env) as launcher:
@@ -102,7 +102,7 @@ def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
     # mpirun's own last words may end without a newline.
     assert all(sentence in stderr for sentence in sentences), stderr
     summary = json.loads((out / "summary.json").read_text())
-    assert (summary["global_batch_size"], summary["steps"], summary["world_size"]) == (15, 400, 3)
+    assert (summary["global_batch_size"], summary["steps"], summary["world_size"]) == (15, 150, 3)
     assert stdout.count("going on from") == 2
 
 
