@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import find_mpirun
+
 FOLDER = Path(__file__).resolve().parent.parent / ".mpi"
 
 # flavour: the package that has it. impi-rt 2021.19 leaves out libfabric and asks for a package of
@@ -35,11 +37,14 @@ def find(flavour: str) -> Path | None:
     return path if path.exists() else None
 
 
-def mpirun_or_skip(flavour: str) -> Path:
+def mpirun_of(flavour: str) -> str:
+    """Its mpirun's path; without one the test is skipped. "openmpi5" is the one of this environment."""
+    if flavour == "openmpi5":
+        return find_mpirun()
     path = find(flavour)
     if path is None:
         pytest.skip(f"{flavour} is not installed: python -m tests.flavours install")
-    return path
+    return str(path)
 
 
 def install() -> None:

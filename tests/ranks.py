@@ -51,6 +51,25 @@ def mpirun(
     )
 
 
+def mpiddp(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`python -m mpiddp WORDS…` with the variables `extra`, its output captured."""
+    return subprocess.run(
+        [sys.executable, "-m", "mpiddp", *words],
+        env=clean_env(extra),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def script(folder: Path, text: str) -> str:
+    """The path of a script with this text, in the folder."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
 def own_lines(stderr: str) -> list[str]:
     """The lines of stderr that are not mpirun's own banner about an exit code."""
     lines, in_banner = [], False

@@ -20,7 +20,7 @@ from PIL import Image
 
 from mpiddp.bench.jobs import JobFailed, run
 from mpiddp.bench.report import aligned, shown, spread
-from tests.ranks import ROOT, clean_env
+from tests.ranks import ROOT, clean_env, mpiddp
 from tests.test_launch import running
 
 pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install matplotlib")
@@ -31,14 +31,7 @@ SMALL = ["--arch", "resnet20", "--batch-size", "2"]
 
 
 def bench(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*BENCH, *words],
-        env=clean_env(extra),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return mpiddp("bench", *words, **extra)
 
 
 def measured(out: Path, name: str, *words: str) -> tuple[dict[str, Any], list[list[str]]]:

@@ -13,8 +13,8 @@ import pytest
 
 from tests import cluster
 from tests.cluster import Cluster
-from tests.flavours import PACKAGES, mpirun_or_skip
-from tests.ranks import ROOT, find_mpirun
+from tests.flavours import PACKAGES, mpirun_of
+from tests.ranks import ROOT
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch", "-H", "node0:1,node1:1")
 FAILING = """
@@ -38,9 +38,9 @@ def hosts() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("flavour", ["openmpi", *PACKAGES])
+@pytest.mark.parametrize("flavour", ["openmpi5", *PACKAGES])
 def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, flavour: str, end: str) -> None:
-    mpirun = find_mpirun() if flavour == "openmpi" else str(mpirun_or_skip(flavour))
+    mpirun = mpirun_of(flavour)
     script = hosts.shared / "failing.py"
     script.write_text(FAILING.format(end))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
-from tests.flavours import find, mpirun_or_skip
+from tests.flavours import find, mpirun_of
 from tests.ranks import mpirun, own_lines
 
 
 def library(flavour: str) -> str:
-    return str(mpirun_or_skip(flavour).parent.parent / "lib" / "libmpi.so.12")
+    return str(Path(mpirun_of(flavour)).parent.parent / "lib" / "libmpi.so.12")
 
 
 @pytest.mark.parametrize("flavour", ["mpich", "intelmpi"])

@@ -19,8 +19,8 @@ from mpiddp.launch.hangs import missing
 from mpiddp.launch.record import Record
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
-from tests.flavours import mpirun_or_skip
-from tests.ranks import ROOT, find_mpirun
+from tests.flavours import mpirun_of
+from tests.ranks import ROOT
 
 # On rank 1, what `trouble` holds comes before all else on sys.path: a disk that does not answer.
 SITECUSTOMIZE = """
@@ -83,7 +83,7 @@ def only_1_of_2(last_words: str) -> list[str]:
 def test_a_rank_that_is_still_importing_is_named_with_its_place(
     hosts: Cluster, trouble: Path, flavour: str
 ) -> None:
-    mpirun = find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
+    mpirun = mpirun_of(flavour)
     (trouble / "torch.py").write_text(SLEEP)
     done = launch(hosts, trouble, "--timeout", "4", "--mpirun", mpirun)
     place = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(600)"

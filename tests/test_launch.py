@@ -18,8 +18,8 @@ from socket import gethostname
 
 import pytest
 
-from tests.flavours import PACKAGES, mpirun_or_skip
-from tests.ranks import ROOT, clean_env, find_mpirun, own_lines
+from tests.flavours import PACKAGES, mpirun_of
+from tests.ranks import ROOT, clean_env, mpiddp, own_lines, script
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 FLAVOURS = ("openmpi5", *PACKAGES)
@@ -38,25 +38,8 @@ time.sleep(100)
 """
 
 
-def mpirun_of(flavour: str) -> str:
-    return find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
-
-
-def script(folder: Path, text: str) -> str:
-    path = folder / "script.py"
-    path.write_text(text)
-    return str(path)
-
-
-def launch(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*LAUNCH, *arguments],
-        env=clean_env(extra),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return mpiddp("launch", *words, **extra)
 
 
 def running(word: str) -> list[str]:

@@ -15,8 +15,8 @@ import pytest
 
 from tests import cluster
 from tests.cluster import Cluster
-from tests.flavours import PACKAGES, mpirun_or_skip
-from tests.ranks import ROOT, find_mpirun
+from tests.flavours import PACKAGES, mpirun_of
+from tests.ranks import ROOT
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 FLAVOURS = ("openmpi5", *PACKAGES)
@@ -34,10 +34,6 @@ time.sleep(100)
 def hosts() -> Iterator[Cluster]:
     with cluster.up_or_skip(3) as standing:
         yield standing
-
-
-def mpirun_of(flavour: str) -> str:
-    return find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
 
 
 def job_processes(hosts: Cluster) -> list[str]:

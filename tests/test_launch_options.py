@@ -15,28 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT, clean_env, own_lines
+from tests.ranks import ROOT, mpiddp, own_lines, script
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 HOST = socket.gethostname()
 TELL = "import os; print('rank', os.environ['RANK'], os.environ.get('GREETING'), flush=True)"
 
 
-def script(folder: Path, text: str) -> str:
-    path = folder / "script.py"
-    path.write_text(text)
-    return str(path)
-
-
-def launch(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*LAUNCH, *arguments],
-        env=clean_env(extra),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return mpiddp("launch", *words, **extra)
 
 
 def test_report_prints_a_line_for_each_rank(tmp_path: Path) -> None:

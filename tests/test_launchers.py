@@ -14,7 +14,7 @@ import torch
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
 from tests.cluster.slurm import Slurm
-from tests.flavours import mpirun_or_skip
+from tests.flavours import mpirun_of
 from tests.ranks import ROOT
 
 EXAMPLE = str(ROOT / "examples" / "message_passing.py")
@@ -131,7 +131,7 @@ LAUNCHERS = (
 def launcher(request: pytest.FixtureRequest, hosts: Cluster) -> tuple[str, Callable[..., str]]:
     name = request.param
     if name in ("openmpi4", "mpich", "intelmpi"):
-        return name, launched(hosts, "--mpirun", str(mpirun_or_skip(name)))
+        return name, launched(hosts, "--mpirun", mpirun_of(name))
     if name == "openmpi":
         return name, launched(hosts)
     if name == "torchrun":

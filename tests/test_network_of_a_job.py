@@ -14,7 +14,7 @@ import pytest
 
 from tests import cluster
 from tests.cluster import USER, Cluster, Layout
-from tests.flavours import mpirun_or_skip
+from tests.flavours import mpirun_of
 from tests.ranks import ROOT, find_mpirun
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
@@ -41,8 +41,8 @@ def odd_hosts() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("flavour", "user"),
     [
-        ("openmpi", "root"),
-        ("openmpi", USER),
+        ("openmpi5", "root"),
+        ("openmpi5", USER),
         ("openmpi4", "root"),
         ("mpich", "root"),
         ("intelmpi", "root"),
@@ -50,7 +50,7 @@ def odd_hosts() -> Iterator[Cluster]:
 )
 def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, flavour: str, user: str) -> None:
     """The launching host stands in the middle of the hostfile, and the order is the hostfile's."""
-    mpirun = find_mpirun() if flavour == "openmpi" else str(mpirun_or_skip(flavour))
+    mpirun = mpirun_of(flavour)
     script = odd_hosts.shared / "show.py"
     script.write_text(SHOW)
     command = [MPIDDP, "launch", "-v", "--mpirun", mpirun, "-H", "node1:2,node0:1,node2:1"]

@@ -19,8 +19,8 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.launch.options import duration
-from tests.flavours import mpirun_or_skip
-from tests.ranks import ROOT, clean_env, find_mpirun
+from tests.flavours import mpirun_of
+from tests.ranks import ROOT, clean_env, find_mpirun, script
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 # A line and its end in one piece: Intel's mpirun would mix the pieces of several ranks.
@@ -68,10 +68,6 @@ time.sleep(100)
 """
 
 
-def mpirun_of(flavour: str) -> str:
-    return find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
-
-
 def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Popen[str]:
     """A job whose ranks have all said that they are ready."""
     job = subprocess.Popen(
@@ -85,11 +81,6 @@ def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Po
     assert job.stdout is not None
     assert [job.stdout.readline() for _ in range(ranks)] == ["ready\n"] * ranks
     return job
-
-
-def script(folder: Path, text: str) -> str:
-    (folder / "script.py").write_text(text)
-    return str(folder / "script.py")
 
 
 @pytest.mark.parametrize(

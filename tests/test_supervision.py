@@ -20,8 +20,8 @@ from mpiddp.launch.hangs import sentences
 from mpiddp.launch.record import Record
 from tests import cluster
 from tests.cluster import Cluster, Program
-from tests.flavours import PACKAGES, mpirun_or_skip
-from tests.ranks import ROOT, clean_env, find_mpirun
+from tests.flavours import PACKAGES, mpirun_of
+from tests.ranks import ROOT, clean_env
 
 OTHERS = "The other ranks were stopped."
 FLAVOURS = ("openmpi5", *PACKAGES)
@@ -45,10 +45,6 @@ def hosts() -> Iterator[Cluster]:
     with cluster.up_or_skip(3) as standing:
         (standing.shared / "script.py").write_text(SCRIPT)
         yield standing
-
-
-def mpirun_of(flavour: str) -> str:
-    return find_mpirun() if flavour == "openmpi5" else str(mpirun_or_skip(flavour))
 
 
 @dataclass
