@@ -1,0 +1,37 @@
+"""Two NCCL ranks on one GPU, which NCCL takes for duplicates unless it believes them on two hosts.
+
+    mpirun -np 2 python -m tests.jobs.two_on_one_gpu
+
+Prints rank 0's sum after an all-reduce and a DDP step, or what NCCL answers.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from mpiddp.group import assemble, joined
+
+
+def main() -> None:
+    device = torch.device("cuda", 0)
+    with assemble() as crew:
+        os.environ["NCCL_HOSTID"] = f"host{crew.world.rank}"
+        try:
+            with joined(crew, "nccl", device, timeout_s=60):
+                values = torch.full((4,), float(crew.world.rank + 1), device=device)
+                dist.all_reduce(values)
+                model = DistributedDataParallel(torch.nn.Linear(4, 1).to(device))
+                model(values).sum().backward()
+                answer = f"the sum is {values[0].item():g}, and DDP has averaged its gradients"
+        except RuntimeError as error:  # torch.distributed.DistBackendError is one
+            answer = f"NCCL refuses: {str(error).splitlines()[-1]}"
+        if crew.world.rank == 0:
+            print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Measures what needs a GPU, and prints docs/performance.md's rows of it. Without one they stay empty.
+
+    python -m tests.measure.gpu > rows.md       # some 5 minutes on one H200
+
+Each row is one run of `mpiddp launch … -m mpiddp train` on one rank; where it is a ratio, the two settings
+alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from tests.ranks import ROOT, clean_env, find_mpirun
+
+IMAGENET = ["--use-syn", "--dataset=image-folder", "--arch=resnet50", "--batch-size=256"]
+GUIDES = ["--use-syn", "--arch=resnet152", "--stem=imagenet", "--batch-size=8192"]
+FP32 = ["--amp=off", "--no-channels-last"]
+CIFAR10 = [
+    "--arch=resnet18", "--batch-size=512", "--epochs=24", "--label-smoothing=0.1", "--save-every=100000",
+]  # fmt: skip
+
+
+def trained(*options: str) -> dict[str, Any]:
+    """The summary of a run with these options on one rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:1"]
+        command += ["-m", "mpiddp", "train", *options, f"--out={folder}"]
+        done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(done.stderr)
+        summary: dict[str, Any] = json.loads((Path(folder) / "summary.json").read_text())
+        return summary
+
+
+def resnet50(options: argparse.Namespace) -> str:
+    steps = f"--steps-per-epoch={options.steps}"
+    speeds = [
+        trained(*IMAGENET, "--epochs=1", steps)["images_per_s"] for _ in range(options.rounds)
+    ]
+    return f"{median(speeds):,.0f} images/s"
+
+
+def resnet152(options: argparse.Namespace) -> str:
+    """Ours and the guides' fp32 in alternation: the ratio of each round, and the median of them."""
+    steps = f"--steps-per-epoch={max(5, options.steps // 5)}"
+    ratios = []
+    for _ in range(options.rounds):
+        plain = trained(*GUIDES, *FP32, "--epochs=1", steps)["images_per_s"]
+        ratios.append(trained(*GUIDES, "--epochs=1", steps)["images_per_s"] / plain)
+    return f"{median(ratios):.2f} of fp32's images/s"
+
+
+def cifar10(options: argparse.Namespace) -> str:
+    found = trained(*CIFAR10)
+    images = found["steps"] * found["global_batch_size"]
+    seconds = images / found["images_per_s"]
+    return f"{found['test_accuracy']:.2%} after {seconds:.0f} s of steps ({found['wall_s']:.0f} s in all)"
+
+
+def two_ranks(options: argparse.Namespace) -> str:
+    command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    command += [sys.executable, "-m", "tests.jobs.two_on_one_gpu"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=180
+    )
+    return done.stdout.strip() or done.stderr.strip().splitlines()[0]
+
+
+ROWS = {
+    "ResNet-50, 224×224, synthetic, bf16, channels_last": ("≥ 3,100 images/s", resnet50),
+    "ResNet-152, 32×32, batch 8192, the defaults over fp32": ("≥ 2.5", resnet152),
+    "CIFAR-10 to 94 %": ("≤ 60 s", cifar10),
+    "two NCCL ranks on one GPU, each with its NCCL_HOSTID": ("runs", two_ranks),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what needs a GPU.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU here"
+    print(f"| what | wanted | {gpu} |\n|---|---|---|")
+    for what, (wanted, measure) in ROWS.items():
+        found = measure(options) if torch.cuda.is_available() else ""
+        print(f"| {what} | {wanted} | {found} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
