@@ -26,6 +26,15 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}. See: {self.prog} --help")
 
 
+class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):
+    """Each option's default after its help, where it has one worth reading that the help has not told."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_told = "default" in (action.help or "")
+        is_plain = action.default is None or isinstance(action.default, (bool, list))
+        return action.help if is_told or is_plain else super()._get_help_string(action)
+
+
 class RankParser(OneSentenceParser):
     """The same for a verb that every rank of a job calls: its help is printed once."""
 

@@ -166,7 +166,11 @@ def init(
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     keep_mpi: bool = False,
 ) -> World:
-    """`process_group()` for a script without a `with`: the group lasts until the interpreter exits."""
+    """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
+
+    Under a plain mpirun only `sys.exit` and an uncaught error tell the other ranks how this one ended;
+    `process_group()`, and `mpiddp launch`, hear of every end.
+    """
     group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
     world = group.__enter__()
     what_ended_it = observe()

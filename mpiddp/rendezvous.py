@@ -248,9 +248,8 @@ def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
     if watcher == 0:
         try:
             os.close(over)
-            if not select.select([met], [], [], timeout_s)[
-                0
-            ]:  # it becomes readable as `over` closes
+            has_met, _, _ = select.select([met], [], [], timeout_s)  # readable as `over` closes
+            if not has_met:
                 os.write(2, sentence.encode())
                 os.kill(rank_process, signal.SIGTERM)
         finally:

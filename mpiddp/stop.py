@@ -31,6 +31,7 @@ class Stop:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = 0
+        self._steps_before = 0  # of the run, when this process went on with it
         self._promise: int | None = None
         self._step: int | None = None
         self._decided = threading.Event()
@@ -43,6 +44,10 @@ class Stop:
         if not self.is_aware:
             self.is_aware = True
             control.say("aware")
+
+    def count_from(self, step: int) -> None:
+        """The run has made `step` steps before this process: what the launcher says counts them."""
+        self._steps_before = step
 
     @property
     def is_open(self) -> bool:
@@ -57,7 +62,7 @@ class Stop:
                 self._decide(self._calls)
             must_wait = self._step is None and self._promise == self._calls
         if control.channel is not None:
-            control.channel.progress(self._calls)
+            control.channel.progress(self._steps_before + self._calls)
         if must_wait:
             self._decided.wait()
         stops = self._step is not None and self._calls >= self._step

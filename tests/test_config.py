@@ -293,3 +293,12 @@ def test_every_step_learns(schedule: str) -> None:
 def test_the_lr_grows_with_the_global_batch() -> None:
     assert scaled_lr(0.1, 256) == 0.1
     assert scaled_lr(0.1, 8192) == pytest.approx(3.2)
+
+
+def test_the_help_tells_defaults_that_mean_something(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    told = capsys.readouterr().out
+    assert "(default: warn)" in told
+    assert "(default: None)" not in told
+    assert "(default: True)" not in told

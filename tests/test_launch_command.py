@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.launch.command import Command, Node, Request
-from mpiddp.launch.environment import forwarded, parse_exports
+from mpiddp.launch.environment import forwarded, parse_exports, without_secrets
 from mpiddp.launch.flavours import compose
 from mpiddp.launch.mpi import Mpi
 
@@ -174,3 +174,20 @@ def test_the_allow_list() -> None:
 def test_exports_by_name_and_with_a_value() -> None:
     exports = parse_exports(["A", "B=1=2", "C="], {"A": "x"})
     assert exports == {"A": None, "B": "1=2", "C": ""}
+
+
+def test_a_command_that_is_shown_keeps_secrets_to_itself() -> None:
+    words = [
+        "-x",
+        "HF_TOKEN=abc",
+        "-xMY_KEY=d=e",
+        "-x",
+        "PLAIN=f",
+        "-x",
+        "TOKEN",
+        "train.py",
+        "TOKEN=g",
+    ]
+    assert without_secrets(words) == [
+        "-x", "HF_TOKEN", "-xMY_KEY", "-x", "PLAIN=f", "-x", "TOKEN", "train.py", "TOKEN=g",
+    ]  # fmt: skip

@@ -67,6 +67,18 @@ def test_what_a_killed_job_has_left_is_removed_by_the_next(file: Path, memory: P
     assert (memory / f"mpiddp-cache-{os.geteuid()}-running").exists()
 
 
+def test_a_folder_that_was_made_anew_belongs_to_others(file: Path, memory: Path) -> None:
+    one = RamCache("job", root=memory)
+    (folder,) = memory.iterdir()
+    folder.rmdir()
+    other = RamCache("job", root=memory)
+    other.open(file)
+    one.close()
+    assert len(list(folder.iterdir())) == 1
+    other.close()
+    assert list(memory.iterdir()) == []
+
+
 def test_a_full_memory_is_left_alone(
     file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

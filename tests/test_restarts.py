@@ -19,7 +19,7 @@ from mpiddp.launch.record import Batch
 from mpiddp.launch.restarts import _keeping_batch
 from tests import cluster
 from tests.cluster import Cluster
-from tests.ranks import ROOT, clean_env
+from tests.ranks import ROOT, clean_env, script
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
@@ -64,6 +64,19 @@ def test_a_job_that_gets_on_waits_no_longer_each_time(tmp_path: Path) -> None:
     pauses = [end - start for (start, _), (end, line) in pairwise(lines) if "restarting" in line]
     assert len(pauses) == 2, lines
     assert all(1.0 <= pause < 1.9 for pause in pauses), pauses
+
+
+def test_a_stop_between_two_starts_is_heard(tmp_path: Path) -> None:
+    command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "9", script(tmp_path, "1 / 0")]
+    with subprocess.Popen(command, env=clean_env(), stderr=subprocess.PIPE, text=True) as job:
+        assert job.stderr is not None
+        for line in job.stderr:
+            if "(restart 2 of 9)" in line:
+                break
+        next(line for line in job.stderr if "failed first: ZeroDivisionError" in line)
+        job.terminate()  # in the pause of 4 s that follows
+        last = job.stderr.read().splitlines()[-1]
+    assert (last, job.returncode) == ("mpiddp: interrupted between two starts.", 130)
 
 
 def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
@@ -143,3 +156,9 @@ def test_the_global_batch_stays(words: list[str], ranks: int, passes: int) -> No
     """In passes of no more than the 4 images that a rank had room for."""
     dealt = ["--global-batch-size=12", "--uneven", f"--grad-accum-steps={passes}"]
     assert _keeping_batch(words, Batch(12, per_pass=4), ranks) == ["train", "--seed", "1", *dealt]
+
+
+def test_no_pass_is_left_with_a_single_image() -> None:
+    """Which BatchNorm could not work with: rather more images than before."""
+    assert _keeping_batch([], Batch(8, per_pass=1), 3)[-1] == "--grad-accum-steps=1"
+    assert _keeping_batch([], Batch(10, per_pass=2), 4)[-1] == "--grad-accum-steps=1"

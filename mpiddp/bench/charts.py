@@ -39,9 +39,8 @@ def need_matplotlib() -> None:
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    from matplotlib.figure import (
-        Figure,
-    )  # without pyplot: it draws into memory, and needs no screen
+    # Without pyplot: it draws into memory, and needs no screen.
+    from matplotlib.figure import Figure
 
     return Figure(figsize=size, layout="constrained")
 

@@ -22,6 +22,7 @@ from mpiddp.bench.jobs import JobFailed, Jobs, say
 from mpiddp.bench.machine import machine, one_line
 from mpiddp.bench.options import launch_words, parse
 from mpiddp.errors import UserError
+from mpiddp.launch.environment import without_secrets
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 
@@ -72,14 +73,21 @@ def main(argv: list[str]) -> int:
         benchmark,
         {
             "benchmark": name,
-            "command": shlex.join(["mpiddp", "bench", *argv]),
+            "command": shlex.join(["mpiddp", "bench", *without_secrets(argv)]),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started_at)),
             "environment": environment,
-            "options": vars(options),
+            "options": _shown(options),
             "results": results,
         },
     )
     return 0
+
+
+def _shown(options: argparse.Namespace) -> dict[str, Any]:
+    shown = vars(options).copy()
+    if "x" in shown:
+        shown["x"] = [without_secrets(["-x", export])[1] for export in options.x]
+    return shown
 
 
 def usage() -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from mpiddp.bench.benchmark import Benchmark
-from mpiddp.errors import OneSentenceParser
+from mpiddp.errors import DefaultsShown, OneSentenceParser
 from mpiddp.train.config import parse as parse_training
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -24,7 +24,7 @@ def parse(name: str, benchmark: Benchmark, argv: list[str]) -> argparse.Namespac
         prog=f"mpiddp bench {name}",
         description=f"Measure, print a table, write {name}.json and {name}.png.{others}",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsShown,
     )
     _add_shared(parser, benchmark)
     benchmark.add_options(parser)

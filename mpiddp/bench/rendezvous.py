@@ -32,9 +32,8 @@ def rank_options() -> argparse.ArgumentParser:
     parser = OneSentenceParser(prog="mpiddp bench-rank meeting", allow_abbrev=False)
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--to", type=Path)
-    parser.add_argument(
-        "--backend"
-    )  # read by the launcher: over gloo ranks need no GPU of their own
+    # Read by the launcher: over gloo ranks need no GPU of their own.
+    parser.add_argument("--backend")
     return parser
 
 

@@ -150,10 +150,10 @@ class Listener:
         except OSError:  # it has gone already
             return
         now = time.monotonic()
-        strangers = [peer for peer in self._peers if peer.rank is None]
-        for peer in strangers:
+        for peer in [peer for peer in self._peers if peer.rank is None]:
             if now - peer.since > PROOF_TIMEOUT_S:
                 self._drop(peer)
+        strangers = [peer for peer in self._peers if peer.rank is None]
         if len(strangers) >= self.world_size + STRANGERS:
             connection.close()
             return
@@ -169,7 +169,8 @@ class Listener:
         """Raises ValueError, or whatever a strange value leads to, for what is not the protocol."""
         if len(line) > LINE_LIMIT:
             raise ValueError("too long")
-        if peer.is_poked and peer.rank is not None and not line.startswith(b"{"):
+        if peer.is_poked and peer.rank is not None and not _is_json(line):
+            # Its stack, maybe in the middle of a word that it was about to say.
             return [Word(peer.rank, "frames", {"text": line.decode()}, time.monotonic())]
         facts = json.loads(line)
         kind = facts.pop("type")
@@ -217,3 +218,11 @@ class Listener:
 
 
 _SIOCOUTQ = 0x5411  # bytes that the other side has not acknowledged yet
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

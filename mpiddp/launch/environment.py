@@ -6,7 +6,7 @@ Variables go by name, so that no value stands on a command line, where every use
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpiddp.errors import UserError
@@ -35,6 +35,17 @@ SECRET = ("*TOKEN*", "*SECRET*", "*KEY*", "*PASSWORD*", "*PASSWD*", "*CREDENTIAL
 
 def is_secret(name: str) -> bool:
     return _matches(name.upper(), SECRET)
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command for others to read: of `-x TOKEN=VALUE` only `-x TOKEN`, as set in the environment."""
+    shown = list(words)
+    for index, word in enumerate(words):
+        is_value = index > 0 and words[index - 1] == "-x"
+        name, has_value, _ = word.removeprefix("-x").partition("=")
+        if (is_value or word.startswith("-x")) and has_value and is_secret(name):
+            shown[index] = word.partition("=")[0]
+    return shown
 
 
 def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, str | None]:

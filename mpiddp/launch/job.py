@@ -41,8 +41,10 @@ class Outcome:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the job has ended early with all that it had."""
-        return self.code == STOPPED_AFTER_CHECKPOINT
+        """Whether the same command goes on where this one was ended."""
+        return self.code == STOPPED_AFTER_CHECKPOINT or (
+            self.code == INTERRUPTED and bool(self.resume)
+        )
 
 
 def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:

@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 
+from mpiddp.launch.environment import without_secrets
 from mpiddp.launch.flavours import compose
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
@@ -37,7 +38,9 @@ def main(argv: list[str]) -> int:
     if outcome.sentence:
         _say(outcome.sentence)
     if outcome.goes_on:
-        _say(f"to go on: {shlex.join(['mpiddp', 'launch', *argv, *outcome.resume])}")
+        _say(
+            f"to go on: {shlex.join(['mpiddp', 'launch', *without_secrets(argv), *outcome.resume])}"
+        )
     return outcome.code
 
 

@@ -83,6 +83,11 @@ class Record:
         return [rank for rank in range(self.world_size) if rank not in self.joining]
 
     @property
+    def newest_step_at(self) -> float | None:
+        """When a rank was last known to have made a step, in time.monotonic()'s seconds."""
+        return max((at for _, at in self.steps.values()), default=None)
+
+    @property
     def all_done(self) -> bool:
         return len(self.done) == self.world_size
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from mpiddp.launch.job import FAILED, INTERRUPTED, Outcome, attempt
 from mpiddp.launch.mpi import Mpi
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.record import Batch
+from mpiddp.launch.signals import heard, is_asked_to_stop
 from mpiddp.launch.supervisor import Limits
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -29,23 +31,37 @@ def run(
     options: argparse.Namespace, mpi: Mpi, request: Request, started_at: float, say: Say
 ) -> Outcome:
     """Run the job, and again after each failure, `options.max_restarts` times at most."""
-    world_size = request.world_size
+    with heard() as signals:
+        return _run(options, mpi, request, started_at, say, signals)
+
+
+def _run(
+    options: argparse.Namespace,
+    mpi: Mpi,
+    request: Request,
+    started_at: float,
+    say: Say,
+    signals: socket.socket,
+) -> Outcome:
     outcome = attempt(mpi, request, _limits(options, started_at), say)
     resume, batch = outcome.resume, outcome.batch
+    world_size = request.world_size  # of the attempt that has told its batch
     in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
     for restart in range(1, options.max_restarts + 1):
         if outcome.code != FAILED:
             break
         say(outcome.sentence)
         in_a_row = 1 if outcome.made_steps else in_a_row + 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(in_a_row - 1, 10), LONGEST_PAUSE_S)
+        if is_asked_to_stop(signals, within_s=pause_s):
+            return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
         try:
-            time.sleep(min(FIRST_PAUSE_S * 2 ** (in_a_row - 1), LONGEST_PAUSE_S))
             options.most_ranks = max(1, batch.images // 2) if batch else None
             mpi, request = make_plan(options, started_at, os.environ, say)
         except UserError as error:  # a host may need longer than this pause
             outcome = Outcome(FAILED, str(error), resume, batch)
             continue
-        except KeyboardInterrupt:
+        if is_asked_to_stop(signals, within_s=0.0):
             return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
         hosts = _and([node.name for node in request.nodes])
         say(f"restarting on {hosts} (restart {restart} of {options.max_restarts}).")
@@ -59,7 +75,8 @@ def run(
         request = replace(request, job=tuple(job))
         outcome = attempt(mpi, request, _limits(options, started_at), say)
         resume = resume or outcome.resume
-        batch = batch or outcome.batch
+        if batch is None:
+            batch, world_size = outcome.batch, request.world_size
     return replace(outcome, resume=resume)
 
 
@@ -86,6 +103,7 @@ def _keeping_batch(job: Sequence[str], batch: Batch, world_size: int) -> list[st
         elif not has_value:
             next(words, None)
     passes = -(-batch.images // (batch.per_pass * world_size))
+    passes = max(1, min(passes, batch.images // (2 * world_size)))  # BatchNorm wants two images
     dealt = [f"--global-batch-size={batch.images}", "--uneven", f"--grad-accum-steps={passes}"]
     return [*kept, *dealt]
 

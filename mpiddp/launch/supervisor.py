@@ -9,13 +9,13 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpiddp.launch import process
 from mpiddp.launch.channel import Listener, Word
 from mpiddp.launch.record import Record
+from mpiddp.launch.signals import STOP_SIGNALS, heard
 
 STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
 SPREAD_S = 3.0  # for a failure to reach all ranks by itself
@@ -24,7 +24,6 @@ STACKS_S, POKED_S = 1.5, 0.5  # for ranks to answer, and for those that need to 
 END_S = 2.0  # for ranks that were told to end
 SILENCE_S = 1.0  # for a host to acknowledge a word
 LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Say = Callable[[str], None]
 
@@ -78,7 +77,7 @@ class Supervisor:
         The first signal asks the ranks to stop; the second kills all that the job has on this host,
         whereupon its daemons on other hosts end too.
         """
-        with _signals() as signals:
+        with heard() as signals:
             self._selector.register(signals, selectors.EVENT_READ, signals)
             self._mpirun = process.start(argv, env)
             if self._limits.stop_after_s is not None:
@@ -177,16 +176,17 @@ class Supervisor:
         """Without a step for too long, all ranks are asked for their stacks, then one is blamed."""
         timeout_s = self._limits.hang_timeout_s
         assert timeout_s is not None
-        newest = max((at for _, at in self._record.steps.values()), default=None)
+        newest = self._record.newest_step_at
         if self._is_failing or self._record.done or self._stops:
             return
         if newest is None or time.monotonic() - newest < timeout_s:
             self._in(min(1.0, timeout_s), self._look_for_hangs)
             return
-        self._record.stacks.clear()
-        self._ask_for_stacks(self._blame)
+        self._ask_for_stacks(lambda: self._blame(newest))
 
     def _ask_for_stacks(self, then: Callable[[], None]) -> None:
+        self._record.stacks.clear()
+        self._record.frames.clear()
         self._tell("stacks")
         self._in(STACKS_S, self._poke_the_mute)
         self._in(STACKS_S + POKED_S, then)
@@ -196,8 +196,11 @@ class Supervisor:
             for rank in self._listener.connected - self._record.stacks.keys():
                 self._listener.poke(rank)
 
-    def _blame(self) -> None:
-        if self._is_failing or self._stops:
+    def _blame(self, newest: float) -> None:
+        if self._record.newest_step_at != newest:  # so it was only slow
+            self._look_for_hangs()
+            return
+        if self._is_failing or self._record.done or self._stops:
             return
         from mpiddp.launch.hangs import sentences
 
@@ -221,22 +224,3 @@ class Supervisor:
         self._is_failing = True
         self._tell("end", code=1)
         self._in(END_S, self._stop_mpirun)
-
-
-@contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """A socket with one byte for each signal that arrives: its number."""
-    numbers = (*STOP_SIGNALS, signal.SIGCHLD)
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    # The handler only keeps the signal from its default action.
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    try:
-        yield receiver
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, old in before.items():
-            signal.signal(number, old)
-        receiver.close()
-        sender.close()

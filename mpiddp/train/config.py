@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import RankParser, UserError
+from mpiddp.errors import DefaultsShown, RankParser, UserError
 from mpiddp.train.due import Every, parse_every
 from mpiddp.train.schedule import SCHEDULES
 from mpiddp.world import World
@@ -151,8 +151,8 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
     batch_size, accum, world_size = config.batch_size, config.grad_accum_steps, world.world_size
     if config.global_batch_size is not None:
         batch_size, rest = divmod(config.global_batch_size, accum * world_size)
-        if config.uneven and batch_size:
-            batch_size += rest > 0
+        if rest and config.uneven and batch_size > 1:  # BatchNorm wants two images everywhere
+            batch_size += 1
         elif rest or not batch_size:
             unit = accum * world_size
             fitting = {max(1, batch_size) * unit, (batch_size + 1) * unit}
@@ -240,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
         "Dashes and underscores in options are the same.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=DefaultsShown,
     )
 
     model = parser.add_argument_group("model")
@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
         "--grad-compression",
         choices=COMPRESSIONS,
         default="off",
-        help="what the ranks exchange instead of fp32 gradients",
+        help="what the ranks exchange instead of fp32 gradients; powersgd's memory is not saved",
     )
     add("--seed", type=_whole(0, 2**32), default=0)
     add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")

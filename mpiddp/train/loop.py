@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpiddp import stop
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.stop import should_stop
@@ -124,6 +125,7 @@ def train(
     if saved:
         checkpoint.restore_rank(model, saved.ranks)
 
+    stop.current().count_from(progress.step)
     due = Due(config.save_every, crew, progress.step, timeout_s=config.timeout)
     saver = Saver(out / "checkpoints", keepers, crew, model, optimizer, scaler, config)
     records = Records(out / "metrics.jsonl" if crew.world.rank in keepers else None, progress.step)

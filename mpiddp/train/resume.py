@@ -134,7 +134,8 @@ def _look(config: TrainConfig, out: Path) -> _Found:
             break
     else:
         looked = _given(given)
-    if looked.folder and existing and Path(looked.folder).resolve().parent != root.resolve():
+    is_elsewhere = looked.folder and Path(looked.folder).resolve().parent != root.resolve()
+    if is_elsewhere and existing and not config.go_on:
         raise UserError(
             f"--resume {resume}, but --out {out} holds {existing[-1].name} of its own. "
             "Name another --out, or leave --resume away to go on from there."

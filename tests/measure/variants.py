@@ -112,7 +112,11 @@ def stepper(variant: Variant, stem: str, device: torch.device) -> Callable[[], N
 
 
 def measure(options: argparse.Namespace) -> None:
-    variants = VARIANTS | (COMPILED if options.compiled else {})
+    variants = VARIANTS | COMPILED
+    if options.only:
+        variants = {name: variants[name] for name in options.only.split("; ")}
+    elif not options.compiled:
+        variants = VARIANTS
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     with process_group() as world:
         device = device_of(world)
@@ -175,6 +179,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of each variant in a round")
     parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
+    parser.add_argument("--only", metavar="NAME; NAME", help="these variants, plain among them")
     parser.add_argument("--out", default="variants.jsonl", help="where a job adds its figures")
     parser.add_argument("--table", type=Path, help="print the table of such a file, and no more")
     options = parser.parse_args()

@@ -44,9 +44,8 @@ def _has_gpu() -> bool:
 
 def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:
     """The seconds of every all-reduce of `size` bytes, on the rank that was slowest at it."""
-    numbers = torch.full(
-        (size // 4,), 0.0, device=device
-    )  # written, or the pages would not be there
+    # Written to, or the pages would not be there.
+    numbers = torch.full((size // 4,), 0.0, device=device)
     seconds = _series(numbers, WARMUP, device)
     # A collective's own result decides how many follow, so that all ranks do as many.
     count = max(least, min(1000, int(budget_s / max(1e-9, min(seconds)))))

@@ -23,6 +23,7 @@ from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.group import assemble
 from mpiddp.train.data import open_data
+from mpiddp.train.data.arrays import default_data_dir
 from mpiddp.train.data.prefetch import beside
 from mpiddp.train.data.source import Source
 from mpiddp.train.metrics import StepTimer
@@ -67,11 +68,12 @@ def _open_all(
     """The sources that there are, and why the others are not. All ranks must call this."""
     config, _, _ = settled(crew, training)
     folder = config.data_dir if config.dataset == "image-folder" else str(generated)
+    elsewhere = ["--data-dir", str(default_data_dir())] if folder == config.data_dir else []
     sources = {
         "synthetic 3×32×32": ["--dataset", "cifar10", "--use-syn"],
         "synthetic 3×224×224": ["--dataset", "image-folder", "--use-syn"],
-        "CIFAR-10": ["--dataset", "cifar10"],
-        "Fashion-MNIST": ["--dataset", "fashion-mnist"],
+        "CIFAR-10": ["--dataset", "cifar10", *elsewhere],
+        "Fashion-MNIST": ["--dataset", "fashion-mnist", *elsewhere],
     }
     for count in workers:
         words = ["--dataset", "image-folder", "--data-dir", str(folder)]

@@ -49,6 +49,8 @@ def run(world: World, argv: list[str]) -> None:
         with job.crew.together():
             if job.config.grad_accum_steps != 1:
                 raise UserError("a step of mpiddp bench is one backward pass: no accumulation.")
+            if job.config.stop_at_step is not None:
+                raise UserError("mpiddp bench step makes all of its --steps: no --stop-at-step.")
         data = open_source(job)
         phases_data = data
         if options.real_data:

@@ -116,7 +116,7 @@ def _image_folder(config: TrainConfig, world: World, device: torch.device, size:
     folder = data_dir(config)
     cache = None
     if config.cache == "ram":
-        cache = RamCache(f"{world.master_port}")  # which no other job has on rank 0's host
+        cache = RamCache(f"{world.master_addr}-{world.master_port}")  # no other job has both
         atexit.register(cache.close)
     train, test = (
         ImageFolder(
@@ -126,6 +126,7 @@ def _image_folder(config: TrainConfig, world: World, device: torch.device, size:
             augment=augment,
             seed=config.seed,
             num_workers=config.num_workers,
+            keep_workers=augment,  # an evaluation is rare, and its workers would cost memory meanwhile
             cache=cache,
             channels_last=config.channels_last,
         )

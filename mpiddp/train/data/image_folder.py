@@ -34,11 +34,16 @@ class ImageFolder:
         augment: bool,
         seed: int = 0,
         num_workers: int = 4,
+        keep_workers: bool = True,
         start_method: str | None = None,
         cache: RamCache | None = None,
         channels_last: bool = True,
     ) -> None:
-        """`start_method`, of workers: "fork", "forkserver" or "spawn"; by default what suits the device."""
+        """
+        Args:
+            keep_workers: from one call of `batches` to the next.
+            start_method: of workers: "fork", "forkserver" or "spawn"; by default what suits the device.
+        """
         self.classes = class_names(folder)
         self.samples = tuple(
             (path, label)
@@ -56,18 +61,20 @@ class ImageFolder:
         self._shift = -torch.tensor(MEAN, device=device).view(3, 1, 1) / std
         self._decoder = Decoder(self.samples, image_size, augment=augment, seed=seed, cache=cache)
         self._num_workers = num_workers
+        self._keeps_workers = keep_workers and num_workers > 0
         # Threads of CUDA and NCCL may hold a lock at the moment of a fork.
         on_cpu = device.type == "cpu"
         self._start_method = start_method or ("fork" if on_cpu else "forkserver")
         self._order = _Order()
-        self._loader: DataLoader[Batch] | None = None  # its workers stay from epoch to epoch
+        self._loader: DataLoader[Batch] | None = None
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         if not indices:
             return
-        self._order.batches = [[(int(number), epoch) for number in batch] for batch in indices]
-        self._loader = self._loader or self._start()
-        for images, labels in self._decoded(self._loader):
+        self._order.batches = [[(number, epoch) for number in batch.tolist()] for batch in indices]
+        loader = self._loader or self._start()
+        self._loader = loader if self._keeps_workers else None
+        for images, labels in self._decoded(loader):
             images = images.to(self.device, non_blocking=True)
             images = images * self._scale + self._shift
             yield (
@@ -83,7 +90,7 @@ class ImageFolder:
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
             prefetch_factor=PREFETCH if has_workers else None,
-            persistent_workers=has_workers,
+            persistent_workers=self._keeps_workers,
             multiprocessing_context=self._start_method if has_workers else None,
             pin_memory=self.device.type != "cpu",
             generator=torch.Generator(),  # else it would draw its workers' seeds from the rank's own

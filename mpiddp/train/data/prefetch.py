@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -18,8 +19,14 @@ def beside(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     return batches if device.type == "cpu" else _on_side_stream(batches, device)
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all epochs: the allocator keeps each stream's memory apart."""
+    return torch.cuda.Stream(device)
+
+
 def _on_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    side = torch.cuda.Stream(device)
+    side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))  # the data set was put there on that one
     while True:
         with torch.cuda.stream(side):

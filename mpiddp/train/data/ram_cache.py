@@ -32,7 +32,7 @@ class RamCache:
         self._folder = root / f"{prefix}{name}"
         self._lock = -1
         # A rank that looks for leftovers may come between the folder's making and its locking.
-        while self._lock < 0 or not self._folder.exists():
+        while self._lock < 0 or not _is_there(self._folder, self._lock):
             self.close()
             self._lock = _join(self._folder)
 
@@ -42,7 +42,7 @@ class RamCache:
         Raises:
             OSError: it cannot be read.
         """
-        copy = self._folder / blake2b(os.fsencode(path), digest_size=16).hexdigest()
+        copy = self._folder / blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
         with contextlib.suppress(FileNotFoundError):
             return copy.open("rb")
         content = path.read_bytes()
@@ -71,6 +71,14 @@ def _join(folder: Path) -> int:
     return lock
 
 
+def _is_there(folder: Path, lock: int) -> bool:
+    """Whether the lock is on the folder of that name, not on one that was removed meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(lock), folder.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _remove_unless_used(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another rank may be at it, too
         _remove_if_last(folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
@@ -79,7 +87,8 @@ def _remove_unless_used(folder: Path) -> None:
 def _remove_if_last(folder: Path, lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
+        if _is_there(folder, lock):
+            shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
         pass
     finally:

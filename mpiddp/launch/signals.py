@@ -1,0 +1,42 @@
+"""Signals as something to wait for, beside sockets and times."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@contextmanager
+def heard() -> Iterator[socket.socket]:
+    """A socket with one byte for each signal that arrives: its number. A child's end is one as well."""
+    numbers = (*STOP_SIGNALS, signal.SIGCHLD)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    # The handler only keeps the signal from its default action.
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    try:
+        yield receiver
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, old in before.items():
+            signal.signal(number, old)
+        receiver.close()
+        sender.close()
+
+
+def is_asked_to_stop(signals: socket.socket, within_s: float) -> bool:
+    """Whether one of STOP_SIGNALS has arrived, or does so within that time."""
+    deadline = time.monotonic() + within_s
+    while True:
+        signals.settimeout(max(deadline - time.monotonic(), 1e-6))
+        try:
+            if set(signals.recv(64)) & set(STOP_SIGNALS):
+                return True
+        except TimeoutError:
+            return False
