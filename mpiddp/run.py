@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, world: World) -> None:
-    from mpiddp.group import assemble  # with torch, which takes a while
+    from mpiddp.assembly import assemble  # with torch, which takes a while
 
     load = _load_module if options.is_module else _load_file
     with assemble(world, keep_mpi=options.keep_mpi) as crew:

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
 
 def _train(config: TrainConfig | UserError, world: World) -> int:
     # Only now torch: --help and a wrong option answer at once.
-    from mpiddp.group import assemble, choose_backend, device_of, joined
+    from mpiddp.assembly import assemble
+    from mpiddp.group import choose_backend, device_of, joined
     from mpiddp.train import flight_recorder, replicas, resume
     from mpiddp.train.data import open_data, prepare
     from mpiddp.train.engine import build_model, computes_in_bf16, make_deterministic

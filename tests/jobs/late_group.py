@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mpiddp.group import assemble
+from mpiddp.assembly import assemble
 
 with assemble() as crew:
     rank = crew.world.rank

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from mpiddp import checkpoint_dir
-from mpiddp.group import assemble, device_of, joined
+from mpiddp.assembly import assemble
+from mpiddp.group import device_of, joined
 from mpiddp.train import replicas, resume
 from mpiddp.train.config import parse, settle
 from mpiddp.train.data.source import Batch, Data

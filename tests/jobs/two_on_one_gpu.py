@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mpiddp.group import assemble, joined
+from mpiddp.assembly import assemble
+from mpiddp.group import joined
 
 
 def main() -> None:

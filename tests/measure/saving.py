@@ -21,7 +21,8 @@ from statistics import mean, median
 import torch
 import torch.distributed as dist
 
-from mpiddp.group import assemble, device_of, joined
+from mpiddp.assembly import assemble
+from mpiddp.group import device_of, joined
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import parse, settle
 from mpiddp.train.engine import backward, build_optimizer, place

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from mpiddp.assembly import assemble
 from mpiddp.bench.allreduce import rank_options
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of, slowest
 from mpiddp.bench.words import emit
-from mpiddp.group import BACKENDS, assemble, choose_backend, device_of, joined
+from mpiddp.group import BACKENDS, choose_backend, device_of, joined
 from mpiddp.train.metrics import StepTimer
 from mpiddp.world import World
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mpiddp.assembly import assemble
 from mpiddp.bench.loader import rank_options
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of, settled
 from mpiddp.bench.words import emit
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
-from mpiddp.group import assemble
 from mpiddp.train.data import open_data
 from mpiddp.train.data.arrays import default_data_dir
 from mpiddp.train.data.prefetch import beside

@@ -19,7 +19,7 @@ from mpiddp.world import World
 def run(world: World, argv: list[str]) -> None:
     options = rank_options().parse_args(argv)
     if options.torch:
-        from mpiddp.group import assemble
+        from mpiddp.assembly import assemble
 
         ready_at = time.time()
         with assemble(world):

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpiddp.assembly import assemble
 from mpiddp.bench.machine import machine
 from mpiddp.crew import Crew
-from mpiddp.group import assemble, choose_backend, device_of, joined
+from mpiddp.group import choose_backend, device_of, joined
 from mpiddp.train.config import TrainConfig, parse, settle
 from mpiddp.train.data import open_data
 from mpiddp.train.data.source import Data
