@@ -125,8 +125,7 @@ def backward(
         The sum of the losses of this rank's images: a scalar on the device.
     """
     world_size = dist.get_world_size()
-    parameters = [p for p in ddp.parameters() if p.requires_grad]
-    loss_sum = torch.zeros((), device=parameters[0].device)
+    loss_sum = torch.zeros((), device=next(ddp.parameters()).device)
     for index, _ in enumerate(step.micro_batches):
         images, labels = next(batches)
         reduces = step.is_even and index == len(step.micro_batches) - 1
@@ -141,7 +140,7 @@ def backward(
         loss_sum += loss.detach()
     if not step.is_even:
         scaler.scale(loss_sum)  # it makes its scale at first use, also where no images were
-        _average_gradients(parameters)
+        _average_gradients([p for p in ddp.parameters() if p.requires_grad])
     return loss_sum
 
 

@@ -62,6 +62,7 @@ VARIANTS = {
     "bf16": Variant(bf16=True),
     "bf16 gradients on the wire": Variant(compression="bf16"),
     "all in fp32": TUNED_FP32,
+    "all in fp32, NCHW": replace(TUNED_FP32, channels_last=False),
     "all in fp32, buckets of 25 MiB": replace(TUNED_FP32, bucket_mb=25),
     "the defaults": DEFAULTS,
     "the defaults, buckets of 25 MiB": replace(DEFAULTS, bucket_mb=25),

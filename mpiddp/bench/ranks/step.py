@@ -79,14 +79,16 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
     tensors = list(data.train.batches(numbers, epoch=0))
     blocks: dict[str, Callable[[Path], float]] = {
         RUNNER: lambda out: _runner(job, data, plan, out),
-        BARE: lambda _: _bare(job, data, tensors),
-        BARE_AGAIN: lambda _: _bare(job, data, tensors),
+        BARE: lambda _: _bare(job, data, tensors, plan),
+        BARE_AGAIN: lambda _: _bare(job, data, tensors, plan),
     }
     names = list(blocks)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
+        turn = number // 2 % len(names)
+        order = (*names[turn:], *names[:turn])
+        # Backwards every other time: a block feels what the one before has left to the disk.
+        for name in order[:: -1 if number % 2 else 1]:
             seconds[name].append(blocks[name](folder / str(number)))
     return seconds
 
@@ -113,12 +115,17 @@ def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
     return summary.global_batch_size / summary.images_per_s
 
 
-def _bare(job: Job, data: Data, batches: list[Batch]) -> float:
-    """The loop that people write by hand, with all settings the same."""
+def _bare(job: Job, data: Data, batches: list[Batch], plan: Plan) -> float:
+    """The loop that people write by hand, with all settings the same.
+
+    The learning rate as well: how fast a CPU computes depends on the numbers that training leads to.
+    """
     parts = build(job, data)
     timer = StepTimer(job.device)
     timer.resume()
-    for images, labels in batches:
+    for step, (images, labels) in enumerate(batches):
+        for group in parts.optimizer.param_groups:
+            group["lr"] = plan.lr(step)
         with autocast(job.config, job.device):
             loss = F.cross_entropy(
                 parts.ddp(images), labels, label_smoothing=job.config.label_smoothing
