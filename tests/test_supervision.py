@@ -141,7 +141,8 @@ def test_a_short_cut_does_no_harm(hosts: Cluster) -> None:
     time.sleep(2)
     assert job.program.poll() is None
     job.kill("node1", "python")
-    assert "rank 1 on node1 was killed by SIGKILL." in job.end()
+    # After the cut mpirun may hear too late of the signal to tell it.
+    assert re.search("rank 1 on node1 was (killed by SIGKILL|the first to end)", job.end())
 
 
 def test_a_killed_daemon_ends_the_job(hosts: Cluster) -> None:
