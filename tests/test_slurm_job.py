@@ -77,6 +77,22 @@ def test_launch_starts_two_ranks_on_each_host(batch: Slurm) -> None:
     assert PLACED in done.stdout
 
 
+def test_slurms_signal_before_the_time_limit_stops_in_good_order(batch: Slurm) -> None:
+    """As `#SBATCH --signal=B:USR1@60` has it delivered, to a batch script that became the launcher."""
+    out = batch.cluster.shared / "stopped"
+    job = [arg for arg in TRAIN if arg != "--steps-per-epoch=2"]
+    command = shlex.join([MPIDDP, "launch", *job, str(out), "--log-every=5"])
+    script = (
+        f"#!/bin/sh\n(until grep -qs train_loss {out}/metrics.jsonl; do sleep 0.2; done\n"
+        f'scancel --batch --signal=USR1 "$SLURM_JOB_ID") &\nexec {command}\n'
+    )
+    done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV, timeout_s=90)
+    assert done.returncode == 75, done.stdout
+    assert "mpiddp: stopped on request." in done.stdout
+    assert f"mpiddp: to go on: mpiddp launch {shlex.join(job)} {out}" in done.stdout
+    assert len(list((out / "checkpoints").iterdir())) == 1
+
+
 def test_the_interface_that_was_wished_for_is_used(batch: Slurm) -> None:
     wish = ("--interface", "10.77.0.0/24")
     done = launch(batch, *wish, str(batch.cluster.shared / "show.py"))
