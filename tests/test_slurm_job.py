@@ -5,6 +5,7 @@ Each host's own name is 127.0.1.1, one of its networks is dead, and the interfac
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -143,6 +144,11 @@ def test_torchrun_by_the_name_of_a_host(hosts: Cluster) -> None:
         for node, name in enumerate(("node0", "node1"))
     ]
     outputs = [agent.communicate(timeout=90) for agent in agents]
-    # Not their exit codes: on a busy machine the first agent to end may take its store from the other.
+    # Not the agents' exit codes: on a busy machine node0's was 1 once. What the ranks did is in the run.
     assert PLACED in outputs[0][0], outputs
-    assert (hosts.shared / "torchrun" / "summary.json").exists(), outputs
+    summary = json.loads((hosts.shared / "torchrun" / "summary.json").read_text())
+    assert (summary["world_size"], summary["hosts"], summary["steps"]) == (
+        4,
+        {"node0": 2, "node1": 2},
+        2,
+    )
