@@ -16,7 +16,8 @@ from pathlib import Path
 
 from mpiddp.control import reporting
 from mpiddp.errors import RankParser, UserError
-from mpiddp.world import World, limit_threads
+from mpiddp.tuning import tune
+from mpiddp.world import World
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     world = World.from_env()
-    limit_threads(world)
+    tune(world)
 
     sys.excepthook = _script_excepthook
     with reporting(world):

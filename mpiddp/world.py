@@ -198,14 +198,3 @@ def _tasks_on_node(launcher: Launcher, env: Mapping[str, str]) -> int:
     if node >= len(counts):
         raise UserError(f"{launcher.node_id}={node} does not fit {name}={text}: {STALE}")
     return counts[node]
-
-
-def limit_threads(world: World) -> None:
-    """Give each rank its share of this host's cores, unless OMP_NUM_THREADS says otherwise.
-
-    To be called before torch is imported, whose pools are sized then. A rank that mpirun has bound
-    to some cores uses no more than these.
-    """
-    share = (os.cpu_count() or 1) // world.local_world_size
-    bound_to = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(share, bound_to))))

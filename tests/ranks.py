@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,15 +35,19 @@ def mpirun(
     ranks: int,
     *python_args: str,
     env: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
     cwd: Path | None = None,
     timeout_s: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """`mpirun -np RANKS python PYTHON_ARGS…`, with its output captured."""
+    """`mpirun -np RANKS python PYTHON_ARGS…`, with its output captured.
+
+    `env`: variables beside those of this process, but for those `without`.
+    """
     command = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
     command += ["-np", str(ranks), sys.executable, *python_args]
     return subprocess.run(
         command,
-        env=clean_env(env),
+        env={name: value for name, value in clean_env(env).items() if name not in without},
         cwd=cwd or ROOT,
         capture_output=True,
         text=True,

@@ -82,6 +82,22 @@ def test_a_script_runs_with_its_arguments_on_every_slot(tmp_path: Path, flavour:
     assert facts == [[[0, 2, 0, 2, 0], *arguments], [[1, 2, 1, 2, 0], *arguments]]
 
 
+def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
+    path = script(tmp_path, TELL)
+    cores = len(os.sched_getaffinity(0))
+    for words, ranks in (((), 1), (("-n", str(cores)), cores), (("--npernode", str(cores)), cores)):
+        done = launch(*words, path, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) == ranks
+        slots = 1 if words == () else cores
+        assert own_lines(done.stderr) == [f"mpiddp: no hosts named: this machine, slots={slots}"]
+    done = launch("-n", str(cores + 1), path, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == (
+        f"-n {cores + 1} is more than the {cores} slots of this machine (localhost={cores})."
+    )
+
+
 @pytest.mark.parametrize(("code", "expected"), [(3, 1), (2, 2), (75, 75)])
 def test_exit_codes(tmp_path: Path, code: int, expected: int) -> None:
     path = script(tmp_path, f"raise SystemExit({code})")

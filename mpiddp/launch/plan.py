@@ -148,7 +148,11 @@ def _with_slots(
 ) -> Hosts:
     """The hosts with known slot counts; what the user would not expect is said."""
 
+    is_named = (options.hostfile, options.host_list) != (None, None)
+
     def count(host: Host) -> int:
+        if not is_named and (options.n, options.npernode) != (None, None):
+            return count_gpus(host) or len(os.sched_getaffinity(0))  # -n is how many are wished for
         if host in facts:
             return usable(facts[host].gpus, os.environ)
         if options.dry_run and not is_this_host(host.name):
@@ -157,7 +161,7 @@ def _with_slots(
         return count_gpus(host)
 
     hosts, notes = fit_to_gpus(hosts, asked_backend(options.command[1:]), count, facts.keys())
-    if (options.hostfile, options.host_list) == (None, None):
+    if not is_named:
         say(f"no hosts named: {hosts.source}, slots={hosts.total_slots}")
     for note in notes:
         say(note)

@@ -20,7 +20,8 @@ from mpiddp.control import reporting
 from mpiddp.errors import UserError
 from mpiddp.stop import STOPPED, stopped, will_ask
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
-from mpiddp.world import World, limit_threads
+from mpiddp.tuning import tune
+from mpiddp.world import World
 
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
 
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
         if world.world_size == 1:
             raise
         config = error  # for all ranks to hear, once they have met
-    limit_threads(world)
+    tune(world)
     with reporting(world):
         will_ask()
         return _train(config, world)

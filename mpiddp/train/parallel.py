@@ -58,7 +58,7 @@ def compress(ddp: DistributedDataParallel, config: TrainConfig) -> None:
     """
     if config.grad_compression == "powersgd":
         state = PowerSGDState(
-            process_group=None,
+            process_group=ddp.process_group,
             matrix_approximation_rank=POWERSGD_RANK,
             start_powerSGD_iter=POWERSGD_FROM_STEP,
             random_seed=config.seed,
@@ -66,19 +66,21 @@ def compress(ddp: DistributedDataParallel, config: TrainConfig) -> None:
         ddp.register_comm_hook(state, powerSGD_hook)
     elif config.grad_compression != "off":
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.grad_compression]
-        ddp.register_comm_hook(None, _rounded_to(dtype))
+        ddp.register_comm_hook(ddp.process_group, _rounded_to(dtype))
 
 
-def _rounded_to(dtype: torch.dtype) -> Callable[[object, dist.GradBucket], Future[Tensor]]:
+def _rounded_to(
+    dtype: torch.dtype,
+) -> Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]:
     """A hook that averages the gradients in `dtype`: half the bytes.
 
     Also for bf16 over gloo, where torch's own hook asks for NCCL.
     """
 
-    def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
         # Divided first: a sum of fp16 could overflow.
-        rounded = bucket.buffer().to(dtype).div_(dist.get_world_size())
-        work = dist.all_reduce(rounded, async_op=True)
+        rounded = bucket.buffer().to(dtype).div_(group.size())
+        work = dist.all_reduce(rounded, group=group, async_op=True)
         mean: Future[Tensor] = work.get_future().then(
             lambda done: bucket.buffer().copy_(done.value()[0])
         )

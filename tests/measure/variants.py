@@ -1,11 +1,12 @@
-"""Measures what each setting of a step is worth, and prints docs/performance.md's tables.
+"""Measures what each setting of a step is worth on a CPU, and prints docs/performance.md's tables.
 
-    for job in 1 2 3; do mpiddp launch -n 2 -m tests.measure.variants --stem cifar --out v.jsonl; done
+    mpirun -np 38 --bind-to none --oversubscribe python -m tests.measure.variants --out v.jsonl
     python -m tests.measure.variants --table v.jsonl
 
 Plain is the loop that the guides show: DistributedDataParallel with its defaults, fp32, NCHW, torch's SGD.
-Every variant is a model of its own in the same ranks. Blocks of steps alternate, so what else the machine
-does meets all of them alike, and "plain again" shows what is left of that: the noise.
+Every variant has two ranks of its own: in one process, the memory that one variant frees would serve the
+next. Blocks of steps take turns, so what else the machine does meets all of them alike, and "plain again"
+shows what is left of that: the noise.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mpiddp.group import device_of, process_group
+from mpiddp.errors import UserError
+from mpiddp.group import process_group
 from mpiddp.train import parallel
 from mpiddp.train.config import parse
 from mpiddp.train.resnet import ARCHS
+from mpiddp.tuning import keep_freed_memory
 
+RANKS = 2  # of each variant
 BATCH = 64  # images per rank
-WARM_UP = 3  # steps
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,23 @@ class Variant:
     own_buffers: bool = False  # BatchNorm statistics stay on their rank while it trains
     compression: str = "off"
     compile: str = ""  # the model "inside" of DDP, or DDP with it
+    keeps_memory: bool = False  # what is freed is not given back to the system
 
 
 PLAIN = Variant()
 TUNED_FP32 = Variant(
-    channels_last=True, bucket_view=True, bucket_mb=100, fused=True, own_buffers=True
+    channels_last=True,
+    bucket_view=True,
+    bucket_mb=100,
+    fused=True,
+    own_buffers=True,
+    keeps_memory=True,
 )
 DEFAULTS = replace(TUNED_FP32, bf16=True)
 VARIANTS = {
     "plain": PLAIN,
     "plain again (noise)": PLAIN,
+    "freed memory kept": Variant(keeps_memory=True),
     "channels_last": Variant(channels_last=True),
     "gradients as bucket views": Variant(bucket_view=True),
     "buckets of 100 MiB": Variant(bucket_mb=100),
@@ -63,8 +73,10 @@ VARIANTS = {
     "bf16 gradients on the wire": Variant(compression="bf16"),
     "all in fp32": TUNED_FP32,
     "all in fp32, NCHW": replace(TUNED_FP32, channels_last=False),
+    "all in fp32, memory given back": replace(TUNED_FP32, keeps_memory=False),
     "all in fp32, buckets of 25 MiB": replace(TUNED_FP32, bucket_mb=25),
     "the defaults": DEFAULTS,
+    "the defaults, memory given back": replace(DEFAULTS, keeps_memory=False),
     "the defaults, buckets of 25 MiB": replace(DEFAULTS, bucket_mb=25),
     "the defaults, NCHW": replace(DEFAULTS, channels_last=False),
     "the defaults, bf16 gradients": replace(DEFAULTS, compression="bf16"),
@@ -78,20 +90,23 @@ COMPILED = {
 }
 
 
-def stepper(variant: Variant, stem: str, device: torch.device) -> Callable[[], None]:
+def stepper(variant: Variant, stem: str, group: dist.ProcessGroup) -> Callable[[], None]:
     """One step of the variant, on a model, an optimizer and a batch of its own."""
+    if variant.keeps_memory:
+        keep_freed_memory()
     torch.manual_seed(0)
     layout = torch.channels_last if variant.channels_last else torch.contiguous_format
     model: nn.Module = ARCHS["resnet18"](num_classes=10, stem=stem)
-    model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
-    images = torch.randn(BATCH, 3, 32, 32).to(device, memory_format=layout)
-    labels = torch.randint(10, (BATCH,), device=device)
+    model = model.to(memory_format=layout)  # type: ignore[call-overload]
+    images = torch.randn(BATCH, 3, 32, 32).to(memory_format=layout)
+    labels = torch.randint(10, (BATCH,))
     if variant.compile == "inside":
         model = torch.compile(model)  # type: ignore[assignment]
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     sync = {"forward_sync_buffers" if renamed else "broadcast_buffers": not variant.own_buffers}
     ddp = DistributedDataParallel(
         model,
+        process_group=group,
         gradient_as_bucket_view=variant.bucket_view,
         bucket_cap_mb=variant.bucket_mb,
         **sync,  # type: ignore[arg-type]
@@ -103,7 +118,7 @@ def stepper(variant: Variant, stem: str, device: torch.device) -> Callable[[], N
     forward = torch.compile(ddp) if variant.compile == "outside" else ddp
 
     def step() -> None:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=variant.bf16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.bf16):
             loss = F.cross_entropy(forward(images), labels)
         loss.backward()
         optimizer.step()
@@ -113,39 +128,45 @@ def stepper(variant: Variant, stem: str, device: torch.device) -> Callable[[], N
 
 
 def measure(options: argparse.Namespace) -> None:
-    variants = VARIANTS | COMPILED
-    if options.only:
-        variants = {name: variants[name] for name in options.only.split("; ")}
-    elif not options.compiled:
-        variants = VARIANTS
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    with process_group() as world:
-        device = device_of(world)
-        if device.type == "cpu":
-            torch.set_num_threads(1)
-        steps = {name: stepper(each, options.stem, device) for name, each in variants.items()}
-        for step in steps.values():
-            for _ in range(WARM_UP):
-                step()
-        names = list(variants)
-        for number in range(options.rounds):
+    variants = _chosen(options)
+    names = list(variants)
+    torch.set_num_threads(1)
+    with process_group(backend="gloo") as world:
+        if world.world_size != RANKS * len(names):
+            raise UserError(f"{len(names)} variants need mpirun -np {RANKS * len(names)}.")
+        places = range(len(names))
+        groups = [dist.new_group([RANKS * place + n for n in range(RANKS)]) for place in places]
+        place = world.rank // RANKS
+        step = stepper(variants[names[place]], options.stem, groups[place])
+        seconds = []
+        for number in range(1 + options.rounds):  # the first one warms up
             first = number % len(names)
-            for name in names[first:] + names[:first]:
-                steps[name]()  # its caches, after the others
+            for turn in [*places[first:], *places[:first]]:
                 dist.barrier()
-                start = _now(device)
-                for _ in range(options.steps):
-                    steps[name]()
-                seconds[name].append((_now(device) - start) / options.steps)
+                if turn == place:
+                    seconds.append(_timed(step, options.steps, groups[place]))
+        everyone: list[list[float]] = [[]] * world.world_size
+        dist.all_gather_object(everyone, seconds[1:])
         if world.rank == 0:
+            found = dict(zip(names, everyone[::RANKS], strict=True))
             with Path(options.out).open("a") as file:
-                file.write(json.dumps({"stem": options.stem, "seconds": seconds}) + "\n")
+                file.write(json.dumps({"stem": options.stem, "seconds": found}) + "\n")
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _chosen(options: argparse.Namespace) -> dict[str, Variant]:
+    if options.only:
+        return {name: (VARIANTS | COMPILED)[name] for name in options.only.split("; ")}
+    return VARIANTS | COMPILED if options.compiled else VARIANTS
+
+
+def _timed(step: Callable[[], None], steps: int, group: dist.ProcessGroup) -> float:
+    """The mean seconds of a step in a block of them."""
+    step()  # its caches, after the others
+    dist.barrier(group)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - start) / steps
 
 
 def table(path: Path) -> str:

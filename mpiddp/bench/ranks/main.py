@@ -11,7 +11,8 @@ from importlib import import_module
 
 from mpiddp.control import reporting
 from mpiddp.errors import RankParser
-from mpiddp.world import World, limit_threads
+from mpiddp.tuning import tune
+from mpiddp.world import World
 
 RANK_SIDES = ("scaling", "allreduce", "step", "loader", "meeting")
 
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="its own options")
     options = parser.parse_args(argv)
     world = World.from_env()
-    limit_threads(replace(world, local_world_size=max(world.local_world_size, options.share)))
+    tune(replace(world, local_world_size=max(world.local_world_size, options.share)))
     with reporting(world):
         import_module(f"mpiddp.bench.ranks.{options.name}").run(world, options.rest)
     return 0

@@ -1,0 +1,79 @@
+"""What a rank settles for its own process, seen by scripts that `mpiddp run` starts.
+
+python -m pytest tests/test_tuning.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import clean_env, mpirun, script
+
+# As a step of training does it: much memory at once, and all of it freed. A later step needs no
+# page of the system where malloc has kept them.
+STEPS = """
+import json, os, resource
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def step():
+    return [b"x" * (8 << 20) for _ in range(6)]
+for _ in range(3):
+    step()
+before = faults()
+for _ in range(10):
+    step()
+print(json.dumps([faults() - before, os.environ["OMP_NUM_THREADS"]]))
+"""
+HUGE_PAGES = (
+    10 * 6 * (8 << 20) // (2 << 20)
+)  # in 10 steps: the fewest that they could be served with
+
+
+def alone(tmp_path: Path, env: dict[str, str]) -> tuple[int, str]:
+    """Page faults of 10 steps and OMP_NUM_THREADS in a job of one rank."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mpiddp", "run", script(tmp_path, STEPS)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    faults, threads = json.loads(done.stdout)
+    return faults, threads
+
+
+def test_memory_is_kept_from_step_to_step(tmp_path: Path) -> None:
+    faults, _ = alone(tmp_path, clean_env())
+    assert faults < HUGE_PAGES / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="these variables are glibc's")
+@pytest.mark.parametrize(
+    "settled",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
+    ],
+)
+def test_what_the_user_has_settled_is_left_alone(tmp_path: Path, settled: dict[str, str]) -> None:
+    faults, threads = alone(tmp_path, clean_env({**settled, "OMP_NUM_THREADS": "3"}))
+    assert faults > HUGE_PAGES / 2
+    assert threads == "3"
+
+
+def test_ranks_share_the_cores(tmp_path: Path) -> None:
+    env = clean_env()
+    del env["OMP_NUM_THREADS"]
+    cores = len(os.sched_getaffinity(0))
+    assert alone(tmp_path, env)[1] == str(cores)
+    done = mpirun(2, "-m", "mpiddp", "run", script(tmp_path, STEPS), without=["OMP_NUM_THREADS"])
+    assert done.returncode == 0, done.stderr
+    shares = [json.loads(line)[1] for line in done.stdout.splitlines()]
+    assert shares == [str(max(1, cores // 2))] * 2
