@@ -1,8 +1,8 @@
-"""Which hosts a job runs on, and how many ranks each of them takes.
+"""Which hosts a job runs on, and how many slots each of them has.
 
-Reads Open MPI's hostfile grammar and MPICH's `host:n` alike, into one `Hosts`, and writes it back
-in the form any MPI wants. Everything that mpirun or ssh would misread is refused here, with file,
-line and what to write instead. Try it: `mpiddp hosts check hostfiles/local`.
+Reads Open MPI's hostfile grammar and MPICH's `host:n` alike, into one `Hosts`. Everything that mpirun
+or ssh would misread is refused here, with file, line and what to write instead.
+Try it: `mpiddp hosts check hostfiles/local`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from typing import Literal
 
 from mpiddp.errors import UserError
 
-Mpi = Literal["openmpi", "mpich", "intelmpi"]
-Form = Literal["openmpi", "mpich", "slurm"]
-
-MPI_NAMES: dict[Mpi, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 EXAMPLE = "Example: node1 slots=4"
 
 _KEYS = ("slots", "max_slots", "port", "user")
@@ -135,7 +131,7 @@ def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
     for entry in text.split(","):
         tokens = _tokens(entry)
         if len(tokens) != 1:
-            raise UserError(f'-H: "{_shown(entry)}" is not one host. {example}')
+            raise UserError(f'-H: "{shown(entry)}" is not one host. {example}')
         found.append(_parse_host("-H", tokens))
     return _checked(Hosts("-H", tuple(found)), keep_fqdn=keep_fqdn)
 
@@ -174,7 +170,7 @@ def _tokens(line: str) -> list[str]:
     return re.findall(r"[^ \t]+", re.sub(r"[ \t]*=[ \t]*", "=", line))
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Input as an error may show it: on one line, printable and short."""
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -199,11 +195,11 @@ def _parse_host(where: str, tokens: list[str]) -> Host:
         key = key.replace("max-slots", "max_slots")
         if not equals or key not in _KEYS:
             raise UserError(
-                f'{where}: "{_shown(token)}" is not one of slots=, max_slots=, port= and user=. '
+                f'{where}: "{shown(token)}" is not one of slots=, max_slots=, port= and user=. '
                 f"{EXAMPLE}"
             )
         if key in numbers or (key == "user" and user is not None):
-            raise UserError(f'{where}: "{_shown(token)}" gives {key} a second time. Remove one.')
+            raise UserError(f'{where}: "{shown(token)}" gives {key} a second time. Remove one.')
         if key == "user":
             user = _checked_name(where, "user", value)
         else:
@@ -224,17 +220,17 @@ def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
     """A host's or a user's name that ssh cannot take for an option; addresses in their short form."""
     if name.startswith("-"):
         raise UserError(
-            f'{where}: {kind} "{_shown(name)}" starts with "-" and would reach ssh as an option. '
+            f'{where}: {kind} "{shown(name)}" starts with "-" and would reach ssh as an option. '
             "Refused."
         )
     if kind == "host" and _ADDRESS.fullmatch(name):
         try:
             return str(ipaddress.ip_address(name))
         except ValueError:
-            raise UserError(f'{where}: "{_shown(name)}" is not an IP address. {EXAMPLE}') from None
+            raise UserError(f'{where}: "{shown(name)}" is not an IP address. {EXAMPLE}') from None
     if not _NAME.fullmatch(name):
         raise UserError(
-            f'{where}: {kind} "{_shown(name)}" is not a name of letters, digits, ".", "_" and "-". '
+            f'{where}: {kind} "{shown(name)}" is not a name of letters, digits, ".", "_" and "-". '
             f"{EXAMPLE}"
         )
     return name
@@ -243,9 +239,9 @@ def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
 def _number(where: str, token: str, value: str, example: str) -> int:
     """A count as Open MPI reads it: slots=0 is one too, a host that takes no rank."""
     if not re.fullmatch("[0-9]+", value):
-        raise UserError(f'{where}: "{_shown(token)}" is not a positive integer. {example}')
+        raise UserError(f'{where}: "{shown(token)}" is not a positive integer. {example}')
     if len(value) > 6:
-        raise UserError(f'{where}: "{_shown(token)}" has more than 6 digits. {example}')
+        raise UserError(f'{where}: "{shown(token)}" has more than 6 digits. {example}')
     return int(value)
 
 
@@ -275,120 +271,3 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
     if all(host.slots == 0 for host in hosts.hosts):
         raise UserError(f"{hosts.source}: every host has slots=0, which leaves no rank. {EXAMPLE}")
     return hosts
-
-
-def exclude(hosts: Hosts, names: str) -> Hosts:
-    """The hosts without those of `--exclude node1,node2`; UserError for a stranger, or none left."""
-    keys = [name.strip().lower() for name in names.split(",")]
-    for key in keys:
-        if key not in [host.key for host in hosts.hosts]:
-            known = _listed([host.name for host in hosts.hosts])
-            raise UserError(
-                f'--exclude: "{_shown(key)}" is not in {hosts.source}, which has {known}.'
-            )
-    left = tuple(host for host in hosts.hosts if host.key not in keys)
-    if all(host.slots == 0 for host in left):
-        raise UserError(f"--exclude {names} leaves no slot of {hosts.source}.")
-    return replace(hosts, hosts=left)
-
-
-def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> None:
-    """UserError when the hosts have too few slots for `n` ranks, or `npernode` on each of them."""
-    usable = [host for host in hosts.hosts if slots_of(hosts, host) > 0]
-    if npernode is not None:
-        for host in usable:
-            if npernode > slots_of(hosts, host):
-                raise UserError(
-                    f"--npernode {npernode} is more than the {host.slots} slots of {host.name} "
-                    f"({hosts.where(host)})."
-                )
-        if n is not None and n > npernode * len(usable):
-            raise UserError(
-                f"-n {n} is more than --npernode {npernode} gives on the {len(usable)} hosts of "
-                f"{hosts.source}: {npernode * len(usable)} ranks."
-            )
-    if n is not None and n > hosts.total_slots:
-        raise UserError(
-            f"-n {n} is more than the {hosts.total_slots} slots of {hosts.source} "
-            f"({_listed([f'{host.name}={host.slots}' for host in hosts.hosts])})."
-        )
-
-
-def ranks_per_host(
-    hosts: Hosts, n: int | None = None, npernode: int | None = None
-) -> list[tuple[Host, int]]:
-    """How many ranks each host takes: its slots (or `npernode`) filled in order, `n` in all.
-
-    Hosts that take none are left out. UserError as `check_ranks`.
-    """
-    check_ranks(hosts, n, npernode)
-    left = hosts.total_slots if n is None else n
-    placed = []
-    for host in hosts.hosts:
-        room = slots_of(hosts, host)
-        count = min(left, room if npernode is None else min(npernode, room))
-        if count:
-            placed.append((host, count))
-        left -= count
-    return placed
-
-
-def _listed(words: list[str], most: int = 8) -> str:
-    more = f", and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
-
-
-def render(hosts: Hosts, form: Form) -> str:
-    """The hosts as a hostfile for one MPI; UserError for what that MPI has no word for.
-
-    - `openmpi`: `user@node1 slots=2 max_slots=4 port=2222`.
-    - `mpich` (and Intel MPI): `node1:2 user=joe`. max_slots and hosts with 0 slots are left out:
-      Hydra knows no such limit; a count of 0 crashes MPICH's and is ignored by Intel's.
-    - `slurm`: one line a rank, each a node's name: what SLURM_HOSTFILE takes with
-      `srun --distribution=arbitrary`. Users and ports are left out, as Slurm uses no ssh; each
-      host's slot count must be known.
-    """
-    if form == "slurm":
-        lines = [host.name for host, count in ranks_per_host(hosts) for _ in range(count)]
-    else:
-        used = [host for host in hosts.hosts if form == "openmpi" or host.slots != 0]
-        lines = [render_host(hosts, host, form) for host in used]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def render_host(hosts: Hosts, host: Host, mpi: Mpi) -> str:
-    """The line of one host as this MPI's mpirun reads it; UserError for what it cannot say."""
-    if mpi == "openmpi":
-        keys = {"slots": host.slots, "max_slots": host.max_slots, "port": host.port}
-        said = [f"{key}={value}" for key, value in keys.items() if value is not None]
-        return " ".join([host.ssh_target, *said])
-    where = hosts.where(host)
-    if host.port is not None:
-        raise UserError(
-            f"{where}: {MPI_NAMES[mpi]} has no word for port={host.port}. "
-            f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
-        )
-    if ":" in host.name:
-        raise UserError(
-            f"{where}: {MPI_NAMES[mpi]} has no word for the IPv6 address {host.name}. "
-            "Give it a name in /etc/hosts, or use IPv4."
-        )
-    if host.slots == 0:
-        raise UserError(f"{where}: {MPI_NAMES[mpi]} has no word for 0 slots. Remove {host.name}.")
-    count = "" if host.slots is None else f":{host.slots}"
-    return f"{host.name}{count} user={host.user}" if host.user else f"{host.name}{count}"
-
-
-def diff(a: Hosts, b: Hosts) -> list[str]:
-    """What differs between two hostfiles, a line each; empty when they place ranks alike."""
-    old, new = ({host.key: host for host in hosts.hosts} for hosts in (a, b))
-    lines = [f"{old[key].name}: only in {a.source}" for key in old if key not in new]
-    lines += [f"{new[key].name}: only in {b.source}" for key in new if key not in old]
-    both = [key for key in old if key in new]
-    for key in both:
-        if old[key] != new[key]:
-            was, now = render_host(a, old[key], "openmpi"), render_host(b, new[key], "openmpi")
-            lines.append(f"{was} -> {now}")
-    if both != (order := [key for key in new if key in old]):
-        lines.append(f"order: {_listed(both)} -> {_listed(order)}")
-    return lines

@@ -12,20 +12,10 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hostfile import (
-    Form,
-    Host,
-    Hosts,
-    check_ranks,
-    diff,
-    exclude,
-    parse_host_list,
-    parse_hostfile,
-    ranks_per_host,
-    read_hostfile,
-    render,
-)
+from mpiddp.hostfile import Host, Hosts, parse_host_list, parse_hostfile, read_hostfile
 from mpiddp.launch import hosts_verb
+from mpiddp.launch.hostfile_forms import Form, diff, render
+from mpiddp.launch.slots import check_ranks, exclude, ranks_per_host
 
 HOSTFILES = Path(__file__).parent.parent / "hostfiles"
 

@@ -13,16 +13,8 @@ import argparse
 import sys
 
 from mpiddp.errors import OneSentenceParser, UserError
-from mpiddp.hostfile import (
-    MPI_NAMES,
-    Host,
-    Hosts,
-    Mpi,
-    diff,
-    read_hostfile,
-    render,
-    render_host,
-)
+from mpiddp.hostfile import Host, Hosts, read_hostfile
+from mpiddp.launch.hostfile_forms import MPI_NAMES, Mpi, diff, render, render_host
 
 
 def main(argv: list[str]) -> int:

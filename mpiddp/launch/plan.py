@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
-from mpiddp.hostfile import Host, Hosts, exclude, parse_host_list, ranks_per_host, read_hostfile
+from mpiddp.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.launch import slurm
 from mpiddp.launch.command import Node, Request
 from mpiddp.launch.environment import forwarded, parse_exports
@@ -20,6 +20,7 @@ from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus, usable
 from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify
 from mpiddp.launch.network import address_towards, link_to, wished_interfaces
 from mpiddp.launch.placement import is_this_host, name_nodes, report
+from mpiddp.launch.slots import exclude, ranks_per_host
 from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
 

@@ -65,7 +65,7 @@ class TrainConfig:
     amp: str
     channels_last: bool
     compile: str  # "off" or one of COMPILE_MODES
-    bucket_mb: int | None  # MiB of gradients that travel together
+    bucket_mb: int  # MiB of gradients that travel together
     grad_compression: str
     seed: int
     deterministic: bool
@@ -175,7 +175,6 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
         batch_size=batch_size,
         global_batch_size=config.global_batch_size or batch_size * accum * world_size,
         amp=amp,
-        bucket_mb=config.bucket_mb or (25 if on_gpu else 100),
     )
 
 
@@ -309,9 +308,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=COMPILE_MODES,
         help="torch.compile the model, in this mode",
     )
-    add(
-        "--bucket-mb", type=_whole(1), help="MiB of gradients in one all-reduce (GPUs 25, CPUs 100)"
-    )
+    add("--bucket-mb", type=_whole(1), default=25, help="MiB of gradients in one all-reduce")
     add(
         "--grad-compression",
         choices=COMPRESSIONS,

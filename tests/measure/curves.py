@@ -22,7 +22,7 @@ from tests.ranks import ROOT, clean_env
 
 EVERY = 20  # steps, over which a loss is the mean
 SETTINGS = {
-    "plain": ["--amp=off", "--no-channels-last", "--bucket-mb=25"],
+    "plain": ["--amp=off", "--no-channels-last"],
     "tuned": [],
     "tuned, bf16 gradients": ["--grad-compression=bf16"],
 }

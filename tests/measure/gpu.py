@@ -1,8 +1,8 @@
-"""Measures what needs a GPU, and prints docs/performance.md's rows of it. Without one they stay empty.
+"""Measures what needs a GPU, and prints docs/performance.md's tables of it. Without one they stay empty.
 
-    python -m tests.measure.gpu > rows.md       # some 5 minutes on one H200
+    python -m tests.measure.gpu > tables.md       # some 10 minutes on one H200
 
-Each row is one run of `mpiddp launch … -m mpiddp train` on one rank; where it is a ratio, the two settings
+Each figure is of a run of `mpiddp launch … -m mpiddp train` on one rank; where it is a ratio, the settings
 alternate.
 """
 
@@ -24,6 +24,14 @@ from tests.ranks import ROOT, clean_env, find_mpirun
 IMAGENET = ["--use-syn", "--dataset=image-folder", "--arch=resnet50", "--batch-size=256"]
 GUIDES = ["--use-syn", "--arch=resnet152", "--stem=imagenet", "--batch-size=8192"]
 FP32 = ["--amp=off", "--no-channels-last"]
+SETTINGS = {
+    "fp32, NCHW": FP32,
+    "fp32, channels_last": ["--amp=off"],
+    "bf16, NCHW": ["--no-channels-last"],
+    "the defaults": [],
+    "the defaults, --compile default": ["--compile=default"],
+    "the defaults, --compile reduce-overhead": ["--compile=reduce-overhead"],
+}
 CIFAR10 = [
     "--arch=resnet18", "--batch-size=512", "--epochs=24", "--label-smoothing=0.1", "--save-every=100000",
 ]  # fmt: skip
@@ -83,6 +91,21 @@ ROWS = {
 }
 
 
+def print_settings(options: argparse.Namespace) -> None:
+    """What each setting is worth with ResNet-50: its speed over fp32's in the same round."""
+    print("\n| setting | images/s | speed |\n|---|---|---|")
+    speeds: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    steps = f"--steps-per-epoch={options.steps}"
+    for _ in range(options.rounds if torch.cuda.is_available() else 0):
+        for name, setting in SETTINGS.items():
+            speeds[name].append(trained(*IMAGENET, *setting, "--epochs=1", steps)["images_per_s"])
+    for name, found in speeds.items():
+        plain = speeds["fp32, NCHW"]
+        ratio = [ours / theirs for ours, theirs in zip(found, plain, strict=True)]
+        figures = f"{median(found):,.0f} | {median(ratio):.2f}" if found else " | "
+        print(f"| {name} | {figures} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what needs a GPU.")
     parser.add_argument("--rounds", type=int, default=3)
@@ -93,6 +116,7 @@ def main() -> None:
     for what, (wanted, measure) in ROWS.items():
         found = measure(options) if torch.cuda.is_available() else ""
         print(f"| {what} | {wanted} | {found} |", flush=True)
+    print_settings(options)
 
 
 if __name__ == "__main__":
