@@ -87,16 +87,18 @@ def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    is_over = True
     try:
         yield
-    except Refused:
-        raise
     except (Exception, SystemExit) as error:
-        if is_failure(error):
+        if not isinstance(error, Refused) and is_failure(error):
             crew.fails_first()  # asked before the group's end lets the others fail as well
+            # NCCL's end would wait for the collective that the others are in, and nobody be told.
+            is_over = backend != "nccl"
         raise
     finally:
-        dist.destroy_process_group()
+        if is_over:
+            dist.destroy_process_group()
 
 
 def choose_backend(wished: str | None) -> str:
@@ -129,5 +131,6 @@ def device_of(world: World, backend: str | None = None) -> torch.device:
         return torch.device("cuda", 0)
     raise UserError(
         f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "
-        "ranks would share GPUs. Give it fewer slots in the hostfile, or use --backend gloo."
+        "ranks would share GPUs. Give it fewer slots in the hostfile, let each rank see all GPUs "
+        "(CUDA_VISIBLE_DEVICES), or use --backend gloo."
     )

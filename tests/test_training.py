@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from mpiddp.train.checkpoint import restore_optimizer
 from mpiddp.train.config import parse
 from mpiddp.train.engine import build_optimizer
+from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import resnet20
 from tests import tiny_data
 from tests.ranks import ROOT, clean_env, mpirun
@@ -228,6 +230,37 @@ def test_weight_decay_spares_batch_norm_and_biases() -> None:
         assert re.search(r"conv\d\.weight$|^fc\.weight$", names[id(parameter)])
     for parameter in spared["params"]:
         assert re.search(r"bn\d\.(weight|bias)$|^fc\.bias$", names[id(parameter)])
+
+
+def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
+    """The fused kernels pair up what lies side by side, whatever it is."""
+    image = torch.randn(2, 3, 8, 8)
+    stepped = []
+    for later in (torch.channels_last, torch.contiguous_format):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = build_optimizer(model, parse(["--lr=0.1"]))
+        model(image).square().sum().backward()
+        optimizer.step()
+        model = model.to(memory_format=later)
+        resumed = build_optimizer(model, parse(["--lr=0.1"]))
+        restore_optimizer(resumed, optimizer.state_dict())
+        model(image).square().sum().backward()
+        resumed.step()
+        stepped.append(model.weight.detach().clone())
+    torch.testing.assert_close(*stepped)
+
+
+def test_gradients_stay_in_place_where_a_cuda_graph_adds_to_them() -> None:
+    model = torch.nn.Linear(2, 2)
+    for options, stay in (
+        (["--compile=reduce-overhead", "--grad-accum-steps=2"], True),
+        (["--compile=reduce-overhead"], False),
+        (["--grad-accum-steps=2"], False),
+    ):
+        model(torch.ones(1, 2)).sum().backward()
+        clear_gradients(model, parse(options))
+        assert [p.grad is not None for p in model.parameters()] == [stay, stay]
 
 
 def test_a_first_step_that_overflows_leaves_no_momentum() -> None:

@@ -12,7 +12,7 @@ reads for all, so the hosts need not share a file system.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,18 @@ def broadcast(saved: Saved | None, holder: int) -> Saved | None:
     return box[0]
 
 
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load `state`, in the memory layout of the parameters: the saved run may have had another.
+
+    The fused kernels read parameter and momentum side by side, as they lie in memory.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, held in optimizer.state.items():
+        momentum = held.get("momentum_buffer")
+        if momentum is not None:
+            held["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
+
+
 def restore_rank(model: nn.Module, states: list[dict[str, Any]]) -> None:
     """Give this rank its own RNG and BatchNorm statistics back, if the job is as large as it was.
 
@@ -117,7 +129,7 @@ def restore_rank(model: nn.Module, states: list[dict[str, Any]]) -> None:
     for buffer, saved in zip(model.buffers(), state["buffers"], strict=True):
         buffer.copy_(saved)
     torch.set_rng_state(state["cpu_rng"])
-    if "device_rng" in state and torch.cuda.is_available():
+    if "device_rng" in state and _is_on_gpu(model):
         torch.cuda.set_rng_state(state["device_rng"])
 
 
@@ -125,8 +137,24 @@ def rank_state(model: nn.Module) -> dict[str, Any]:
     """This rank's RNG and own BatchNorm statistics."""
     state: dict[str, Tensor | list[Tensor]] = {
         "cpu_rng": torch.get_rng_state(),
-        "buffers": [buffer.cpu() for buffer in model.buffers()],
+        "buffers": _on_host(list(model.buffers())),
     }
-    if torch.cuda.is_available():
+    if _is_on_gpu(model):
         state["device_rng"] = torch.cuda.get_rng_state()
     return state
+
+
+def _is_on_gpu(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the CPU, by one transfer for each dtype: every one of them waits for the device."""
+    copies: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[place].reshape(-1) for place in places]).cpu()
+        sizes = [tensors[place].numel() for place in places]
+        for place, values in zip(places, flat.split(sizes), strict=True):
+            copies[place] = values.clone().view_as(tensors[place])
+    return [copies[place] for place in range(len(tensors))]

@@ -85,11 +85,15 @@ def place(model: nn.Module, config: TrainConfig, device: torch.device) -> nn.Mod
     return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
 
 
-def make_deterministic() -> None:
-    """Only kernels that give the same bits every time; an operation that has none raises.
+def choose_kernels(config: TrainConfig) -> None:
+    """The fastest that cuDNN finds for each shape, or with --deterministic those with the same bits.
 
-    To be called before the first operation on a GPU: cuBLAS reads its variable once.
+    An operation that has none of these raises. To be called before the first operation on a GPU: cuBLAS
+    reads its variable once.
     """
+    if not config.deterministic:
+        torch.backends.cudnn.benchmark = True
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -98,7 +102,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
     """SGD with Nesterov momentum; weight decay on convolutions and the last layer's matrix only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]  # BatchNorm and biases
-    return torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -106,10 +110,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.momentum > 0,
-        # When fp16 overflows at the very first step, torch 2.13's fused SGD skips it but keeps the
-        # momentum that it has not initialized yet.
-        fused=config.amp != "fp16",
+        fused=True,
     )
+    if config.amp == "fp16" and config.momentum:
+        # When fp16 overflows at the very first step, torch 2.13's fused SGD skips it but keeps the
+        # momentum that it has made and not written to. Zeros make the same first step.
+        for parameter in (*matrices, *vectors):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def backward(

@@ -26,7 +26,7 @@ from mpiddp.train.due import Due
 from mpiddp.train.engine import backward, build_optimizer, place
 from mpiddp.train.evaluate import Score, evaluate, small_images
 from mpiddp.train.metrics import Records, StepTimer, Summary, percentile
-from mpiddp.train.parallel import wrap
+from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.resume import Start
 from mpiddp.train.saver import Saver
 from mpiddp.train.schedule import learning_rate, scaled_lr
@@ -118,7 +118,7 @@ def train(
     progress = saved.progress if saved else Progress()
     if saved:
         model.load_state_dict(saved.model)
-        optimizer.load_state_dict(saved.trainer["optimizer"])
+        checkpoint.restore_optimizer(optimizer, saved.trainer["optimizer"])
         scaler.load_state_dict(saved.trainer["scaler"])
     ddp = wrap(model, config, data.shape)
     torch.manual_seed(config.seed + 1 + crew.world.rank)
@@ -150,7 +150,7 @@ def train(
             num_images += step.num_images
             scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            clear_gradients(ddp, config)
             timer.tick()
             images_of_steps.append(step.num_images)
             progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)

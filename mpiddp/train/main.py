@@ -51,9 +51,10 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
     from mpiddp.group import choose_backend, device_of, joined
     from mpiddp.train import flight_recorder, replicas, resume
     from mpiddp.train.data import open_data, prepare
-    from mpiddp.train.engine import build_model, computes_in_bf16, make_deterministic
+    from mpiddp.train.engine import build_model, choose_kernels, computes_in_bf16
     from mpiddp.train.loop import make_plan, train
     from mpiddp.train.metrics import Summary, counted, table
+    from mpiddp.train.parallel import check_compression
 
     with assemble(world) as crew:
         world = crew.world
@@ -70,6 +71,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             config = settle(
                 config, world, on_gpu=device.type != "cpu", has_bf16=computes_in_bf16(device)
             )
+            check_compression(config, device)
         with crew.together():
             crew.check_same(
                 "what the ranks chose",
@@ -103,8 +105,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
 
         if backend == "nccl":
             os.environ.update(flight_recorder.settings(out / "logs", os.environ))
-        if config.deterministic:
-            make_deterministic()
+        choose_kernels(config)
         with (
             joined(crew, backend, device, timeout_s=config.timeout),
             _log(out, world),

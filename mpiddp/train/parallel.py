@@ -12,8 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig
 
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile
 POWERSGD_RANK = 4  # of the two matrices that stand for one
 POWERSGD_FROM_STEP = 100  # gradients are whole before: they change too fast for a memory of errors
 
@@ -27,14 +29,33 @@ def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> 
     ddp = DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb, **keep_own
     )
-    settle_buckets(ddp, shape)
+    settle_buckets(ddp, config, shape)
     compress(ddp, config)
     if config.compile != "off":
         return torch.compile(ddp, mode=config.compile)  # type: ignore[return-value]
     return ddp
 
 
-def settle_buckets(ddp: DistributedDataParallel, shape: tuple[int, int, int]) -> None:
+def check_compression(config: TrainConfig, device: torch.device) -> None:
+    """Raises UserError for PowerSGD where torch's own cannot run: it asks any GPU for the time."""
+    is_over_gloo = config.grad_compression == "powersgd" and device.type == "cpu"
+    if is_over_gloo and torch.cuda.is_available():
+        raise UserError(
+            "--grad-compression powersgd over gloo fails where torch sees a GPU. Hide it: "
+            "CUDA_VISIBLE_DEVICES=, or use --grad-compression bf16."
+        )
+
+
+def clear_gradients(ddp: nn.Module, config: TrainConfig) -> None:
+    """Between two steps."""
+    # Else the first micro-batch's gradients would lie where a CUDA graph writes the second's.
+    keeps = config.compile in CUDA_GRAPH_MODES and config.grad_accum_steps > 1
+    ddp.zero_grad(set_to_none=not keeps)
+
+
+def settle_buckets(
+    ddp: DistributedDataParallel, config: TrainConfig, shape: tuple[int, int, int]
+) -> None:
     """Run two throw-away steps, and leave no trace but DDP's final buckets.
 
     DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend
@@ -45,7 +66,7 @@ def settle_buckets(ddp: DistributedDataParallel, shape: tuple[int, int, int]) ->
     cpu_rng = torch.get_rng_state()
     for _ in range(2):
         ddp(torch.zeros(2, *shape, device=device)).sum().backward()
-    ddp.zero_grad(set_to_none=True)
+    clear_gradients(ddp, config)
     torch.set_rng_state(cpu_rng)
     for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
         buffer.copy_(saved)

@@ -19,7 +19,13 @@ from mpiddp.group import choose_backend, device_of, joined
 from mpiddp.train.config import TrainConfig, parse, settle
 from mpiddp.train.data import open_data
 from mpiddp.train.data.source import Data
-from mpiddp.train.engine import build_model, build_optimizer, computes_in_bf16, place
+from mpiddp.train.engine import (
+    build_model,
+    build_optimizer,
+    choose_kernels,
+    computes_in_bf16,
+    place,
+)
 from mpiddp.train.loop import Plan, make_plan
 from mpiddp.train.parallel import wrap
 from mpiddp.world import World
@@ -70,6 +76,9 @@ def settled(crew: Crew, training: Sequence[str]) -> tuple[TrainConfig, str, torc
         device = device_of(crew.world, backend)
         on_gpu = device.type != "cpu"
         config = settle(config, crew.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device))
+    if on_gpu:
+        torch.cuda.set_device(device)  # a source has no process group that would do so
+    choose_kernels(config)
     return config, backend, device
 
 
