@@ -14,6 +14,7 @@ Sets everything up once (in .venv, without root), then trains over a hostfile, o
 
 Both are remembered once .venv is made with them; to begin anew: rm -r .venv
 All train options: .venv/bin/mpiddp train --help
+Options of the launcher (-H, --max-restarts, …): .venv/bin/mpiddp launch --help
 END
 }
 

@@ -1,4 +1,4 @@
-"""The guides' first example: rank 0 sends a tensor to every rank, and each answers.
+"""The first example of most multi-node guides: rank 0 sends a tensor to every rank, and each answers.
 
     mpiddp launch --hostfile hostfiles/two_nodes examples/message_passing.py --backend gloo
 

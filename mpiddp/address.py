@@ -116,7 +116,7 @@ def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Plan:
     address of a host.
 
     Raises:
-        UserError: the same on every rank, since all see the same cards.
+        UserError: for rank 0, which alone asks, to tell the others.
     """
     hosts = list(dict.fromkeys(card.host for card in cards))
     node_ranks = tuple(hosts.index(card.host) for card in cards)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from mpiddp import control, stop
 from mpiddp.crew import LEAVE_TIMEOUT_S, Crew, Refused
 from mpiddp.errors import UserError
+from mpiddp.exit_codes import BAD_INPUT, FAILED
 from mpiddp.failure import Watch
 from mpiddp.first_look import check_placement, time_the_start
 from mpiddp.rendezvous import Meeting, end_mpi, meet_over_mpi
@@ -33,6 +34,10 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
     Afterwards os.environ holds what env:// scripts read: RANK, LOCAL_RANK, WORLD_SIZE,
     LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, besides GLOO_SOCKET_IFNAME and
     NCCL_SOCKET_IFNAME unless the user has set them. Nothing else in it is touched.
+
+    Args:
+        world: this process's place in the job; by default read from the environment.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Raises:
         UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
@@ -64,11 +69,11 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
     except UserError as error:
         _tell_first(_crew)
         watch.refuse(error)
-        raise SystemExit(2) from None
+        raise SystemExit(BAD_INPUT) from None
     except BaseException as error:
         _tell_first(_crew)
-        if isinstance(error, Exception) and _crew.fails_first():
-            watch.end_the_job(1)  # also where the script catches it around its `with`
+        if isinstance(error, Exception) and _crew.claim_first_failure():
+            watch.end_the_job(FAILED)  # also where the script catches it around its `with`
         raise
     else:
         _leave(_crew, watch, keep_mpi)
@@ -80,13 +85,13 @@ def is_failure(error: Exception | SystemExit) -> bool:
     """Whether it is more than a script's good end, or the end that somebody asked for."""
     if not isinstance(error, SystemExit):
         return True
-    return bool(error.code) and not (error.code == stop.STOPPED and stop.current().has_stopped)
+    return bool(error.code) and not stop.is_asked_for(error.code)
 
 
 def _tell_first(crew: Crew) -> None:
     """The launcher will want to know; this says nothing where there is none."""
     if control.channel is not None:
-        control.channel.is_first = crew.fails_first()
+        control.channel.is_first = crew.claim_first_failure()
 
 
 def _leave(crew: Crew, watch: Watch, keep_mpi: bool) -> None:

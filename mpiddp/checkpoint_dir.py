@@ -155,14 +155,6 @@ def survey(root: Path) -> tuple[Path | None, list[tuple[int, str]]]:
     return None, complaints
 
 
-def newest_valid(root: Path, report: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that verifies; each newer, broken one is reported in a sentence."""
-    newest, complaints = survey(root)
-    for step, complaint in complaints:
-        report(f"{complaint}; {consequence(step, newest)}.")
-    return newest
-
-
 def consequence(broken: int, newest: Path | None) -> str:
     """What it means that the checkpoint of step `broken` is broken, where `newest` is valid."""
     if newest is None:

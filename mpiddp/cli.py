@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mpiddp.errors import UserError, say_alone
+from mpiddp.exit_codes import BAD_INPUT, DONE, INTERRUPTED
 from mpiddp.world import likely_place
 
 # verb: (module with main(argv) -> int, what it is for)
@@ -33,12 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, *rest = words or ["--help"]
     if verb in ("-h", "--help"):
         print(usage())
-        return 0
+        return DONE
     if verb == "--version":
         from mpiddp import __version__
 
         print(f"mpiddp {__version__}")
-        return 0
+        return DONE
     try:
         if verb not in VERBS:
             raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
@@ -47,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Of the ranks of a job one is to speak; a launcher's variables mean nothing to other verbs.
         place = likely_place(os.environ) if verb in RANKS else (0, 0)
         say_alone(str(error), *place)
-        return 2
+        return BAD_INPUT
     except KeyboardInterrupt:
         if verb in RANKS:  # a script ends as Python ends it
             raise
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return code
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpiddp.errors import UserError
+from mpiddp.exit_codes import BAD_INPUT
 from mpiddp.world import World
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
@@ -195,7 +196,7 @@ def reporting(world: World) -> Iterator[None]:
             channel.done()
         raise
     except UserError as error:
-        channel.failed(2, str(error))
+        channel.failed(BAD_INPUT, str(error))
         raise
     except BaseException as error:
         import traceback
@@ -208,9 +209,9 @@ def reporting(world: World) -> Iterator[None]:
 
 def _stopped(end: SystemExit) -> bool:
     """Whether this is the end that somebody asked for."""
-    from mpiddp.stop import STOPPED, current
+    from mpiddp.stop import is_asked_for
 
-    return end.code == STOPPED and current().has_stopped
+    return is_asked_for(end.code)
 
 
 def describe(error: BaseException) -> str:

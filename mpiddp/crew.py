@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
+from mpiddp.exit_codes import BAD_INPUT
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Refused(SystemExit):
     """All ranks have left together, with code 2, after rank 0 said why."""
 
     def __init__(self) -> None:
-        super().__init__(2)
+        super().__init__(BAD_INPUT)
 
 
 class Crew:
@@ -39,7 +40,7 @@ class Crew:
         self.world = world
         self.store = store
         self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have met
-        self._fails_first: bool | None = None
+        self._is_first: bool | None = None
         self._round = 0
 
     def exchange(self, text: str, *, timeout_s: float) -> list[str]:
@@ -112,18 +113,18 @@ class Crew:
         self.leave()
         raise Refused
 
-    def fails_first(self) -> bool:
+    def claim_first_failure(self) -> bool:
         """Whether this rank is the first of the job to fail; no, where the store is gone.
 
         To be asked as soon as an error is seen: its unwinding breaks connections, which the other
         ranks will notice.
         """
-        if self._fails_first is None:
+        if self._is_first is None:
             try:
-                self._fails_first = bool(self.store.add("failures", 1) == 1)
+                self._is_first = bool(self.store.add("failures", 1) == 1)
             except RuntimeError:  # rank 0 has ended, and it was first
-                self._fails_first = self.world.rank == 0
-        return self._fails_first
+                self._is_first = self.world.rank == 0
+        return self._is_first
 
     def leave(self) -> None:
         """Say goodbye; rank 0, whose process is the store, stays until all have or time is up.

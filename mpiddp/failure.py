@@ -2,7 +2,7 @@
 
 Open MPI and srun end the other ranks after a non-zero exit, MPICH only after a signal, Intel MPI after
 neither once MPI is finalized; and a rank inside an NCCL collective notices nothing by itself. So
-every rank has a thread that looks for one word in the store.
+every rank has a thread that looks into the store now and then.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from types import TracebackType
 from mpiddp import control, stop
 from mpiddp.crew import RANK_0_LEFT, Crew
 from mpiddp.errors import UserError
+from mpiddp.exit_codes import BAD_INPUT, FAILED, STOPPED
 
-REFUSED, STOPPED = 2, 75  # exit codes: bad input; stopped on request after a checkpoint
-FAILED = "failed"  # the key; its value is the exit code of the rank that failed first
+FAILED_KEY = "failed"  # in the store; its value is the exit code of the rank that failed first
 LOOK_EVERY_S = 0.5
 AGREE_EVERY_S = 0.02  # where to stop, once somebody asked
 GRACE_S = 1.0  # for the launcher to end this rank first, in its own way
@@ -55,24 +55,24 @@ class Watch:
         """Let the other ranks end with `code`; this process's own end is still to come."""
         self._over.set()
         with contextlib.suppress(RuntimeError):  # the store has gone with rank 0: all know already
-            self._crew.store.set(FAILED, str(code))
+            self._crew.store.set(FAILED_KEY, str(code))
 
     def exits(self, code: int) -> None:
         """The script ends this rank with a code other than 0: that is the job's code.
 
         Who refuses input has said why, and who stops on request has not failed.
         """
-        if self._crew.fails_first() and code not in (REFUSED, STOPPED):
+        if self._crew.claim_first_failure() and code not in (BAD_INPUT, STOPPED):
             self._tell(f"ended with exit code {code}")
         self.end_the_job(code)
 
     def refuse(self, error: UserError) -> None:
         """Bad input that shows only while the job runs: its sentence, and code 2 for all ranks."""
-        if self._crew.fails_first():
+        if self._crew.claim_first_failure():
             print(error, file=sys.stderr, flush=True)
         else:
             self._await_the_end()
-        self.end_the_job(REFUSED)
+        self.end_the_job(BAD_INPUT)
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -81,13 +81,13 @@ class Watch:
 
         The broken connections of the others are its consequence, and would only hide it.
         """
-        is_first = self._crew.fails_first()
+        is_first = self._crew.claim_first_failure()
         if not is_first and isinstance(error, RuntimeError):
             self._await_the_end()
         self._show(kind, error, traceback)
         if is_first:
             self._tell(f"failed: {kind.__name__}{f': {error}' if str(error) else ''}")
-        self.end_the_job(1)
+        self.end_the_job(FAILED)
 
     def _tell(self, what: str) -> None:
         if control.channel is not None:  # the launcher says it better, and once
@@ -110,8 +110,8 @@ class Watch:
         code = ""
         while not code and not self._over.wait(AGREE_EVERY_S if request.is_open else LOOK_EVERY_S):
             try:
-                if self._store.check([FAILED]):
-                    code = self._store.get(FAILED).decode()
+                if self._store.check([FAILED_KEY]):
+                    code = self._store.get(FAILED_KEY).decode()
                 elif self._store.check([RANK_0_LEFT]):  # in good order, after a long wait for us
                     return
                 request.look(self._store, world.rank, world.world_size)

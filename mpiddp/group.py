@@ -1,7 +1,7 @@
 """The process group of a job and its device, and back out in good order.
 
 with mpiddp.process_group() as world:      # or: world = mpiddp.init()
-    model = DistributedDataParallel(model.to(mpiddp.group.device_of(world)))
+    model = DistributedDataParallel(model.to(world.device))
 """
 
 from __future__ import annotations
@@ -37,9 +37,17 @@ def process_group(
     """The job's default process group, formed from whatever launcher started this process.
 
     Args:
+        world: this process's place in the job, where it is known; by default read from the environment.
         backend: "nccl" or "gloo"; by default nccl where there is a GPU, else gloo.
         timeout_s: how long a collective may wait for a peer before the job fails.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+
+    Yields:
+        The world, with all of its fields known.
+
+    Raises:
+        UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
+        SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
     """
     with assemble(world, keep_mpi=keep_mpi) as crew:
         with crew.together():
@@ -58,6 +66,8 @@ def init(
     keep_mpi: bool = False,
 ) -> World:
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
+
+    Returns what `process_group` yields, and raises what it raises.
 
     Under a plain mpirun only `sys.exit` and an uncaught error tell the other ranks how this one ended;
     `process_group()`, and `mpiddp launch`, hear of every end.
@@ -87,17 +97,17 @@ def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    is_over = True
+    destroys = True
     try:
         yield
     except (Exception, SystemExit) as error:
         if not isinstance(error, Refused) and is_failure(error):
-            crew.fails_first()  # asked before the group's end lets the others fail as well
+            crew.claim_first_failure()  # asked before the group's end lets the others fail as well
             # NCCL's end would wait for the collective that the others are in, and nobody be told.
-            is_over = backend != "nccl"
+            destroys = backend != "nccl"
         raise
     finally:
-        if is_over:
+        if destroys:
             dist.destroy_process_group()
 
 

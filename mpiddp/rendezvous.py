@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from mpiddp.address import Card, Plan, choose, listen, wished_interface
 from mpiddp.errors import UserError, say_alone
+from mpiddp.exit_codes import BAD_INPUT
 from mpiddp.network import Interface, interfaces
 from mpiddp.sockets import probe
 from mpiddp.world import World
@@ -65,7 +66,7 @@ def meet_over_mpi(world: World, *, timeout_s: float, keep_mpi: bool = False) -> 
             if world.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             comm.Barrier()  # the first to exit makes mpirun end the others
-            raise SystemExit(2) from None
+            raise SystemExit(BAD_INPUT) from None
         except BaseException:
             # With MPI live, a rank that merely raises leaves all others hanging in their collective.
             sys.excepthook(*sys.exc_info())
@@ -225,7 +226,7 @@ def _usable_interfaces(wished: str | None) -> list[Interface]:
 
 def _refuse_alone(world: World, sentence: str) -> NoReturn:
     say_alone(sentence, world.rank, world.local_rank)
-    raise SystemExit(2)
+    raise SystemExit(BAD_INPUT)
 
 
 @contextlib.contextmanager
@@ -237,9 +238,9 @@ def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
     """
     sentence = (
         f"rank {world.rank} on {world.hostname}: the ranks did not meet over MPI in {timeout_s:g} s. "
-        "Either a rank is still busy starting: give it longer, --timeout 300 (MPIDDP_TIMEOUT=300). "
-        "Or MPI took an interface that not all hosts share: name one, --interface eth0 or "
-        "--mca btl_tcp_if_include 10.0.0.0/24.\n"
+        "Either a rank is still busy starting: give it longer, MPIDDP_TIMEOUT=300 or mpiddp launch "
+        "--timeout 300. Or MPI took an interface that not all hosts share: name one, --mca "
+        "btl_tcp_if_include 10.0.0.0/24 or mpiddp launch --interface eth0.\n"
     )
     timeout_s += 0.5 * min(world.rank, 20)
     rank_process = os.getpid()

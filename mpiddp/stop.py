@@ -16,11 +16,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mpiddp import control
+from mpiddp.exit_codes import STOPPED
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STOPPED = 75  # the exit code, EX_TEMPFAIL: the same command goes on
 ASKED, PROMISE, STEP = "stop/asked", "stop/promise", "stop/step"  # keys of the crew's store
 AHEAD = 2  # steps, so that a rank need not wait where they take longer than the agreement does
 
@@ -105,6 +105,11 @@ class Stop:
 
 
 _stop = Stop()
+
+
+def is_asked_for(code: object) -> bool:
+    """Whether an exit with this code is the early end that somebody asked for."""
+    return code == STOPPED and current().has_stopped
 
 
 def current() -> Stop:

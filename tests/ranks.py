@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_")
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -65,6 +66,11 @@ def mpiddp(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=120,
     )
+
+
+def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`mpiddp launch WORDS…` with the variables `extra`, its output captured."""
+    return mpiddp("launch", *words, **extra)
 
 
 def script(folder: Path, text: str) -> str:

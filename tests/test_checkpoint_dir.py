@@ -121,7 +121,7 @@ def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
         assert writer.stdout.readline() == b"writing\n"
         writer.kill()
     assert checkpoint_dir.list_steps(tmp_path) == [old]
-    assert checkpoint_dir.newest_valid(tmp_path, pytest.fail) == old
+    assert checkpoint_dir.survey(tmp_path) == (old, [])
     assert len(names(tmp_path)) == 2  # what it left behind
     checkpoint_dir.write(tmp_path, 2, fill)
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
@@ -159,8 +159,9 @@ def test_kill_at_any_moment_leaves_a_valid_one(tmp_path: Path) -> None:
             writer.send_signal(signal.SIGKILL)
         for folder in checkpoint_dir.list_steps(tmp_path):
             checkpoint_dir.verify(folder)
-        valid = checkpoint_dir.newest_valid(tmp_path, pytest.fail)
+        valid, complaints = checkpoint_dir.survey(tmp_path)
         assert valid is not None
+        assert complaints == []
         assert checkpoint_dir.step_of(valid) >= told[-1]
 
 
@@ -246,8 +247,12 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
 
 
 def heard_from(root: Path) -> tuple[Path | None, list[str]]:
-    heard: list[str] = []
-    return checkpoint_dir.newest_valid(root, heard.append), heard
+    """The newest checkpoint that is valid, and what `mpiddp train` says of the newer ones."""
+    newest, complaints = checkpoint_dir.survey(root)
+    return newest, [
+        f"{complaint}; {checkpoint_dir.consequence(step, newest)}."
+        for step, complaint in complaints
+    ]
 
 
 def test_the_newest_valid_one_is_found_and_the_loss_told(tmp_path: Path) -> None:

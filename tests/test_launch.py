@@ -19,9 +19,8 @@ from socket import gethostname
 import pytest
 
 from tests.flavours import PACKAGES, mpirun_of
-from tests.ranks import ROOT, clean_env, mpiddp, own_lines, script
+from tests.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
 
-LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 FLAVOURS = ("openmpi5", *PACKAGES)
 OTHERS = "The other ranks were stopped."
 TELL = """
@@ -36,10 +35,6 @@ if "deaf" in sys.argv:
 print("ready", flush=True)
 time.sleep(100)
 """
-
-
-def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return mpiddp("launch", *words, **extra)
 
 
 def running(word: str) -> list[str]:

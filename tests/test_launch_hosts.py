@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator
 
@@ -16,9 +15,8 @@ import pytest
 from tests import cluster
 from tests.cluster import Cluster
 from tests.flavours import PACKAGES, mpirun_of
-from tests.ranks import ROOT
+from tests.ranks import LAUNCH, ROOT
 
-LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 FLAVOURS = ("openmpi5", *PACKAGES)
 # A short line: mpirun cuts long ones where it likes, and mixes the pieces of several ranks.
 TELL_AND_SLEEP = """

@@ -30,9 +30,10 @@ def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
 
 def test_this_machine_gets_no_more_slots_than_gpus_and_says_so() -> None:
     hosts = parse_host_list("localhost:4")
-    fitted, notes = fit_to_gpus(hosts, "gloo", lambda _: 2)
+    fitted, notes = fit_to_gpus(hosts, None, lambda _: 2)
     assert fitted.total_slots == 2
     assert notes == ["localhost has 2 GPUs but 4 slots: starting 2 ranks there"]
+    assert fit_to_gpus(hosts, "gloo", lambda _: 2) == (hosts, [])
     assert fit_to_gpus(hosts, "nccl", lambda _: 0)[0].total_slots == 4
 
 

@@ -8,22 +8,15 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT, mpiddp, own_lines, script
+from tests.ranks import ROOT, launch, own_lines, script
 
-LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 HOST = socket.gethostname()
 TELL = "import os; print('rank', os.environ['RANK'], os.environ.get('GREETING'), flush=True)"
-
-
-def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return mpiddp("launch", *words, **extra)
 
 
 def test_report_prints_a_line_for_each_rank(tmp_path: Path) -> None:

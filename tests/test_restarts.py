@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -19,9 +18,8 @@ from mpiddp.launch.record import Batch
 from mpiddp.launch.restarts import _keeping_batch
 from tests import cluster
 from tests.cluster import Cluster
-from tests.ranks import ROOT, clean_env, script
+from tests.ranks import LAUNCH, ROOT, clean_env, script
 
-LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
 FAILS_ONCE = """
 import os, pathlib, sys

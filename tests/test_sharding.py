@@ -86,7 +86,7 @@ def test_full_steps_are_even_and_micro_batches_have_their_size() -> None:
     for num_samples, batch_size, accum, world_size in combinations():
         for rank in shards(num_samples, batch_size, accum, world_size):
             for step in rank.steps(epoch=0):
-                assert step.is_even
+                assert step.ddp_averages
                 assert step.num_images == rank.global_batch_size
                 assert [len(batch) for batch in step.micro_batches] == [batch_size] * accum
 
@@ -96,7 +96,7 @@ def test_a_batch_that_does_not_divide_is_dealt_as_evenly_as_can_be(accum: int) -
     ranks = [Shards(100, 23, accum, rank, world_size=3, seed=5) for rank in range(3)]
     assert {rank.batch_size for rank in ranks} == {8 if accum == 1 else 4}
     for k, parts in enumerate(zip(*(rank.steps(epoch=0) for rank in ranks), strict=True)):
-        assert all(part.is_even and part.num_images == 23 for part in parts)
+        assert all(part.ddp_averages and part.num_images == 23 for part in parts)
         assert {len(part.micro_batches) for part in parts} == {accum}
         sizes = {len(batch) for part in parts for batch in part.micro_batches}
         assert sizes == ({7, 8} if accum == 1 else {3, 4})
@@ -113,7 +113,7 @@ def test_the_tail_counts_its_images_and_leaves_none_alone() -> None:
             continue
         steps = [list(rank.steps(epoch=0))[-1] for rank in ranks]
         assert {step.num_images for step in steps} == {tail}
-        assert not any(step.is_even for step in steps)
+        assert not any(step.ddp_averages for step in steps)
         assert sum(len(images(step)) for step in steps) == tail
         sizes = [len(batch) for step in steps for batch in step.micro_batches]
         assert max(sizes) <= batch_size + 1

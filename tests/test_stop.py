@@ -20,9 +20,8 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.launch.options import duration
 from tests.flavours import mpirun_of
-from tests.ranks import ROOT, clean_env, find_mpirun, script
+from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
 
-LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 # A line and its end in one piece: Intel's mpirun would mix the pieces of several ranks.
 # No collective: nothing but the agreement keeps the ranks together, and one is ten times as fast.
 SCRIPT = """

@@ -32,15 +32,13 @@ class JobFailed(Exception):
 
 @dataclass(frozen=True)
 class Finished:
-    """One command: when it was started (seconds since 1970), what it took, what its ranks emitted.
+    """One command: when it was started (seconds since 1970), and what its ranks emitted.
 
     `cpu_s` counts user and system time of all its processes on this host.
     """
 
     started_at: float
-    wall_s: float
     cpu_s: float
-    lines: list[str]
     found: list[dict[str, Any]]
 
 
@@ -113,7 +111,7 @@ def run(argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None)
     if code != 0:
         raise JobFailed(code, words)
     found = [word for word in map(parse, lines) if word is not None]
-    return Finished(started_at, time.time() - started_at, _cpu_s() - before, lines, found)
+    return Finished(started_at, _cpu_s() - before, found)
 
 
 @contextmanager

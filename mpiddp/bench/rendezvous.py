@@ -1,6 +1,6 @@
 """`mpiddp bench rendezvous`: how the ranks' meeting grows with their number, on this machine.
 
-"MPI alone" is what one allgather of cards and two broadcasts cost, without torch. "With torch" is all
+"MPI alone" is what two allgathers and a broadcast cost, without torch. "With torch" is all
 that comes before a process group: the import, the same meeting, and the store that rank 0 serves.
 """
 

@@ -14,7 +14,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that `percent` of all do not exceed."""
+    """The value that `percent` of all do not exceed, interpolated."""
     if len(values) == 1:
         return values[0]
     return quantiles(values, n=100, method="inclusive")[percent - 1]

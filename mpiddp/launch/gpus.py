@@ -12,6 +12,7 @@ from dataclasses import replace
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts
 from mpiddp.launch.placement import is_this_host
+from mpiddp.launch.ssh import ssh_to
 
 
 def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
@@ -29,9 +30,7 @@ def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
             return 0
         command = [program, "-L"]
     else:
-        port = [] if host.port is None else ["-p", str(host.port)]
-        options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", *port]
-        command = ["ssh", *options, host.ssh_target, "nvidia-smi", "-L"]
+        command = [*ssh_to(host), "nvidia-smi", "-L"]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )
@@ -75,20 +74,20 @@ def fit_to_gpus(
     for host in hosts.hosts:
         slots = host.slots
         is_alone = len(hosts.hosts) == 1 and is_this_host(host.name)
+        is_known = is_alone or host in asked
         if slots is None:
             slots = min(count(host) or 1, host.max_slots or sys.maxsize)
-        elif slots > 1 and (is_alone or host in asked) and 0 < (gpus := count(host)) < slots:
+        elif backend != "gloo" and slots > 1 and is_known and 0 < (gpus := count(host)) < slots:
             found = f"{host.name} has {gpus} GPU{'' if gpus == 1 else 's'} but {slots} slots"
             if is_alone and backend == "nccl":
                 raise UserError(
                     f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
                     "or leave out --backend nccl."
                 )
-            if is_alone:
-                notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
-                slots = gpus
-            elif backend != "gloo":
+            if not is_alone:
                 raise UserError(f"{found}: ranks would share GPUs.")
+            notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
+            slots = gpus
         fitted.append(replace(host, slots=slots))
     return replace(hosts, hosts=tuple(fitted)), notes
 

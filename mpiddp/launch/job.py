@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mpiddp.control import JOB
+from mpiddp.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.channel import Listener
 from mpiddp.launch.command import Request
 from mpiddp.launch.flavours import compose
 from mpiddp.launch.mpi import Mpi, with_own_folder
 from mpiddp.launch.record import Batch, Record
 from mpiddp.launch.supervisor import End, Limits, Supervisor
-
-DONE, FAILED, BAD_INPUT, STOPPED_AFTER_CHECKPOINT, INTERRUPTED = 0, 1, 2, 75, 130
 
 Say = Callable[[str], None]
 
@@ -42,9 +41,7 @@ class Outcome:
     @property
     def goes_on(self) -> bool:
         """Whether the same command goes on where this one was ended."""
-        return self.code == STOPPED_AFTER_CHECKPOINT or (
-            self.code == INTERRUPTED and bool(self.resume)
-        )
+        return self.code == STOPPED or (self.code == INTERRUPTED and bool(self.resume))
 
 
 def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
@@ -75,7 +72,7 @@ def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
     outcome = replace(
         outcome, resume=record.resume, batch=record.batch, made_steps=bool(record.steps)
     )
-    if outcome.code not in (DONE, BAD_INPUT, STOPPED_AFTER_CHECKPOINT) and mpi.flavour != "slurm":
+    if outcome.code not in (DONE, BAD_INPUT, STOPPED) and mpi.flavour != "slurm":
         from mpiddp.launch.sweep import sweep
 
         silent = record.silent_hosts()
@@ -86,7 +83,7 @@ def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
 
 def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
     if record.all_stopped:
-        return Outcome(STOPPED_AFTER_CHECKPOINT, "stopped on request.")
+        return Outcome(STOPPED, "stopped on request.")
     if verdict:
         return Outcome(FAILED, verdict)
     if end.interrupted and not (record.all_done and record.aware):
@@ -97,10 +94,10 @@ def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
         return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
     first = record.first_failure()
     if first is None:
-        if end.code in (DONE, BAD_INPUT, STOPPED_AFTER_CHECKPOINT) and not record.started:
+        if end.code in (DONE, BAD_INPUT, STOPPED) and not record.started:
             return _silent_job(end)
         return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
-    if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED_AFTER_CHECKPOINT):
+    if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
         return Outcome(first.facts["code"], "")  # it has said why
     return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)))
 

@@ -22,10 +22,11 @@ import mpiddp.network
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host
 from mpiddp.launch import probe
+from mpiddp.launch.phrases import all_of
+from mpiddp.launch.ssh import CONNECT_TIMEOUT_S, ssh_to
 from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
 
-CONNECT_TIMEOUT_S = 5
 LOOK_TIMEOUT_S = 15.0
 
 # What the far shell runs. It is the same for every host and every user: what varies comes through
@@ -98,14 +99,6 @@ def _command(host: Host, is_local: bool) -> list[str]:
     return [*ssh_to(host), _FAR_SHELL]
 
 
-def ssh_to(host: Host) -> list[str]:
-    """ssh's own checks stay as the user has set them; it asks for nothing."""
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
-    port = ["-p", str(host.port)] if host.port else []
-    # "--" ends ssh's options; the hostfile's grammar already lets no name begin with a dash.
-    return ["ssh", *options, *port, "--", host.ssh_target]
-
-
 def _far_python(wanted: Wanted) -> str:
     sources = {
         "mpiddp": "",
@@ -155,7 +148,7 @@ class _Asked:
         if wanted.interface and not any(i.matches(wanted.interface) for i in interfaces):
             return (
                 f'interface "{wanted.interface}" is not on {name}, '
-                f"which has {_and([interface.name for interface in interfaces])}."
+                f"which has {all_of([interface.name for interface in interfaces])}."
             )
         return None
 
@@ -260,8 +253,4 @@ def _by_value(values: Mapping[str, str]) -> str:
     groups: dict[str, list[str]] = {}
     for name, value in values.items():
         groups.setdefault(value, []).append(name)
-    return ", ".join(f"{value} on {_and(names)}" for value, names in groups.items())
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return ", ".join(f"{value} on {all_of(names)}" for value, names in groups.items())

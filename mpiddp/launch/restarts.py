@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mpiddp.errors import UserError
+from mpiddp.exit_codes import FAILED, INTERRUPTED
 from mpiddp.launch.command import Request
-from mpiddp.launch.job import FAILED, INTERRUPTED, Outcome, attempt
+from mpiddp.launch.job import Outcome, attempt
 from mpiddp.launch.mpi import Mpi
+from mpiddp.launch.phrases import all_of
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.record import Batch
 from mpiddp.launch.signals import heard, is_asked_to_stop
@@ -63,7 +65,7 @@ def _run(
             continue
         if is_asked_to_stop(signals, within_s=0.0):
             return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
-        hosts = _and([node.name for node in request.nodes])
+        hosts = all_of([node.name for node in request.nodes])
         say(f"restarting on {hosts} (restart {restart} of {options.max_restarts}).")
         job = [*request.job, *resume]
         if batch and request.world_size != world_size:
@@ -106,7 +108,3 @@ def _keeping_batch(job: Sequence[str], batch: Batch, world_size: int) -> list[st
     passes = max(1, min(passes, batch.images // (2 * world_size)))  # BatchNorm wants two images
     dealt = [f"--global-batch-size={batch.images}", "--uneven", f"--grad-accum-steps={passes}"]
     return [*kept, *dealt]
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

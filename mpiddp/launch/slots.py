@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts, shown, slots_of
+from mpiddp.launch.phrases import listed
 
 
 def exclude(hosts: Hosts, names: str) -> Hosts:
@@ -63,9 +63,3 @@ def ranks_per_host(
             placed.append((host, count))
         left -= count
     return placed
-
-
-def listed(words: Sequence[str], most: int = 8) -> str:
-    """The first of many words, as an error may show them."""
-    more = f", and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more

@@ -15,7 +15,7 @@ from mpiddp.control import JOB
 from mpiddp.hostfile import Host
 from mpiddp.launch.command import Node
 from mpiddp.launch.placement import is_this_host
-from mpiddp.launch.preflight import ssh_to
+from mpiddp.launch.ssh import ssh_to
 
 TIMEOUT_S = 8.0
 

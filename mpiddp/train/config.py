@@ -250,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
 
     data = parser.add_argument_group("data")
     add = data.add_argument
-    add("--dataset", choices=DATASETS, default="cifar10")
+    add("--dataset", choices=DATASETS, default="cifar10", help="what to train on")
     add(
         "--data-dir",
         type=_path,
@@ -282,11 +282,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps-per-epoch", type=_whole(1), help="end every epoch after this many steps")
     add("--lr", type=_number(0, above=True), default=0.4, help="for a global batch of 256")
     add("--no-lr-scaling", dest="lr_scaling", action="store_false", help="take --lr as it is")
-    add("--schedule", choices=SCHEDULES, default="one-cycle")
+    add("--schedule", choices=SCHEDULES, default="one-cycle", help="of the learning rate")
     add("--warmup-epochs", type=_number(0), help="default: a quarter of all, 5 at most")
-    add("--momentum", type=_number(0, 1), default=0.9)
+    add("--momentum", type=_number(0, 1), default=0.9, help="Nesterov's; 0 is plain SGD")
     add("--weight-decay", type=_number(0), default=5e-4, help="not on BatchNorm and biases")
-    add("--label-smoothing", type=_number(0, 1), default=0.0)
+    add("--label-smoothing", type=_number(0, 1), default=0.0, help="share of all other classes")
 
     engine = parser.add_argument_group("engine")
     add = engine.add_argument
@@ -315,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
         default="off",
         help="what the ranks exchange instead of fp32 gradients; powersgd's memory is not saved",
     )
-    add("--seed", type=_whole(0, 2**32), default=0)
+    add("--seed", type=_whole(0, 2**32), default=0, help="of weights, order and augmentation")
     add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
 
     run = parser.add_argument_group("run")
@@ -328,7 +328,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="auto|never|PATH",
         help="which checkpoint to go on from",
     )
-    add("--go-on", action="store_true", help="rather from a checkpoint of --out, once there is one")
+    add(
+        "--go-on",
+        action="store_true",
+        help="with --resume never or PATH: once --out has a checkpoint of its own, from that",
+    )
     add(
         "--save-every",
         type=_every,
@@ -342,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
         default="warn",
         help="what a full disk does to the run; the last save must succeed in any case",
     )
-    add("--log-every", type=_whole(1), default=50, metavar="STEPS")
+    add("--log-every", type=_whole(1), default=50, metavar="STEPS", help="between two lines")
     add("--stop-at-step", type=_whole(1), metavar="STEP", help="save there and leave, code 75")
     # torch.distributed.launch passes it to every script; the environment has it as well.
     add("--local-rank", type=_whole(0), help=argparse.SUPPRESS)

@@ -136,7 +136,7 @@ def backward(
     loss_sum = torch.zeros((), device=next(ddp.parameters()).device)
     for index, _ in enumerate(step.micro_batches):
         images, labels = next(batches)
-        reduces = step.is_even and index == len(step.micro_batches) - 1
+        reduces = step.ddp_averages and index == len(step.micro_batches) - 1
         with contextlib.nullcontext() if reduces else ddp.no_sync():  # type: ignore[operator]
             with autocast(config, images.device):
                 logits = ddp(images)
@@ -146,7 +146,7 @@ def backward(
             # DDP takes the mean over the ranks; this makes it the mean over all images.
             scaler.scale(loss * (world_size / step.num_images)).backward()
         loss_sum += loss.detach()
-    if not step.is_even:
+    if not step.ddp_averages:
         scaler.scale(loss_sum)  # it makes its scale at first use, also where no images were
         _average_gradients([p for p in ddp.parameters() if p.requires_grad])
     return loss_sum

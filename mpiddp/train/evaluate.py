@@ -24,7 +24,7 @@ class Score:
     num_images: int  # over all ranks
 
 
-def small_images(shape: tuple[int, int, int]) -> int:
+def default_batch_size(shape: tuple[int, int, int]) -> int:
     """How many images [C, H, W] may be looked at together, be the batches of training ever so small."""
     _, height, width = shape
     return max(1, BATCH_PIXELS // (height * width))

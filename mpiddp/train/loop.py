@@ -20,12 +20,12 @@ from mpiddp.stop import should_stop
 from mpiddp.train import checkpoint, replicas
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.prefetch import beside
+from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
 from mpiddp.train.due import Due
 from mpiddp.train.engine import backward, build_optimizer, place
-from mpiddp.train.evaluate import Score, evaluate, small_images
-from mpiddp.train.metrics import Records, StepTimer, Summary, percentile
+from mpiddp.train.evaluate import Score, default_batch_size, evaluate
+from mpiddp.train.metrics import Records, StepTimer, Summary, percentile, slowest
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.resume import Start
 from mpiddp.train.saver import Saver
@@ -109,7 +109,7 @@ def train(
     started_at = time.monotonic()
     assert config.epochs is not None
     assert config.batch_size is not None
-    replicas.complete(start, keepers, out, crew, device, timeout_s=config.timeout)
+    replicas.send_missing_checkpoint(start, keepers, out, crew, device, timeout_s=config.timeout)
     saved = checkpoint.broadcast(start.saved, start.holder)
     model = place(model, config, device)
     optimizer = build_optimizer(model, config)
@@ -131,14 +131,14 @@ def train(
     records = Records(out / "metrics.jsonl" if crew.world.rank in keepers else None, progress.step)
     timer = StepTimer(device)
     images_of_steps: list[int] = []
-    evaluation_batch = max(config.batch_size, small_images(data.shape))
+    evaluation_batch = max(config.batch_size, default_batch_size(data.shape))
     score: Score | None = None
     train_loss: float | None = None
 
     for epoch in range(progress.epoch, config.epochs):
         steps = list(plan.shards.steps(epoch, progress.position))
         order = [numbers for step in steps for numbers in step.micro_batches]
-        batches = beside(data.train.batches(order, epoch=epoch), device)
+        batches = prefetched(data.train.batches(order, epoch=epoch), device)
         loss_sum, num_images = torch.zeros((), device=device), 0
         timer.resume()
 
@@ -205,7 +205,9 @@ def train(
     records.close()
     if score is None and data.test is not None:  # resumed after the last step
         score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
-    seconds_of_steps = _slowest(timer.read(), device)
+    seconds_of_steps = slowest(timer.read(), device)
+    if len(seconds_of_steps) > 2 * STARTUP_STEPS:
+        seconds_of_steps = seconds_of_steps[STARTUP_STEPS:]
     images = sum(images_of_steps[-len(seconds_of_steps) :])
     return Summary(
         dataset=data.name,
@@ -225,10 +227,3 @@ def train(
         step_time_p95_s=percentile(seconds_of_steps, 95),
         wall_s=time.monotonic() - started_at,
     )
-
-
-def _slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Of every step the time on the rank that was slowest at it, the start-up left out."""
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.tolist()[STARTUP_STEPS if len(seconds) > 2 * STARTUP_STEPS else 0 :]

@@ -18,7 +18,8 @@ from pathlib import Path
 from mpiddp import control
 from mpiddp.control import reporting
 from mpiddp.errors import UserError
-from mpiddp.stop import STOPPED, stopped, will_ask
+from mpiddp.exit_codes import DONE, STOPPED
+from mpiddp.stop import stopped, will_ask
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
 from mpiddp.tuning import tune
 from mpiddp.world import World
@@ -27,7 +28,7 @@ PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
 
 
 def main(argv: list[str]) -> int:
-    """Train; 0 when done, 75 when stopped at --stop-at-step.
+    """Train, and return the exit code: DONE, or STOPPED where it ends early on request.
 
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.crew`.
@@ -127,7 +128,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                 summary = Summary(**json.loads(path.read_text()))
             path.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
         say(f"\n{table(summary, out)}")
-    return 0
+    return DONE
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class StepTimer:
@@ -102,8 +103,16 @@ class Summary:
     wall_s: float
 
 
+def slowest(seconds: list[float], device: torch.device) -> list[float]:
+    """Of every measurement the one on the rank where it took longest. A collective."""
+    all_ranks = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
+    times: list[float] = all_ranks.tolist()
+    return times
+
+
 def percentile(seconds: list[float], percent: int) -> float | None:
-    """The smallest value that `percent` of all do not exceed; None of nothing."""
+    """The value that `percent` of all do not exceed, interpolated; None of nothing."""
     if not seconds:
         return None
     if len(seconds) == 1:

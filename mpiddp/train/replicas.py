@@ -55,7 +55,7 @@ def find_keepers(crew: Crew, out: Path, *, timeout_s: float) -> list[int]:
     return [rank for rank, first in enumerate(firsts) if first == str(rank)]
 
 
-def complete(
+def send_missing_checkpoint(
     start: Start,
     keepers: list[int],
     out: Path,

@@ -20,7 +20,7 @@ class Step:
 
     micro_batches: tuple[Tensor, ...]  # int64 [≤ batch_size] each: indices of images
     num_images: int  # over all ranks
-    is_even: bool  # every rank has as many micro-batches, so that DDP can do the averaging
+    ddp_averages: bool  # every rank has as many micro-batches, so that DDP can do the averaging
 
 
 @dataclass(frozen=True)

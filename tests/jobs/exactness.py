@@ -125,7 +125,7 @@ def reductions_of_a_step(config: TrainConfig) -> int:
 
     ddp.register_comm_hook(dist.group.WORLD, hook)
     micro_batches = tuple(torch.arange(6).split(2))
-    step = Step(micro_batches, 6 * dist.get_world_size(), is_even=True)
+    step = Step(micro_batches, 6 * dist.get_world_size(), ddp_averages=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     backward(ddp, Recorded(6).batches(micro_batches, epoch=0), step, scaler, config)
     return len(reduced)

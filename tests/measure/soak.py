@@ -39,7 +39,10 @@ CALIBRATION_STEPS = 200
 
 @dataclass(frozen=True)
 class Soak:
-    """What has happened to the disturbed run. Lost steps: to within LOG_EVERY, for each restart."""
+    """What has happened to the disturbed run.
+
+    `steps_lost`: to within LOG_EVERY, at each restart that went on from a checkpoint.
+    """
 
     code: int
     wall_s: float
@@ -70,7 +73,8 @@ def main() -> None:
 
     print(f"hits: {', '.join(f'{kind} {count}' for kind, count in soak.hits.items())}")
     print(f"restarts: {soak.restarts}")
-    print(f"steps lost: {sum(soak.steps_lost)} of {steps}; at each restart {soak.steps_lost}")
+    print(f"steps lost: {sum(soak.steps_lost)} of {steps}")
+    print(f"at each restart that went on from a checkpoint: {soak.steps_lost}")
     print(f"useful step time {useful_s:.0f} s, wall time {soak.wall_s:.0f} s")
     print(f"goodput: {useful_s / soak.wall_s:.3f}")
     print(f"the same bits: {'no: ' + ', '.join(different[:5]) if different else 'yes'}")

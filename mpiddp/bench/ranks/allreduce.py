@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from mpiddp.assembly import assemble
 from mpiddp.bench.allreduce import rank_options
-from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of, slowest
+from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
 from mpiddp.bench.words import emit
 from mpiddp.group import BACKENDS, choose_backend, device_of, joined
-from mpiddp.train.metrics import StepTimer
+from mpiddp.train.metrics import StepTimer, slowest
 from mpiddp.world import World
 
 WARMUP = 3
@@ -36,7 +36,7 @@ def run(world: World, argv: list[str]) -> None:
                     seconds = _time(size, device, options.seconds, options.repeats)
                     found.append({"backend": backend, "bytes": size, "seconds": seconds})
         if crew.world.rank == 0:
-            emit({"world_size": crew.world.world_size, "sums": found, "hosts": hosts})
+            emit({"sums": found, "hosts": hosts})
 
 
 def _has_gpu() -> bool:

@@ -24,7 +24,7 @@ from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.train.data import open_data
 from mpiddp.train.data.arrays import default_data_dir
-from mpiddp.train.data.prefetch import beside
+from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Source
 from mpiddp.train.metrics import StepTimer
 from mpiddp.world import World
@@ -110,7 +110,7 @@ def _images_per_s(crew: Crew, opened: Opened, count: int, epoch: int) -> float:
     world, size = crew.world, opened.batch_size
     numbers = torch.arange(world.rank, count * size * world.world_size, world.world_size)
     order = numbers % opened.source.num_images
-    batches = beside(opened.source.batches(order.split(size), epoch=epoch), opened.device)
+    batches = prefetched(opened.source.batches(order.split(size), epoch=epoch), opened.device)
     crew.exchange("ready", timeout_s=EXCHANGE_TIMEOUT_S)
     timer = StepTimer(opened.device)
     timer.resume()

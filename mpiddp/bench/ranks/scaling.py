@@ -6,15 +6,15 @@ from mpiddp.bench.ranks.training import (
     build,
     open_source,
     settings,
-    slowest,
     synthetic_job,
     synthetic_plan,
 )
 from mpiddp.bench.scaling import rank_options
 from mpiddp.bench.words import emit
-from mpiddp.train.data.prefetch import beside
+from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.engine import backward
-from mpiddp.train.metrics import StepTimer
+from mpiddp.train.metrics import StepTimer, slowest
+from mpiddp.train.parallel import clear_gradients
 from mpiddp.world import World
 
 
@@ -26,14 +26,14 @@ def run(world: World, argv: list[str]) -> None:
         plan = synthetic_plan(job, data, options.warmup + options.steps)
         steps = list(plan.shards.steps(epoch=0))
         order = [numbers for step in steps for numbers in step.micro_batches]
-        batches = beside(data.train.batches(order, epoch=0), job.device)
+        batches = prefetched(data.train.batches(order, epoch=0), job.device)
         timer = StepTimer(job.device)
         timer.resume()
         for step in steps:
             backward(parts.ddp, batches, step, parts.scaler, job.config)
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
-            parts.optimizer.zero_grad(set_to_none=True)
+            clear_gradients(parts.ddp, job.config)
             timer.tick()
         seconds = slowest(timer.read(), job.device)[options.warmup :]
         if job.speaks:

@@ -26,18 +26,17 @@ from mpiddp.bench.ranks.training import (
     build,
     open_source,
     settings,
-    slowest,
     synthetic_job,
     synthetic_plan,
 )
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, rank_options
 from mpiddp.bench.words import emit
 from mpiddp.errors import UserError
-from mpiddp.train.data.prefetch import beside
+from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.engine import autocast, build_model
 from mpiddp.train.loop import STARTUP_STEPS, Plan, train
-from mpiddp.train.metrics import StepTimer
+from mpiddp.train.metrics import StepTimer, slowest
 from mpiddp.train.resume import Start
 from mpiddp.world import World
 
@@ -161,7 +160,7 @@ def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[flo
 def _timed_phases(job: Job, data: Data, parts: Parts, count: int, syncs: bool) -> list[float]:
     """The mean seconds of data, forward, backward, optimizer and the rest, in a block of steps."""
     config, device = job.config, job.device
-    batches = beside(data.train.batches(list(_numbers(job, data, count)), epoch=0), device)
+    batches = prefetched(data.train.batches(list(_numbers(job, data, count)), epoch=0), device)
     loss_sum = torch.zeros((), device=device)
     timer = StepTimer(device)
     dist.barrier()

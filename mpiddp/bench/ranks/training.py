@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mpiddp.assembly import assemble
@@ -27,7 +26,7 @@ from mpiddp.train.engine import (
     place,
 )
 from mpiddp.train.loop import Plan, make_plan
-from mpiddp.train.parallel import wrap
+from mpiddp.train.parallel import check_compression, wrap
 from mpiddp.world import World
 
 EXCHANGE_TIMEOUT_S = 600.0
@@ -76,6 +75,7 @@ def settled(crew: Crew, training: Sequence[str]) -> tuple[TrainConfig, str, torc
         device = device_of(crew.world, backend)
         on_gpu = device.type != "cpu"
         config = settle(config, crew.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device))
+        check_compression(config, device)
     if on_gpu:
         torch.cuda.set_device(device)  # a source has no process group that would do so
     choose_kernels(config)
@@ -115,14 +115,6 @@ def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
     data.train.num_images = count * job.config.global_batch_size
     config = replace(job.config, epochs=1, steps_per_epoch=count)
     return make_plan(config, data, job.crew)
-
-
-def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
-    """Of every measurement the one on the rank where it took longest. A collective."""
-    all_ranks = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
-    times: list[float] = all_ranks.tolist()
-    return times
 
 
 def settings(job: Job) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mpiddp.train.data.synthetic import SyntheticImages
 from mpiddp.world import World
 
 
-class _Shape(NamedTuple):
+class _Spec(NamedTuple):
     """What --use-syn imitates, and how pixels in [0, 1] are normalized."""
 
     num_images: int
@@ -32,10 +32,10 @@ class _Shape(NamedTuple):
 
 
 _SHAPES = {
-    "cifar10": _Shape(50_000, 10, 3, 32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "fashion-mnist": _Shape(60_000, 10, 1, 28, (0.2860,), (0.3530,)),
+    "cifar10": _Spec(50_000, 10, 3, 32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "fashion-mnist": _Spec(60_000, 10, 1, 28, (0.2860,), (0.3530,)),
     # ILSVRC 2012; an image folder's own numbers are counted
-    "image-folder": _Shape(1_281_167, 1000, 3, 224, (), ()),
+    "image-folder": _Spec(1_281_167, 1000, 3, 224, (), ()),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from mpiddp.train.data.source import Batch
 
 
-def beside(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def prefetched(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The same batches. What makes them on the device runs on a side stream.
 
     The host is ahead of the device, so it asks for a batch while an earlier step still computes; a copy
