@@ -83,7 +83,7 @@ def _own_address() -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Candidates:
     """Where rank 0 could listen, best first, and who has to reach it."""
 
     node_ranks: tuple[int, ...]  # [world_size]
@@ -106,7 +106,7 @@ class Plan:
         )
 
 
-def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Plan:
+def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Candidates:
     """Candidates for the master address from all ranks' cards and the user's wishes in `env`.
 
     MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured, and MPIDDP_NETWORKS, in which the
@@ -132,7 +132,9 @@ def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Plan:
     else:
         found = _shared(first_of_hosts, wished)
     addresses, reasons = zip(*found, strict=True)
-    return Plan(node_ranks, probers, addresses, reasons, port, tuple(c.hostname for c in cards))
+    return Candidates(
+        node_ranks, probers, addresses, reasons, port, tuple(c.hostname for c in cards)
+    )
 
 
 def _check_local_ranks(first_of_hosts: Sequence[Card], cards: Sequence[Card]) -> None:
@@ -207,7 +209,7 @@ def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[st
     return [(address, reason) for *_, address, reason in sorted(ranked)]
 
 
-def listen(plan: Plan) -> list[socket.socket]:
+def listen(candidates: Candidates) -> list[socket.socket]:
     """Rank 0: a listening socket for every candidate.
 
     Raises:
@@ -215,8 +217,8 @@ def listen(plan: Plan) -> list[socket.socket]:
     """
     listeners: list[socket.socket] = []
     try:
-        for address in plan.addresses:
-            listeners.append(bind(address, plan.port, plan.hostnames[0]))
+        for address in candidates.addresses:
+            listeners.append(bind(address, candidates.port, candidates.hostnames[0]))
     except UserError:
         for each in listeners:
             each.close()

@@ -158,9 +158,18 @@ def _forget() -> None:
     channel = None
 
 
+def _die_with_daemon() -> None:
+    """With its MPI's daemon gone, nobody would end this rank."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 @contextlib.contextmanager
 def reporting(world: World) -> Iterator[None]:
     """The launcher, if there is one, hears of this rank's start and of its end, whatever that is.
+
+    With or without one, a crash shows its stacks, and a rank ends with the daemon that started it.
 
     Raises:
         UserError: there is a launcher, but it cannot be reached.
@@ -168,10 +177,7 @@ def reporting(world: World) -> Iterator[None]:
     global channel
     faulthandler.enable(2)  # a crash in native code shows on stderr where Python was
     if world.launcher.speaks_mpi or world.launcher.name == "slurm":
-        # With its daemon gone, nobody would end this rank.
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _die_with_daemon()
     # Not for processes that the script starts: they are no ranks.
     address, secret = os.environ.pop(ADDRESS, ""), os.environ.pop(SECRET, "")
     if not address or not secret:

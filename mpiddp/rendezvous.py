@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpiddp.address import Card, Plan, choose, listen, wished_interface
+from mpiddp.address import Candidates, Card, choose, listen, wished_interface
 from mpiddp.errors import UserError, say_alone
 from mpiddp.exit_codes import BAD_INPUT
 from mpiddp.network import Interface, interfaces
@@ -88,24 +88,28 @@ def _meet(world: World, comm: Any) -> Meeting:
     """The exchange itself. Every collective is reached by every rank, whatever went wrong before."""
     cards = tuple(Card.loads(text) for text in comm.allgather(Card.of_this_process(world).dumps()))
     listeners: list[socket.socket] = []
-    plan: Plan | UserError | None = None
+    candidates: Candidates | UserError | None = None
     if world.rank == 0:
         try:
-            plan = choose(cards, os.environ)
-            listeners = listen(plan)
+            candidates = choose(cards, os.environ)
+            listeners = listen(candidates)
         except UserError as error:
-            plan = error
-    plan, ports = comm.bcast((plan, [listener.getsockname()[1] for listener in listeners]))
-    if isinstance(plan, UserError):
-        raise plan
-    assert plan is not None
+            candidates = error
+    candidates, ports = comm.bcast(
+        (candidates, [listener.getsockname()[1] for listener in listeners])
+    )
+    if isinstance(candidates, UserError):
+        raise candidates
+    assert candidates is not None
 
-    is_prober = world.rank in plan.probers
-    reached = probe(plan.addresses, ports) if is_prober else list(plan.addresses)
+    is_prober = world.rank in candidates.probers
+    reached = probe(candidates.addresses, ports) if is_prober else list(candidates.addresses)
     everyone = comm.allgather(reached)
-    common = [i for i, address in enumerate(plan.addresses) if all(address in r for r in everyone)]
+    common = [
+        i for i, address in enumerate(candidates.addresses) if all(address in r for r in everyone)
+    ]
     if not common:
-        raise UserError(plan.unreachable(everyone))
+        raise UserError(candidates.unreachable(everyone))
     chosen = common[0]
     for i, listener in enumerate(listeners):
         if i == chosen:
@@ -115,14 +119,14 @@ def _meet(world: World, comm: Any) -> Meeting:
     return Meeting(
         world=replace(
             world,
-            node_rank=plan.node_ranks[world.rank],
-            num_nodes=plan.num_nodes,
-            master_addr=plan.addresses[chosen],
+            node_rank=candidates.node_ranks[world.rank],
+            num_nodes=candidates.num_nodes,
+            master_addr=candidates.addresses[chosen],
             master_port=ports[chosen],
         ),
         cards=cards,
-        interface=cards[world.rank].interface_towards(plan.addresses[chosen]),
-        reason=plan.reasons[chosen],
+        interface=cards[world.rank].interface_towards(candidates.addresses[chosen]),
+        reason=candidates.reasons[chosen],
         listener=listeners[chosen] if listeners else None,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from mpiddp import sockets
-from mpiddp.address import Card, Plan, choose, listen
+from mpiddp.address import Candidates, Card, choose, listen
 from mpiddp.errors import UserError
 from mpiddp.network import Interface, interfaces
 from mpiddp.sockets import bind, port_in, probe, resolve
@@ -53,15 +53,15 @@ def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
         Card(rank, rank // 2, 2, by_node[rank % 2].hostname, "m", by_node[rank % 2].interfaces)
         for rank in range(4)
     ]
-    plan = choose(cards, {})
-    assert plan.node_ranks == (0, 1, 0, 1)
-    assert (plan.num_nodes, plan.probers) == (2, (1,))
-    assert plan.addresses == (eth(1).address,)
+    candidates = choose(cards, {})
+    assert candidates.node_ranks == (0, 1, 0, 1)
+    assert (candidates.num_nodes, candidates.probers) == (2, (1,))
+    assert candidates.addresses == (eth(1).address,)
 
 
 def test_one_rank_of_every_other_host_probes() -> None:
-    plan = choose(ranks_on(*((LO, eth(node)) for node in range(3)), ranks=4), {})
-    assert plan.probers == (4, 8)
+    candidates = choose(ranks_on(*((LO, eth(node)) for node in range(3)), ranks=4), {})
+    assert candidates.probers == (4, 8)
 
 
 def test_two_machines_of_one_name_are_two_hosts() -> None:
@@ -98,10 +98,10 @@ def test_a_bridge_with_one_address_on_every_host_is_passed_over(decoy: Interface
 def test_of_two_networks_the_one_that_all_hosts_share_comes_first() -> None:
     own = Interface("eth9", "192.168.7.1", "192.168.7.0/24")
     hosts = [(LO, own, eth(0, "eth1")), (LO, eth(1)), (LO, eth(2))]
-    plan = choose(ranks_on(*hosts), {})
-    assert plan.addresses == ("10.0.0.1", "192.168.7.1")
-    assert plan.reasons[0] == "eth1 of node0 is on 10.0.0.0/24, as is every other host"
-    assert plan.reasons[1] == "eth9 of node0 is on 192.168.7.0/24, which routes must reach"
+    candidates = choose(ranks_on(*hosts), {})
+    assert candidates.addresses == ("10.0.0.1", "192.168.7.1")
+    assert candidates.reasons[0] == "eth1 of node0 is on 10.0.0.0/24, as is every other host"
+    assert candidates.reasons[1] == "eth9 of node0 is on 192.168.7.0/24, which routes must reach"
 
 
 def test_two_shared_networks_are_both_candidates_for_the_probe() -> None:
@@ -131,8 +131,8 @@ def test_no_address_for_others_at_all() -> None:
 
 
 def test_no_candidate_that_all_hosts_reach_names_the_blind_host() -> None:
-    plan = choose(ranks_on(*((LO, eth(node)) for node in range(3))), {})
-    assert plan.unreachable([["10.0.0.1"], ["10.0.0.1"], []]).startswith(
+    candidates = choose(ranks_on(*((LO, eth(node)) for node in range(3))), {})
+    assert candidates.unreachable([["10.0.0.1"], ["10.0.0.1"], []]).startswith(
         "no address of node0 (10.0.0.1) is reached from node2 within 2 s: a firewall, or"
     )
 
@@ -171,15 +171,17 @@ def test_master_addr_is_honoured_but_not_as_a_loopback_over_hosts() -> None:
     two = ranks_on((LO, eth(0)), (LO, eth(1)))
     assert addresses(two, {"MASTER_ADDR": "192.0.2.7"}) == ("192.0.2.7",)
     assert addresses(two[:1], {"MASTER_ADDR": "127.0.0.5"}) == ("127.0.0.5",)
-    plan = choose(two, {"MASTER_ADDR": "localhost"})
-    assert plan.addresses == ("10.0.0.1",)
-    assert plan.reasons[0].startswith("localhost resolves to 127.0.0.1, which no other host can")
+    candidates = choose(two, {"MASTER_ADDR": "localhost"})
+    assert candidates.addresses == ("10.0.0.1",)
+    assert candidates.reasons[0].startswith(
+        "localhost resolves to 127.0.0.1, which no other host can"
+    )
 
 
 def test_an_empty_wish_is_none() -> None:
     empty = {"MASTER_ADDR": "", "MASTER_PORT": "", "MPIDDP_INTERFACE": ""}
-    plan = choose(ranks_on((LO, eth(0)), (LO, eth(1))), empty)
-    assert (plan.addresses, plan.port) == (("10.0.0.1",), 0)
+    candidates = choose(ranks_on((LO, eth(0)), (LO, eth(1))), empty)
+    assert (candidates.addresses, candidates.port) == (("10.0.0.1",), 0)
 
 
 @pytest.mark.parametrize("port", ["abc", "65536", "-1", "1.5", "²", " 80"])
@@ -198,9 +200,9 @@ def test_a_name_without_an_address_is_refused(name: str) -> None:
 # --- real sockets ---
 
 
-def plan_for(*listen_on: str, port: int = 0) -> Plan:
+def candidates_for(*listen_on: str, port: int = 0) -> Candidates:
     reasons = tuple("" for _ in listen_on)
-    return Plan((0,), (), listen_on, reasons, port, (socket.gethostname(),))
+    return Candidates((0,), (), listen_on, reasons, port, (socket.gethostname(),))
 
 
 def port_of(listener: socket.socket) -> int:
@@ -214,7 +216,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def test_listen_binds_every_candidate_and_no_other_address() -> None:
-    first, second = listen(plan_for("127.0.0.1", "127.0.0.2"))
+    first, second = listen(candidates_for("127.0.0.1", "127.0.0.2"))
     with first, second:
         assert first.getsockname()[0] == "127.0.0.1"
         assert second.getsockname()[0] == "127.0.0.2"
@@ -225,13 +227,13 @@ def test_listen_binds_every_candidate_and_no_other_address() -> None:
 
 def test_a_taken_port_is_refused_and_nothing_stays_bound(listener: socket.socket) -> None:
     port = port_of(listener)
-    refused = refusal(lambda: listen(plan_for("127.0.0.2", "127.0.0.1", port=port)))
+    refused = refusal(lambda: listen(candidates_for("127.0.0.2", "127.0.0.1", port=port)))
     assert refused.startswith(f"MASTER_PORT={port} is taken on {socket.gethostname()} (127.0.0.1).")
-    listen(plan_for("127.0.0.2", port=port))[0].close()
+    listen(candidates_for("127.0.0.2", port=port))[0].close()
 
 
 def test_an_address_of_another_host_is_refused() -> None:
-    sentence = refusal(lambda: listen(plan_for("192.0.2.7")))
+    sentence = refusal(lambda: listen(candidates_for("192.0.2.7")))
     assert sentence.startswith(f"192.0.2.7 is no address of {socket.gethostname()}, where rank 0")
 
 

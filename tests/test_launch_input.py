@@ -16,7 +16,7 @@ from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus
 from mpiddp.launch.mpi import Flavour, find_mpirun, find_srun, identify
 from mpiddp.launch.network import link_to, wished_interfaces
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.placement import is_this_host, name_nodes, report
+from mpiddp.launch.placement import is_this_host, name_nodes, ranks_by_host
 from mpiddp.launch.slurm import allocation
 from mpiddp.slurm_lists import expand_counts, expand_nodelist
 
@@ -62,7 +62,7 @@ def test_this_machine_goes_by_its_own_name() -> None:
     placed = [(hosts.hosts[0], 1), (hosts.hosts[1], 2)]
     nodes = name_nodes(hosts, placed, "me")
     assert nodes == (Node("far.invalid", 1), Node("me", 2))
-    assert report(nodes) == ["far.invalid: rank 0", "me: ranks 1-2"]
+    assert ranks_by_host(nodes) == ["far.invalid: rank 0", "me: ranks 1-2"]
     assert is_this_host("127.0.0.1")
     assert not is_this_host("192.0.2.1")  # an address of documentation
 

@@ -24,7 +24,7 @@ from mpiddp.bench.options import launch_words, parse
 from mpiddp.errors import UserError
 from mpiddp.launch.environment import without_secrets
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import make_plan
+from mpiddp.launch.plan import make_request
 
 BENCHMARKS = {
     "scaling": "images/s and efficiency against the number of ranks",
@@ -107,7 +107,7 @@ def _jobs(options: argparse.Namespace, benchmark: Benchmark, started_at: float) 
     job = ["-m", "mpiddp", "bench-rank", *getattr(options, "training", [])]
     if getattr(options, "backend", None):  # over gloo ranks need no GPU of their own
         job += ["--backend", options.backend]
-    mpi, request = make_plan(parse_options([*where, *ranks, *job]), started_at, os.environ, say)
+    mpi, request = make_request(parse_options([*where, *ranks, *job]), started_at, os.environ, say)
     per_host = max(node.ranks for node in request.nodes)
     return Jobs(tuple(where), request.world_size, per_host, mpi.name, options.timeout)
 

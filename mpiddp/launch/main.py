@@ -16,7 +16,7 @@ import time
 from mpiddp.launch.environment import without_secrets
 from mpiddp.launch.flavours import compose
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import make_plan
+from mpiddp.launch.plan import make_request
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     """
     started_at = time.time()
     options = parse_options(argv)
-    mpi, request = make_plan(options, started_at, os.environ, _say)
+    mpi, request = make_request(options, started_at, os.environ, _say)
     if options.dry_run:
         print(compose(mpi, request).explained())
         return 0

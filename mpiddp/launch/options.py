@@ -20,7 +20,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     """
     options = _parser().parse_args(argv)
     options.can_shrink = (options.min_hosts, options.min_ranks) != (None, None)
-    options.most_ranks = None  # at a restart: a rank needs images
     options.is_module = options.module is not None
     options.command = options.module if options.is_module else options.script
     if options.command[:1] == ["--"]:

@@ -65,7 +65,7 @@ def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]], own_name: str) 
     return tuple(nodes)
 
 
-def report(nodes: Sequence[Node]) -> list[str]:
+def ranks_by_host(nodes: Sequence[Node]) -> list[str]:
     """A line for each host with the ranks that it takes."""
     lines, first = [], 0
     for node in nodes:

