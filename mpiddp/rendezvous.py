@@ -25,6 +25,8 @@ from mpiddp.network import Interface, interfaces
 from mpiddp.sockets import probe
 from mpiddp.world import World
 
+SIGTERM_S = 1.0  # for a rank to end by itself
+
 VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel MPI"), "mvapich2": ("MVAPICH",)}
 
 
@@ -257,6 +259,9 @@ def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
             if not has_met:
                 os.write(2, sentence.encode())
                 os.kill(rank_process, signal.SIGTERM)
+                # A script's own handler of it would wait for the GIL, which MPI_Init holds.
+                if not select.select([met], [], [], SIGTERM_S)[0]:
+                    os.kill(rank_process, signal.SIGKILL)
         finally:
             os._exit(0)
     os.close(met)

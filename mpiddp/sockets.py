@@ -1,4 +1,4 @@
-"""The few sockets of a meeting: a port and a name made sense of, one address bound, several tried.
+"""The sockets of a meeting: a port and a name made sense of, one address bound, several tried.
 
 Rank 0 binds before it announces, so no port is ever probed, closed and then hoped for.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import resource
 import selectors
 import socket
 import time
@@ -16,6 +17,7 @@ from mpiddp.errors import UserError
 from mpiddp.network import interfaces
 
 PROBE_TIMEOUT_S = 2.0
+OPEN_BESIDES = 1024  # files that are open besides those that are counted
 
 
 def port_in(env: Mapping[str, str]) -> int:
@@ -65,6 +67,14 @@ def resolve_own(name: str) -> str:
             "is no address that other hosts could reach. Set MASTER_ADDR to one."
         )
     return own[0]
+
+
+def allow_open(count: int) -> None:
+    """Let this process have `count` files and sockets open, as far as the system's own limit goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(address: str, port: int, hostname: str) -> socket.socket:

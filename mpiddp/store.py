@@ -18,8 +18,12 @@ from mpiddp.crew import Crew
 from mpiddp.errors import UserError
 from mpiddp.rendezvous import Meeting
 from mpiddp.slurm import slurm_address
-from mpiddp.sockets import bind, port_in, resolve, resolve_own, wait_for
+from mpiddp.sockets import OPEN_BESIDES, allow_open, bind, port_in, resolve, resolve_own, wait_for
 from mpiddp.world import World
+
+# The store that the ranks talk by, the one that each rank's watch looks into, a script's own, and one
+# to spare.
+SOCKETS_PER_RANK = 4
 
 
 def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float) -> Store:
@@ -32,6 +36,8 @@ def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float
     """
     assert world.master_addr is not None
     assert world.master_port is not None
+    if listener is not None:
+        allow_open(SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
     try:
         store = TCPStore(
             world.master_addr,

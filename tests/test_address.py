@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -13,6 +15,7 @@ from mpiddp.address import Candidates, Card, choose, listen
 from mpiddp.errors import UserError
 from mpiddp.network import Interface, interfaces
 from mpiddp.sockets import bind, port_in, probe, resolve
+from tests.ranks import ROOT
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 LO_DEBIAN = Interface("lo", "127.0.1.1", "127.0.0.0/8")
@@ -280,3 +283,21 @@ def test_this_host_has_a_loopback_interface() -> None:
 def test_a_card_survives_its_journey() -> None:
     (card,) = ranks_on((LO, eth(0)))
     assert Card.loads(card.dumps()) == card
+
+
+def test_as_many_sockets_as_a_large_job_needs() -> None:
+    """The usual limit is 1024, and 1024 ranks have several connections each."""
+    code = (
+        "import os, resource\n"
+        "from mpiddp.sockets import allow_open\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "allow_open(400)\n"
+        "print(len([os.pipe() for _ in range(150)]))\n"
+        "allow_open(10**12)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (0, "150\n"), done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -193,6 +194,59 @@ def started(arguments: list[str]) -> subprocess.Popen[str]:
     return launcher
 
 
+def test_what_the_shell_had_started_before_is_left_alone(tmp_path: Path) -> None:
+    """As where the launcher takes the place of a container's first shell."""
+    stranger = tmp_path / "stranger"
+    stranger.write_text("#!/bin/sh\nsleep 30\n")
+    stranger.chmod(0o755)
+    line = shlex.join([*LAUNCH, "-H", "localhost:1", script(tmp_path, "")])
+    done = subprocess.run(
+        ["sh", "-c", f"{stranger} >/dev/null 2>&1 & echo $!; exec {line}"],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(running(str(stranger))) == 1
+    os.kill(int(done.stdout), signal.SIGTERM)
+
+
+def test_hosts_without_slots_may_be_broken(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("nowhere.invalid slots=0\nlocalhost slots=1\n")
+    done = launch("--hostfile", str(hostfile), script(tmp_path, "print('ran', flush=True)"))
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 1), ("sys.exit(2)", 2)])
+def test_ranks_that_cannot_reach_the_launcher_count_by_mpiruns_word(
+    tmp_path: Path, end: str, code: int
+) -> None:
+    """As where the hosts' names are known to ssh alone."""
+    text = (
+        "import os, sys, time; from dataclasses import replace\n"
+        "from mpiddp.launch import plan, restarts\n"
+        "from mpiddp.launch.options import parse_options\n"
+        "options = parse_options(sys.argv[1:])\n"
+        "mpi, request = plan.make_request(options, time.time(), os.environ, print)\n"
+        "request = replace(request, control_address=None)\n"
+        "outcome = restarts.run(options, mpi, request, time.time(), print)\n"
+        "sys.exit(outcome.code)\n"
+    )
+    command = [sys.executable, "-c", text, "-H", "localhost:2"]
+    done = subprocess.run(
+        [*command, script(tmp_path, f"import sys\n{end}")],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+
+
 def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
     """Even a daemon in a session of its own, that does not listen to SIGTERM."""
     daemon = tmp_path / "daemon"
@@ -200,9 +254,11 @@ def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
     daemon.chmod(0o755)
     code = (
         "import os, sys; from selectors import DefaultSelector\n"
-        "from mpiddp.launch import job, process; process.SWEEP_S = 0.3\n"
+        "from mpiddp.launch import job, supervisor; supervisor.SWEEP_S = 0.3\n"
+        "from mpiddp.launch.signals import heard\n"
         "job = job.Supervisor(DefaultSelector(), None, job.Record([]), job.Limits(), print)\n"
-        "print(job.run(['sh', '-c', sys.argv[1]], os.environ))"
+        "with heard() as signals:\n"
+        "    print(job.run(['sh', '-c', sys.argv[1]], os.environ, signals))"
     )
     command = [sys.executable, "-c", code, f"setsid {daemon} & sleep 0.3; exit 7"]
     done = subprocess.run(

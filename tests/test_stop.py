@@ -106,6 +106,32 @@ def test_all_ranks_stop_at_one_step(tmp_path: Path, flavour: str, number: int) -
     assert stderr.splitlines()[-1] == goes_on
 
 
+def test_a_terminal_that_is_gone_does_not_keep_the_ranks_from_saving(tmp_path: Path) -> None:
+    with start([*LAUNCH, "-H", "localhost:2", script(tmp_path, SCRIPT)]) as job:
+        assert job.stderr is not None
+        job.stderr.close()
+        time.sleep(0.5)  # the ranks have asked for the first time
+        job.send_signal(signal.SIGHUP)
+        assert job.stdout is not None
+        saved = job.stdout.read().split()
+        code = job.wait(timeout=30)
+    assert code == 75
+    assert len(saved) == 4, saved
+
+
+def test_nohup_holds(tmp_path: Path) -> None:
+    command = ["nohup", *LAUNCH, "-H", "localhost:2", script(tmp_path, SCRIPT)]
+    with start(command) as job:
+        job.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert job.poll() is None
+        job.send_signal(signal.SIGTERM)
+        stderr = job.communicate(timeout=30)[1]
+    assert job.returncode == 75, stderr
+    assert "SIGTERM: the ranks save" in stderr
+    assert "SIGHUP" not in stderr
+
+
 def test_a_raw_mpirun_passes_sigusr1_on(tmp_path: Path) -> None:
     command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "3"]
     command += [sys.executable, "-m", "mpiddp", "run", script(tmp_path, SCRIPT)]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpiddp.control import ADDRESS, LINE_LIMIT, SECRET, dumps, notice_silence, proof
+from mpiddp.errors import UserError
+from mpiddp.sockets import OPEN_BESIDES, allow_open
 
 # What a rank may say, and what has to stand in it.
 _WORDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -68,13 +70,24 @@ class _Peer:
 
 
 class Listener:
-    """The server for `world_size` ranks, on a free port of `address`."""
+    """The server for `world_size` ranks, on a free port of `address`.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
 
     def __init__(self, address: str, world_size: int, selector: selectors.BaseSelector) -> None:
         self.world_size = world_size
         self._selector = selector
         self._secret = os.urandom(16).hex()
-        self._socket = socket.create_server((address, 0), backlog=1024)
+        allow_open(2 * world_size + OPEN_BESIDES)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+        except OSError as error:
+            raise UserError(
+                f"this machine cannot listen on {address} ({error.strerror}). Name another --interface."
+            ) from None
         self._socket.setblocking(False)
         self._peers: set[_Peer] = set()
         self._by_rank: dict[int, _Peer] = {}

@@ -33,9 +33,10 @@ class Request:
 
     `nodes` stand in the order of the ranks. `settings` are the variables that the launcher sets itself,
     in mpirun's own environment; `exports` are the names of all variables that the ranks get. `env` is
-    the user's environment. `networks` ("10.0.0.0/24") are all that may be used, if any are named, and
-    `interface` is this machine's own one. `control_address` is where the ranks reach the launcher, None
-    if that is not known. `scratch` is the folder where files for mpirun will lie.
+    the user's environment. `networks` ("10.0.0.0/24", or the name of an interface that all hosts have)
+    are all that may be used, if any are named, and `interface` is this machine's own one.
+    `control_address` is where the ranks reach the launcher, None if that is not known. `scratch` is the
+    folder where files for mpirun will lie.
     """
 
     nodes: tuple[Node, ...]

@@ -12,14 +12,16 @@ from dataclasses import replace
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts
 from mpiddp.launch.placement import is_this_host
-from mpiddp.launch.ssh import ssh_to
+from mpiddp.launch.ssh import require_ssh, ssh_to
+
+NVIDIA_SMI_TIMEOUT_S = 20.0  # without persistence mode it wakes eight GPUs in ten seconds or so
 
 
 def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
     """The GPUs that ranks on `host` can use, 0 where there is no nvidia-smi. Asks over ssh.
 
     Raises:
-        UserError: ssh does not get there.
+        UserError: ssh does not get there, or nvidia-smi hangs.
     """
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):
@@ -30,16 +32,32 @@ def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
             return 0
         command = [program, "-L"]
     else:
+        require_ssh()
         command = [*ssh_to(host), "nvidia-smi", "-L"]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        raise UserError(no_nvidia_smi(host.name)) from None
     if command[0] == "ssh" and done.returncode == 255:
         reason = (done.stderr.strip().splitlines() or ["no answer"])[-1].rstrip(".")
         raise UserError(
             f"ssh {host.name}, to count its GPUs: {reason}. Mend the login, or write its slots."
         )
     return usable(sum(line.startswith("GPU ") for line in done.stdout.splitlines()), env)
+
+
+def no_nvidia_smi(name: str) -> str:
+    """The sentence for a host where it does not answer: nor would NCCL."""
+    return (
+        f"{name}: nvidia-smi is there and does not answer. Mend the driver, or set "
+        "CUDA_VISIBLE_DEVICES= to go without GPUs."
+    )
 
 
 def usable(installed: int, env: Mapping[str, str]) -> int:

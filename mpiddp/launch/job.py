@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,8 +45,14 @@ class Outcome:
         return self.code == STOPPED or (self.code == INTERRUPTED and bool(self.resume))
 
 
-def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
-    """Run the job to its end, and leave nothing of it behind on any host that can be reached."""
+def attempt(
+    mpi: Mpi, request: Request, limits: Limits, say: Say, signals: socket.socket
+) -> Outcome:
+    """Run the job to its end, and leave nothing of it behind on any host that can be reached.
+
+    Args:
+        signals: where stops are asked for, see `mpiddp.launch.signals.heard`.
+    """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
     record = Record(hosts)
     job = os.urandom(8).hex()
@@ -65,10 +72,12 @@ def attempt(mpi: Mpi, request: Request, limits: Limits, say: Say) -> Outcome:
             command = compose(mpi, replace(request, scratch=folder))
             command.write_files()
             env = {**with_own_folder(mpi.program, os.environ), **command.settings}
-            end = supervisor.run(command.argv, env)
-        if listener is not None:
+            end = supervisor.run(command.argv, env, signals)
+        if listener is None:
+            outcome = _by_mpirun(mpi, end)
+        else:
             listener.close()
-    outcome = _outcome(mpi, end, record, supervisor.verdict)
+            outcome = _outcome(mpi, end, record, supervisor.verdict)
     outcome = replace(
         outcome, resume=record.resume, batch=record.batch, made_steps=bool(record.steps)
     )
@@ -100,6 +109,15 @@ def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
         return Outcome(first.facts["code"], "")  # it has said why
     return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)))
+
+
+def _by_mpirun(mpi: Mpi, end: End) -> Outcome:
+    """The verdict where the ranks cannot reach this process."""
+    if end.interrupted:
+        return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
+    if end.code in (DONE, BAD_INPUT, STOPPED):
+        return Outcome(end.code)
+    return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
 
 
 def _silent_job(end: End) -> Outcome:

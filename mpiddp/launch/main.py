@@ -8,6 +8,7 @@ end into an exit code.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -45,4 +46,5 @@ def main(argv: list[str]) -> int:
 
 
 def _say(sentence: str) -> None:
-    print(f"mpiddp: {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a terminal that is gone must not take the job with it
+        print(f"mpiddp: {sentence}", file=sys.stderr, flush=True)

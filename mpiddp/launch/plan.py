@@ -67,9 +67,16 @@ def make_request(
     if options.verbose or options.dry_run:  # --report shows what the ranks find
         for line in ranks_by_host(nodes):
             say(line)
-    interface, networks = _network(nodes, wished)
+    interface, networks = _network(nodes, wished, asked)
     if options.verbose and interface:
         say(f"{interface.name} ({interface.address}) leads to the other hosts")
+
+    control_address = _control_address(nodes, interface)
+    if control_address is None and not options.dry_run:
+        say(
+            f"no address is known by which {nodes[-1].name} reaches this machine: the job's end is what "
+            f"{mpi.program.name} says of it, and a stop ends it without a save. Name an --interface."
+        )
 
     settings = {name: value for name, value in exports.items() if value is not None}
     settings |= _settings(options, nodes, networks, asked, started_at)
@@ -91,7 +98,7 @@ def make_request(
         interface=interface.name if interface else None,
         networks=networks,
         as_root=os.geteuid() == 0,
-        control_address=_control_address(nodes, interface),
+        control_address=control_address,
     )
 
 
@@ -119,8 +126,12 @@ def _look(
     env: Mapping[str, str],
     interface: str | None,
 ) -> dict[Host, Facts]:
-    """What the hosts tell of themselves; {} where nobody is asked: Slurm has looked at its own."""
-    local = [is_this_host(host.name) for host in hosts.hosts]
+    """What the hosts tell of themselves; {} where nobody is asked: Slurm has looked at its own.
+
+    A host with slots=0 takes no rank, so it may be broken.
+    """
+    used = [host for host in hosts.hosts if host.slots != 0]
+    local = [is_this_host(host.name) for host in used]
     if all(local) or mpi.flavour == "slurm" or options.dry_run or not options.check:
         return {}
     from mpiddp.launch.preflight import Wanted, look  # only jobs over several hosts pay for it
@@ -133,7 +144,7 @@ def _look(
         path=env.get("PATH", os.defpath),
         interface=interface,
     )
-    return look(hosts.hosts, local, wanted)
+    return look(used, local, wanted)
 
 
 def _fit(
@@ -150,7 +161,8 @@ def _fit(
         return hosts, _look(options, mpi, python, hosts, env, interface)
     except Unfit as unfit:
         fit = tuple(host for host in hosts.hosts if host not in unfit.complaints)
-        if not options.can_shrink or len(fit) < (options.min_hosts or 1):
+        left = sum(host.slots != 0 for host in fit)
+        if not options.can_shrink or left < (options.min_hosts or 1):
             raise
         for complaint in unfit.complaints.values():
             say(f"left out: {complaint}")
@@ -189,7 +201,7 @@ def _nodes(
     """Args: fewer: some hosts were left out, so that there may be less than `-n` ranks."""
     n = options.n
     if fewer and n is not None:
-        n = min(n, hosts.total_slots)
+        n = min(n, sum(count for _, count in ranks_per_host(hosts, None, options.npernode)))
     placed = ranks_per_host(hosts, n, options.npernode)
     if most_ranks is not None:
         n = min(sum(count for _, count in placed), most_ranks)
@@ -205,11 +217,14 @@ def _nodes(
 
 
 def _network(
-    nodes: Sequence[Node], wished: Sequence[Interface]
+    nodes: Sequence[Node], wished: Sequence[Interface], asked: str | None
 ) -> tuple[Interface | None, tuple[str, ...]]:
-    """This machine's interface for the job, and the networks that MPI has to keep to, if known."""
-    if wished:
-        return wished[0], tuple(dict.fromkeys(each.network for each in wished))
+    """This machine's interface for the job, and what MPI has to keep to, if known, on all hosts.
+
+    What the user has `asked` for is there on all of them; this machine's network of that name may not be.
+    """
+    if wished and asked:
+        return wished[0], tuple(asked.split(","))
     link = link_to([node.name for node in nodes if not is_this_host(node.name)])
     if link is None:
         return None, ()
@@ -221,7 +236,9 @@ def _control_address(nodes: Sequence[Node], interface: Interface | None) -> str 
     others = [node.name for node in nodes if not is_this_host(node.name)]
     if not others:
         return "127.0.0.1"
-    return interface.address if interface else address_towards(others[0])
+    if interface:
+        return interface.address
+    return next((address for name in others if (address := address_towards(name))), None)
 
 
 def _settings(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import selectors
 import socket
@@ -22,12 +23,15 @@ import mpiddp.network
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host
 from mpiddp.launch import probe
+from mpiddp.launch.gpus import no_nvidia_smi
 from mpiddp.launch.phrases import all_of
-from mpiddp.launch.ssh import CONNECT_TIMEOUT_S, ssh_to
+from mpiddp.launch.ssh import CONNECT_TIMEOUT_S, in_sh, require_ssh, ssh_to
 from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
+from mpiddp.sockets import OPEN_BESIDES, allow_open
 
 LOOK_TIMEOUT_S = 15.0
+PIPES_PER_HOST = 6  # three, and their other ends for as long as ssh starts
 
 # What the far shell runs. It is the same for every host and every user: what varies comes through
 # stdin, so no word of a hostfile or of a path is ever read as shell. The shell is the same kind that
@@ -78,6 +82,9 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
         Unfit: hosts that cannot be used.
         UserError: hosts that do not fit together.
     """
+    allow_open(PIPES_PER_HOST * len(hosts) + OPEN_BESIDES)
+    if not all(local):
+        require_ssh()
     script = f"{wanted.python}\n{_far_python(wanted)}"
     asked = [
         _Asked(host, _command(host, is_local), script)
@@ -96,7 +103,7 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
 def _command(host: Host, is_local: bool) -> list[str]:
     if is_local:
         return ["sh", "-c", _FAR_SHELL]
-    return [*ssh_to(host), _FAR_SHELL]
+    return [*ssh_to(host), in_sh(_FAR_SHELL)]
 
 
 def _far_python(wanted: Wanted) -> str:
@@ -144,6 +151,8 @@ class _Asked:
                     f"{name}: {program} is missing or does not run. "
                     "Install the same MPI at the same path on every host."
                 )
+        if answer["gpus"] is None and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            return no_nvidia_smi(name)
         interfaces = [Interface(**each) for each in answer["interfaces"]]
         if wanted.interface and not any(i.matches(wanted.interface) for i in interfaces):
             return (
@@ -160,7 +169,7 @@ class _Asked:
             torch=answer["torch"],
             mpi4py=answer["mpi4py"],
             mpirun=answer["mpirun"],
-            gpus=answer["gpus"],
+            gpus=answer["gpus"] or 0,
         )
 
     def _answer(self) -> dict[str, Any] | None:

@@ -59,12 +59,13 @@ def _version(program: str) -> str | None:
     return answer.stdout[:500]
 
 
-def _gpus(path: str) -> int:
+def _gpus(path: str) -> int | None:
+    """How many nvidia-smi lists; 0 where there is none, None where it does not answer."""
     program = shutil.which("nvidia-smi", path=path) or shutil.which("nvidia-smi")
     if program is None:
         return 0
     try:
-        answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=10)
+        answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=12)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
+        return None
     return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())

@@ -12,64 +12,81 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 SWEEP_S = 2.0  # for what mpirun left behind to end by itself
+KILL_S = 5.0  # for the system to end what was killed: not where a disk or a driver holds it
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start mpirun on this process's own stdin, stdout and stderr."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    return subprocess.Popen(
-        argv,
-        env=dict(env),
-        start_new_session=True,
-        # Should this process be killed, the job must not go on without anybody to stop it.
-        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
-    )
+class Mpirun:
+    """One mpirun, on this process's own stdin, stdout and stderr, and all that it starts on this host."""
 
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        # Children of the shell that this process may have taken the place of, by exec.
+        self._strangers = frozenset(_descendants(os.getpid()))
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._process = subprocess.Popen(
+            argv,
+            env=dict(env),
+            start_new_session=True,
+            # Should this process be killed, the job must not go on without anybody to stop it.
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+        )
 
-def stop(mpirun: subprocess.Popen[bytes]) -> None:
-    """SIGTERM also for a Ctrl-C: Hydra would pass a SIGINT on, and each rank print a traceback.
+    @property
+    def code(self) -> int | None:
+        """Its exit code, -N if signal N has killed it; None as long as it runs."""
+        return self._process.poll()
 
-    The whole group gets it, for Intel's mpirun is a shell around another one.
-    """
-    with suppress(ProcessLookupError):
-        os.killpg(mpirun.pid, signal.SIGTERM)
+    def stop(self) -> None:
+        """SIGTERM also for a Ctrl-C: Hydra would pass a SIGINT on, and each rank print a traceback.
 
+        The whole group gets it, for Intel's mpirun is a shell around another one.
+        """
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
 
-def kill_all() -> None:
-    """Kill all that the job has on this host, whereupon its daemons on other hosts end too."""
-    _signal_all(_descendants(os.getpid()), signal.SIGKILL)
+    def kill_all(self) -> None:
+        """Kill all that the job has on this host, whereupon its daemons on other hosts end too."""
+        _signal_all(self._left(), signal.SIGKILL)
 
+    def sweep(self, grace_s: float) -> list[int]:
+        """End what the job has left on this host: politely first, and after `grace_s` for certain.
 
-def sweep(grace_s: float) -> None:
-    """End what the job has left on this host: politely first, and after `grace_s` for certain."""
-    _signal_all(_descendants(os.getpid()), signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while left := _descendants(os.getpid()):
-        if time.monotonic() >= deadline:
-            _signal_all(left, signal.SIGKILL)
-        time.sleep(0.02)
+        Returns what cannot be ended.
+        """
+        _signal_all(self._left(), signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while (left := self._left()) and time.monotonic() < deadline + KILL_S:
+            if time.monotonic() >= deadline:
+                _signal_all(left, signal.SIGKILL)
+            time.sleep(0.02)
+        return left
+
+    def _left(self) -> list[int]:
+        return _descendants(os.getpid(), but=self._strangers)
 
 
 def _signal_all(pids: Sequence[int], number: int) -> None:
     for pid in pids:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it has ended, or is another user's
             os.kill(pid, number)
 
 
-def _descendants(ancestor: int) -> list[int]:
-    """The living processes below `ancestor`, which as their reaper includes every orphan."""
+def _descendants(ancestor: int, but: Collection[int] = ()) -> list[int]:
+    """The living processes below `ancestor`, which as their reaper includes every orphan.
+
+    Those of `but` are left out, with all that is below them.
+    """
     children: dict[int, list[int]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(FileNotFoundError, ProcessLookupError):
+        if entry.name.isdigit() and int(entry.name) not in but:
+            with suppress(OSError):  # it has ended, or another user's may not be looked at
                 # "pid (name) state ppid …", where the name may hold spaces and parentheses itself
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 if state != "Z":

@@ -45,7 +45,7 @@ def _run(
     say: Say,
     signals: socket.socket,
 ) -> Outcome:
-    outcome = attempt(mpi, request, _limits(options, started_at), say)
+    outcome = attempt(mpi, request, _limits(options, started_at), say, signals)
     resume, batch = outcome.resume, outcome.batch
     world_size = request.world_size  # of the attempt that has told its batch
     in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
@@ -75,7 +75,7 @@ def _run(
                 f"{batch.images}."
             )
         request = replace(request, job=tuple(job))
-        outcome = attempt(mpi, request, _limits(options, started_at), say)
+        outcome = attempt(mpi, request, _limits(options, started_at), say, signals)
         resume = resume or outcome.resume
         if batch is None:
             batch, world_size = outcome.batch, request.world_size

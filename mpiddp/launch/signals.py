@@ -13,8 +13,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextmanager
 def heard() -> Iterator[socket.socket]:
-    """A socket with one byte for each signal that arrives: its number. A child's end is one as well."""
-    numbers = (*STOP_SIGNALS, signal.SIGCHLD)
+    """A socket with one byte for each of STOP_SIGNALS that arrives: its number.
+
+    Not for those that whoever started us wants ignored: `nohup` does so with SIGHUP.
+    """
+    numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     # The handler only keeps the signal from its default action.
@@ -28,6 +31,16 @@ def heard() -> Iterator[socket.socket]:
             signal.signal(number, old)
         receiver.close()
         sender.close()
+
+
+@contextmanager
+def ends_of_children_heard() -> Iterator[None]:
+    """Within `heard`: there is a byte for the end of a child as well."""
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def is_asked_to_stop(signals: socket.socket, within_s: float) -> bool:

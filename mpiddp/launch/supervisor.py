@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpiddp.launch import process
 from mpiddp.launch.channel import Listener, Word
+from mpiddp.launch.process import SWEEP_S, Mpirun
 from mpiddp.launch.record import Record
-from mpiddp.launch.signals import STOP_SIGNALS, heard
+from mpiddp.launch.signals import STOP_SIGNALS, ends_of_children_heard
 
 STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
 SPREAD_S = 3.0  # for a failure to reach all ranks by itself
@@ -71,25 +71,27 @@ class Supervisor:
         self._is_ending = False
         self.verdict = ""  # why the job was ended from here, if it was
 
-    def run(self, argv: Sequence[str], env: Mapping[str, str]) -> End:
+    def run(self, argv: Sequence[str], env: Mapping[str, str], signals: socket.socket) -> End:
         """Run mpirun until it and all its ranks have ended.
 
-        The first signal asks the ranks to stop; the second kills all that the job has on this host,
-        whereupon its daemons on other hosts end too.
+        The first of the `signals` (see `mpiddp.launch.signals.heard`) asks the ranks to stop; the second
+        kills all that the job has on this host, whereupon its daemons on other hosts end too.
         """
-        with heard() as signals:
+        with ends_of_children_heard():
             self._selector.register(signals, selectors.EVENT_READ, signals)
-            self._mpirun = process.start(argv, env)
+            self._mpirun = Mpirun(argv, env)
             if self._limits.stop_after_s is not None:
                 self._in(self._limits.stop_after_s, lambda: self._ask_to_stop(signal.SIGTERM))
             if self._limits.hang_timeout_s is not None:
                 self._in(1.0, self._look_for_hangs)
-            while self._mpirun.poll() is None:
+            while self._mpirun.code is None:
                 self._wait(signals)
             self._await_last_words(signals)
             self._selector.unregister(signals)
-            process.sweep(0.0 if self._stops > 1 else process.SWEEP_S)
-        code = self._mpirun.returncode
+            if left := self._mpirun.sweep(0.0 if self._stops > 1 else SWEEP_S):
+                self._say(f"cannot be killed, for the system holds them: processes {left}.")
+        code = self._mpirun.code
+        assert code is not None
         was_killed = code < 0 and not self._is_ending
         return End(code, interrupted=self._stops > 0, was_killed=was_killed)
 
@@ -119,7 +121,7 @@ class Supervisor:
         if self._stops == 1:
             self._ask_to_stop(number)
         else:
-            process.kill_all()
+            self._mpirun.kill_all()
 
     def _on_word(self, word: Word) -> None:
         self._record.note(word)
@@ -147,19 +149,19 @@ class Supervisor:
         if self._listener is None or not self._listener.connected:
             self._stop_mpirun()
             return
+        self._tell("stop")
+        self._in(self._limits.grace_s, self._stop_mpirun)
         if self._record.aware:
             self._say(
                 f"{signal.Signals(number).name}: the ranks save and stop; once more: at once."
             )
-        self._tell("stop")
-        self._in(self._limits.grace_s, self._stop_mpirun)
 
     def _stop_mpirun(self) -> None:
         if not self._is_ending:
             self._is_ending = True
-            process.stop(self._mpirun)
+            self._mpirun.stop()
             # A rank that hangs in a collective hears nothing, nor does an mpirun whose link is cut.
-            self._in(STOP_S, process.kill_all)
+            self._in(STOP_S, self._mpirun.kill_all)
 
     def _await_last_words(self, signals: socket.socket) -> None:
         """What the ranks said last may still be on its way, and a host that was cut off says no more."""

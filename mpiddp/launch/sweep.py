@@ -7,6 +7,7 @@ collective. The id is in the environment that each process was started with.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from mpiddp.control import JOB
 from mpiddp.hostfile import Host
 from mpiddp.launch.command import Node
 from mpiddp.launch.placement import is_this_host
-from mpiddp.launch.ssh import ssh_to
+from mpiddp.launch.ssh import in_sh, ssh_to
 
 TIMEOUT_S = 8.0
 
@@ -43,11 +44,11 @@ def sweep(nodes: Sequence[Node], job: str, python: str, say: Callable[[str], Non
     mark = f"{JOB}={job}".encode()
     script = f"{python}\n{_FAR_PYTHON.format(mark=mark)}".encode()
     sweepers: dict[str, subprocess.Popen[bytes]] = {}
-    for node in nodes:
+    for node in nodes if shutil.which("ssh") else ():
         if not is_this_host(node.name):
             host = Host(node.name, user=node.user, port=node.port)
             sweepers[node.name] = subprocess.Popen(
-                [*ssh_to(host), _FAR_SHELL],
+                [*ssh_to(host), in_sh(_FAR_SHELL)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

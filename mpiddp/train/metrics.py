@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ class Summary:
     wall_s: float
 
 
-def slowest(seconds: list[float], device: torch.device) -> list[float]:
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     """Of every measurement the one on the rank where it took longest. A collective."""
     all_ranks = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
