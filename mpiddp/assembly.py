@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 
 from mpiddp import control, stop
@@ -15,6 +16,7 @@ from mpiddp.errors import UserError
 from mpiddp.exit_codes import BAD_INPUT, FAILED
 from mpiddp.failure import Watch
 from mpiddp.first_look import check_placement, time_the_start
+from mpiddp.lookups import no_dns
 from mpiddp.rendezvous import Meeting, end_mpi, meet_over_mpi
 from mpiddp.store import find_by_address, meet_over_store, serve_or_join
 from mpiddp.world import World
@@ -114,15 +116,22 @@ def _meet(world: World, *, keep_mpi: bool) -> Crew:
         timeout_s += LAUNCHER_SPEAKS_S
     if world.launcher.speaks_mpi and world.world_size > 1:
         meeting = meet_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
-        crew = Crew(meeting.world, serve_or_join(meeting.world, meeting.listener, timeout_s))
+        crew = _connect(meeting.world, meeting.listener, timeout_s)
     else:
-        world, listener = find_by_address(world, timeout_s)
-        crew = Crew(world, serve_or_join(world, listener, timeout_s))
+        crew = _connect(*find_by_address(world, timeout_s), timeout_s)
         meeting = meet_over_store(crew, timeout_s)
         crew.world = meeting.world
     crew.hostnames = tuple(card.hostname for card in meeting.cards)
     _export(meeting)
     check_placement(crew, meeting)
+    return crew
+
+
+def _connect(world: World, listener: socket.socket | None, timeout_s: float) -> Crew:
+    """All ranks at one store. Raises what `serve_or_join` and `Crew.exchange` raise."""
+    with no_dns():
+        crew = Crew(world, serve_or_join(world, listener, timeout_s))
+        crew.exchange("", timeout_s=timeout_s)  # rank 0 names every connection that it accepts
     return crew
 
 

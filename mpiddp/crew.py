@@ -39,6 +39,8 @@ class Crew:
     def __init__(self, world: World, store: Store) -> None:
         self.world = world
         self.store = store
+        # A connection of its own for a thread: one is locked while it waits.
+        self.second_store: Store = store.clone()  # type: ignore[attr-defined]
         self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have met
         self._is_first: bool | None = None
         self._round = 0

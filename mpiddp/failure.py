@@ -31,9 +31,9 @@ class Watch:
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
         self._over = threading.Event()
-        # A connection of its own, for the crew's is locked while it waits. The thread must not be
-        # inside torch when the interpreter ends, so it looks now and then instead of waiting there.
-        self._store = crew.store.clone()  # type: ignore[attr-defined]
+        # The thread must not be inside torch when the interpreter ends, so it looks now and then
+        # instead of waiting there.
+        self._store = crew.second_store
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._show = sys.excepthook
 

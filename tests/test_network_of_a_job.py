@@ -71,6 +71,44 @@ def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, flavour: str, user: str)
     assert why in done.stdout
 
 
+NAME_SERVER = """
+import socket, sys
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind((sys.argv[1], 53))
+print("ready", flush=True)
+while True:
+    print(server.recv(4096), flush=True)
+"""
+
+
+def test_dns_that_does_not_answer_is_not_asked(odd_hosts: Cluster) -> None:
+    """torch wants the name of each address that it connects to, and would wait 5 s and more for it."""
+    node2 = odd_hosts["node2"]
+    texts = {
+        "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+        "/etc/resolv.conf": f"nameserver {node2.address}\n",
+    }
+    files = [(host.path(path), texts[path]) for host in odd_hosts.hosts for path in texts]
+    before = [file.read_text() for file, _ in files]
+    script = odd_hosts.shared / "nothing.py"
+    script.write_text("")
+    with node2.popen([sys.executable, "-c", NAME_SERVER, node2.address]) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        for file, text in files:
+            file.write_text(text)
+        try:
+            command = [MPIDDP, "launch", "-H", "node1:2,node0:1", str(script)]
+            done = odd_hosts["node0"].run(command, cwd=ROOT, timeout_s=90)
+        finally:
+            for (file, _), text in zip(files, before, strict=True):
+                file.write_text(text)
+        server.end()
+        asked = [line for line in server.stdout.read().splitlines() if "in-addr" in line]
+    assert done.returncode == 0, done.stderr
+    assert asked == []
+
+
 def test_the_plain_mpirun_of_the_guides(odd_hosts: Cluster) -> None:
     """No launcher: the rank itself keeps MPI off the bridges; the dead network has to be named."""
     script = odd_hosts.shared / "show.py"
