@@ -60,7 +60,11 @@ def make_request(
     mpi = identify(find_srun(env) if uses_srun else find_mpirun(options.mpirun, python, env), env)
     if options.verbose:
         say(f"{mpi.name}, {mpi.program}")
-    fit, facts = _fit(options, mpi, python, hosts, env, asked, say)
+
+    def look_at(hosts: Hosts) -> dict[Host, Facts]:
+        return _look(options, mpi, python, hosts, env, asked)
+
+    fit, facts = _fit(options, hosts, look_at, say)
     fewer = len(fit.hosts) < len(hosts.hosts)
     fitted = _with_slots(options, fit, facts, say)
     nodes = _nodes(options, mpi, fitted, most_ranks, fewer=fewer)
@@ -149,16 +153,13 @@ def _look(
 
 def _fit(
     options: argparse.Namespace,
-    mpi: Mpi,
-    python: Path,
     hosts: Hosts,
-    env: Mapping[str, str],
-    interface: str | None,
+    look_at: Callable[[Hosts], dict[Host, Facts]],
     say: Say,
 ) -> tuple[Hosts, dict[Host, Facts]]:
     """The hosts that can be used, as far as the user can do with fewer than all, and their facts."""
     try:
-        return hosts, _look(options, mpi, python, hosts, env, interface)
+        return hosts, look_at(hosts)
     except Unfit as unfit:
         fit = tuple(host for host in hosts.hosts if host not in unfit.complaints)
         left = sum(host.slots != 0 for host in fit)
@@ -167,7 +168,7 @@ def _fit(
         for complaint in unfit.complaints.values():
             say(f"left out: {complaint}")
     hosts = replace(hosts, hosts=fit)
-    return hosts, _look(options, mpi, python, hosts, env, interface)
+    return hosts, look_at(hosts)
 
 
 def _with_slots(

@@ -48,8 +48,8 @@ def trained(*options: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:1"]
         command += ["-m", "mpiddp", "train", *options, f"--out={folder}", "--save-every=100000"]
-        command += [f"--data-dir={default_data_dir()}"]
-        done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True)
+        env = clean_env({"MPIDDP_DATA": str(default_data_dir())})
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         if done.returncode != 0:
             raise Failed(done.stderr.strip().splitlines()[-1])
         summary: dict[str, Any] = json.loads((Path(folder) / "summary.json").read_text())
