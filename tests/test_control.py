@@ -101,11 +101,11 @@ def test_a_rank_ends_with_its_launcher(launcher: Launcher) -> None:
 
 
 def test_a_forked_child_does_not_hide_that_its_rank_is_gone(launcher: Launcher) -> None:
-    code = "if os.fork() == 0: time.sleep(3); os._exit(0)\nos.kill(os.getpid(), 9)"
+    code = "if os.fork() == 0: time.sleep(10); os._exit(0)\nos.kill(os.getpid(), 9)"
     with launcher.rank(code):
         start = time.monotonic()
         assert launcher.hear_for(20, until="lost")[-1] == (1, "lost")
-        assert time.monotonic() - start < 2.5
+        assert time.monotonic() - start < 8
 
 
 def test_what_a_rank_starts_is_no_rank_and_knows_no_secret(launcher: Launcher) -> None:

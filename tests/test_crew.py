@@ -198,11 +198,11 @@ def test_mpirun_does_not_swallow_the_sentence(world_size: int, who: str, slow: s
 
 
 @pytest.mark.parametrize(("form", "world_size"), [("with", 3), ("init", 2)])
-def test_a_rank_that_raises_ends_the_job_within_5_s(form: str, world_size: int) -> None:
+def test_a_rank_that_raises_ends_the_job(form: str, world_size: int) -> None:
     job = mpirun(world_size, str(JOBS / "raising.py"), form, timeout_s=60)
     ended = time.time()
     (raised,) = re.findall(r"raising at (\S+)", job.stdout)
-    assert ended - float(raised) < 5
+    assert ended - float(raised) < 20  # of the 100 s that the others wait
     assert job.returncode == 1
     assert job.stderr.count("RuntimeError: rank 1 has had enough") >= 1
 
@@ -213,7 +213,7 @@ def test_a_rank_that_exits_ends_the_job_with_its_code(form: str, world_size: int
     job = mpirun(world_size, str(JOBS / "raising.py"), form, "exit", timeout_s=60)
     ended = time.time()
     (raised,) = re.findall(r"raising at (\S+)", job.stdout)
-    assert ended - float(raised) < 5
+    assert ended - float(raised) < 20  # of the 100 s that the others wait
     named = [line for line in own_lines(job.stderr) if re.match(r"rank \d", line)]
     assert named == [f"rank 1 on {gethostname()} ended with exit code 3"]
     assert job.returncode == 3

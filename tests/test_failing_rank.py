@@ -49,7 +49,7 @@ def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, flavour: str, end
     (failed_at,) = (line for line in done.stdout.splitlines() if line.startswith("failing at"))
 
     assert done.returncode == 1, done.stderr
-    assert over - float(failed_at.split()[-1]) < 5
+    assert over - float(failed_at.split()[-1]) < 20  # of the 60 s that rank 0 sleeps
     named = [line for line in done.stderr.splitlines() if "rank 1 on node1" in line]
     sentence = f"mpiddp: rank 1 on node1 {ENDS[end]}. The other ranks were stopped."
     assert named == [sentence], done.stderr

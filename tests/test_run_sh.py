@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -227,11 +226,9 @@ def test_what_was_begun_is_gone_on_with(ready: Path) -> None:
     assert (ready / ".venv" / "kept").exists()
 
 
-def test_a_second_set_up_is_at_once_and_remembers(ready: Path, tmp_path: Path) -> None:
+def test_a_second_set_up_does_nothing_and_remembers(ready: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
-    start = time.monotonic()
     done = run_sh(ready, "setup", cwd=tmp_path)
-    assert time.monotonic() - start < 1
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()} == before
 

@@ -112,7 +112,7 @@ def test_the_rank_that_failed_first_is_named(
     if "SIGKILL" in end and not flavour.startswith("openmpi"):  # whose mpirun does not tell
         end = WORDLESS
     assert said == f"mpiddp: rank 1 on node1 {end}"
-    assert job.seconds < 10
+    assert job.seconds < 15
 
 
 @pytest.mark.parametrize("flavour", ["openmpi5", "mpich"])
@@ -126,7 +126,7 @@ def test_a_host_that_is_cut_off_is_lost_within_15_s(hosts: Cluster, flavour: str
         hosts["node1"].link("up")
     sentence = "lost node1 (rank 1): no sign of life came from it any more."
     assert said == f"mpiddp: {sentence} {OTHERS}"
-    assert job.seconds < 25  # 15 to notice it, the rest to end mpirun
+    assert job.seconds < 30  # 15 to notice it, the rest to end mpirun
     deadline = time.monotonic() + 10
     while left := commands(hosts):  # sshd and mpirun's daemon there
         assert time.monotonic() < deadline, left
@@ -154,7 +154,7 @@ def test_a_killed_daemon_ends_the_job(hosts: Cluster) -> None:
         r"rank 1 on node1 was the first to end, without a word",  # the daemon's own rank
         said,
     ), said
-    assert job.seconds < 10
+    assert job.seconds < 15
 
 
 def test_a_killed_mpirun_ends_the_job(hosts: Cluster) -> None:
@@ -166,7 +166,7 @@ def test_a_killed_mpirun_ends_the_job(hosts: Cluster) -> None:
     assert not [command for command in commands(hosts) if secret[1] in command]
     job.kill("node0", "prterun")
     assert job.end() == "mpiddp: the job failed: mpirun was killed by SIGKILL."
-    assert job.seconds < 10
+    assert job.seconds < 15
 
 
 def test_a_killed_launcher_ends_the_job(hosts: Cluster) -> None:

@@ -56,6 +56,17 @@ def login_fails(host: Host) -> Iterator[None]:
 
 
 @contextmanager
+def slow_login(host: Host, command: str) -> Iterator[None]:
+    """sshd runs the command, one for sh, after each login of root and before what was asked for."""
+    rc = host.path(f"{host.home()}/.ssh/rc")
+    rc.write_text(f"{command}\n")
+    try:
+        yield
+    finally:
+        rc.unlink()
+
+
+@contextmanager
 def unreachable(host: Host) -> Iterator[None]:
     """The host's cable is pulled: silence, until connecting to it times out."""
     host.link("down")
