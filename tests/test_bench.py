@@ -131,6 +131,10 @@ def test_each_source_is_read_alone(tmp_path: Path) -> None:
     assert {"synthetic 3×32×32", "synthetic 3×224×224", *folders} <= speeds.keys()
     assert min(speeds.values()) > 0
     assert "no data" in results["missing"]["CIFAR-10"]
+    assert results["arch"] == "resnet20"
+    for each in results["sources"]:
+        times = each["images_per_s"]["median"] / each["model_images_per_s"]
+        assert each["times_model"] == pytest.approx(times)
 
 
 def test_the_meeting_needs_no_torch(tmp_path: Path) -> None:

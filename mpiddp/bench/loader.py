@@ -1,4 +1,4 @@
-"""`mpiddp bench loader`: images/s of each data source alone, without a model.
+"""`mpiddp bench loader`: images/s of each data source alone, beside what the model takes.
 
 Synthetic images, CIFAR-10 and Fashion-MNIST where they are, and a folder of JPEGs that is made on the
 spot, or the one that `--dataset image-folder --data-dir DIR` names.
@@ -47,28 +47,40 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
     [found] = jobs.run("loader", *arguments, *options.training, ranks=jobs.slots).found
     for name, reason in found["missing"].items():
         say(f"loader: without {name}: {reason}")
-    sources = [
-        {**source, "images_per_s": spread(source["images_per_s"])} for source in found["sources"]
-    ]
     return {
         "ranks": jobs.slots,
-        "sources": sources,
+        "arch": found["arch"],
+        "sources": [_beside_the_model(source) for source in found["sources"]],
         "missing": found["missing"],
         "hosts": found["hosts"],
     }
 
 
+def _beside_the_model(source: Results) -> Results:
+    """A model that takes more than the source delivers would wait for it."""
+    speed = spread(source["images_per_s"])
+    times = speed["median"] / source["model_images_per_s"]
+    return {**source, "images_per_s": speed, "times_model": times}
+
+
 def table(results: Results) -> str:
-    head = ("source", "batch", "images/s over all ranks")
+    head = ("source", "batch", "images/s over all ranks", f"{results['arch']} takes", "times that")
     rows = [
-        [source["source"], str(source["batch_size"]), shown(source["images_per_s"], ",.0f")]
+        [
+            source["source"],
+            str(source["batch_size"]),
+            shown(source["images_per_s"], ",.0f"),
+            f"{source['model_images_per_s']:,.0f}",
+            f"{source['times_model']:,.1f}",
+        ]
         for source in results["sources"]
     ]
     return f"{_title(results)}\n\n{aligned(head, rows)}"
 
 
 def _title(results: Results) -> str:
-    return f"Data sources alone, {results['ranks']} rank{'s' * (results['ranks'] != 1)}"
+    ranks = f"{results['ranks']} rank{'s' * (results['ranks'] != 1)}"
+    return f"Data sources alone, {ranks}, and what {results['arch']} takes of them"
 
 
 def draw(results: Results, figure: Figure) -> None:
@@ -82,12 +94,14 @@ def draw(results: Results, figure: Figure) -> None:
     for name, median in zip(names, medians, strict=True):
         text = f"{median:,.0f}"
         on.annotate(text, (median, name), (0, 7), textcoords="offset points", ha="center")
+    takes = [source["model_images_per_s"] for source in results["sources"]]
+    on.plot(takes, names, "|", color=charts.ORANGE, markersize=22, markeredgewidth=2)
     on.set_xscale("log")
     on.set_ylim(len(names) - 0.5, -0.6)
     on.set_xmargin(0.1)
     on.grid(axis="x", color="#DDDDDD", linewidth=0.8)
     on.set_xlabel("images/s over all ranks (logarithmic; medians, lowest to highest)")
-    figure.suptitle(_title(results), fontsize=10)
+    figure.suptitle(f"{_title(results)} (bars)", fontsize=10)
 
 
 BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(8, 4.8), takes_training=True)

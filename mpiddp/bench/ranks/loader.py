@@ -1,7 +1,7 @@
 """A rank of `mpiddp bench loader`: each data source delivers batches, and nothing else is done.
 
 The sources take turns within one job. Their first passes are not counted: these start workers and
-fill caches, which a training does once.
+fill caches, which a training does once. What the model takes of such batches is measured before.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -18,28 +19,41 @@ from PIL import Image
 
 from mpiddp.assembly import assemble
 from mpiddp.bench.loader import rank_options
-from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of, settled
+from mpiddp.bench.ranks.training import (
+    EXCHANGE_TIMEOUT_S,
+    bare_step,
+    build_bare,
+    hosts_of,
+    settled,
+)
 from mpiddp.bench.words import emit
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
+from mpiddp.train.config import TrainConfig
 from mpiddp.train.data import open_data
 from mpiddp.train.data.arrays import default_data_dir
 from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.data.source import Source
+from mpiddp.train.data.source import Data
 from mpiddp.train.metrics import StepTimer
 from mpiddp.world import World
 
+MODEL_S = 2.0  # seconds of the model's steps
 WIDTH, HEIGHT = 500, 375  # of a generated image: as most of ImageNet's are
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A source under its name, with the size of its batches on each rank."""
+    """A source under its name, with the configuration that it was opened for."""
 
     name: str
-    source: Source
-    batch_size: int
+    data: Data
+    config: TrainConfig
     device: torch.device
+
+    @property
+    def batch_size(self) -> int:
+        assert self.config.batch_size is not None
+        return self.config.batch_size
 
 
 def run(world: World, argv: list[str]) -> None:
@@ -47,6 +61,8 @@ def run(world: World, argv: list[str]) -> None:
     with assemble(world) as crew, _generated(crew, options.images) as folder:
         opened, missing = _open_all(crew, training, folder, options.workers)
         hosts = hosts_of(crew)
+        shapes = {each.data.shape: each for each in opened}
+        needs = {shape: _model_images_per_s(crew, each) for shape, each in shapes.items()}
         speeds: list[list[float]] = [[] for _ in opened]
         for epoch in range(options.rounds + 1):
             turns = list(zip(opened, speeds, strict=True))
@@ -56,10 +72,16 @@ def run(world: World, argv: list[str]) -> None:
                     seen.append(speed)
         if crew.world.rank == 0:
             found = [
-                {"source": each.name, "batch_size": each.batch_size, "images_per_s": seen}
+                {
+                    "source": each.name,
+                    "batch_size": each.batch_size,
+                    "images_per_s": seen,
+                    "model_images_per_s": needs[each.data.shape],
+                }
                 for each, seen in zip(opened, speeds, strict=True)
             ]
-            emit({"sources": found, "missing": missing, "hosts": hosts})
+            arch = opened[0].config.arch
+            emit({"arch": arch, "sources": found, "missing": missing, "hosts": hosts})
 
 
 def _open_all(
@@ -92,25 +114,24 @@ def _open_all(
 def _open(crew: Crew, name: str, training: Sequence[str]) -> Opened | str:
     """The source, or why a rank does not have it. All ranks must call this."""
     config, _, device = settled(crew, training)
-    assert config.batch_size is not None
-    source: Source | None = None
+    data: Data | None = None
     problem = ""
     try:
-        source = open_data(config, crew.world, device).train
+        data = open_data(config, crew.world, device)
     except UserError as error:
         problem = str(error)
     problems = [text for text in crew.exchange(problem, timeout_s=EXCHANGE_TIMEOUT_S) if text]
-    if source is None or problems:
+    if data is None or problems:
         return problems[0]
-    return Opened(name, source, config.batch_size, device)
+    return Opened(name, data, config, device)
 
 
 def _images_per_s(crew: Crew, opened: Opened, count: int, epoch: int) -> float:
     """Over all ranks, which read at the same time; the slowest counts. All ranks must call this."""
-    world, size = crew.world, opened.batch_size
+    world, size, source = crew.world, opened.batch_size, opened.data.train
     numbers = torch.arange(world.rank, count * size * world.world_size, world.world_size)
-    order = numbers % opened.source.num_images
-    batches = prefetched(opened.source.batches(order.split(size), epoch=epoch), opened.device)
+    order = numbers % source.num_images
+    batches = prefetched(source.batches(order.split(size), epoch=epoch), opened.device)
     crew.exchange("ready", timeout_s=EXCHANGE_TIMEOUT_S)
     timer = StepTimer(opened.device)
     timer.resume()
@@ -119,6 +140,26 @@ def _images_per_s(crew: Crew, opened: Opened, count: int, epoch: int) -> float:
     own = f"{sum(timer.read())}"
     slowest = max(map(float, crew.exchange(own, timeout_s=EXCHANGE_TIMEOUT_S)))
     return count * size * world.world_size / slowest
+
+
+def _model_images_per_s(crew: Crew, opened: Opened) -> float:
+    """What the model takes on all ranks, given one batch again and again. All ranks must call this.
+
+    Steps without communication: with it, it takes no more.
+    """
+    config, device = replace(opened.config, use_syn=True), opened.device
+    synthetic = open_data(config, crew.world, device)
+    parts = build_bare(crew, config, synthetic, device)
+    images, labels = next(synthetic.train.batches([torch.arange(opened.batch_size)], epoch=0))
+    crew.exchange("ready", timeout_s=EXCHANGE_TIMEOUT_S)
+    bare_step(parts, config, images, labels)
+    timer = StepTimer(device)
+    timer.resume()
+    while sum(timer.read()) < MODEL_S:
+        bare_step(parts, config, images, labels)
+        timer.tick()
+    own = f"{opened.batch_size / median(timer.read())}"
+    return sum(map(float, crew.exchange(own, timeout_s=EXCHANGE_TIMEOUT_S)))
 
 
 @contextlib.contextmanager

@@ -30,10 +30,10 @@ def run(world: World, argv: list[str]) -> None:
         timer = StepTimer(job.device)
         timer.resume()
         for step in steps:
-            backward(parts.ddp, batches, step, parts.scaler, job.config)
+            backward(parts.model, batches, step, parts.scaler, job.config)
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
-            clear_gradients(parts.ddp, job.config)
+            clear_gradients(parts.model, job.config)
             timer.tick()
         seconds = slowest(timer.read(), job.device)[options.warmup :]
         if job.speaks:

@@ -23,6 +23,7 @@ from mpiddp.bench.ranks.training import (
     EXCHANGE_TIMEOUT_S,
     Job,
     Parts,
+    bare_step,
     build,
     open_source,
     settings,
@@ -125,14 +126,7 @@ def _bare(job: Job, data: Data, batches: list[Batch], plan: Plan) -> float:
     for step, (images, labels) in enumerate(batches):
         for group in parts.optimizer.param_groups:
             group["lr"] = plan.lr(step)
-        with autocast(job.config, job.device):
-            loss = F.cross_entropy(
-                parts.ddp(images), labels, label_smoothing=job.config.label_smoothing
-            )
-        parts.scaler.scale(loss).backward()
-        parts.scaler.step(parts.optimizer)
-        parts.scaler.update()
-        parts.optimizer.zero_grad(set_to_none=True)
+        bare_step(parts, job.config, images, labels)
         timer.tick()
     return mean(slowest(timer.read(), job.device)[STARTUP_STEPS:])
 
@@ -168,10 +162,10 @@ def _timed_phases(job: Job, data: Data, parts: Parts, count: int, syncs: bool) -
     for _ in range(count):
         images, labels = next(batches)
         timer.tick()
-        with contextlib.nullcontext() if syncs else parts.ddp.no_sync():  # type: ignore[operator]
+        with contextlib.nullcontext() if syncs else parts.model.no_sync():  # type: ignore[operator]
             with autocast(config, device):
                 loss = F.cross_entropy(
-                    parts.ddp(images), labels, label_smoothing=config.label_smoothing
+                    parts.model(images), labels, label_smoothing=config.label_smoothing
                 )
             timer.tick()
             parts.scaler.scale(loss).backward()

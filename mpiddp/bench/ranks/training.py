@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from mpiddp.assembly import assemble
 from mpiddp.bench.machine import machine
@@ -19,6 +20,7 @@ from mpiddp.train.config import TrainConfig, parse, settle
 from mpiddp.train.data import open_data
 from mpiddp.train.data.source import Data
 from mpiddp.train.engine import (
+    autocast,
     build_model,
     build_optimizer,
     choose_kernels,
@@ -50,9 +52,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Parts:
-    """What takes a step: the model under DDP, its optimizer, the scaler of fp16."""
+    """What takes a step: the model, under DDP or bare, its optimizer, the scaler of fp16."""
 
-    ddp: nn.Module
+    model: nn.Module
     optimizer: torch.optim.SGD
     scaler: torch.amp.GradScaler
 
@@ -101,12 +103,27 @@ def open_source(job: Job) -> Data:
 
 def build(job: Job, data: Data) -> Parts:
     """A fresh model with all that trains it, as `mpiddp train` makes them. All ranks must call this."""
-    with job.crew.together():
-        bare = build_model(job.config, data)
-    model = place(bare, job.config, job.device)
-    optimizer = build_optimizer(model, job.config)
-    scaler = torch.amp.GradScaler(job.device.type, enabled=job.config.amp == "fp16")
-    return Parts(wrap(model, job.config, data.shape), optimizer, scaler)
+    bare = build_bare(job.crew, job.config, data, job.device)
+    return replace(bare, model=wrap(bare.model, job.config, data.shape))
+
+
+def build_bare(crew: Crew, config: TrainConfig, data: Data, device: torch.device) -> Parts:
+    """The same without DDP, so that it needs no process group. All ranks must call this."""
+    with crew.together():
+        model = build_model(config, data)
+    model = place(model, config, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+    return Parts(model, build_optimizer(model, config), scaler)
+
+
+def bare_step(parts: Parts, config: TrainConfig, images: Tensor, labels: Tensor) -> None:
+    """A step as people write it by hand: images [N, C, H, W], labels [N]."""
+    with autocast(config, images.device):
+        loss = F.cross_entropy(parts.model(images), labels, label_smoothing=config.label_smoothing)
+    parts.scaler.scale(loss).backward()
+    parts.scaler.step(parts.optimizer)
+    parts.scaler.update()
+    parts.optimizer.zero_grad(set_to_none=True)
 
 
 def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
