@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 
 from mpiddp import checkpoint_dir
+from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoint_dir import BrokenCheckpoint
-from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.errors import UserError
 
 
 def main(argv: list[str]) -> int:
@@ -111,12 +112,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         verb.add_argument("dir", metavar="DIR")
         if name == "prune":
             verb.add_argument(
-                "--keep", type=_whole, default=2, metavar="N", help="valid ones to keep (2)"
+                "--keep", type=whole(1), default=2, metavar="N", help="valid ones to keep (2)"
             )
     return parser.parse_args(argv)
-
-
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, not {text!r}")
-    return int(text)

@@ -14,8 +14,9 @@ from importlib.abc import InspectLoader
 from importlib.util import find_spec
 from pathlib import Path
 
+from mpiddp.arguments import RankParser
 from mpiddp.control import reporting
-from mpiddp.errors import RankParser, UserError
+from mpiddp.errors import UserError
 from mpiddp.tuning import tune
 from mpiddp.world import World
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import seconds, size_bytes, whole
+from mpiddp.bench.options import seconds, size_bytes
 from mpiddp.bench.report import aligned, percentile, size_name
-from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,8 +6,8 @@ import argparse
 import re
 from collections.abc import Callable
 
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.benchmark import Benchmark
-from mpiddp.errors import DefaultsShown, OneSentenceParser
 from mpiddp.train.config import parse as parse_training
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
@@ -79,19 +79,6 @@ def launch_words(options: argparse.Namespace, benchmark: Benchmark) -> list[str]
     if options.interface is not None:
         words += ["--interface", options.interface]
     return words + [word for export in options.x for word in ("-x", export)]
-
-
-def whole(low: int) -> Callable[[str], int]:
-    """A parser for whole numbers from `low` on."""
-
-    def whole_number(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or int(text) < low:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number, {low} or more, not {text!r}"
-            )
-        return int(text)
-
-    return whole_number
 
 
 def counts(low: int) -> Callable[[str], list[int]]:

@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from mpiddp.arguments import OneSentenceParser
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import JobFailed, Jobs, progress, say
 from mpiddp.bench.machine import available_bytes
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, shown, spread
-from mpiddp.errors import OneSentenceParser
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, progress
-from mpiddp.bench.options import add_rounds, counts, whole
+from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, percentile, shown, spread
-from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.errors import UserError
 from mpiddp.train.config import parse as parse_training
 
 if TYPE_CHECKING:

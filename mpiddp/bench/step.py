@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import add_rounds, whole
+from mpiddp.bench.options import add_rounds
 from mpiddp.bench.report import aligned, shown, spread
-from mpiddp.errors import OneSentenceParser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts, read_hostfile
 from mpiddp.launch.hostfile_forms import MPI_NAMES, Mpi, diff, render, render_host
 

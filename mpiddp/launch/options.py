@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from mpiddp.errors import OneSentenceParser, UserError
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import UserError
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
 

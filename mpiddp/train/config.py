@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import DefaultsShown, RankParser, UserError
+from mpiddp.arguments import DefaultsShown, RankParser, whole
+from mpiddp.errors import UserError
 from mpiddp.train.due import Every, parse_every
 from mpiddp.train.schedule import SCHEDULES
 from mpiddp.world import World
@@ -186,19 +187,6 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-") + equals + value
 
 
-def _whole(low: int, high: int | None = None) -> Any:
-    """A parser for whole numbers in [low, high)."""
-
-    def whole_number(text: str) -> int:
-        is_whole = text.isascii() and text.isdigit()
-        if not is_whole or int(text) < low or (high is not None and int(text) >= high):
-            bound = f"{low} or more" + ("" if high is None else f" and less than {high}")
-            raise argparse.ArgumentTypeError(f"expected a whole number, {bound}, not {text!r}")
-        return int(text)
-
-    return whole_number
-
-
 def _number(low: float, high: float = float("inf"), *, above: bool = False) -> Any:
     """A parser for numbers in [low, high), or in (low, high) with `above`."""
 
@@ -258,28 +246,28 @@ def _parser() -> argparse.ArgumentParser:
         help="default: $MPIDDP_DATA, else the user's cache folder",
     )
     add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
-    add("--image-size", type=_whole(1), help="pixels, of an image folder (default 224)")
-    add("--num-workers", type=_whole(0), default=4, help="processes per rank that decode images")
+    add("--image-size", type=whole(1), help="pixels, of an image folder (default 224)")
+    add("--num-workers", type=whole(0), default=4, help="processes per rank that decode images")
     add(
         "--cache",
         choices=("off", "ram"),
         default="off",
         help="keep an image folder's files in memory",
     )
-    add("--batch-size", type=_whole(1), help="per rank; default: 64 on CPUs, 256 on GPUs")
-    add("--global-batch-size", type=_whole(1), help="over all ranks, instead of --batch-size")
+    add("--batch-size", type=whole(1), help="per rank; default: 64 on CPUs, 256 on GPUs")
+    add("--global-batch-size", type=whole(1), help="over all ranks, instead of --batch-size")
     add(
         "--uneven",
         action="store_true",
         help="allow a global batch that does not divide by the ranks",
     )
-    add("--grad-accum-steps", type=_whole(1), default=1, help="backward passes per step")
+    add("--grad-accum-steps", type=whole(1), default=1, help="backward passes per step")
     add("--keep-tail", action="store_true", help="train on the last, smaller batch as well")
 
     schedule = parser.add_argument_group("schedule")
     add = schedule.add_argument
-    add("--epochs", type=_whole(1), help="default: 4 on CPUs, 30 on GPUs")
-    add("--steps-per-epoch", type=_whole(1), help="end every epoch after this many steps")
+    add("--epochs", type=whole(1), help="default: 4 on CPUs, 30 on GPUs")
+    add("--steps-per-epoch", type=whole(1), help="end every epoch after this many steps")
     add("--lr", type=_number(0, above=True), default=0.4, help="for a global batch of 256")
     add("--no-lr-scaling", dest="lr_scaling", action="store_false", help="take --lr as it is")
     add("--schedule", choices=SCHEDULES, default="one-cycle", help="of the learning rate")
@@ -308,14 +296,14 @@ def _parser() -> argparse.ArgumentParser:
         choices=COMPILE_MODES,
         help="torch.compile the model, in this mode",
     )
-    add("--bucket-mb", type=_whole(1), default=25, help="MiB of gradients in one all-reduce")
+    add("--bucket-mb", type=whole(1), default=25, help="MiB of gradients in one all-reduce")
     add(
         "--grad-compression",
         choices=COMPRESSIONS,
         default="off",
         help="what the ranks exchange instead of fp32 gradients; powersgd's memory is not saved",
     )
-    add("--seed", type=_whole(0, 2**32), default=0, help="of weights, order and augmentation")
+    add("--seed", type=whole(0, 2**32), default=0, help="of weights, order and augmentation")
     add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
 
     run = parser.add_argument_group("run")
@@ -339,17 +327,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STEPS|TIME",
         help="20 steps, or 30s, 10m, 1h; default: once an epoch",
     )
-    add("--keep", type=_whole(2), default=2, metavar="N", help="checkpoints to keep")
+    add("--keep", type=whole(2), default=2, metavar="N", help="checkpoints to keep")
     add(
         "--on-save-error",
         choices=("warn", "stop"),
         default="warn",
         help="what a full disk does to the run; the last save must succeed in any case",
     )
-    add("--log-every", type=_whole(1), default=50, metavar="STEPS", help="between two lines")
-    add("--stop-at-step", type=_whole(1), metavar="STEP", help="save there and leave, code 75")
+    add("--log-every", type=whole(1), default=50, metavar="STEPS", help="between two lines")
+    add("--stop-at-step", type=whole(1), metavar="STEP", help="save there and leave, code 75")
     # torch.distributed.launch passes it to every script; the environment has it as well.
-    add("--local-rank", type=_whole(0), help=argparse.SUPPRESS)
+    add("--local-rank", type=whole(0), help=argparse.SUPPRESS)
     return parser
 
 

@@ -9,8 +9,8 @@ import argparse
 from dataclasses import replace
 from importlib import import_module
 
+from mpiddp.arguments import RankParser
 from mpiddp.control import reporting
-from mpiddp.errors import RankParser
 from mpiddp.tuning import tune
 from mpiddp.world import World
 
