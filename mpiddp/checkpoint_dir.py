@@ -125,6 +125,13 @@ def verify(folder: Path) -> None:
     _check(folder, lambda path, entry: _sha256(path) == entry["sha256"])
 
 
+def is_one(folder: Path) -> bool:
+    """Whether it is a checkpoint, valid or not: by its name, or by what proves one."""
+    return folder.resolve() in list_steps(folder.resolve().parent) or any(
+        (folder / name).exists() for name in (MANIFEST, COMPLETE)
+    )
+
+
 def is_valid(folder: Path) -> bool:
     try:
         verify(folder)

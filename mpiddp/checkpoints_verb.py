@@ -70,7 +70,7 @@ def _prune(given: Path, keep: int) -> int:
 def _checkpoints(given: Path) -> list[Path]:
     if root := _root(given):
         return checkpoint_dir.list_steps(root)
-    if _is_checkpoint(given):
+    if checkpoint_dir.is_one(given):
         return [given.resolve()]
     raise UserError(
         f"{given}: {_expected(given)} Expected a run's folder, one of checkpoints, or a checkpoint."
@@ -83,17 +83,10 @@ def _root(given: Path) -> Path | None:
     return next((place for place in places if checkpoint_dir.list_steps(place)), None)
 
 
-def _is_checkpoint(given: Path) -> bool:
-    proofs = (checkpoint_dir.MANIFEST, checkpoint_dir.COMPLETE)
-    return given.resolve() in checkpoint_dir.list_steps(given.resolve().parent) or any(
-        (given / name).exists() for name in proofs
-    )
-
-
 def _expected(given: Path) -> str:
     if not given.exists():
         return "no such folder."
-    return "a single checkpoint." if _is_checkpoint(given) else "no checkpoints in it."
+    return "a single checkpoint." if checkpoint_dir.is_one(given) else "no checkpoints in it."
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpiddp import control
@@ -156,6 +157,14 @@ def listen_to_signals() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 
 
+def listen_when_alone() -> None:
+    """Without a launcher that would ask: SIGTERM and Ctrl-C are requests as well, the first time."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = signal.getsignal(number)
+        if before in (signal.SIG_DFL, signal.default_int_handler):  # nohup and the like stay
+            signal.signal(number, partial(_on_first_signal, before))
+
+
 def let_signals_in() -> None:
     with suppress(ValueError):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
@@ -163,3 +172,9 @@ def let_signals_in() -> None:
 
 def _on_signal(number: int, frame: Any) -> None:
     _stop.asked.set()
+
+
+def _on_first_signal(before: Any, number: int, frame: Any) -> None:
+    signal.signal(number, before)
+    _stop.asked.set()
+    os.write(2, f"mpiddp: {signal.Signals(number).name}: saving; once more: at once.\n".encode())

@@ -210,7 +210,7 @@ def write_fashion_mnist(folder: Path, **changed: bytes) -> Path:
 @pytest.mark.parametrize("place", ["", "fashion-mnist", "debian"])
 def test_fashion_mnist_is_read_from_each_place(place: str, tmp_path: Path) -> None:
     write_fashion_mnist(tmp_path / place)
-    dataset = fashion_mnist.load(tmp_path, debian_dir=tmp_path / "debian")
+    dataset = fashion_mnist.load(tmp_path, tmp_path / "debian")
     assert (dataset.name, dataset.num_classes) == ("fashion-mnist", 10)
     assert dataset.train.images.shape == (5, 28, 28, 1)
     assert dataset.train.images[1, 0, :3, 0].tolist() == [16, 17, 18]  # 28 × 28 is 16 above 3 × 256
@@ -223,7 +223,7 @@ def test_fashion_mnist_is_read_from_each_place(place: str, tmp_path: Path) -> No
 def test_debians_fashion_mnist(tmp_path: Path) -> None:
     if not fashion_mnist.DEBIAN_DIR.exists():
         pytest.skip("no real Fashion-MNIST here: apt-get install dataset-fashion-mnist")
-    dataset = fashion_mnist.load(tmp_path)
+    dataset = fashion_mnist.load(tmp_path, fashion_mnist.DEBIAN_DIR)
     assert dataset.train.images.shape == (60_000, 28, 28, 1)
     assert np.bincount(dataset.train.labels).tolist() == [6000] * 10
     assert np.bincount(dataset.test.labels).tolist() == [1000] * 10
@@ -232,7 +232,7 @@ def test_debians_fashion_mnist(tmp_path: Path) -> None:
 
 def test_without_fashion_mnist_the_places_and_the_package_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        fashion_mnist.load(tmp_path, debian_dir=tmp_path / "debian")
+        fashion_mnist.load(tmp_path, tmp_path / "debian")
     for expected in (f"{tmp_path}, ", f"{tmp_path}/fashion-mnist, ", f"{tmp_path}/debian; "):
         assert expected in str(caught.value)
     assert "apt-get install dataset-fashion-mnist" in str(caught.value)

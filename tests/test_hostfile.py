@@ -252,7 +252,7 @@ def test_ranks_fill_the_slots_in_the_order_of_the_file() -> None:
     [
         (8, None, "-n 8 is more than the 6 slots of hosts.txt (node1=4, node2=2)."),
         (None, 3, "--npernode 3 is more than the 2 slots of node2 (hosts.txt:2)."),
-        (5, 2, "-n 5 is more than --npernode 2 gives on the 2 hosts of hosts.txt: 4 ranks."),
+        (5, 2, "-n 5 is more than --npernode 2 gives on 2 hosts of hosts.txt: 4 ranks."),
     ],
 )
 def test_more_ranks_than_slots(n: int | None, npernode: int | None, message: str) -> None:

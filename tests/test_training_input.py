@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "no data folder": (
         "--data-dir=P/none",
-        r"rank 0 on .*: --data-dir P/none is missing \(looked in .*\). Create it, or leave the option away.",
+        r"rank 0 on .*: --data-dir P/none is missing \(looked in .*\). Create it, or leave it out.",
     ),
     "cut cifar10": (
         "--data-dir=P/cifar",
@@ -101,7 +101,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "cut fashion-mnist": (
         "--dataset=fashion-mnist --data-dir=P/fashion",
-        r"P/fashion/train-labels-idx1-ubyte.gz: not a readable gzip file \(.*\); get it again",
+        r"P/fashion/train-labels-idx1-ubyte.gz: not a readable gzip file \(.*\); get it again.",
     ),
     "no image folder": (
         "--dataset=image-folder",

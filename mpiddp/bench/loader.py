@@ -16,6 +16,7 @@ from mpiddp.bench.jobs import Jobs, say
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.errors import UserError
+from mpiddp.phrases import counted
 from mpiddp.train.config import parse as parse_training
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
     workers = ",".join(map(str, options.workers))
     arguments = ["--workers", workers, "--images", str(options.images)]
     arguments += ["--batches", str(options.batches), "--rounds", str(options.rounds)]
-    say(f"loader: {jobs.slots} ranks, {options.rounds} passes over each source")
+    say(
+        f"loader: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')} of every source"
+    )
     [found] = jobs.run("loader", *arguments, *options.training, ranks=jobs.slots).found
     for name, reason in found["missing"].items():
         say(f"loader: without {name}: {reason}")
@@ -80,7 +83,7 @@ def table(results: Results) -> str:
 
 
 def _title(results: Results) -> str:
-    ranks = f"{results['ranks']} rank{'s' * (results['ranks'] != 1)}"
+    ranks = counted(results["ranks"], "rank")
     return f"Data sources alone, {ranks}, and what {results['arch']} takes of them"
 
 

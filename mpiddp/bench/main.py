@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
@@ -115,8 +116,12 @@ def _jobs(options: argparse.Namespace, benchmark: Benchmark, started_at: float) 
 def _check_writable(folder: Path) -> None:
     """What has taken an hour to measure shall not be lost to a missing permission."""
     existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"--out {folder}: {existing} cannot be written. Name another folder.")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError:
+        raise UserError(
+            f"--out {folder}: {existing} cannot be written. Name another folder."
+        ) from None
 
 
 def _write(folder: Path, name: str, benchmark: Benchmark, record: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, percentile, shown, spread
 from mpiddp.errors import UserError
+from mpiddp.phrases import counted
 from mpiddp.train.config import parse as parse_training
 
 if TYPE_CHECKING:
@@ -148,16 +149,12 @@ def draw(results: Results, figure: Figure) -> None:
         top = max(point["images_per_s"]["high"], point["ideal_images_per_s"])
         text = f"{point['efficiency']['median']:.1%}"
         on.annotate(text, (place, top), (0, 4), textcoords="offset points", ha="center")
-    on.set_xticks(places, [f"{p['ranks']}\n{_hosts(p['num_hosts'])}" for p in points])
+    on.set_xticks(places, [f"{p['ranks']}\n{counted(p['num_hosts'], 'host')}" for p in points])
     on.set_xlabel("ranks")
     on.set_ylabel("images/s over all ranks")
     on.set_ylim(0, on.get_ylim()[1] * 1.06)
     charts.legend_above(on)
     figure.suptitle(_title(results), fontsize=10)
-
-
-def _hosts(number: int) -> str:
-    return f"{number} host{'s' * (number != 1)}"
 
 
 BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(7.5, 4.8), takes_training=True)

@@ -16,6 +16,7 @@ from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, say
 from mpiddp.bench.options import add_rounds
 from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.phrases import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"
 PHASES = ("data", "forward", "backward", "communication exposed", "optimizer", "other")
+STEP = "step"  # of which these are the parts
 MAX_BARS = 16  # ranks in the chart
 
 
@@ -45,7 +47,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
     arguments = ["--steps", str(options.steps), "--rounds", str(options.rounds)]
     arguments += ["--real-data"] if options.real_data else []
-    say(f"step: {jobs.slots} ranks, {options.rounds} rounds of 5 blocks of {options.steps} steps")
+    ranks, rounds = counted(jobs.slots, "rank"), counted(options.rounds, "round")
+    say(f"step: {ranks}, {rounds} of 5 blocks of {options.steps} steps")
     [found] = jobs.run("step", *arguments, *options.training, ranks=jobs.slots).found
     loops = found["loops"]
     return {
@@ -65,7 +68,6 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
                 "rank": rank,
                 "host": found["hostnames"][rank],
                 **{phase: spread(seconds) for phase, seconds in phases.items()},
-                "step": spread([sum(parts) for parts in zip(*phases.values(), strict=True)]),
             }
             for rank, phases in enumerate(found["phases"])
         ],
@@ -80,7 +82,7 @@ def table(results: Results) -> str:
             str(rank["rank"]),
             rank["host"],
             *(f"{1000 * rank[phase]['median']:.2f}" for phase in PHASES),
-            shown(rank["step"], ".1f", 1000),
+            shown(rank[STEP], ".1f", 1000),
         ]
         for rank in results["ranks"]
     ]
@@ -136,7 +138,7 @@ def _draw_parts(on: Axes, ranks: list[dict[str, Any]]) -> None:
         widths = [max(0.0, 1000 * rank[phase]["median"]) for rank in ranks]
         on.barh(names, widths, 0.6, left=left, color=colour, label=phase)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    steps = [rank["step"] for rank in ranks]
+    steps = [rank[STEP] for rank in ranks]
     low, high = charts.whiskers(steps)
     middles = [1000 * step["median"] for step in steps]
     spreads = [[1000 * each for each in side] for side in (low, high)]

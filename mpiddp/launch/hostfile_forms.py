@@ -6,8 +6,8 @@ from typing import Literal
 
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts
-from mpiddp.launch.phrases import listed
 from mpiddp.launch.slots import ranks_per_host
+from mpiddp.phrases import listed
 
 Mpi = Literal["openmpi", "mpich", "intelmpi"]
 Form = Literal["openmpi", "mpich", "slurm"]

@@ -16,6 +16,7 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts, read_hostfile
 from mpiddp.launch.hostfile_forms import MPI_NAMES, Mpi, diff, render, render_host
+from mpiddp.phrases import counted
 
 
 def main(argv: list[str]) -> int:
@@ -112,9 +113,8 @@ def table(hosts: Hosts) -> str:
 
 
 def _totals(hosts: Hosts) -> str:
-    counted = sum(host.slots or 0 for host in hosts.hosts)
-    count = len(hosts.hosts)
-    total = f"{count} host{'s' * (count != 1)}, {counted} slot{'s' * (counted != 1)}"
+    slots = sum(host.slots or 0 for host in hosts.hosts)
+    total = f"{counted(len(hosts.hosts), 'host')}, {counted(slots, 'slot')}"
     if hosts.without_slots:
         names = ", ".join(host.name for host in hosts.without_slots)
         total += f", and one per GPU of {names} (1 on a CPU host)"

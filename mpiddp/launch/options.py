@@ -30,6 +30,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     if options.command[0].startswith("-"):
         raise UserError(f"{options.command[0]} is no option of mpiddp launch. See: --help")
     if not options.is_module and not Path(options.command[0]).is_file():
+        if Path(options.command[0]).exists():
+            raise UserError(f"{options.command[0]} is no file that could be a script.")
         raise UserError(f"{options.command[0]} not found (looked in {Path.cwd()}).")
     return options
 
@@ -47,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     either = add.add_mutually_exclusive_group()
     either.add_argument("--hostfile", metavar="FILE", help="hosts and their slots, one a line")
     either.add_argument("-H", dest="host_list", metavar="H1:2,H2:4", help="the same, right here")
-    add.add_argument("-n", type=_positive("-n"), metavar="N", help="ranks (default: all slots)")
+    add.add_argument("-n", type=_whole("-n", 1), metavar="N", help="ranks (default: all slots)")
     add.add_argument(
-        "--npernode", type=_positive("--npernode"), metavar="K", help="ranks on each host"
+        "--npernode", type=_whole("--npernode", 1), metavar="K", help="ranks on each host"
     )
     add.add_argument("--exclude", metavar="HOST,HOST", help="hosts to leave out")
     add.add_argument(
@@ -67,26 +69,26 @@ def _parser() -> argparse.ArgumentParser:
         "--no-check", dest="check", action="store_false", help="start without a look at the hosts"
     )
     add.add_argument(
-        "--timeout", type=_positive("--timeout"), metavar="S", help="seconds the ranks have to meet"
+        "--timeout", type=_whole("--timeout", 1), metavar="S", help="seconds the ranks have to meet"
     )
 
     add = parser.add_argument_group("when something fails")
     add.add_argument(
         "--max-restarts",
-        type=_whole("--max-restarts"),
+        type=_whole("--max-restarts", 0),
         default=0,
         metavar="K",
         help="start a job that failed again, from its newest checkpoint (default 0 times)",
     )
     add.add_argument(
         "--min-hosts",
-        type=_positive("--min-hosts"),
+        type=_whole("--min-hosts", 1),
         metavar="H",
         help="go without hosts that are broken, as long as so many are left",
     )
     add.add_argument(
         "--min-ranks",
-        type=_positive("--min-ranks"),
+        type=_whole("--min-ranks", 1),
         metavar="N",
         help="the same, as long as so many ranks are left",
     )
@@ -138,15 +140,11 @@ def duration(option: str) -> Callable[[str], float]:
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
-def _whole(option: str) -> Callable[[str], int]:
-    return lambda text: 0 if text == "0" else _positive(option)(text)
-
-
-def _positive(option: str) -> Callable[[str], int]:
+def _whole(option: str, low: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         # Open MPI 5 takes `-n abc` and `-n 0`, and launches something all the same.
-        if not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise UserError(f"{option} {text}: expected a whole number, 1 or more.")
+        if not (text.isascii() and text.isdigit() and int(text) >= low):
+            raise UserError(f"{option} {text}: expected a whole number, {low} or more.")
         return int(text)
 
     return parse

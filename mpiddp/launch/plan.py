@@ -158,6 +158,10 @@ def _fit(
     say: Say,
 ) -> tuple[Hosts, dict[Host, Facts]]:
     """The hosts that can be used, as far as the user can do with fewer than all, and their facts."""
+    usable = sum(host.slots != 0 for host in hosts.hosts)
+    if usable < (options.min_hosts or 1):
+        named = "host is" if usable == 1 else "hosts are"
+        raise UserError(f"only {usable} {named} named, and --min-hosts is {options.min_hosts}.")
     try:
         return hosts, look_at(hosts)
     except Unfit as unfit:
@@ -208,7 +212,8 @@ def _nodes(
         n = min(sum(count for _, count in placed), most_ranks)
         placed = ranks_per_host(hosts, n, options.npernode)
     if (n := sum(count for _, count in placed)) < (options.min_ranks or 1):
-        raise UserError(f"only {n} ranks can be started, and --min-ranks is {options.min_ranks}.")
+        ranks = "rank" if n == 1 else "ranks"
+        raise UserError(f"only {n} {ranks} can be started, and --min-ranks is {options.min_ranks}.")
     if mpi.flavour == "slurm":
         return tuple(Node(host.name, ranks) for host, ranks in placed)
     own_name = socket.gethostname()

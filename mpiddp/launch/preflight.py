@@ -24,10 +24,10 @@ from mpiddp.errors import UserError
 from mpiddp.hostfile import Host
 from mpiddp.launch import probe
 from mpiddp.launch.gpus import no_nvidia_smi
-from mpiddp.launch.phrases import all_of
 from mpiddp.launch.ssh import CONNECT_TIMEOUT_S, in_sh, require_ssh, ssh_to
 from mpiddp.launch.unfit import Unfit
 from mpiddp.network import Interface
+from mpiddp.phrases import all_of
 from mpiddp.sockets import OPEN_BESIDES, allow_open
 
 LOOK_TIMEOUT_S = 15.0
@@ -229,7 +229,9 @@ def _ssh_complaint(host: Host, errors: str) -> str:
         return f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id {_port(host)}{host.ssh_target}"
     if "Connection refused" in errors:
         return f"ssh {name}: connection refused. Start sshd there, or name its port: port="
-    if "timed out" in errors or "No route to host" in errors:
+    if "No route to host" in errors or "Network is unreachable" in errors:
+        return f"ssh {name}: no way leads there from {here}. Is it switched on, and the network up?"
+    if "timed out" in errors:
         return f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. Is it switched on, and the network up?"
     last = errors.strip().splitlines()[-1:] or ["it said nothing"]
     return f"ssh {name} failed: {last[0]}. Try: {_ssh(host)} true"

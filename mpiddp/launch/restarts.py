@@ -18,11 +18,11 @@ from mpiddp.exit_codes import FAILED, INTERRUPTED
 from mpiddp.launch.command import Request
 from mpiddp.launch.job import Outcome, attempt
 from mpiddp.launch.mpi import Mpi
-from mpiddp.launch.phrases import all_of
 from mpiddp.launch.plan import make_request
 from mpiddp.launch.record import Batch
 from mpiddp.launch.signals import heard, is_asked_to_stop
 from mpiddp.launch.supervisor import Limits
+from mpiddp.phrases import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 

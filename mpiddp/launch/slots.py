@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts, shown, slots_of
-from mpiddp.launch.phrases import listed
+from mpiddp.phrases import counted, listed
 
 
 def exclude(hosts: Hosts, names: str) -> Hosts:
@@ -36,8 +36,8 @@ def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> Non
                 )
         if n is not None and n > npernode * len(usable):
             raise UserError(
-                f"-n {n} is more than --npernode {npernode} gives on the {len(usable)} hosts of "
-                f"{hosts.source}: {npernode * len(usable)} ranks."
+                f"-n {n} is more than --npernode {npernode} gives on {counted(len(usable), 'host')} of "
+                f"{hosts.source}: {counted(npernode * len(usable), 'rank')}."
             )
     if n is not None and n > hosts.total_slots:
         raise UserError(

@@ -81,7 +81,7 @@ class Supervisor:
             self._selector.register(signals, selectors.EVENT_READ, signals)
             self._mpirun = Mpirun(argv, env)
             if self._limits.stop_after_s is not None:
-                self._in(self._limits.stop_after_s, lambda: self._ask_to_stop(signal.SIGTERM))
+                self._in(self._limits.stop_after_s, lambda: self._ask_to_stop("--stop-after"))
             if self._limits.hang_timeout_s is not None:
                 self._in(1.0, self._look_for_hangs)
             while self._mpirun.code is None:
@@ -119,7 +119,7 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         self._stops += 1
         if self._stops == 1:
-            self._ask_to_stop(number)
+            self._ask_to_stop(signal.Signals(number).name)
         else:
             self._mpirun.kill_all()
 
@@ -144,7 +144,7 @@ class Supervisor:
         if self._listener is not None:
             self._listener.tell(kind, **facts)
 
-    def _ask_to_stop(self, number: int) -> None:
+    def _ask_to_stop(self, reason: str) -> None:
         self._stops = max(self._stops, 1)
         if self._listener is None or not self._listener.connected:
             self._stop_mpirun()
@@ -152,9 +152,7 @@ class Supervisor:
         self._tell("stop")
         self._in(self._limits.grace_s, self._stop_mpirun)
         if self._record.aware:
-            self._say(
-                f"{signal.Signals(number).name}: the ranks save and stop; once more: at once."
-            )
+            self._say(f"{reason}: the ranks save and stop; a signal more: at once.")
 
     def _stop_mpirun(self) -> None:
         if not self._is_ending:

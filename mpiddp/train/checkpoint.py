@@ -3,7 +3,7 @@
     model.pt     the bare model's state_dict, BatchNorm statistics averaged: for anyone to load
     trainer.pt   optimizer and gradient scaler
     ranks.pt     each rank's RNG states and own BatchNorm statistics
-    state.json   step, epoch, position in the epoch, the configuration
+    state.json   step, epoch, position in the epoch, the configuration, what the data set holds
 
 The learning rate and the order of the images are functions of step, epoch and position. One rank
 reads for all, so the hosts need not share a file system.
@@ -49,12 +49,13 @@ class Saved:
 
 
 def fill(
-    folder: Path, progress: Progress, contents: Mapping[str, Any], config: TrainConfig
+    folder: Path, progress: Progress, contents: Mapping[str, Any], config: TrainConfig, data: str
 ) -> dict[str, str]:
     """Write the files of a checkpoint and return their SHA-256, by name.
 
     Args:
         contents: "model", "trainer" and "ranks", as in `Saved`; tensors on the CPU.
+        data: the contents of the data set, see `Data`.
 
     Raises:
         OSError: the disk is full, ….
@@ -64,21 +65,22 @@ def fill(
         file = HashedFile(folder / f"{name}.pt")
         torch.save(contents[name], file)  # type: ignore[arg-type]
         hashes[f"{name}.pt"] = file.close()
-    state = {"progress": asdict(progress), "config": config.as_json()}
+    state = {"progress": asdict(progress), "config": config.as_json(), "data": data}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     return hashes
 
 
-def read(folder: Path, config: TrainConfig) -> Saved:
+def read(folder: Path, config: TrainConfig, data: str) -> Saved:
     """A verified checkpoint's contents.
 
     Raises:
-        UserError: it is not of this program, or of another configuration.
+        UserError: it is not of this program, or of another configuration, or of other data.
     """
     try:
         state = json.loads((folder / "state.json").read_bytes())
         different = differences(state["config"], config)
         progress = Progress(**state["progress"])
+        saved_data = state["data"]
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(
             f"{folder} is no checkpoint of mpiddp train: its state.json is missing or another one's."
@@ -87,6 +89,11 @@ def read(folder: Path, config: TrainConfig) -> Saved:
         raise UserError(
             f"{folder} is of another configuration: {'; '.join(different)}. "
             "Give the options it was made with, or name another --out."
+        )
+    if saved_data != data:
+        raise UserError(
+            f"{folder} is of other data: {saved_data}, now {data}. Give the --data-dir it was made "
+            f"with, or begin anew from its weights: --weights {folder / 'model.pt'}"
         )
     contents = {}
     for name in _TENSOR_FILES:

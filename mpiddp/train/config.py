@@ -12,6 +12,7 @@ from typing import Any
 
 from mpiddp.arguments import DefaultsShown, RankParser, whole
 from mpiddp.errors import UserError
+from mpiddp.phrases import counted
 from mpiddp.train.due import Every, parse_every
 from mpiddp.train.schedule import SCHEDULES
 from mpiddp.world import World
@@ -85,8 +86,9 @@ class TrainConfig:
         return asdict(self)
 
 
-# What may differ between a checkpoint and the run that continues it, for it changes no weight but
-# by rounding: where things lie, how often is logged, and how the same global batch is dealt.
+# What may differ between a checkpoint and the run that continues it: where things lie, how often is
+# logged, what changes weights by rounding at most, and how the same global batch is dealt, which
+# changes nothing but the images that BatchNorm sees together.
 FREE_TO_CHANGE = frozenset(
     {
         "batch_size",
@@ -148,16 +150,22 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
         UserError: a global batch that cannot be dealt evenly, or what the device cannot do.
     """
     if config.sync_bn and not on_gpu:
-        raise UserError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs. Leave it away.")
+        raise UserError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs. Leave it out.")
     batch_size, accum, world_size = config.batch_size, config.grad_accum_steps, world.world_size
     if config.global_batch_size is not None:
         batch_size, rest = divmod(config.global_batch_size, accum * world_size)
         if rest and config.uneven and batch_size > 1:  # BatchNorm wants two images everywhere
             batch_size += 1
+        elif rest and config.uneven:
+            raise UserError(
+                f"--global-batch-size {config.global_batch_size} leaves some of {world_size} ranks "
+                f"less than two images a pass, and BatchNorm wants two: {2 * accum * world_size} or "
+                "more would do."
+            )
         elif rest or not batch_size:
             unit = accum * world_size
             fitting = {max(1, batch_size) * unit, (batch_size + 1) * unit}
-            divisor = f"{world_size} rank{'s' * (world_size > 1)}"
+            divisor = counted(world_size, "rank")
             if accum > 1:
                 divisor += f" × {accum} accumulation steps = {unit}"
             raise UserError(
@@ -166,13 +174,19 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
             )
     elif batch_size is None:
         batch_size = 256 if on_gpu else 64
+    epochs = config.epochs or (30 if on_gpu else 4)
+    if config.warmup_epochs is not None and config.warmup_epochs > epochs:
+        raise UserError(
+            f"--warmup-epochs {config.warmup_epochs:g} is more than --epochs {epochs}: "
+            "the learning rate would never get where it is to go."
+        )
     amp = config.amp
     if amp == "auto":
         amp = "bf16" if has_bf16 else "off"
     return replace(
         config,
         arch=config.arch or ("resnet18" if on_gpu else "resnet20"),
-        epochs=config.epochs or (30 if on_gpu else 4),
+        epochs=epochs,
         batch_size=batch_size,
         global_batch_size=config.global_batch_size or batch_size * accum * world_size,
         amp=amp,
@@ -246,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         help="default: $MPIDDP_DATA, else the user's cache folder",
     )
     add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
-    add("--image-size", type=whole(1), help="pixels, of an image folder (default 224)")
+    add("--image-size", type=whole(1, 1 << 14), help="pixels, of an image folder (default 224)")
     add("--num-workers", type=whole(0), default=4, help="processes per rank that decode images")
     add(
         "--cache",
@@ -296,7 +310,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=COMPILE_MODES,
         help="torch.compile the model, in this mode",
     )
-    add("--bucket-mb", type=whole(1), default=25, help="MiB of gradients in one all-reduce")
+    add(
+        "--bucket-mb", type=whole(1, 1 << 20), default=25, help="MiB of gradients in one all-reduce"
+    )
     add(
         "--grad-compression",
         choices=COMPRESSIONS,

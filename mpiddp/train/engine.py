@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     """The bare model on the CPU, the same on every rank.
 
     Raises:
-        UserError: --weights names a file that does not fit.
+        UserError: --weights names a file that does not fit, or the batches are too small for BatchNorm.
     """
     assert config.arch is not None
     channels, height, _ = data.shape
@@ -39,9 +41,23 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     )
     if config.weights is not None:
         load_weights(model, Path(config.weights))
+    if config.batch_size == 1 and not config.sync_bn:
+        _check_lone_image(model, data)
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
+
+
+def _check_lone_image(model: nn.Module, data: Data) -> None:
+    """Raises UserError where BatchNorm would have one pixel of one image, whose variance is 0."""
+    try:  # in shapes alone
+        copy.deepcopy(model).to("meta")(torch.empty(1, *data.shape, device="meta"))
+    except ValueError:
+        _, height, width = data.shape
+        raise UserError(
+            f"with one image of {height}×{width} in a pass there is nothing for BatchNorm to "
+            "normalize: --batch-size 2 or more, or --stem cifar."
+        ) from None
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -176,11 +192,13 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 
 def computes_in_bf16(device: torch.device) -> bool:
     """Whether bf16 is faster than fp32 there, not only possible."""
-    supported: bool = (
-        torch.cuda.is_bf16_supported(including_emulation=False)
-        if device.type == "cuda"
-        else torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    supported: bool
+    if device.type == "cuda":
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif platform.machine() == "x86_64":  # oneDNN supports it by emulation on all that have AVX-512
+        supported = torch.cpu._is_avx512_bf16_supported()
+    else:
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
 
 

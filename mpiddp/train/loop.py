@@ -25,8 +25,9 @@ from mpiddp.train.data.source import Data
 from mpiddp.train.due import Due
 from mpiddp.train.engine import backward, build_optimizer, place
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
-from mpiddp.train.metrics import Records, StepTimer, Summary, percentile, slowest
+from mpiddp.train.metrics import StepTimer, Summary, percentile, slowest
 from mpiddp.train.parallel import clear_gradients, wrap
+from mpiddp.train.records import Records
 from mpiddp.train.resume import Start
 from mpiddp.train.saver import Saver
 from mpiddp.train.schedule import learning_rate, scaled_lr
@@ -76,7 +77,7 @@ def make_plan(config: TrainConfig, data: Data, crew: Crew) -> Plan:
     if shards.steps_per_epoch == 0:
         raise UserError(
             f"the global batch of {shards.global_batch_size} images is larger than the data set "
-            f"({shards.num_samples}). Lower --batch-size or --global-batch-size."
+            f"({shards.num_samples}). Lower --batch-size, --global-batch-size or --grad-accum-steps."
         )
     return Plan(
         shards,
@@ -127,7 +128,9 @@ def train(
 
     stop.current().count_from(progress.step)
     due = Due(config.save_every, crew, progress.step, timeout_s=config.timeout)
-    saver = Saver(out / "checkpoints", keepers, crew, model, optimizer, scaler, config)
+    saver = Saver(
+        out / "checkpoints", keepers, crew, model, optimizer, scaler, config, data.contents
+    )
     records = Records(out / "metrics.jsonl" if crew.world.rank in keepers else None, progress.step)
     timer = StepTimer(device)
     images_of_steps: list[int] = []
@@ -196,13 +199,11 @@ def train(
             if is_last:
                 saver.finish()
             if stops:
-                records.close()
                 say(f"stopped at step {progress.step}; the same command with --out {out} goes on.")
                 return None
             if is_due or step is steps[-1]:
                 timer.resume()
 
-    records.close()
     if score is None and data.test is not None:  # resumed after the last step
         score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
     seconds_of_steps = slowest(timer.read(), device)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from mpiddp import control
 from mpiddp.control import reporting
 from mpiddp.errors import UserError
 from mpiddp.exit_codes import DONE, STOPPED
-from mpiddp.stop import stopped, will_ask
+from mpiddp.phrases import counted
+from mpiddp.stop import listen_when_alone, stopped, will_ask
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle
 from mpiddp.tuning import tune
 from mpiddp.world import World
@@ -54,8 +56,9 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
     from mpiddp.train.data import open_data, prepare
     from mpiddp.train.engine import build_model, choose_kernels, computes_in_bf16
     from mpiddp.train.loop import make_plan, train
-    from mpiddp.train.metrics import Summary, counted, table
+    from mpiddp.train.metrics import Summary, table
     from mpiddp.train.parallel import check_compression
+    from mpiddp.train.records import save_json
 
     with assemble(world) as crew:
         world = crew.world
@@ -87,9 +90,14 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
         out = out_dir(config, crew.agreed(time.strftime("%Y%m%d-%H%M%S")))
         with crew.together():
             data = open_data(config, world, device)
+        with crew.together():
+            crew.check_same(
+                "the data of the ranks", data.contents, mend="Give every host the same --data-dir."
+            )
+        with crew.together():
             plan = make_plan(config, data, crew)
             model = build_model(config, data)
-        start = resume.find(crew, config, out, say)
+        start = resume.find(crew, config, data.contents, out, say)
         shards = plan.shards
         control.say("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
         ours = [] if config.out else ["--out", str(out)]
@@ -101,7 +109,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
         keepers = replicas.find_keepers(crew, out, timeout_s=config.timeout)
         with crew.together(), _writing(out):
             if world.rank in keepers:
-                (out / "config.json").write_text(json.dumps(config.as_json(), indent=1) + "\n")
+                save_json(out / "config.json", config.as_json())
                 (out / "metrics.jsonl").touch()
 
         if backend == "nccl":
@@ -117,6 +125,8 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                 f"{plan.shards.global_batch_size}, peak lr {plan.peak_lr:g} "
                 f"(--lr {config.lr:g}{' scaled by batch/256' if config.lr_scaling else ''})"
             )
+            if world.launcher.name == "none":
+                listen_when_alone()
             summary = train(config, plan, crew, data, model, start, keepers, device, out, say)
 
         if summary is None:
@@ -124,9 +134,13 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             return STOPPED
         if world.rank == 0:
             path = out / "summary.json"
-            if summary.images_per_s is None and path.exists():  # it was over: what it found stands
-                summary = Summary(**json.loads(path.read_text()))
-            path.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
+            if summary.images_per_s is None:  # it was over: what it found stands
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    summary = Summary(**json.loads(path.read_bytes()))
+            try:
+                save_json(path, dataclasses.asdict(summary))
+            except OSError as error:
+                print(f"warning: {path}: {error.strerror}.", file=sys.stderr, flush=True)
         say(f"\n{table(summary, out)}")
     return DONE
 
@@ -146,6 +160,7 @@ class _log:
     """This rank's log: who it is, and the traceback that ended it, if one did."""
 
     def __init__(self, out: Path, world: World) -> None:
+        logging.raiseExceptions = False  # a full disk: the checkpoints tell of it
         self._logger = logging.Logger("mpiddp")
         path = out / "logs" / f"rank_{world.rank:05d}.log"
         control.say("log", path=str(path))

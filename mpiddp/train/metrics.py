@@ -1,8 +1,7 @@
-"""What a run measures of itself: step times on the device's own clock, records, the last table."""
+"""What a run measures of itself: step times on the device's own clock, and the last table."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mpiddp.phrases import counted
 
 
 class StepTimer:
@@ -48,38 +49,6 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-class Records:
-    """metrics.jsonl: one record a line, flushed as it comes. Without a path it writes nothing.
-
-    What a run that goes on from `step` had written beyond it is dropped: those steps come again.
-    """
-
-    def __init__(self, path: Path | None, step: int = 0) -> None:
-        self._file = path.open("a+") if path else None
-        if self._file:
-            self._file.seek(0)
-            kept = [line for line in self._file if _step_of(line) <= step]
-            self._file.truncate(0)
-            self._file.writelines(kept)
-
-    def write(self, **values: Any) -> None:
-        if self._file:
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
-
-
-def _step_of(line: str) -> float:
-    """The step of a record; infinity where a killed run left half a line."""
-    try:
-        return float(json.loads(line)["step"])
-    except ValueError:
-        return float("inf")
 
 
 @dataclass(frozen=True)
@@ -140,11 +109,6 @@ def table(summary: Summary, out: Path) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 host", "2 hosts"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -37,9 +37,15 @@ def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> 
 
 
 def check_compression(config: TrainConfig, device: torch.device) -> None:
-    """Raises UserError for PowerSGD where torch's own cannot run: it asks any GPU for the time."""
-    is_over_gloo = config.grad_compression == "powersgd" and device.type == "cpu"
-    if is_over_gloo and torch.cuda.is_available():
+    """Raises UserError for PowerSGD where torch's own fails."""
+    if config.grad_compression != "powersgd":
+        return
+    if config.amp == "fp16":  # its memory of errors keeps the infinities of an overflow for good
+        raise UserError(
+            "--grad-compression powersgd and --amp fp16 exclude each other: one overflow would end "
+            "the learning. Use --amp bf16, or --grad-compression fp16."
+        )
+    if device.type == "cpu" and torch.cuda.is_available():  # it asks any GPU for the time
         raise UserError(
             "--grad-compression powersgd over gloo fails where torch sees a GPU. Hide it: "
             "CUDA_VISIBLE_DEVICES=, or use --grad-compression bf16."

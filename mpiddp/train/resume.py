@@ -41,12 +41,17 @@ class _Found:
     broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and complaint
 
 
-def find(crew: Crew, config: TrainConfig, out: Path, say: Callable[[str], None]) -> Start:
+def find(
+    crew: Crew, config: TrainConfig, data: str, out: Path, say: Callable[[str], None]
+) -> Start:
     """Look on all hosts. Nothing is written. All ranks must call this.
 
+    Args:
+        data: the contents of the data set, see `Data`.
+
     Raises:
-        SystemExit: --resume names what is no valid checkpoint of this configuration, or does not fit
-            what `out` holds; rank 0 has said so.
+        SystemExit: --resume names what is no valid checkpoint of this configuration and this data, or
+            does not fit what `out` holds; rank 0 has said so.
     """
     own: _Found | None = None
     with crew.together(timeout_s=LOOK_TIMEOUT_S):
@@ -68,7 +73,7 @@ def find(crew: Crew, config: TrainConfig, out: Path, say: Callable[[str], None])
     saved = None
     with crew.together():
         if crew.world.rank == holder:
-            saved = checkpoint.read(folder, config)
+            saved = checkpoint.read(folder, config, data)
     where = "" if holder == 0 else f" on {crew.hostnames[holder]}"
     progress = crew.exchange(
         f"step {saved.progress.step}, epoch {saved.progress.epoch}" if saved else "",
@@ -115,7 +120,7 @@ def _look(config: TrainConfig, out: Path) -> _Found:
         if found := [path for path in traces if path.exists()]:
             raise UserError(
                 f"--resume never, but --out {out} holds a run already ({found[0].name}). "
-                "Name another --out, or leave --resume away to go on."
+                "Name another --out, or leave --resume out to go on."
             )
         return _Found()
     if resume == "auto":
@@ -123,22 +128,22 @@ def _look(config: TrainConfig, out: Path) -> _Found:
             root, f"{root}: no checkpoint in it is valid. Name another --out." if existing else ""
         )
     given = Path(resume)
+    expected = "Expected auto, never, a run's folder or a checkpoint's."
     if not given.exists():
-        return _Found(
-            problem=f"--resume {resume} not found (looked in {Path.cwd()}). Expected auto, never, a "
-            "run's folder or a checkpoint's."
-        )
+        return _Found(problem=f"--resume {resume} not found (looked in {Path.cwd()}). {expected}")
     for candidate in (given / "checkpoints", given):  # of a run, or of checkpoints
         if checkpoint_dir.list_steps(candidate):
             looked = _newest(candidate, f"--resume {resume}: no checkpoint in it is valid.")
             break
     else:
+        if not checkpoint_dir.is_one(given):
+            return _Found(problem=f"--resume {resume}: no checkpoint is there. {expected}")
         looked = _given(given)
     is_elsewhere = looked.folder and Path(looked.folder).resolve().parent != root.resolve()
     if is_elsewhere and existing and not config.go_on:
         raise UserError(
             f"--resume {resume}, but --out {out} holds {existing[-1].name} of its own. "
-            "Name another --out, or leave --resume away to go on from there."
+            "Name another --out, or leave --resume out to go on from there."
         )
     return looked
 

@@ -39,8 +39,14 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         config: TrainConfig,
+        data: str,
     ) -> None:
-        """`root`: the folder of checkpoints. `keepers`: the ranks that write there, rank 0 first."""
+        """
+        Args:
+            root: the folder of checkpoints.
+            keepers: the ranks that write there, rank 0 first.
+            data: the contents of the data set, see `Data`.
+        """
         self._root = root
         self._keepers = keepers
         self._crew = crew
@@ -48,6 +54,7 @@ class Saver:
         self._optimizer = optimizer
         self._scaler = scaler
         self._config = config
+        self._data = data
         self._is_valid: dict[Path, bool] = {}  # of those that were read, or written here
         self._pending: Future[str] | None = None
         self._is_keeper = crew.world.rank in keepers
@@ -108,7 +115,7 @@ class Saver:
         self._memory.wait()
 
         def fill(folder: Path) -> dict[str, str]:
-            return checkpoint.fill(folder, progress, contents, self._config)
+            return checkpoint.fill(folder, progress, contents, self._config, self._data)
 
         try:
             self._is_valid[checkpoint_dir.write(self._root, progress.step, fill)] = True

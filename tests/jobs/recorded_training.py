@@ -29,6 +29,7 @@ from mpiddp.train.loop import make_plan, train
 
 NUM_IMAGES = 101
 SHAPE = (3, 8, 8)
+CONTENTS = f"{NUM_IMAGES} + 0 images of 10 classes"
 
 
 class Noted:
@@ -61,7 +62,7 @@ def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
         rank, ranks = crew.world.rank, crew.world.world_size
         device = device_of(crew.world, "gloo")
         config = settle(config, crew.world, on_gpu=False, has_bf16=False)
-        start = resume.find(crew, config, out, lambda text: None)
+        start = resume.find(crew, config, CONTENTS, out, lambda text: None)
         step = checkpoint_dir.step_of(start.folder) if start.folder else 0
         dies = rank == 0 and die_at_step >= 0  # the one that has a batch at every step, and saves
         source = Noted(

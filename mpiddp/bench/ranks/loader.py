@@ -29,6 +29,7 @@ from mpiddp.bench.ranks.training import (
 from mpiddp.bench.words import emit
 from mpiddp.crew import Crew
 from mpiddp.errors import UserError
+from mpiddp.phrases import counted
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data import open_data
 from mpiddp.train.data.arrays import default_data_dir
@@ -89,8 +90,9 @@ def _open_all(
 ) -> tuple[list[Opened], dict[str, str]]:
     """The sources that there are, and why the others are not. All ranks must call this."""
     config, _, _ = settled(crew, training)
-    folder = config.data_dir if config.dataset == "image-folder" else str(generated)
-    elsewhere = ["--data-dir", str(default_data_dir())] if folder == config.data_dir else []
+    is_named = config.dataset == "image-folder" and config.data_dir is not None
+    folder = config.data_dir if is_named else generated
+    elsewhere = ["--data-dir", str(default_data_dir())] if is_named else []
     sources = {
         "synthetic 3×32×32": ["--dataset", "cifar10", "--use-syn"],
         "synthetic 3×224×224": ["--dataset", "image-folder", "--use-syn"],
@@ -99,7 +101,7 @@ def _open_all(
     }
     for count in workers:
         words = ["--dataset", "image-folder", "--data-dir", str(folder)]
-        name = f"image folder, {count} worker{'s' * (count != 1)}"
+        name = f"image folder, {counted(count, 'worker')}"
         sources[name] = [*words, "--num-workers", str(count)]
     opened, missing = [], {}
     for name, words in sources.items():

@@ -30,7 +30,7 @@ from mpiddp.bench.ranks.training import (
     synthetic_job,
     synthetic_plan,
 )
-from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, rank_options
+from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
 from mpiddp.bench.words import emit
 from mpiddp.errors import UserError
 from mpiddp.train.data.prefetch import prefetched
@@ -138,7 +138,7 @@ def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[flo
     part of the communication that nothing hides.
     """
     parts = build(job, data)
-    found: dict[str, list[float]] = {name: [] for name in PHASES}
+    found: dict[str, list[float]] = {name: [] for name in (*PHASES, STEP)}
     for number in range(rounds):
         means: dict[bool, list[float]] = {}
         for syncs in (True, False) if number % 2 else (False, True):
@@ -148,6 +148,7 @@ def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[flo
         parts_of_step = (load, forward, backward, exposed, optimizer, other)
         for name, seconds in zip(PHASES, parts_of_step, strict=True):
             found[name].append(seconds)
+        found[STEP].append(sum(means[True]))
     return found
 
 

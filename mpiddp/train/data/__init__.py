@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,10 +52,9 @@ def data_dir(config: TrainConfig) -> Path:
         return default_data_dir()
     folder = Path(config.data_dir)
     if not folder.is_dir():
-        raise UserError(
-            f"--data-dir {folder} is missing (looked in {Path.cwd()}). "
-            "Create it, or leave the option away."
-        )
+        what = "is no folder" if folder.exists() else "is missing"
+        mend = "Create it" + (", or leave it out." if config.dataset != "image-folder" else ".")
+        raise UserError(f"--data-dir {folder} {what} (looked in {Path.cwd()}). {mend}")
     return folder
 
 
@@ -78,8 +78,11 @@ def open_data(config: TrainConfig, world: World, device: torch.device) -> Data:
         return _synthetic(config, world, device, size)
     if config.dataset == "image-folder":
         return _image_folder(config, world, device, size)
-    load = {"cifar10": cifar10.load, "fashion-mnist": fashion_mnist.load}[config.dataset]
-    arrays = load(data_dir(config))
+    if config.dataset == "cifar10":
+        arrays = cifar10.load(data_dir(config))
+    else:
+        elsewhere = () if config.data_dir else (fashion_mnist.DEBIAN_DIR,)
+        arrays = fashion_mnist.load(data_dir(config), *elsewhere)
     train, test = (
         DeviceImages(
             split,
@@ -134,4 +137,12 @@ def _image_folder(config: TrainConfig, world: World, device: torch.device, size:
     )
     if test.classes != train.classes:
         raise UserError(f"{folder}: train/ and val/ hold different classes.")
-    return Data(folder.resolve().name, len(train.classes), (3, size, size), train, test)
+    digest = sha256("\n".join([*train.names(), *test.names()]).encode(errors="surrogateescape"))
+    return Data(
+        folder.resolve().name,
+        len(train.classes),
+        (3, size, size),
+        train,
+        test,
+        digest.hexdigest()[:16],
+    )

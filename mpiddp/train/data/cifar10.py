@@ -27,7 +27,7 @@ RECORD_BYTES = 1 + 3 * 32 * 32
 # official archive's (data_batch_1.bin: cee91656…, test_batch.bin: 8e2eb146…).
 SHA256 = "6b3883dca6c867f1e58def548c063d1865569b8575fcbce06b3e468a89f9895a"
 
-_MEND = "remove {} and run again to fetch it anew"
+_MEND = "remove {} and run again to fetch it anew."
 
 # Labels [10000] and pixels [10000, 3 × 1024], the planes red, green and blue one after another.
 _Batch = tuple[NDArray[Any], NDArray[np.uint8]]

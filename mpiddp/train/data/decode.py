@@ -35,7 +35,7 @@ class Decoder(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(
         self,
-        samples: tuple[tuple[Path, int], ...],
+        samples: tuple[tuple[str, int], ...],
         size: int,
         *,
         augment: bool,
@@ -74,7 +74,7 @@ class Decoder(Dataset[tuple[Tensor, Tensor]]):
         number, epoch = key
         path, _ = self.samples[number]
         try:
-            with Image.open(self._cache.open(path) if self._cache else path) as file:
+            with Image.open(self._cache.open(Path(path)) if self._cache else path) as file:
                 image = file.convert("RGB")
         except _UNREADABLE as error:
             raise UserError(

@@ -27,12 +27,12 @@ _FILES = tuple(
 _UNSIGNED_BYTES = 0x08
 
 
-def load(folder: Path, debian_dir: Path = DEBIAN_DIR) -> ArrayDataset:
+def load(folder: Path, *elsewhere: Path) -> ArrayDataset:
     """Fashion-MNIST: images [N, 28, 28, 1], 60,000 for training and 10,000 for testing.
 
     Raises UserError if it is in none of the places, or one of its files is damaged.
     """
-    places = (folder, folder / "fashion-mnist", debian_dir)
+    places = (folder, folder / "fashion-mnist", *elsewhere)
     place = next((p for p in places if all((p / name).exists() for name in _FILES)), None)
     if place is None:
         raise UserError(
@@ -65,22 +65,22 @@ def _read_idx(file: Path, dimensions: int) -> NDArray[np.uint8]:
         with gzip.open(file) as stream:
             content = stream.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{file}: not a readable gzip file ({error}); get it again") from None
+        raise UserError(f"{file}: not a readable gzip file ({error}); get it again.") from None
 
     header = struct.Struct(f">HBB{dimensions}I")
     if len(content) < header.size:
-        raise UserError(f"{file}: {len(content)} bytes, too short for an IDX file; get it again")
+        raise UserError(f"{file}: {len(content)} bytes, too short for an IDX file; get it again.")
     zero, kind, found_dimensions, *shape = header.unpack_from(content)
     if (zero, kind, found_dimensions) != (0, _UNSIGNED_BYTES, dimensions):
         raise UserError(
             f"{file}: starts with {content[:4].hex()} instead of 000008{dimensions:02x}, so it is "
-            f"not an IDX file of unsigned bytes in {dimensions} dimensions; get it again"
+            f"not an IDX file of unsigned bytes in {dimensions} dimensions; get it again."
         )
     values = np.frombuffer(content, np.uint8, offset=header.size)
     if values.size != np.prod(shape, dtype=object):
         raise UserError(
             f"{file}: its header announces {' × '.join(map(str, shape))} bytes and "
-            f"{values.size:,} follow; get it again"
+            f"{values.size:,} follow; get it again."
         )
     array: NDArray[np.uint8] = values.reshape(shape).copy()  # a view of bytes is read-only
     return array

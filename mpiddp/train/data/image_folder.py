@@ -5,6 +5,9 @@ Decoding and cropping happen in DataLoader workers, normalization on the device.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,8 @@ class ImageFolder:
             start_method: of workers: "fork", "forkserver" or "spawn"; by default what suits the device.
         """
         self.classes = class_names(folder)
-        self.samples = tuple(
-            (path, label)
+        self.samples = tuple(  # of strings: workers that are not forked get them by pickle
+            (str(path), label)
             for label, name in enumerate(self.classes)
             for path in sorted((folder / name).iterdir())
             if path.suffix.lower() in SUFFIXES
@@ -68,6 +71,11 @@ class ImageFolder:
         self._order = _Order()
         self._loader: DataLoader[Batch] | None = None
 
+    def names(self) -> Iterator[str]:
+        """Each image's class and file, in the order of their numbers."""
+        for path, label in self.samples:
+            yield f"{self.classes[label]}/{path.rpartition(os.sep)[2]}"
+
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         if not indices:
             return
@@ -84,6 +92,8 @@ class ImageFolder:
 
     def _start(self) -> DataLoader[Batch]:
         has_workers = self._num_workers > 0
+        if self._start_method == "forkserver":  # else every worker would import torch for itself
+            multiprocessing.set_forkserver_preload([Decoder.__module__])
         return DataLoader(
             self._decoder,
             batch_sampler=self._order,
@@ -92,6 +102,7 @@ class ImageFolder:
             prefetch_factor=PREFETCH if has_workers else None,
             persistent_workers=self._keeps_workers,
             multiprocessing_context=self._start_method if has_workers else None,
+            worker_init_fn=_leave_signals_to_the_rank,
             pin_memory=self.device.type != "cpu",
             generator=torch.Generator(),  # else it would draw its workers' seeds from the rank's own
         )
@@ -120,6 +131,12 @@ class _Order:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+def _leave_signals_to_the_rank(worker: int) -> None:
+    """In a worker: a Ctrl-C reaches every process of a terminal, and the rank may want to save first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -34,7 +34,8 @@ class RamCache:
         # A rank that looks for leftovers may come between the folder's making and its locking.
         while self._lock < 0 or not _is_there(self._folder, self._lock):
             self.close()
-            self._lock = _join(self._folder)
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
+                self._lock = _join(self._folder)
 
     def open(self, path: Path) -> BinaryIO:
         """The file for reading, from memory if it was read before.
@@ -65,7 +66,7 @@ def _join(folder: Path) -> int:
     """The folder, made if need be, with this process among those that use it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
-        raise UserError(f"{folder} belongs to somebody else. Leave --cache ram away.")
+        raise UserError(f"{folder} belongs to somebody else. Leave --cache ram out.")
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_SH)
     return lock

@@ -30,10 +30,21 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """A data set as this rank sees it. `test` is None where there is none to be had."""
+    """A data set as this rank sees it. `test` is None where there is none to be had.
+
+    `digest` is of the names and labels of its files, where the data set is a folder.
+    """
 
     name: str
     num_classes: int
     shape: tuple[int, int, int]  # C, H, W
     train: Source
     test: Source | None
+    digest: str = ""
+
+    @property
+    def contents(self) -> str:
+        """What all ranks must have alike, and a resumed run again, wherever each of them keeps it."""
+        test = self.test.num_images if self.test else 0
+        names = f", names {self.digest}" if self.digest else ""
+        return f"{self.train.num_images} + {test} images of {self.num_classes} classes{names}"

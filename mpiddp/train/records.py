@@ -1,0 +1,79 @@
+"""The small files of a run: metrics.jsonl, a record a line, and JSON that is there whole or not at all.
+
+The training is worth more than they are: what cannot be written is warned of and left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Records:
+    """metrics.jsonl, each record on the disk as it comes. Without a path nothing is written.
+
+    What a run that goes on from `step` had written beyond it is dropped: those steps come again.
+    """
+
+    def __init__(self, path: Path | None, step: int = 0) -> None:
+        self._path = path
+        self._is_warned = False
+        if path is None:
+            return
+        try:
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            kept = [line for line in lines if _step_of(line) <= step]
+            if kept != lines:
+                _replace(path, b"".join(kept))
+        except OSError as error:
+            self._warn(error)
+
+    def write(self, **values: Any) -> None:
+        if self._path is None:
+            return
+        try:
+            _append(self._path, json.dumps(values).encode() + b"\n")
+            self._is_warned = False
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._is_warned:
+            print(f"warning: {self._path}: {error.strerror}.", file=sys.stderr, flush=True)
+        self._is_warned = True
+
+
+def save_json(path: Path, values: dict[str, Any]) -> None:
+    """Write the file, or leave the one that is there. Raises OSError."""
+    _replace(path, json.dumps(values, indent=1).encode() + b"\n")
+
+
+def _append(path: Path, line: bytes) -> None:
+    """The whole line or nothing of it."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(line) < len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a record; infinity for what is none, such as half a line."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")
