@@ -56,31 +56,38 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
     _is_assembled = True
     watch = Watch(_crew)
     watch.start()
+    rank = os.getpid()
     try:
         yield _crew
-    except Refused:
-        watch.stop()
-        raise
-    except SystemExit as end:
-        if is_failure(end):
-            _tell_first(_crew)
-            watch.exits(end.code if isinstance(end.code, int) else 1)
-        else:
-            _leave(_crew, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
-        raise
-    except UserError as error:
-        _tell_first(_crew)
-        watch.refuse(error)
-        raise SystemExit(BAD_INPUT) from None
     except BaseException as error:
-        _tell_first(_crew)
-        if isinstance(error, Exception) and _crew.claim_first_failure():
-            watch.end_the_job(FAILED)  # also where the script catches it around its `with`
+        if os.getpid() == rank:  # a child that was forked is none
+            _end_with(error, _crew, watch, keep_mpi)
         raise
     else:
-        _leave(_crew, watch, keep_mpi)
+        if os.getpid() == rank:
+            _leave(_crew, watch, keep_mpi)
     finally:
         _is_assembled = False
+
+
+def _end_with(error: BaseException, crew: Crew, watch: Watch, keep_mpi: bool) -> None:
+    """Raises SystemExit in the place of a UserError, once it is said."""
+    if isinstance(error, Refused):
+        watch.stop()
+    elif isinstance(error, SystemExit):
+        if is_failure(error):
+            _tell_first(crew)
+            watch.exits(error.code if isinstance(error.code, int) else 1)
+        else:
+            _leave(crew, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
+    elif isinstance(error, UserError):
+        _tell_first(crew)
+        watch.refuse(error)
+        raise SystemExit(BAD_INPUT) from None
+    else:
+        _tell_first(crew)
+        if isinstance(error, Exception) and crew.claim_first_failure():
+            watch.end_the_job(FAILED)  # also where the script catches it around its `with`
 
 
 def is_failure(error: Exception | SystemExit) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from mpiddp.errors import UserError, say_alone
-from mpiddp.exit_codes import BAD_INPUT, DONE, INTERRUPTED
+from mpiddp.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from mpiddp.world import likely_place
 
 # verb: (module with main(argv) -> int, what it is for)
@@ -44,11 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb not in VERBS:
             raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
         code: int = import_module(VERBS[verb][0]).main(rest)
+        if verb not in RANKS:
+            sys.stdout.flush()  # here, where it can be told that nobody reads any more
     except UserError as error:
         # Of the ranks of a job one is to speak; a launcher's variables mean nothing to other verbs.
         place = likely_place(os.environ) if verb in RANKS else (0, 0)
         say_alone(str(error), *place)
         return BAD_INPUT
+    except BrokenPipeError:
+        if verb in RANKS:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains of the rest at its end
+        return FAILED
     except KeyboardInterrupt:
         if verb in RANKS:  # a script ends as Python ends it
             raise

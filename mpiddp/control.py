@@ -194,23 +194,28 @@ def reporting(world: World) -> Iterator[None]:
     )
     try:
         yield
-    except SystemExit as end:
-        if end.code and not _stopped(end):
-            code = end.code if isinstance(end.code, int) else 1
-            channel.failed(code, "" if isinstance(end.code, int) else str(end.code))
+    except BaseException as error:
+        if channel is not None:  # a child that was forked is no rank
+            _report(channel, error)
+        raise
+    if channel is not None:
+        channel.done()
+
+
+def _report(channel: Channel, error: BaseException) -> None:
+    """What ended this rank."""
+    if isinstance(error, SystemExit):
+        if error.code and not _stopped(error):
+            code = error.code if isinstance(error.code, int) else 1
+            channel.failed(code, "" if isinstance(error.code, int) else str(error.code))
         else:
             channel.done()
-        raise
-    except UserError as error:
+    elif isinstance(error, UserError):
         channel.failed(BAD_INPUT, str(error))
-        raise
-    except BaseException as error:
+    else:
         import traceback
 
         channel.failed(1, describe(error), traceback.format_exc())
-        raise
-    else:
-        channel.done()
 
 
 def _stopped(end: SystemExit) -> bool:

@@ -77,7 +77,7 @@ def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        if not name.startswith(error.name or " "):  # one that a package on the way imports
+        if not f"{name}.".startswith(f"{error.name}."):  # one that a package on the way imports
             raise
         spec = None
     loader = spec.loader if spec is not None else None

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +209,73 @@ def test_what_the_shell_had_started_before_is_left_alone(tmp_path: Path) -> None
     os.kill(int(done.stdout), signal.SIGTERM)
 
 
+def test_a_process_may_have_any_name(tmp_path: Path) -> None:
+    """The kernel cuts names at 15 bytes, be it in the middle of a character."""
+    stranger = tmp_path / "aaaaaaaaaaaaaaé"
+    shutil.copy("/bin/sleep", stranger)
+    with subprocess.Popen([stranger, "60"]) as running_stranger:
+        done = launch("-H", "localhost:1", script(tmp_path, "print('ran', flush=True)"))
+        running_stranger.kill()
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+
+
+FORKS = """
+import os, sys
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_child_that_a_rank_forks_may_exit(tmp_path: Path) -> None:
+    """It is no rank: it neither reports its end nor leaves the others' store."""
+    done = launch("-H", "localhost:2", script(tmp_path, FORKS))
+    assert (done.returncode, done.stdout) == (0, "child 0\n" * 2), done.stderr
+
+
+def test_help_and_bad_options_of_the_training_need_no_job() -> None:
+    done = launch("-H", "nowhere.invalid:2", "-m", "mpiddp", "train", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: mpiddp train")
+    done = launch("-H", "nowhere.invalid:2", "-m", "mpiddp", "train", "--epochs=0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "mpiddp train: argument --epochs: expected a whole number, 1 or more, not '0'. "
+        "See: mpiddp train --help\n"
+    )
+
+
+def test_a_hostfile_from_a_pipe_serves_a_restart(tmp_path: Path) -> None:
+    fails_once = (
+        "import os, pathlib, sys\n"
+        "mark = pathlib.Path(sys.argv[1])\n"
+        "if mark.exists(): print('again', flush=True)\n"
+        "else: mark.touch(); sys.exit(3)\n"
+    )
+    line = shlex.join([*LAUNCH, "--max-restarts=1", "--hostfile", "HOSTS"])
+    line = line.replace("HOSTS", "<(echo localhost slots=1)")
+    command = ["bash", "-c", f"{line} {script(tmp_path, fails_once)} {tmp_path / 'mark'}"]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    line = shlex.join([*LAUNCH, "--dry-run", "-H", "localhost:2", "-m", "a"])
+    done = subprocess.run(
+        ["bash", "-c", f"{line} | head -c 0; exit ${{PIPESTATUS[0]}}"],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
 def test_hosts_without_slots_may_be_broken(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("nowhere.invalid slots=0\nlocalhost slots=1\n")
@@ -259,5 +327,7 @@ def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
     done = subprocess.run(
         command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30
     )
-    assert done.stdout == "End(code=7, interrupted=False, was_killed=False)\n"
+    assert (
+        done.stdout == "End(code=7, interrupted=False, was_killed=False, failed_stopping=False)\n"
+    )
     assert running(str(daemon)) == []

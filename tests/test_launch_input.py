@@ -198,7 +198,7 @@ def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Pa
         (
             lambda: named_here("[fd00::3]:1"),
             "-H: fd00::3 is an IPv6 address, which every mpirun cuts at its first colon. "
-            "Give the host a name in /etc/hosts.",
+            "Give the host a name that leads to an IPv4 address.",
         ),
         (
             lambda: allocation({"SLURM_JOB_ID": "7"}),

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
+from mpiddp import checkpoint_dir
 from mpiddp.errors import UserError
 from mpiddp.launch.options import duration
 from tests.flavours import mpirun_of
@@ -117,6 +119,66 @@ def test_a_terminal_that_is_gone_does_not_keep_the_ranks_from_saving(tmp_path: P
         code = job.wait(timeout=30)
     assert code == 75
     assert len(saved) == 4, saved
+
+
+def test_a_hang_up_that_is_told_of_twice_is_one_request(tmp_path: Path) -> None:
+    """By the shell and by the kernel, when a terminal goes."""
+    with start([*LAUNCH, "-H", "localhost:2", script(tmp_path, SCRIPT)]) as job:
+        time.sleep(0.5)
+        job.send_signal(signal.SIGHUP)
+        time.sleep(0.005)
+        job.send_signal(signal.SIGHUP)
+        stdout, stderr = job.communicate(timeout=30)
+    assert job.returncode == 75, stderr
+    assert len(stdout.split()) == 4, stdout
+
+
+FAILS_TO_SAVE = """
+import os, time, mpiddp
+print("ready\\n", end="", flush=True)
+while not mpiddp.should_stop():
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    raise OSError("no space for the save")
+time.sleep(60)
+"""
+
+
+def test_a_save_that_fails_in_a_stop_is_a_failure(tmp_path: Path) -> None:
+    command = [*LAUNCH, "-H", "localhost:2", script(tmp_path, FAILS_TO_SAVE)]
+    with start(command) as job:
+        time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        stderr = job.communicate(timeout=50)[1]
+    assert job.returncode == 1, stderr
+    sentence = f"mpiddp: rank 1 on {gethostname()} failed first: OSError: no space for the save"
+    assert f"{sentence}. The other ranks were stopped." in stderr.splitlines()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_without_a_launcher_saves_as_well(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "mpiddp", "train", "--use-syn", "--arch=resnet20"]
+    command += ["--batch-size=4", "--epochs=1", "--log-every=1", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(
+        command,
+        env=clean_env(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        while not job.stdout.readline().startswith("epoch 1/1  step 2/"):
+            assert job.poll() is None
+        job.send_signal(number)
+        stdout, stderr = job.communicate(timeout=60)
+    assert job.returncode == 75
+    assert stderr == f"mpiddp: {signal.Signals(number).name}: saving; once more: at once.\n"
+    step = re.search(r"stopped at step (\d+);", stdout)
+    assert step
+    (saved,) = checkpoint_dir.list_steps(tmp_path / "out" / "checkpoints")
+    assert checkpoint_dir.step_of(saved) == int(step[1])
+    checkpoint_dir.verify(saved)
 
 
 def test_nohup_holds(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from mpiddp import checkpoint_dir
 from mpiddp.train.data import cifar10
 from mpiddp.train.resnet import resnet20
 from tests import tiny_data
-from tests.ranks import ROOT, clean_env, own_lines
-from tests.training import Command, Turn, train, turns
+from tests.ranks import ROOT, clean_env, mpirun, own_lines
+from tests.training import Command, Turn, records, summary, train, turns
 
 QUICK: Command = ["--arch=resnet20", "--batch-size=4", "--use-syn", "--steps-per-epoch=2"]
 
@@ -91,6 +91,22 @@ CASES: dict[str, tuple[str, str]] = {
         "--use-syn --arch=resnet18 --weights=P/done/checkpoints/step_00000002/model.pt",
         "--weights .*model.pt: this model has no layer1.2.conv1.weight. Another --arch.",
     ),
+    "powersgd in fp16": (
+        "--use-syn --amp=fp16 --grad-compression=powersgd",
+        "--grad-compression powersgd and --amp fp16 exclude each other: .*",
+    ),
+    "a lone image": (
+        "--use-syn --arch=resnet18 --stem=imagenet --batch-size=1",
+        "with one image of 32×32 in a pass there is nothing for BatchNorm to normalize: .*",
+    ),
+    "warm-up": (
+        "--use-syn --epochs=1 --warmup-epochs=2",
+        "--warmup-epochs 2 is more than --epochs 1: .*",
+    ),
+    "fashion-mnist elsewhere": (
+        "--dataset=fashion-mnist --data-dir=P/done",
+        "no Fashion-MNIST .* in P/done, P/done/fashion-mnist; put .*",
+    ),
     "no data folder": (
         "--data-dir=P/none",
         r"rank 0 on .*: --data-dir P/none is missing \(looked in .*\). Create it, or leave it out.",
@@ -122,6 +138,10 @@ CASES: dict[str, tuple[str, str]] = {
     "resume nothing": (
         "--use-syn --resume=atuo",
         r"rank 0 on .*: --resume atuo not found \(looked in .*\). Expected auto, never, .*",
+    ),
+    "resume a stranger": (
+        "--use-syn --resume=P/file",
+        "rank 0 on .*: --resume P/file: no checkpoint is there. Expected auto, never, .*",
     ),
     "resume broken": (
         "--use-syn --resume=P/broken",
@@ -242,6 +262,60 @@ def test_a_broken_image_that_one_rank_meets_in_mid_training(tmp_path: Path) -> N
     assert sentence.startswith(f"{broken}: Pillow cannot read it (")
     logs = [log.read_text() for log in sorted((tmp_path / "out" / "logs").iterdir())]
     assert sum("UserError" in log for log in logs) == 1  # its traceback stands there
+
+
+FOLDER: Command = [
+    "--dataset=image-folder", "--image-size=32", "--arch=resnet20", "--batch-size=2",
+    "--epochs=1", "--num-workers=0",
+]  # fmt: skip
+
+
+def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+    data = [tiny_data.image_folder(tmp_path / name, 4, 2) for name in ("one", "moved", "other")]
+    (data[2] / "train" / "dog" / "3.jpg").rename(data[2] / "train" / "dog" / "4.jpg")
+    out = tmp_path / "out"
+    stop = ["--stop-at-step=1", "--out", out]
+    command: Command = [*FOLDER, "--data-dir"]
+    first, other, moved = turns(
+        2, tmp_path, [[*command, data[0], *stop], [*command, data[2], "--out", out],
+        [*command, data[1], "--out", out]],
+    )  # fmt: skip
+    assert (first.code, other.code, moved.code) == (75, 2, 0), other.stderr
+    (sentence,) = own_lines(other.stderr)
+    names = "12 . 6 images of 3 classes, names [0-9a-f]{16}"
+    assert re.fullmatch(
+        f"rank 0 on .*: {out}/checkpoints/step_00000001 is of other data: {names}, now {names}. Give "
+        f"the --data-dir it was made with, or begin anew from its weights: --weights {out}/.*model.pt",
+        sentence,
+    )
+
+
+def test_hosts_with_different_data_are_told_apart(tmp_path: Path) -> None:
+    data = [tiny_data.image_folder(tmp_path / str(count), count, 2) for count in (8, 4)]
+    command = ["-m", "mpiddp", "train", *map(str, FOLDER), "--out", str(tmp_path / "out")]
+    other = [":", "-np", "1", sys.executable, *command, "--data-dir", str(data[1])]
+    job = mpirun(1, *command, "--data-dir", str(data[0]), *other)
+    assert job.returncode == 2
+    (sentence,) = own_lines(job.stderr)
+    names = "names [0-9a-f]{16}"
+    assert re.fullmatch(
+        rf"the data of the ranks differs: 24 \+ 6 images of 3 classes, {names} \(rank 0 on .*\), "
+        rf"12 \+ 6 images of 3 classes, {names} \(rank 1 on .*\). Give every host the same --data-dir.",
+        sentence,
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_summary_and_records_are_made_anew(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "done"
+    shutil.copytree(place / "done", out)
+    (out / "summary.json").write_bytes(b"")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('12\n{"step": 2')
+    (again,) = turns(2, tmp_path, [[*QUICK, "--epochs=1", "--save-every=1", "--out", out]])
+    assert (again.code, again.stderr) == (0, "")
+    assert summary(out)["steps"] == 2
+    assert [record["step"] for record in records(out)] == [2]
 
 
 FULL_DISK = """

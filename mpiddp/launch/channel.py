@@ -135,7 +135,11 @@ class Listener:
 
     def tell(self, kind: str, **facts: object) -> None:
         """Say something to every rank that is connected."""
-        for peer in list(self._by_rank.values()):
+        for rank in list(self._by_rank):
+            self.tell_one(rank, kind, **facts)
+
+    def tell_one(self, rank: int, kind: str, **facts: object) -> None:
+        if peer := self._by_rank.get(rank):
             peer.unsent += dumps(kind, **facts)
             self._send(peer)
 

@@ -18,9 +18,13 @@ ALLOWED = (
     "VIRTUAL_ENV",
     "NCCL_*",
     "TORCH_*",
+    "PYTORCH_*",
     "GLOO_*",
     "OMP_*",
     "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "UCX_*",
+    "FI_*",
     "HF_*",
     "MPIDDP_*",
     "MPI4PY_LIBMPI",
@@ -42,9 +46,11 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     shown = list(words)
     for index, word in enumerate(words):
         is_value = index > 0 and words[index - 1] == "-x"
-        name, has_value, _ = word.removeprefix("-x").partition("=")
-        if (is_value or word.startswith("-x")) and has_value and is_secret(name):
-            shown[index] = word.partition("=")[0]
+        option = "" if is_value else next((o for o in ("-x=", "-x") if word.startswith(o)), None)
+        if option is not None:
+            name, has_value, _ = word.removeprefix(option).partition("=")
+            if has_value and is_secret(name):
+                shown[index] = option + name
     return shown
 
 

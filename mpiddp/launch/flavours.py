@@ -57,7 +57,7 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
                 ("btl_tcp_if_include", include, _NETWORK),
                 ("oob_tcp_if_include", include, _NETWORK),
             ]
-    if _ambiguous(request.nodes):
+    if any("." in node.name and not _is_address(node.name) for node in request.nodes):
         runtime = "orte" if mpi.major < 5 else "prte"
         parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _WHOLE_NAMES))
     if files:
@@ -74,13 +74,11 @@ _NETWORK = "the network that the hosts share, for not every one of a host's lead
 _KEEPALIVE = "a host that is cut off is noticed within seconds, not minutes"
 
 
-_WHOLE_NAMES = "names stay whole: cut at the first dot, as is usual, two of them would be one"
+_WHOLE_NAMES = "names stay whole: cut at the first dot, as is usual, ssh may not know them"
 
 
-def _ambiguous(nodes: Sequence[Node]) -> bool:
-    """Whether two names are the same up to their first dot."""
-    names = [node.name for node in nodes if not re.fullmatch(r"[0-9.]+", node.name)]
-    return len({name.partition(".")[0] for name in names}) < len(names)
+def _is_address(name: str) -> bool:
+    return re.fullmatch(r"[0-9.]+", name) is not None
 
 
 def mpich(mpi: Mpi, request: Request) -> Command:

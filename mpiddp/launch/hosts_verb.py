@@ -86,7 +86,8 @@ def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: Mpi) -> None:
         foreign = [first] if with_count else [word for word in rest if word.startswith("user")]
     else:
         theirs = "Open MPI"
-        foreign = [word for word in rest if not word.startswith("user")]
+        foreign = [first] if "@" in first else []
+        foreign += [word for word in rest if not word.startswith("user")]
     if foreign:
         raise UserError(
             f'{hosts.where(host)}: "{foreign[0]}" is {theirs}\'s syntax and mpirun here is '

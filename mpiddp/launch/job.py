@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from mpiddp.control import JOB
 from mpiddp.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.launch.channel import Listener
+from mpiddp.launch.channel import Listener, Word
 from mpiddp.launch.command import Request
 from mpiddp.launch.flavours import compose
 from mpiddp.launch.mpi import Mpi, with_own_folder
@@ -95,6 +95,8 @@ def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
         return Outcome(STOPPED, "stopped on request.")
     if verdict:
         return Outcome(FAILED, verdict)
+    if end.failed_stopping and (first := record.first_failure()) and _says_why(first, record):
+        return _failed(mpi, end, record, first)
     if end.interrupted and not (record.all_done and record.aware):
         return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
     if record.all_done:
@@ -106,9 +108,20 @@ def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
         if end.code in (DONE, BAD_INPUT, STOPPED) and not record.started:
             return _silent_job(end)
         return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
+    return _failed(mpi, end, record, first)
+
+
+def _failed(mpi: Mpi, end: End, record: Record, first: Word) -> Outcome:
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
         return Outcome(first.facts["code"], "")  # it has said why
     return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)))
+
+
+def _says_why(first: Word, record: Record) -> bool:
+    """Whether a rank that was to save and stop has failed at that, not been stopped by the request."""
+    if first.kind != "failed" or first.rank not in record.aware:
+        return False
+    return bool(first.facts["traceback"]) or first.facts["code"] == BAD_INPUT
 
 
 def _by_mpirun(mpi: Mpi, end: End) -> Outcome:
@@ -152,5 +165,7 @@ def _private_folder(needed: bool) -> Iterator[str]:
         return
     import tempfile  # costs 10 ms, and most jobs need no file
 
-    with tempfile.TemporaryDirectory(prefix="mpiddp-") as folder:
+    # Every mpirun cuts ssh's arguments at their blanks.
+    place = "/tmp" if " " in tempfile.gettempdir() else None
+    with tempfile.TemporaryDirectory(prefix="mpiddp-", dir=place) as folder:
         yield folder

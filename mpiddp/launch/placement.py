@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from functools import cache
+from ipaddress import ip_address
 
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts
@@ -27,13 +28,16 @@ def is_this_host(name: str) -> bool:
 
 
 def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -> bool:
-    """Only a machine's own addresses can be bound to, and nothing is sent to find out."""
+    """Only to itself a machine would send from the very address it sends to; nothing is sent to see."""
+    host = str(address[0])
+    if ip_address(host.partition("%")[0]).is_loopback:
+        return True
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind(address)
+            probe.connect((host, 9, *address[2:]))
         except OSError:
             return False
-    return True
+        return str(probe.getsockname()[0]) == host
 
 
 def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]], own_name: str) -> tuple[Node, ...]:
@@ -51,7 +55,7 @@ def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]], own_name: str) 
             if ":" in host.name:
                 raise UserError(
                     f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
-                    "its first colon. Give the host a name in /etc/hosts."
+                    "its first colon. Give the host a name that leads to an IPv4 address."
                 )
             nodes.append(Node(host.name, ranks, host.user, host.port))
             continue

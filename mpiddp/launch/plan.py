@@ -6,8 +6,9 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,7 @@ def make_request(
     if options.verbose or options.dry_run:  # --report shows what the ranks find
         for line in ranks_by_host(nodes):
             say(line)
-    interface, networks = _network(nodes, wished, asked)
+    interface, networks = _network(nodes, wished, asked, facts.values())
     if options.verbose and interface:
         say(f"{interface.name} ({interface.address}) leads to the other hosts")
 
@@ -106,12 +107,16 @@ def make_request(
     )
 
 
+_read_once = cache(read_hostfile)  # a pipe has its text once, and a restart wants it again
+
+
 def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[Hosts, bool]:
     """The hosts, and whether they are those of a Slurm allocation."""
     allocated = None
     if options.hostfile is not None:
         # Names that differ only after their first dot are two hosts, and every MPI can be told so.
-        hosts = read_hostfile(options.hostfile, keep_fqdn=True)
+        read = read_hostfile if Path(options.hostfile).is_file() else _read_once
+        hosts = read(options.hostfile, keep_fqdn=True)
     elif options.host_list is not None:
         hosts = parse_host_list(options.host_list, keep_fqdn=True)
     else:
@@ -223,7 +228,10 @@ def _nodes(
 
 
 def _network(
-    nodes: Sequence[Node], wished: Sequence[Interface], asked: str | None
+    nodes: Sequence[Node],
+    wished: Sequence[Interface],
+    asked: str | None,
+    facts: Collection[Facts],
 ) -> tuple[Interface | None, tuple[str, ...]]:
     """This machine's interface for the job, and what MPI has to keep to, if known, on all hosts.
 
@@ -234,7 +242,13 @@ def _network(
     link = link_to([node.name for node in nodes if not is_this_host(node.name)])
     if link is None:
         return None, ()
-    return link.interface, (link.interface.network,) if link.is_direct else ()
+    if not link.is_direct:
+        return link.interface, ()
+    own = (link.interface.name, link.interface.network)
+    found = [[(each.name, each.network) for each in host.interfaces] for host in facts]
+    # Open MPI 5 warns of a network where a host has IPv6 as well, of a name it does not.
+    is_everywhere = bool(found) and all(own in names for names in found)
+    return link.interface, (own[0] if is_everywhere else own[1],)
 
 
 def _control_address(nodes: Sequence[Node], interface: Interface | None) -> str | None:

@@ -35,10 +35,11 @@ PIPES_PER_HOST = 6  # three, and their other ends for as long as ssh starts
 
 # What the far shell runs. It is the same for every host and every user: what varies comes through
 # stdin, so no word of a hostfile or of a path is ever read as shell. The shell is the same kind that
-# mpirun's daemon is started by: no login, no prompt, no activated environment.
+# mpirun's daemon is started by: no login, no prompt, no activated environment. From the root folder,
+# for `python -` would import what lies where it starts.
 _FAR_SHELL = (
     "IFS= read -r python; "
-    'if command -v "$python" >/dev/null 2>&1; then exec "$python" -; '
+    'if command -v "$python" >/dev/null 2>&1; then cd / && exec "$python" -; '
     "else echo '{\"has_python\": false}'; fi"
 )
 
@@ -61,6 +62,7 @@ class Facts:
     mpi4py: str | None
     mpirun: str | None  # its first lines of --version
     gpus: int
+    interfaces: tuple[Interface, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class _Asked:
             mpi4py=answer["mpi4py"],
             mpirun=answer["mpirun"],
             gpus=answer["gpus"] or 0,
+            interfaces=tuple(Interface(**each) for each in answer["interfaces"]),
         )
 
     def _answer(self) -> dict[str, Any] | None:

@@ -16,6 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mpiddp.errors import UserError
+
 SWEEP_S = 2.0  # for what mpirun left behind to end by itself
 KILL_S = 5.0  # for the system to end what was killed: not where a disk or a driver holds it
 
@@ -30,13 +32,17 @@ class Mpirun:
         self._strangers = frozenset(_descendants(os.getpid()))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._process = subprocess.Popen(
-            argv,
-            env=dict(env),
-            start_new_session=True,
-            # Should this process be killed, the job must not go on without anybody to stop it.
-            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
-        )
+        try:
+            self._process = subprocess.Popen(
+                argv,
+                env=dict(env),
+                stdin=subprocess.DEVNULL if _is_in_background() else None,
+                start_new_session=True,
+                # Should this process be killed, the job must not go on without anybody to stop it.
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+            )
+        except OSError as error:  # a host list of more than 128 KiB is one
+            raise UserError(f"{argv[0]} cannot be started: {error.strerror}.") from None
 
     @property
     def code(self) -> int | None:
@@ -72,6 +78,14 @@ class Mpirun:
         return _descendants(os.getpid(), but=self._strangers)
 
 
+def _is_in_background() -> bool:
+    """Whether a shell's `&` is at work: in a session of its own, mpirun would read what is typed there."""
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # no terminal
+        return False
+
+
 def _signal_all(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with suppress(OSError):  # it has ended, or is another user's
@@ -87,9 +101,9 @@ def _descendants(ancestor: int, but: Collection[int] = ()) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in but:
             with suppress(OSError):  # it has ended, or another user's may not be looked at
-                # "pid (name) state ppid …", where the name may hold spaces and parentheses itself
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
+                # "pid (name) state ppid …", where the name may be any bytes, parentheses as well
+                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                if state != b"Z":
                     children[int(parent)].append(int(entry.name))
     found = [*children[ancestor]]
     for pid in found:

@@ -41,12 +41,14 @@ class Limits:
 class End:
     """How mpirun ended: its code (-N when signal N killed it), and whether we were told to stop.
 
-    `was_killed`: by a signal that was not ours.
+    `was_killed`: by a signal that was not ours. `failed_stopping`: a rank failed after it was asked to
+    stop, before it was made to.
     """
 
     code: int
     interrupted: bool
     was_killed: bool = False
+    failed_stopping: bool = False
 
 
 class Supervisor:
@@ -68,6 +70,7 @@ class Supervisor:
         self._agenda: list[tuple[float, Callable[[], None]]] = []  # the next one first
         self._stops = 0
         self._is_failing = False
+        self._failed_stopping = False
         self._is_ending = False
         self.verdict = ""  # why the job was ended from here, if it was
 
@@ -93,7 +96,7 @@ class Supervisor:
         code = self._mpirun.code
         assert code is not None
         was_killed = code < 0 and not self._is_ending
-        return End(code, interrupted=self._stops > 0, was_killed=was_killed)
+        return End(code, self._stops > 0, was_killed, self._failed_stopping)
 
     def _in(self, seconds: float, action: Callable[[], None]) -> None:
         self._agenda.append((time.monotonic() + seconds, action))
@@ -117,6 +120,8 @@ class Supervisor:
             self._agenda.pop(0)[1]()
 
     def _on_signal(self, number: int) -> None:
+        if number == signal.SIGHUP and self._stops:
+            return  # a terminal that goes may be told of twice, by the shell and by the kernel
         self._stops += 1
         if self._stops == 1:
             self._ask_to_stop(signal.Signals(number).name)
@@ -125,13 +130,14 @@ class Supervisor:
 
     def _on_word(self, word: Word) -> None:
         self._record.note(word)
-        if word.kind == "started" and self._stops:
-            self._tell("stop")
+        if word.kind == "started" and self._stops and self._listener is not None:
+            self._listener.tell_one(word.rank, "stop")
         if word.kind == "joining" and len(self._record.joining) == 1:
             timeout_s = word.facts["timeout_s"]
             self._in(timeout_s, lambda: self._look_for_the_missing(timeout_s))
         if word.rank in self._record.failures and not self._is_failing:
             self._is_failing = True
+            self._failed_stopping = self._stops == 1 and not self._is_ending
             # Most launchers end the other ranks by then, and the ranks' own watch does under all;
             # but nobody else notices that a host has fallen silent.
             spread_s = 0.0 if word.facts.get("silent") else SPREAD_S

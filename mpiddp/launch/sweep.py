@@ -20,7 +20,7 @@ from mpiddp.launch.ssh import in_sh, ssh_to
 
 TIMEOUT_S = 8.0
 
-_FAR_SHELL = 'IFS= read -r python; exec "$python" -'
+_FAR_SHELL = 'IFS= read -r python; cd / && exec "$python" -'
 _FAR_PYTHON = """
 import os, signal
 from pathlib import Path
