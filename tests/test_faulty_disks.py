@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -32,14 +33,14 @@ def host() -> Iterator[Host]:
 
 
 @contextmanager
-def disk(host: Host, megabytes: float) -> Iterator[None]:
+def disk(host: Host, megabytes: float, at: str = SAVES) -> Iterator[None]:
     size = f"size={int(megabytes * 1000)}k"
-    host.run(["mkdir", "-p", SAVES], check=True)
-    host.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", SAVES], check=True)
+    host.run(["mkdir", "-p", at], check=True)
+    host.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", at], check=True)
     try:
         yield
     finally:
-        host.run(["umount", SAVES], check=True)
+        host.run(["umount", at], check=True)
         host.run(["rm", "-r", OUT], check=True)
 
 
@@ -114,6 +115,34 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
         finally:
             program.end()
         assert len(valid(host)) >= 2
+
+
+def test_a_disk_that_is_full_to_the_last_byte_and_empty_again(host: Host) -> None:
+    """Neither the records nor a checkpoint have room for a while; the training goes on."""
+    command = [*COMMAND, "--steps-per-epoch=10000", "--log-every=1"]
+    with disk(host, 20, at=OUT), host.popen(command, env=ENV, cwd=ROOT) as program:
+        try:
+            await_step(host, 2)
+            fill = f"cat /dev/zero >>{OUT}/filler; sleep 0.1"  # again: a save that fails makes room
+            host.run(["sh", "-c", f"for _ in $(seq 10); do {fill}; done"])
+            assert program.stderr is not None
+            warned = [program.stderr.readline()]
+            while "metrics.jsonl" not in warned[-1]:
+                warned.append(program.stderr.readline())
+                assert warned[-1], warned
+            assert warned[-1] == f"warning: {OUT}/metrics.jsonl: No space left on device.\n"
+            assert all("no space left for a checkpoint in" in line for line in warned[:-1])
+            host.run(["rm", f"{OUT}/filler"], check=True)
+            newest = checkpoint_dir.step_of(checkpoint_dir.list_steps(host.path(SAVES))[-1])
+            await_step(host, newest + 5)
+            assert program.poll() is None
+        finally:
+            program.end()
+        records = host.path(f"{OUT}/metrics.jsonl").read_text()
+        steps = [json.loads(line)["step"] for line in records.splitlines()]
+    assert steps[:2] == [1, 2]
+    assert steps[-1] >= newest + 5
+    assert len(steps) == len(set(steps)) < steps[-1], "no record was lost: the disk was not full"
 
 
 def await_step(host: Host, step: int) -> None:

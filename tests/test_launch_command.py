@@ -181,6 +181,8 @@ def test_a_command_that_is_shown_keeps_secrets_to_itself() -> None:
         "-x",
         "HF_TOKEN=abc",
         "-xMY_KEY=d=e",
+        "-x=MY_TOKEN=h",
+        "-x=PLAIN=i",
         "-x",
         "PLAIN=f",
         "-x",
@@ -189,5 +191,6 @@ def test_a_command_that_is_shown_keeps_secrets_to_itself() -> None:
         "TOKEN=g",
     ]
     assert without_secrets(words) == [
-        "-x", "HF_TOKEN", "-xMY_KEY", "-x", "PLAIN=f", "-x", "TOKEN", "train.py", "TOKEN=g",
+        "-x", "HF_TOKEN", "-xMY_KEY", "-x=MY_TOKEN", "-x=PLAIN=i", "-x", "PLAIN=f",
+        "-x", "TOKEN", "train.py", "TOKEN=g",
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from mpiddp.launch.record import Batch
 from mpiddp.launch.restarts import _keeping_batch
 from tests import cluster
 from tests.cluster import Cluster
-from tests.ranks import LAUNCH, ROOT, clean_env, script
+from tests.ranks import LAUNCH, ROOT, clean_env, launch, script
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
 FAILS_ONCE = """
@@ -126,6 +126,12 @@ def test_too_few_hosts_are_an_error(hosts: Cluster) -> None:
     done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("mpiddp: left out: nowhere: cannot be resolved")
+
+
+def test_more_hosts_wanted_than_named_is_an_error() -> None:
+    done = launch("--min-hosts", "3", "-H", "localhost:2", "-m", "platform")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "only 1 host is named, and --min-hosts is 3.\n"
 
 
 def last_step(records: Path) -> int:

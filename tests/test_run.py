@@ -198,6 +198,19 @@ def test_what_cannot_be_run(
         load(args[-1])
 
 
+def test_a_missing_module_that_the_package_imports_is_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "foo_bar"
+    package.mkdir()
+    (package / "__init__.py").write_text("import foo\n")
+    (package / "main.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ModuleNotFoundError, match="No module named 'foo'"):
+        run._load_module("foo_bar.main")
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

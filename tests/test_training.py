@@ -1,6 +1,7 @@
 """Training with real ranks: its gradients, its evaluation, its options, and what a run leaves behind."""
 
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from mpiddp.train.checkpoint import restore_optimizer
 from mpiddp.train.config import parse
-from mpiddp.train.engine import build_optimizer
+from mpiddp.train.engine import build_optimizer, computes_in_bf16
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import resnet20
 from tests import tiny_data
@@ -207,6 +208,28 @@ def folder_of(options: dict[str, Turn], name: str) -> Path:
 
 def losses(options: dict[str, Turn], name: str) -> list[float]:
     return [r["train_loss"] for r in records(folder_of(options, name)) if "train_loss" in r]
+
+
+def test_bf16_is_the_default_where_the_processor_computes_in_it() -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("told by a flag of x86's alone")
+    flags = re.search("^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert flags
+    assert computes_in_bf16(torch.device("cpu")) == ("avx512_bf16" in flags[0].split())
+
+
+SLOWEST = """
+import sys, torch, mpiddp
+from mpiddp.train.metrics import slowest
+with mpiddp.process_group() as world:
+    own = [[0.25, 4.0], [2.0, 0.5]][world.rank]
+    print(slowest(own, torch.device("cpu")))
+"""
+
+
+def test_each_time_is_that_of_the_slowest_rank() -> None:
+    done = mpirun(2, "-c", SLOWEST)
+    assert done.stdout.splitlines() == ["[2.0, 4.0]"] * 2, done.stderr
 
 
 def test_the_seed_decides_everything(options: dict[str, Turn]) -> None:
