@@ -54,7 +54,7 @@ def main() -> None:
             scaler = torch.amp.GradScaler(device.type, enabled=False)
             ddp = wrap(model, config, (3, size, size))
             root = Path(crew.agreed(tempfile.mkdtemp(dir=options.out)))
-            saver = Saver(root, [0], crew, model, optimizer, scaler, config)
+            saver = Saver(root, [0], crew, model, optimizer, scaler, config, "synthetic")
             step = Step((torch.arange(64),), 64 * crew.world.world_size, True)
 
             def block(variant: str, first: int) -> list[float]:
