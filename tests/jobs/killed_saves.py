@@ -36,9 +36,8 @@ def save_for_ever(root: Path, start: int, told: int) -> None:
     crew.hostnames = ("here",)
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    saver = Saver(
-        root, [0], crew, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), parse([])
-    )
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    saver = Saver(root, [0], crew, model, optimizer, scaler, parse([]), "no data")
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():
