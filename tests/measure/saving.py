@@ -1,6 +1,6 @@
 """Measures what saving costs the steps, and prints a table.
 
-    mpirun -np 2 --bind-to none python -m tests.measure.saving --rounds 4 --stem imagenet
+    mpiddp launch -H localhost:2 -m tests.measure.saving --rounds 4 --stem imagenet
 
 Blocks of 20 steps with a save after the first one, in a fresh folder of --out, alternate with blocks
 that do not save; a third kind writes the checkpoint before it goes on, as a plain torch.save would. All
