@@ -233,8 +233,8 @@ def test_the_same_global_batch_may_be_dealt_otherwise() -> None:
 def test_every_difference_is_told() -> None:
     before = settled("--lr=0.1", "--seed=3")
     after = settled("--lr=0.2", "--keep-tail", "--seed=3")
-    assert differences(saved(before), after) == ["keep_tail False, now True", "lr 0.1, now 0.2"]
-    assert differences(saved(settled(ranks=2)), settled()) == ["global_batch_size 128, now 64"]
+    assert differences(saved(before), after) == ["--keep-tail False, now True", "--lr 0.1, now 0.2"]
+    assert differences(saved(settled(ranks=2)), settled()) == ["--global-batch-size 128, now 64"]
 
 
 def test_what_changes_the_weights_may_not_change() -> None:
@@ -252,7 +252,7 @@ def test_a_config_of_an_older_version_lacks_an_option() -> None:
     config = settled()
     older = saved(config)
     del older["label_smoothing"]
-    assert differences(older, config) == ["label_smoothing None, now 0.0"]
+    assert differences(older, config) == ["--label-smoothing None, now 0.0"]
 
 
 # The learning rate

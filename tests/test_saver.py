@@ -131,13 +131,13 @@ def test_by_the_clock() -> None:
         if due.at(step, ends_epoch=True):
             saves.append(time.monotonic())
     gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
-    assert all(0.35 < gap < 1.0 for gap in gaps), gaps
+    assert all(0.35 < gap < 2.5 for gap in gaps), gaps
 
 
 def test_two_ranks_agree_on_the_steps_and_keep_two(tmp_path: Path) -> None:
     job = train(
         2, "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=60",
-        "--save-every=0.5s", "--log-every=1000", "--out", tmp_path / "out",
+        "--save-every=0.05s", "--log-every=1000", "--out", tmp_path / "out",
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
     folders = checkpoint_dir.list_steps(tmp_path / "out" / "checkpoints")

@@ -170,11 +170,11 @@ CASES: dict[str, tuple[str, str]] = {
     "other configuration": (
         "QUICK --epochs=1 --lr=0.2 --arch=resnet32 --out=P/done",
         "rank 0 on .*: P/done/checkpoints/step_00000002 is of another configuration: "
-        "arch resnet20, now resnet32; lr 0.4, now 0.2. Give the options it was made with, .*",
+        "--arch resnet20, now resnet32; --lr 0.4, now 0.2. Give the options it was made with, .*",
     ),
     "resume other configuration": (
         "QUICK --epochs=1 --seed=1 --resume=P/done",
-        "rank 0 on .*: P/done/.* is of another configuration: seed 0, now 1. .*",
+        "rank 0 on .*: P/done/.* is of another configuration: --seed 0, now 1. .*",
     ),
     "never": (
         "QUICK --epochs=1 --resume=never --out=P/done",

@@ -43,9 +43,9 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
         try:
             points.append(_point(ranks, options.rounds, jobs))
         except JobFailed as failure:
-            say(f"launch: left out, for a job of {ranks} ranks failed: {failure}")
-            if ranks == options.ranks[0]:
+            if not points:
                 raise
+            say(f"launch: left out, for a job of {ranks} ranks failed: {failure}")
     return {"points": points}
 
 

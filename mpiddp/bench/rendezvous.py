@@ -54,9 +54,9 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
             try:
                 points.append({"series": name, **_point(name, words, ranks, options.rounds, jobs)})
             except JobFailed as failure:
-                say(f"rendezvous, {name}: left out, for a job of {ranks} ranks failed: {failure}")
                 if not points:
                     raise
+                say(f"rendezvous, {name}: left out, for a job of {ranks} ranks failed: {failure}")
     return {"points": points}
 
 

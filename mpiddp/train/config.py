@@ -117,11 +117,12 @@ FREE_TO_CHANGE = frozenset(
 
 
 def differences(saved: dict[str, Any], config: TrainConfig) -> list[str]:
-    """What of `saved` (a config.json) another run than `config` would be: "lr 0.1, now 0.2"."""
+    """What of `saved` (a config.json) another run than `config` would be: "--lr 0.1, now 0.2"."""
+    names = [field.name for field in fields(config) if field.name not in FREE_TO_CHANGE]
     return [
-        f"{field.name} {saved.get(field.name)}, now {getattr(config, field.name)}"
-        for field in fields(config)
-        if field.name not in FREE_TO_CHANGE and saved.get(field.name) != getattr(config, field.name)
+        f"--{name.replace('_', '-')} {saved.get(name)}, now {getattr(config, name)}"
+        for name in names
+        if saved.get(name) != getattr(config, name)
     ]
 
 
