@@ -56,15 +56,15 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
     _is_assembled = True
     watch = Watch(_crew)
     watch.start()
-    rank = os.getpid()
+    pid = os.getpid()
     try:
         yield _crew
     except BaseException as error:
-        if os.getpid() == rank:  # a child that was forked is none
+        if os.getpid() == pid:  # a child that was forked is none
             _end_with(error, _crew, watch, keep_mpi)
         raise
     else:
-        if os.getpid() == rank:
+        if os.getpid() == pid:
             _leave(_crew, watch, keep_mpi)
     finally:
         _is_assembled = False

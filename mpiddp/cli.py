@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpiddp.errors import UserError, say_alone
+from mpiddp.errors import UserError, say_alone, silence_stdout
 from mpiddp.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from mpiddp.world import likely_place
 
@@ -32,20 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch.distributed.launch puts it before all that the user wrote; the environment has it too.
         del words[0]
     verb, *rest = words or ["--help"]
-    if verb in ("-h", "--help"):
-        print(usage())
-        return DONE
-    if verb == "--version":
-        from mpiddp import __version__
-
-        print(f"mpiddp {__version__}")
-        return DONE
     try:
-        if verb not in VERBS:
-            raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
-        code: int = import_module(VERBS[verb][0]).main(rest)
-        if verb not in RANKS:
-            sys.stdout.flush()  # here, where it can be told that nobody reads any more
+        try:
+            return _call(verb, rest)
+        finally:
+            if verb not in RANKS:
+                sys.stdout.flush()  # here, where it can be told that nobody reads any more
     except UserError as error:
         # Of the ranks of a job one is to speak; a launcher's variables mean nothing to other verbs.
         place = likely_place(os.environ) if verb in RANKS else (0, 0)
@@ -54,13 +46,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if verb in RANKS:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains of the rest at its end
+        silence_stdout()
         return FAILED
     except KeyboardInterrupt:
         if verb in RANKS:  # a script ends as Python ends it
             raise
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _call(verb: str, words: list[str]) -> int:
+    if verb in ("-h", "--help"):
+        print(usage())
+        return DONE
+    if verb == "--version":
+        from mpiddp import __version__
+
+        print(f"mpiddp {__version__}")
+        return DONE
+    if verb not in VERBS:
+        raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
+    code: int = import_module(VERBS[verb][0]).main(words)
     return code
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -97,17 +98,17 @@ def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    destroys = True
+    destroys, pid = True, os.getpid()
     try:
         yield
     except (Exception, SystemExit) as error:
-        if not isinstance(error, Refused) and is_failure(error):
+        if os.getpid() == pid and not isinstance(error, Refused) and is_failure(error):
             crew.claim_first_failure()  # asked before the group's end lets the others fail as well
             # NCCL's end would wait for the collective that the others are in, and nobody be told.
             destroys = backend != "nccl"
         raise
     finally:
-        if destroys:
+        if destroys and os.getpid() == pid:  # a child that was forked is no rank
             dist.destroy_process_group()
 
 

@@ -177,4 +177,6 @@ def _on_signal(number: int, frame: Any) -> None:
 def _on_first_signal(before: Any, number: int, frame: Any) -> None:
     signal.signal(number, before)
     _stop.asked.set()
-    os.write(2, f"mpiddp: {signal.Signals(number).name}: saving; once more: at once.\n".encode())
+    name = signal.Signals(number).name
+    with suppress(OSError):  # a pipe's reader may have got the Ctrl-C as well
+        os.write(2, f"mpiddp: {name}: saving; another signal ends it at once.\n".encode())

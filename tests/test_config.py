@@ -99,7 +99,7 @@ def test_a_global_batch_size_that_does_not_divide() -> None:
         "--global-batch-size 2 does not divide by 4 ranks: 4 would."
     )
     assert refusal("--global-batch-size=6", "--uneven", ranks=4) == (
-        "--global-batch-size 6 leaves some of 4 ranks less than two images a pass, and BatchNorm "
+        "--global-batch-size 6 leaves some of 4 ranks fewer than two images a pass, and BatchNorm "
         "wants two: 8 or more would do."
     )
 

@@ -262,18 +262,19 @@ def test_a_hostfile_from_a_pipe_serves_a_restart(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    line = shlex.join([*LAUNCH, "--dry-run", "-H", "localhost:2", "-m", "a"])
+@pytest.mark.parametrize("words", [["--help"], ["--dry-run", "-H", "localhost:2", "-m", "a"]])
+def test_a_reader_that_goes_away_gets_no_traceback(words: list[str]) -> None:
+    line = shlex.join([*LAUNCH, *words])
     done = subprocess.run(
-        ["bash", "-c", f"{line} | head -c 0; exit ${{PIPESTATUS[0]}}"],
+        ["bash", "-c", f"{{ sleep 0.2; {line}; }} | true; exit ${{PIPESTATUS[0]}}"],
         env=clean_env(),
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert "Traceback" not in done.stderr
-    assert "Exception" not in done.stderr
+    assert done.returncode in (0, 1)  # argparse takes no notice
+    assert "Broken pipe" not in done.stderr, done.stderr
 
 
 def test_hosts_without_slots_may_be_broken(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ time.sleep(60)
 
 
 def test_a_save_that_fails_in_a_stop_is_a_failure(tmp_path: Path) -> None:
-    command = [*LAUNCH, "-H", "localhost:2", script(tmp_path, FAILS_TO_SAVE)]
+    command = [*LAUNCH, "--max-restarts=1", "-H", "localhost:2", script(tmp_path, FAILS_TO_SAVE)]
     with start(command) as job:
         time.sleep(0.5)
         job.send_signal(signal.SIGTERM)
@@ -153,10 +153,16 @@ def test_a_save_that_fails_in_a_stop_is_a_failure(tmp_path: Path) -> None:
     assert job.returncode == 1, stderr
     sentence = f"mpiddp: rank 1 on {gethostname()} failed first: OSError: no space for the save"
     assert f"{sentence}. The other ranks were stopped." in stderr.splitlines()
+    assert "restarting" not in stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_training_without_a_launcher_saves_as_well(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "is_read"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)]
+)
+def test_a_training_without_a_launcher_saves_as_well(
+    tmp_path: Path, number: int, is_read: bool
+) -> None:
+    """Also where the Ctrl-C has ended a `| tee log`, which read what it prints."""
     command = [sys.executable, "-m", "mpiddp", "train", "--use-syn", "--arch=resnet20"]
     command += ["--batch-size=4", "--epochs=1", "--log-every=1", "--out", str(tmp_path / "out")]
     with subprocess.Popen(
@@ -170,15 +176,20 @@ def test_a_training_without_a_launcher_saves_as_well(tmp_path: Path, number: int
         assert job.stdout is not None
         while not job.stdout.readline().startswith("epoch 1/1  step 2/"):
             assert job.poll() is None
+        assert job.stderr is not None
+        if not is_read:
+            job.stdout.close()
+            job.stderr.close()
         job.send_signal(number)
-        stdout, stderr = job.communicate(timeout=60)
+        job.wait(timeout=60)
+        stdout, stderr = (job.stdout.read(), job.stderr.read()) if is_read else ("", "")
     assert job.returncode == 75
-    assert stderr == f"mpiddp: {signal.Signals(number).name}: saving; once more: at once.\n"
-    step = re.search(r"stopped at step (\d+);", stdout)
-    assert step
     (saved,) = checkpoint_dir.list_steps(tmp_path / "out" / "checkpoints")
-    assert checkpoint_dir.step_of(saved) == int(step[1])
     checkpoint_dir.verify(saved)
+    if is_read:
+        name = signal.Signals(number).name
+        assert stderr == f"mpiddp: {name}: saving; another signal ends it at once.\n"
+        assert f"stopped at step {checkpoint_dir.step_of(saved)};" in stdout
 
 
 def test_nohup_holds(tmp_path: Path) -> None:

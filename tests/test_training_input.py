@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "no data folder": (
         "--data-dir=P/none",
-        r"rank 0 on .*: --data-dir P/none is missing \(looked in .*\). Create it, or leave it out.",
+        r"rank 0 on .*: --data-dir P/none is missing \(looked in .*\). Create it, or leave the option out.",
     ),
     "cut cifar10": (
         "--data-dir=P/cifar",
@@ -285,7 +285,8 @@ def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     names = "12 . 6 images of 3 classes, names [0-9a-f]{16}"
     assert re.fullmatch(
         f"rank 0 on .*: {out}/checkpoints/step_00000001 is of other data: {names}, now {names}. Give "
-        f"the --data-dir it was made with, or begin anew from its weights: --weights {out}/.*model.pt",
+        f"the --data-dir it was made with, or begin anew in another --out from its weights: "
+        f"--weights {out}/.*model.pt",
         sentence,
     )
 

@@ -38,6 +38,7 @@ class Outcome:
     resume: tuple[str, ...] = ()
     batch: Batch | None = None
     made_steps: bool = False
+    was_to_stop: bool = False  # somebody asked for it
 
     @property
     def goes_on(self) -> bool:
@@ -79,7 +80,11 @@ def attempt(
             listener.close()
             outcome = _outcome(mpi, end, record, supervisor.verdict)
     outcome = replace(
-        outcome, resume=record.resume, batch=record.batch, made_steps=bool(record.steps)
+        outcome,
+        resume=record.resume,
+        batch=record.batch,
+        made_steps=bool(record.steps),
+        was_to_stop=end.interrupted,
     )
     if outcome.code not in (DONE, BAD_INPUT, STOPPED) and mpi.flavour != "slurm":
         from mpiddp.launch.sweep import sweep
@@ -121,7 +126,7 @@ def _says_why(first: Word, record: Record) -> bool:
     """Whether a rank that was to save and stop has failed at that, not been stopped by the request."""
     if first.kind != "failed" or first.rank not in record.aware:
         return False
-    return bool(first.facts["traceback"]) or first.facts["code"] == BAD_INPUT
+    return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
 
 
 def _by_mpirun(mpi: Mpi, end: End) -> Outcome:

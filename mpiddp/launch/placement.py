@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from functools import cache
-from ipaddress import ip_address
+from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hostfile import Host, Hosts
@@ -28,16 +28,26 @@ def is_this_host(name: str) -> bool:
 
 
 def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -> bool:
-    """Only to itself a machine would send from the very address it sends to; nothing is sent to see."""
-    host = str(address[0])
-    if ip_address(host.partition("%")[0]).is_loopback:
-        return True
+    """Only a machine's own addresses can be bound to, and nothing is sent to find out."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9, *address[2:]))
+            if not _binds_to_any(family):
+                probe.bind(address)
+                return True
+            # Then by the source of what would be sent there, which for a loopback is 127.0.0.1.
+            probe.connect((address[0], 9, *address[2:]))
         except OSError:
             return False
-        return str(probe.getsockname()[0]) == host
+        return probe.getsockname()[0] in (address[0], "127.0.0.1", "::1")
+
+
+def _binds_to_any(family: socket.AddressFamily) -> bool:
+    """Whether this machine may bind to addresses that it does not have yet, as a load balancer."""
+    version = "ipv6" if family == socket.AF_INET6 else "ipv4"
+    try:
+        return Path(f"/proc/sys/net/{version}/ip_nonlocal_bind").read_text().strip() == "1"
+    except OSError:
+        return False
 
 
 def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]], own_name: str) -> tuple[Node, ...]:

@@ -233,7 +233,9 @@ def _ssh_complaint(host: Host, errors: str) -> str:
     if "Connection refused" in errors:
         return f"ssh {name}: connection refused. Start sshd there, or name its port: port="
     if "No route to host" in errors or "Network is unreachable" in errors:
-        return f"ssh {name}: no way leads there from {here}. Is it switched on, and the network up?"
+        return (
+            f"ssh {name}: no route leads there from {here}. Is it switched on, and the network up?"
+        )
     if "timed out" in errors:
         return f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. Is it switched on, and the network up?"
     last = errors.strip().splitlines()[-1:] or ["it said nothing"]

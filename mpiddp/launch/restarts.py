@@ -50,7 +50,7 @@ def _run(
     world_size = request.world_size  # of the attempt that has told its batch
     in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
     for restart in range(1, options.max_restarts + 1):
-        if outcome.code != FAILED:
+        if outcome.code != FAILED or outcome.was_to_stop:
             break
         say(outcome.sentence)
         in_a_row = 1 if outcome.made_steps else in_a_row + 1

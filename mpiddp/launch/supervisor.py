@@ -158,7 +158,7 @@ class Supervisor:
         self._tell("stop")
         self._in(self._limits.grace_s, self._stop_mpirun)
         if self._record.aware:
-            self._say(f"{reason}: the ranks save and stop; a signal more: at once.")
+            self._say(f"{reason}: the ranks save and stop; another signal ends them at once.")
 
     def _stop_mpirun(self) -> None:
         if not self._is_ending:

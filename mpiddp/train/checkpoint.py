@@ -80,7 +80,7 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved:
         state = json.loads((folder / "state.json").read_bytes())
         different = differences(state["config"], config)
         progress = Progress(**state["progress"])
-        saved_data = state["data"]
+        saved_data = state.get("data", data)  # earlier versions did not note it
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(
             f"{folder} is no checkpoint of mpiddp train: its state.json is missing or another one's."
@@ -93,7 +93,7 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved:
     if saved_data != data:
         raise UserError(
             f"{folder} is of other data: {saved_data}, now {data}. Give the --data-dir it was made "
-            f"with, or begin anew from its weights: --weights {folder / 'model.pt'}"
+            f"with, or begin anew in another --out from its weights: --weights {folder / 'model.pt'}"
         )
     contents = {}
     for name in _TENSOR_FILES:

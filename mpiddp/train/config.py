@@ -160,7 +160,7 @@ def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -
         elif rest and config.uneven:
             raise UserError(
                 f"--global-batch-size {config.global_batch_size} leaves some of {world_size} ranks "
-                f"less than two images a pass, and BatchNorm wants two: {2 * accum * world_size} or "
+                f"fewer than two images a pass, and BatchNorm wants two: {2 * accum * world_size} or "
                 "more would do."
             )
         elif rest or not batch_size:

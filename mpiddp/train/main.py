@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mpiddp import control
 from mpiddp.control import reporting
-from mpiddp.errors import UserError
+from mpiddp.errors import UserError, silence_stdout
 from mpiddp.exit_codes import DONE, STOPPED
 from mpiddp.phrases import counted
 from mpiddp.stop import listen_when_alone, stopped, will_ask
@@ -65,7 +65,10 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
 
         def say(text: str) -> None:
             if world.rank == 0:
-                print(text, flush=True)
+                try:
+                    print(text, flush=True)
+                except BrokenPipeError:  # no reason to end
+                    silence_stdout()
 
         with crew.together():
             if isinstance(config, UserError):

@@ -52,9 +52,11 @@ def data_dir(config: TrainConfig) -> Path:
         return default_data_dir()
     folder = Path(config.data_dir)
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "is missing"
-        mend = "Create it" + (", or leave it out." if config.dataset != "image-folder" else ".")
-        raise UserError(f"--data-dir {folder} {what} (looked in {Path.cwd()}). {mend}")
+        what, mend = (
+            ("is no folder", "Name one") if folder.exists() else ("is missing", "Create it")
+        )
+        rest = "." if config.dataset == "image-folder" else ", or leave the option out."
+        raise UserError(f"--data-dir {folder} {what} (looked in {Path.cwd()}). {mend}{rest}")
     return folder
 
 

@@ -37,7 +37,8 @@ def load(folder: Path, *elsewhere: Path) -> ArrayDataset:
     if place is None:
         raise UserError(
             f"no Fashion-MNIST ({', '.join(_FILES)}) in {', '.join(map(str, places))}; "
-            f"put the four files into one of them, or: apt-get install {DEBIAN_PACKAGE}"
+            "put the four files into one of them, "
+            + (f"or: apt-get install {DEBIAN_PACKAGE}" if elsewhere else "or leave --data-dir out.")
         )
     train, test = (
         _read_pair(place / images, place / labels) for images, labels in (_FILES[:2], _FILES[2:])

@@ -102,7 +102,7 @@ class ImageFolder:
             prefetch_factor=PREFETCH if has_workers else None,
             persistent_workers=self._keeps_workers,
             multiprocessing_context=self._start_method if has_workers else None,
-            worker_init_fn=_leave_signals_to_the_rank,
+            worker_init_fn=_leave_ctrl_c_to_the_rank,
             pin_memory=self.device.type != "cpu",
             generator=torch.Generator(),  # else it would draw its workers' seeds from the rank's own
         )
@@ -133,10 +133,9 @@ class _Order:
         return len(self.batches)
 
 
-def _leave_signals_to_the_rank(worker: int) -> None:
+def _leave_ctrl_c_to_the_rank(worker: int) -> None:
     """In a worker: a Ctrl-C reaches every process of a terminal, and the rank may want to save first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _as_it_is(batch: Any) -> Any:

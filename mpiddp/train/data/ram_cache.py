@@ -12,6 +12,7 @@ import fcntl
 import io
 import os
 import shutil
+import stat
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
@@ -34,7 +35,7 @@ class RamCache:
         # A rank that looks for leftovers may come between the folder's making and its locking.
         while self._lock < 0 or not _is_there(self._folder, self._lock):
             self.close()
-            with contextlib.suppress(FileNotFoundError, FileExistsError):
+            with contextlib.suppress(FileNotFoundError):
                 self._lock = _join(self._folder)
 
     def open(self, path: Path) -> BinaryIO:
@@ -63,9 +64,15 @@ class RamCache:
 
 
 def _join(folder: Path) -> int:
-    """The folder, made if need be, with this process among those that use it."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
+    """The folder, made if need be, with this process among those that use it.
+
+    Raises:
+        FileNotFoundError: somebody removed it meanwhile.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
         raise UserError(f"{folder} belongs to somebody else. Leave --cache ram out.")
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_SH)
