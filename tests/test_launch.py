@@ -114,7 +114,8 @@ def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
 def test_the_command_of_a_dry_run_runs_when_it_is_pasted(tmp_path: Path, flavour: str) -> None:
     told = launch(
         *("--mpirun", mpirun_of(flavour), "-H", "localhost:2", "-x", "GREETING=a b", "--dry-run"),
-        script(tmp_path, "import os; print(os.environ['GREETING'], flush=True)"),
+        # A line and its end in one piece: Intel's mpirun would mix the pieces of two ranks.
+        script(tmp_path, "import os; os.write(1, os.environb[b'GREETING'] + b'\\n')"),
     )
     pasted = told.stdout.partition("\n\n")[0]
     # By hand, Intel's mpirun needs its folder on PATH.
