@@ -44,7 +44,7 @@ def running(word: str) -> list[str]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
         if word in arguments:

@@ -42,7 +42,7 @@ def available_bytes() -> int:
 def peak_bytes(pid: int) -> int:
     """The most memory that a process has held so far; 0 if it has ended."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return 0
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)

@@ -69,6 +69,6 @@ def reap(pid: int) -> None:
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the command's name (which may hold spaces)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
