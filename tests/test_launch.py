@@ -191,20 +191,24 @@ def started(arguments: list[str]) -> subprocess.Popen[str]:
     return launcher
 
 
-def test_what_the_shell_had_started_before_is_left_alone(tmp_path: Path) -> None:
-    """As where the launcher takes the place of a container's first shell."""
-    stranger = tmp_path / "stranger"
-    stranger.write_text("#!/bin/sh\nsleep 30\n")
-    stranger.chmod(0o755)
-    line = shlex.join([*LAUNCH, "-H", "localhost:1", script(tmp_path, "")])
-    done = subprocess.run(
-        ["sh", "-c", f"{stranger} >/dev/null 2>&1 & echo $!; exec {line}"],
+def in_bash(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line],
         env=clean_env(),
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+def test_what_the_shell_had_started_before_is_left_alone(tmp_path: Path) -> None:
+    """As where the launcher takes the place of a container's first shell."""
+    stranger = tmp_path / "stranger"
+    stranger.write_text("#!/bin/sh\nsleep 30\n")
+    stranger.chmod(0o755)
+    line = shlex.join([*LAUNCH, "-H", "localhost:1", script(tmp_path, "")])
+    done = in_bash(f"{stranger} >/dev/null 2>&1 & echo $!; exec {line}")
     assert done.returncode == 0, done.stderr
     assert len(running(str(stranger))) == 1
     os.kill(int(done.stdout), signal.SIGTERM)
@@ -256,24 +260,14 @@ def test_a_hostfile_from_a_pipe_serves_a_restart(tmp_path: Path) -> None:
     )
     line = shlex.join([*LAUNCH, "--max-restarts=1", "--hostfile", "HOSTS"])
     line = line.replace("HOSTS", "<(echo localhost slots=1)")
-    command = ["bash", "-c", f"{line} {script(tmp_path, fails_once)} {tmp_path / 'mark'}"]
-    done = subprocess.run(
-        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = in_bash(f"{line} {script(tmp_path, fails_once)} {tmp_path / 'mark'}")
     assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--dry-run", "-H", "localhost:2", "-m", "a"]])
 def test_a_reader_that_goes_away_gets_no_traceback(words: list[str]) -> None:
     line = shlex.join([*LAUNCH, *words])
-    done = subprocess.run(
-        ["bash", "-c", f"{{ sleep 0.2; {line}; }} | true; exit ${{PIPESTATUS[0]}}"],
-        env=clean_env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = in_bash(f"{{ sleep 0.2; {line}; }} | true; exit ${{PIPESTATUS[0]}}")
     assert done.returncode in (0, 1)  # argparse takes no notice
     assert "Broken pipe" not in done.stderr, done.stderr
 

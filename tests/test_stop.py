@@ -71,7 +71,17 @@ time.sleep(100)
 
 def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Popen[str]:
     """A job whose ranks have all said that they are ready."""
-    job = subprocess.Popen(
+    job = piped(command, cwd)
+    assert job.stdout is not None
+    said = [job.stdout.readline() for _ in range(ranks)]
+    if said != ["ready\n"] * ranks:
+        job.kill()  # nobody else would end it
+    assert said == ["ready\n"] * ranks
+    return job
+
+
+def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         command,
         env=clean_env(),
         cwd=cwd,
@@ -79,9 +89,6 @@ def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Po
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert job.stdout is not None
-    assert [job.stdout.readline() for _ in range(ranks)] == ["ready\n"] * ranks
-    return job
 
 
 @pytest.mark.parametrize(
@@ -165,14 +172,7 @@ def test_a_training_without_a_launcher_saves_as_well(
     """Also where the Ctrl-C has ended a `| tee log`, which read what it prints."""
     command = [sys.executable, "-m", "mpiddp", "train", "--use-syn", "--arch=resnet20"]
     command += ["--batch-size=4", "--epochs=1", "--log-every=1", "--out", str(tmp_path / "out")]
-    with subprocess.Popen(
-        command,
-        env=clean_env(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
+    with piped(command) as job:
         assert job.stdout is not None
         while not job.stdout.readline().startswith("epoch 1/1  step 2/"):
             assert job.poll() is None

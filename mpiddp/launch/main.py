@@ -30,11 +30,9 @@ def main(argv: list[str]) -> int:
     started_at = time.time()
     options = parse_options(argv)
     if options.is_module and options.command[:2] == ["mpiddp", "train"]:
-        from mpiddp.train.config import (
-            parse,
-        )  # its ranks would only say what is wrong once they meet
+        from mpiddp.train.config import parse
 
-        parse(options.command[2:])
+        parse(options.command[2:])  # its ranks would only say what is wrong once they meet
     mpi, request = make_request(options, started_at, os.environ, _say)
     if options.dry_run:
         print(compose(mpi, request).explained())
