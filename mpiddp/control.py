@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from mpiddp.exit_codes import BAD_INPUT
 from mpiddp.world import World
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
+URGENT = b"!"  # in no word of a launcher's
 LINE_LIMIT = 64 * 1024  # bytes; a longer line ends the connection
 TEXT_LIMIT = 16 * 1024  # characters of a traceback or of stacks, its end being what counts
 CONNECT_TIMEOUT_S = 10.0
@@ -37,6 +39,7 @@ PROGRESS_EVERY_S = 0.5
 ORPHANED = 1  # the exit code of a rank whose launcher is gone
 
 _PR_SET_PDEATHSIG = 1
+_F_SETOWN_EX, _F_OWNER_TID = 15, 0  # linux/fcntl.h
 
 
 def dumps(kind: str, **facts: object) -> bytes:
@@ -129,12 +132,15 @@ class Channel:
 
 
 def _answer_from_native_code(connection: socket.socket) -> None:
-    """Let the kernel turn an urgent byte into SIGURG, and that write this process's Python stacks.
+    """Let the kernel turn an urgent byte into SIGURG, and that write the main thread's Python stack.
 
     No Python code runs for that, so it works where native code keeps the interpreter's lock as well.
+    Hence the signal goes to the main thread, to write its own stack alone: another thread's may change
+    while it is read, which is a segmentation fault where a rank was but slow to answer.
     """
-    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-    faulthandler.register(signal.SIGURG, file=connection.fileno())
+    owner = struct.pack("ii", _F_OWNER_TID, threading.main_thread().native_id)
+    fcntl.fcntl(connection, _F_SETOWN_EX, owner)
+    faulthandler.register(signal.SIGURG, file=connection.fileno(), all_threads=False)
 
 
 # This process's own, if its launcher gave it one. A child that was forked has none.
@@ -265,7 +271,8 @@ def _lines(connection: socket.socket) -> Iterator[bytes]:
     """Not a file object: its buffer and its lock would keep a forked child from closing the socket."""
     buffer = b""
     while chunk := connection.recv(4096):
-        *whole, buffer = (buffer + chunk).split(b"\n")
+        # The kernel takes an urgent byte out of the stream only if it is read before the next one.
+        *whole, buffer = (buffer + chunk.replace(URGENT, b"")).split(b"\n")
         yield from whole
 
 

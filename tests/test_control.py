@@ -115,6 +115,50 @@ def test_what_a_rank_starts_is_no_rank_and_knows_no_secret(launcher: Launcher) -
         assert "MPIDDP_CONTROL" not in rank.communicate()[0]
 
 
+BUSY = """
+import threading
+def fails(depth):
+    if depth == 0: raise ValueError
+    return fails(depth - 1)
+def work():
+    try: fails(20)
+    except ValueError: pass
+    exec("sorted(range(20), key=lambda x: -x)")
+def busy():
+    while True:
+        thread = threading.Thread(target=work); thread.start(); work(); thread.join()
+for _ in range(3): threading.Thread(target=busy, daemon=True).start()
+time.sleep(600)
+"""
+
+
+def test_a_rank_survives_being_asked_by_the_kernel_where_its_python_is(launcher: Launcher) -> None:
+    """Its other threads go on meanwhile, so that their stacks change while the answer is written."""
+    with launcher.rank(BUSY) as rank:
+        launcher.hear_for(20, until="started")
+        for _ in range(300):
+            launcher.listener.poke(1)
+            launcher.hear_for(0.01)
+        assert rank.poll() is None
+        rank.kill()
+    text = "".join(word.facts["text"] for word in launcher.words if word.kind == "frames")
+    assert text.count("Stack (most recent call first)") > 100
+    assert text.count('File "<string>", line 14 in <module>') > 100
+
+
+def test_a_rank_that_was_asked_twice_still_hears_its_launcher(launcher: Launcher) -> None:
+    keeps_the_interpreter = "sum(range(200_000_000))"
+    with launcher.rank(f"{keeps_the_interpreter}\ntime.sleep(60)") as rank:
+        launcher.hear_for(20, until="started")
+        for _ in range(3):
+            launcher.listener.tell("stacks")
+            launcher.listener.poke(1)
+            launcher.hear_for(0.3)
+        assert launcher.hear_for(60, until="stacks")[-1] == (1, "stacks")
+        launcher.listener.tell("end", code=7)
+        assert rank.wait(10) == 7
+
+
 def test_a_launcher_that_cannot_be_reached_is_named(launcher: Launcher) -> None:
     host, _port = launcher.address
     launcher.listener.settings[ADDRESS] = f"{host}:1"  # where nobody listens

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mpiddp.control import ADDRESS, LINE_LIMIT, SECRET, dumps, notice_silence, proof
+from mpiddp.control import ADDRESS, LINE_LIMIT, SECRET, URGENT, dumps, notice_silence, proof
 from mpiddp.errors import UserError
 from mpiddp.sockets import OPEN_BESIDES, allow_open
 
@@ -148,7 +148,7 @@ class Listener:
         peer = self._by_rank[rank]
         peer.is_poked = True
         with contextlib.suppress(OSError):  # reading will show that as well
-            peer.connection.send(b"!", socket.MSG_OOB)
+            peer.connection.send(URGENT, socket.MSG_OOB)
 
     def lose_silent(self) -> list[Word]:
         """Give up those ranks whose hosts do not even acknowledge what was sent to them."""

@@ -10,8 +10,8 @@ from mpiddp.launch.record import Record
 _WAITS = re.compile(r"/torch/")
 _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 
-# The first lines of what faulthandler writes of the thread that was interrupted.
-_CURRENT = re.compile(r'^Current thread .*\n  File "([^"]+)", (.*)', re.MULTILINE)
+# The first lines of what faulthandler writes of the main thread.
+_INNERMOST = re.compile(r'^Stack .*\n  File "([^"]+)", (.*)', re.MULTILINE)
 
 
 def sentences(record: Record, timeout_s: float) -> list[str]:
@@ -67,7 +67,7 @@ def _last_words(record: Record, rank: int) -> str:
     """Where its Python is: the innermost line that is not of Python's own way of importing."""
     if rank not in record.started:
         return "none: its Python has not started there."
-    if rank not in record.stacks and (top := _CURRENT.search(record.frames.get(rank, ""))):
+    if rank not in record.stacks and (top := _INNERMOST.search(record.frames.get(rank, ""))):
         return f"in {top[1]}, {top[2]}, where native code keeps its interpreter."
     if rank not in record.stacks:
         pid = record.started[rank]["pid"]
