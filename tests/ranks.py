@@ -12,6 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_")
@@ -38,7 +40,7 @@ def mpirun(
     env: Mapping[str, str] | None = None,
     without: Sequence[str] = (),
     cwd: Path | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = PATIENCE_S,
 ) -> subprocess.CompletedProcess[str]:
     """`mpirun -np RANKS python PYTHON_ARGS…`, with its output captured.
 
@@ -64,7 +66,7 @@ def mpiddp(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
 

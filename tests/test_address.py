@@ -15,6 +15,7 @@ from mpiddp.address import Candidates, Card, choose, listen
 from mpiddp.errors import UserError
 from mpiddp.network import Interface, interfaces
 from mpiddp.sockets import bind, port_in, probe, resolve
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
@@ -299,6 +300,6 @@ def test_as_many_sockets_as_a_large_job_needs() -> None:
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert (done.returncode, done.stdout) == (0, "150\n"), done.stderr

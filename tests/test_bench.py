@@ -20,6 +20,7 @@ from PIL import Image
 
 from mpiddp.bench.jobs import JobFailed, run
 from mpiddp.bench.report import aligned, shown, spread
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpiddp
 from tests.test_launch import running
 
@@ -244,7 +245,7 @@ def test_a_benchmark_that_is_ended_takes_its_job_along(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, words_of_it = process.communicate(timeout=30)
+    _, words_of_it = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, words_of_it) == (130, "interrupted\n")
     assert running(seed) == []
 

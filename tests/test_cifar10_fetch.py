@@ -29,6 +29,7 @@ from mpiddp.train.data.cifar10_fetch import (
     official_archive,
     put_in_place,
 )
+from tests.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[1]
 BATCHES = cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES
@@ -257,7 +258,7 @@ def test_ctrl_c_leaves_nothing_half_made(tmp_path: Path, pipe: Path) -> None:
         assert reader.readline() == "started\n"
         assert list(folder.iterdir()) != []
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
         assert stderr.endswith(b"KeyboardInterrupt\n")
         assert list(folder.iterdir()) == []
         assert reader.read() == ""  # the command's child has ended as well
@@ -283,7 +284,9 @@ def test_a_full_disk_is_noticed_beforehand(tmp_path: Path) -> None:
     tiny_disk = 'mount -t tmpfs -o size=1m none "$0" || exit 77; exec "$@"'
     command = ["unshare", "-rm", "sh", "-c", tiny_disk, str(tmp_path)]
     command += [sys.executable, "-c", program, str(tmp_path)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     if result.returncode == 77 or result.stderr.startswith("unshare: "):
         pytest.skip(f"no small disk can be mounted here: {result.stderr}")
     assert "no space left for CIFAR-10: fetching it needs 0.5 GB, 0.0 GB are free" in result.stderr

@@ -24,7 +24,7 @@ def test_half_an_epoch_with_the_defaults_learns(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = [f"--data-dir={fetched_cifar10()}", "--epochs=1", "--steps-per-epoch=200"]
     options.append(f"--out={run}")
-    job = mpirun(2, "-m", "mpiddp", "train", *options, timeout_s=400)
+    job = mpirun(2, "-m", "mpiddp", "train", *options, timeout_s=1800)
     assert job.returncode == 0, job.stderr
 
     lines = job.stdout.rpartition("\n\n")[2].splitlines()

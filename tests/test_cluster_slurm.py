@@ -24,14 +24,14 @@ def two_hosts() -> Iterator[Slurm]:
 @pytest.mark.parametrize("user", ["root", USER])
 def test_srun_places_tasks(two_hosts: Slurm, user: str) -> None:
     node1 = two_hosts.cluster["node1"]
-    tasks = node1.run(["srun", "-N2", "--ntasks-per-node=2", "hostname"], user=user, timeout_s=20)
+    tasks = node1.run(["srun", "-N2", "--ntasks-per-node=2", "hostname"], user=user)
     assert Counter(tasks.stdout.split()) == {"node0": 2, "node1": 2}, tasks.stderr
 
 
 def test_srun_tells_the_ranks_who_they_are(two_hosts: Slurm) -> None:
     show = ["sh", "-c", "echo $SLURM_PROCID $SLURM_LOCALID $PMI_RANK $PMI_SIZE $(hostname)"]
     command = ["srun", "--mpi=pmi2", "-N2", "--ntasks-per-node=2", *show]
-    tasks = two_hosts.cluster["node0"].run(command, timeout_s=20)
+    tasks = two_hosts.cluster["node0"].run(command)
     assert sorted(tasks.stdout.splitlines()) == [
         "0 0 0 4 node0",
         "1 1 1 4 node0",

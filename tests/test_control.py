@@ -18,6 +18,7 @@ import pytest
 
 from mpiddp.control import ADDRESS, LINE_LIMIT, SECRET, dumps, proof
 from mpiddp.launch.channel import Listener, Word
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
 
 RANK = """
@@ -96,7 +97,7 @@ def test_a_rank_ends_with_its_launcher(launcher: Launcher) -> None:
     with launcher.rank("time.sleep(60)") as rank:
         launcher.hear_for(20, until="started")
         launcher.listener.close()
-        assert "the launcher is gone, so am I." in rank.communicate(timeout=5)[1]
+        assert "the launcher is gone, so am I." in rank.communicate(timeout=PATIENCE_S)[1]
     launcher.listener = Listener("127.0.0.1", 2, launcher.selector)
 
 
@@ -163,7 +164,7 @@ def test_a_launcher_that_cannot_be_reached_is_named(launcher: Launcher) -> None:
     host, _port = launcher.address
     launcher.listener.settings[ADDRESS] = f"{host}:1"  # where nobody listens
     with launcher.rank("pass") as rank:
-        stderr = rank.communicate(timeout=20)[1]
+        stderr = rank.communicate(timeout=PATIENCE_S)[1]
     where = f"rank 1 on {socket.gethostname()} cannot reach its launcher at {host} port 1 "
     assert where in stderr.splitlines()[-1]
 

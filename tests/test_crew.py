@@ -191,7 +191,7 @@ def test_the_interface_wished_for_outranks_the_one_towards_rank_0(
 
 @pytest.mark.parametrize(("world_size", "who", "slow"), [(2, "1", "1"), (3, "all", "0.5")])
 def test_mpirun_does_not_swallow_the_sentence(world_size: int, who: str, slow: str) -> None:
-    job = mpirun(world_size, str(JOBS / "refusing.py"), who, *slow.split(), timeout_s=40)
+    job = mpirun(world_size, str(JOBS / "refusing.py"), who, *slow.split())
     (said,) = own_lines(job.stderr)
     assert re.fullmatch(rf"(rank {who} on \S+: )?{re.escape(SENTENCE)}", said)
     assert job.returncode == 2
@@ -199,7 +199,7 @@ def test_mpirun_does_not_swallow_the_sentence(world_size: int, who: str, slow: s
 
 @pytest.mark.parametrize(("form", "world_size"), [("with", 3), ("init", 2)])
 def test_a_rank_that_raises_ends_the_job(form: str, world_size: int) -> None:
-    job = mpirun(world_size, str(JOBS / "raising.py"), form, timeout_s=60)
+    job = mpirun(world_size, str(JOBS / "raising.py"), form)
     ended = time.time()
     (raised,) = re.findall(r"raising at (\S+)", job.stdout)
     assert ended - float(raised) < 20  # of the 100 s that the others wait
@@ -210,7 +210,7 @@ def test_a_rank_that_raises_ends_the_job(form: str, world_size: int) -> None:
 @pytest.mark.parametrize(("form", "world_size"), [("with", 2), ("init", 3)])
 def test_a_rank_that_exits_ends_the_job_with_its_code(form: str, world_size: int) -> None:
     """It alone is named, not rank 0, whose collective it breaks."""
-    job = mpirun(world_size, str(JOBS / "raising.py"), form, "exit", timeout_s=60)
+    job = mpirun(world_size, str(JOBS / "raising.py"), form, "exit")
     ended = time.time()
     (raised,) = re.findall(r"raising at (\S+)", job.stdout)
     assert ended - float(raised) < 20  # of the 100 s that the others wait

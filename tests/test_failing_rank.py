@@ -44,7 +44,7 @@ def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, flavour: str, end
     script = hosts.shared / "failing.py"
     script.write_text(FAILING.format(end))
 
-    done = hosts["node0"].run([*LAUNCH, "--mpirun", mpirun, str(script)], cwd=ROOT, timeout_s=50)
+    done = hosts["node0"].run([*LAUNCH, "--mpirun", mpirun, str(script)], cwd=ROOT)
     over = time.time()
     (failed_at,) = (line for line in done.stdout.splitlines() if line.startswith("failing at"))
 

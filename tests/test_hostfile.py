@@ -16,6 +16,7 @@ from mpiddp.hostfile import Host, Hosts, parse_host_list, parse_hostfile, read_h
 from mpiddp.launch import hosts_verb
 from mpiddp.launch.hostfile_forms import Form, diff, render
 from mpiddp.launch.slots import check_ranks, exclude, ranks_per_host
+from tests.patience import PATIENCE_S
 
 HOSTFILES = Path(__file__).parent.parent / "hostfiles"
 
@@ -384,7 +385,7 @@ def test_open_mpi_reads_what_is_written() -> None:
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [str(mpirun), "--hostfile", "hosts.txt", "--bind-to", "none", "echo", "here"]
     done = subprocess.run(
-        command, env=os.environ | root, capture_output=True, text=True, timeout=60
+        command, env=os.environ | root, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert (done.returncode, done.stdout.split()) == (0, ["here", "here"]), done.stderr
 
@@ -476,7 +477,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(HOSTFILES.parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 

@@ -63,7 +63,7 @@ def env(trouble: Path) -> dict[str, str]:
 
 def launch(hosts: Cluster, trouble: Path, *options: str) -> subprocess.CompletedProcess[str]:
     argv = command(hosts, *BY_MPIRUN, *options)
-    done = hosts["node0"].run(argv, cwd=ROOT, env=env(trouble), timeout_s=90)
+    done = hosts["node0"].run(argv, cwd=ROOT, env=env(trouble))
     left = [p.command for host in hosts.hosts for p in host.processes() if "python" in p.command]
     assert left == []
     return done

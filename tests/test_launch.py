@@ -21,6 +21,7 @@ from socket import gethostname
 import pytest
 
 from tests.flavours import PACKAGES, mpirun_of
+from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
 
 FLAVOURS = ("openmpi5", *PACKAGES)
@@ -125,7 +126,7 @@ def test_the_command_of_a_dry_run_runs_when_it_is_pasted(tmp_path: Path, flavour
         env=clean_env({"PATH": path}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.stdout.splitlines() == ["a b", "a b"], done.stderr
 
@@ -149,7 +150,7 @@ def test_ctrl_c_once_stops_the_job_and_twice_at_once(
             time.sleep(0.3)
             launcher.send_signal(signal.SIGINT)
         start = time.monotonic()
-        stderr = launcher.communicate(timeout=30)[1]
+        stderr = launcher.communicate(timeout=PATIENCE_S)[1]
     assert time.monotonic() - start < 15  # of the 30 s of grace
     assert launcher.returncode == 130
     assert stderr.splitlines()[-1] == "mpiddp: interrupted: the job was stopped."
@@ -160,7 +161,7 @@ def test_a_rank_that_hangs_is_ended_after_one_ctrl_c(tmp_path: Path) -> None:
     path = script(tmp_path, SLEEP)
     with started(["--grace", "1", "-H", "localhost:2", path, "deaf"]) as launcher:
         launcher.send_signal(signal.SIGTERM)
-        launcher.communicate(timeout=30)
+        launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130
     assert running(path) == []
 
@@ -169,7 +170,7 @@ def test_the_job_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     path = script(tmp_path, SLEEP)
     with started(["-H", "localhost:2", path]) as launcher:
         launcher.kill()
-        launcher.communicate(timeout=30)
+        launcher.communicate(timeout=PATIENCE_S)
     deadline = time.monotonic() + 10
     while running(path) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -198,7 +199,7 @@ def in_bash(line: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 
@@ -301,7 +302,7 @@ def test_ranks_that_cannot_reach_the_launcher_count_by_mpiruns_word(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == code, done.stderr
 
@@ -321,7 +322,7 @@ def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, f"setsid {daemon} & sleep 0.3; exit 7"]
     done = subprocess.run(
-        command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30
+        command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S
     )
     assert (
         done.stdout == "End(code=7, interrupted=False, was_killed=False, failed_stopping=False)\n"

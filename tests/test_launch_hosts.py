@@ -15,6 +15,7 @@ import pytest
 from tests import cluster
 from tests.cluster import Cluster
 from tests.flavours import PACKAGES, mpirun_of
+from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT
 
 FLAVOURS = ("openmpi5", *PACKAGES)
@@ -52,7 +53,7 @@ def test_only_allowed_variables_travel_and_ctrl_c_leaves_nothing_anywhere(
         told = sorted(json.loads(launcher.stdout.readline()) for _ in range(4))
         values = [argument for line in job_processes(hosts) for argument in line.split()]
         launcher.send_signal(signal.SIGINT)
-        stderr = launcher.communicate(timeout=30)[1]
+        stderr = launcher.communicate(timeout=PATIENCE_S)[1]
 
     assert [host for _, host, _ in told] == ["node1", "node1", "node0", "node2"]
     for _, host, received in told:
@@ -84,7 +85,7 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
         time.sleep(0.2)
         start = time.monotonic()
         launcher.send_signal(signal.SIGINT)
-        launcher.wait(timeout=30)
+        launcher.wait(timeout=PATIENCE_S)
         assert time.monotonic() - start < 15  # of the 30 s of grace
         launcher.communicate()
     assert launcher.returncode == 130
@@ -107,19 +108,19 @@ def test_a_hostfiles_users_and_ports_reach_ssh(hosts: Cluster, flavour: str) -> 
     command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "--hostfile", str(hostfile), str(script)]
 
     hostfile.write_text("node1 slots=1 port=22\nnode0\nroot@node2 slots=1\n")
-    done = hosts["node0"].run(command, cwd=ROOT, timeout_s=60)
+    done = hosts["node0"].run(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 node1", "1 node0", "2 node2"]
 
     hostfile.write_text("node1 slots=1 port=23\nnode0\n")
-    refused = hosts["node0"].run(command, cwd=ROOT, timeout_s=60)
+    refused = hosts["node0"].run(command, cwd=ROOT)
     assert refused.returncode != 0  # nobody listens there
 
 
 def test_a_bare_hosts_gpus_are_counted_over_ssh(hosts: Cluster) -> None:
     """There are none, so it has one slot."""
     command = [*LAUNCH, "-H", "node1,node0", "-n", "3"]
-    done = hosts["node0"].run([*command, "-m", "platform"], cwd=ROOT, timeout_s=60)
+    done = hosts["node0"].run([*command, "-m", "platform"], cwd=ROOT)
     assert done.returncode == 2
     sentence = "-n 3 is more than the 2 slots of -H (node1=1, node0=1)."
     assert done.stderr.splitlines()[-1] == sentence

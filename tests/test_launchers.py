@@ -15,6 +15,7 @@ from tests import cluster
 from tests.cluster import Cluster, needs, slurm
 from tests.cluster.slurm import Slurm
 from tests.flavours import mpirun_of
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
 EXAMPLE = str(ROOT / "examples" / "message_passing.py")
@@ -51,7 +52,7 @@ def launched(hosts: Cluster, *options: str) -> Callable[..., str]:
 
     def run(*job: str) -> str:
         command = [str(BIN / "mpiddp"), "launch", "-H", "node0:1,node1:1", *options, *job]
-        done = hosts["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=90)
+        done = hosts["node0"].run(command, cwd=ROOT, env=ENV)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -74,7 +75,7 @@ def torchrun(hosts: Cluster, *program: str) -> Callable[..., str]:
             )
             for rank, name in enumerate(("node0", "node1"))
         ]
-        outputs = [agent.communicate(timeout=90) for agent in agents]
+        outputs = [agent.communicate(timeout=PATIENCE_S) for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0], outputs
         return "".join(out for out, _ in outputs)
 
@@ -84,7 +85,7 @@ def torchrun(hosts: Cluster, *program: str) -> Callable[..., str]:
 def torchrun_on_one_node(hosts: Cluster) -> Callable[..., str]:
     def run(*job: str) -> str:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *job]
-        done = hosts["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=90)
+        done = hosts["node0"].run(command, cwd=ROOT, env=ENV)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -94,7 +95,7 @@ def torchrun_on_one_node(hosts: Cluster) -> Callable[..., str]:
 def srun(batch: Slurm, *options: str) -> Callable[..., str]:
     def run(*job: str) -> str:
         command = ["srun", "-N2", "--ntasks-per-node=1", *options, sys.executable, *job]
-        done = batch.cluster["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=90)
+        done = batch.cluster["node0"].run(command, cwd=ROOT, env=ENV)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -105,7 +106,7 @@ def sbatch(batch: Slurm) -> Callable[..., str]:
     def run(*job: str) -> str:
         command = shlex.join([str(BIN / "mpiddp"), "launch", *job])
         done = batch.sbatch(
-            f"#!/bin/sh\n{command}\n", "-N2", "--ntasks-per-node=1", cwd=ROOT, env=ENV, timeout_s=90
+            f"#!/bin/sh\n{command}\n", "-N2", "--ntasks-per-node=1", cwd=ROOT, env=ENV
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -54,7 +54,7 @@ def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, flavour: str, user: str)
     script = odd_hosts.shared / "show.py"
     script.write_text(SHOW)
     command = [MPIDDP, "launch", "-v", "--mpirun", mpirun, "-H", "node1:2,node0:1,node2:1"]
-    done = odd_hosts["node0"].run([*command, str(script)], cwd=ROOT, user=user, timeout_s=90)
+    done = odd_hosts["node0"].run([*command, str(script)], cwd=ROOT, user=user)
     assert done.returncode == 0, done.stderr
     master = odd_hosts["node1"].address
     shown = [line for line in done.stdout.splitlines() if line[:1].isdigit()]
@@ -99,7 +99,7 @@ def test_dns_that_does_not_answer_is_not_asked(odd_hosts: Cluster) -> None:
             file.write_text(text)
         try:
             command = [MPIDDP, "launch", "-H", "node1:2,node0:1", str(script)]
-            done = odd_hosts["node0"].run(command, cwd=ROOT, timeout_s=90)
+            done = odd_hosts["node0"].run(command, cwd=ROOT)
         finally:
             for (file, _), text in zip(files, before, strict=True):
                 file.write_text(text)
@@ -118,9 +118,7 @@ def test_the_plain_mpirun_of_the_guides(odd_hosts: Cluster) -> None:
         f"-x MPIDDP_INTERFACE=10.77.0.0/24 --mca oob_tcp_if_include 10.77.0.0/24 "
         f"{sys.executable} -m mpiddp run {script}"
     )
-    done = odd_hosts["node0"].run(
-        shlex.split(words), cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout_s=60
-    )
+    done = odd_hosts["node0"].run(shlex.split(words), cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert sorted(line.split()[3] for line in done.stdout.splitlines()) == ["node0", "node1"]
 
@@ -129,7 +127,7 @@ def test_an_interface_that_one_host_lacks(odd_hosts: Cluster) -> None:
     script = odd_hosts.shared / "show.py"
     script.write_text(SHOW)
     command = [MPIDDP, "launch", "--interface", "eth0", "-H", "node0:1,node1:1", str(script)]
-    done = odd_hosts["node0"].run(command, cwd=ROOT, timeout_s=60)
+    done = odd_hosts["node0"].run(command, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr.startswith('interface "eth0" is not on node1, which has lo')
     assert len(done.stderr.splitlines()) == 1

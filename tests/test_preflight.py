@@ -35,7 +35,7 @@ def launch(
     """`mpiddp launch` of a job that says "started", from node0."""
     command = [str(python), "-m", "mpiddp", "launch", *arguments, str(hosts.shared / "job.py")]
     (hosts.shared / "job.py").write_text("print('started')\n")
-    return hosts["node0"].run(command, cwd=cwd, env=env, timeout_s=60)
+    return hosts["node0"].run(command, cwd=cwd, env=env)
 
 
 def refusal(done: CompletedProcess[str]) -> str:

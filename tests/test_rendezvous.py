@@ -18,6 +18,7 @@ from mpiddp.errors import UserError
 from mpiddp.slurm_lists import expand_nodelist
 from mpiddp.store import find_by_address
 from mpiddp.world import World
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
 
 JOBS = Path(__file__).parent / "jobs"
@@ -28,7 +29,7 @@ def job(name: str) -> str:
 
 
 def facts(ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    done = mpirun(ranks, "-m", "tests.jobs.facts", *args, env=env, timeout_s=60)
+    done = mpirun(ranks, "-m", "tests.jobs.facts", *args, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     told = [json.loads(line) for line in done.stdout.splitlines()]
     return sorted(told, key=lambda fact: int(fact["world"]["rank"]))
@@ -87,13 +88,13 @@ def test_what_the_user_has_set_stays_and_mpi_for_a_script_that_uses_it() -> None
 
 
 def test_an_env_script_and_a_late_group_use_the_one_store() -> None:
-    done = mpirun(3, job("late_group"), timeout_s=60)
+    done = mpirun(3, job("late_group"))
     assert sorted(done.stdout.splitlines()) == ["rank 1 has 6", "rank 2 has 6"]
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_groups_may_follow_each_other_and_are_always_destroyed() -> None:
-    done = mpirun(2, job("groups"), timeout_s=60)
+    done = mpirun(2, job("groups"))
     lines = ["0 on all", "an error on all ranks", "2 on all", "init: gloo, cpu, 4", "destroyed"]
     for rank in ("rank 0: ", "rank 1: "):
         assert [
@@ -116,7 +117,7 @@ def test_a_taken_port_is_said_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for _ in range(5):  # a race, if it is not right
-            done = mpirun(4, job("meeting"), env={"MASTER_PORT": port}, timeout_s=20)
+            done = mpirun(4, job("meeting"), env={"MASTER_PORT": port})
             assert refusal(done) == (
                 f"MASTER_PORT={port} is taken on {socket.gethostname()} (127.0.0.1). "
                 "Leave it unset, and a free one is chosen."
@@ -133,7 +134,7 @@ def test_a_taken_port_is_said_once() -> None:
     ],
 )
 def test_what_cannot_be_is_said_once(env: dict[str, str], sentence: str) -> None:
-    assert re.match(sentence, refusal(mpirun(3, job("meeting"), env=env, timeout_s=20)))
+    assert re.match(sentence, refusal(mpirun(3, job("meeting"), env=env)))
 
 
 @pytest.mark.parametrize("deaf", [{}, {"MPIDDP_TEST_DEAF": "1"}], ids=["", "deaf"])
@@ -142,7 +143,7 @@ def test_ranks_that_do_not_come_are_not_waited_for_in_silence(deaf: dict[str, st
 
     Nor does a handler run that the script has for SIGTERM.
     """
-    done = mpirun(3, job("meeting"), env={"MPIDDP_TEST_SLEEPER": "0", **deaf}, timeout_s=30)
+    done = mpirun(3, job("meeting"), env={"MPIDDP_TEST_SLEEPER": "0", **deaf})
     sentences = [line for line in own_lines(done.stderr) if line.startswith("rank ")]
     assert deaf or len(sentences) == 1  # others may speak before one that is deaf has ended
     assert sentences[0].startswith(
@@ -170,7 +171,7 @@ def test_a_foreign_mpi_is_refused_once() -> None:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=30)[1] for rank in ranks]
+    said = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     assert said == [
         "openmpi started 2 ranks but MPI reports size 1: mpirun and libmpi come from different "
@@ -185,7 +186,7 @@ def test_mpi_that_has_ended_already_is_refused() -> None:
         "from mpiddp.rendezvous import meet_over_mpi; from mpiddp.world import World\n"
         "meet_over_mpi(World.from_env(), timeout_s=5)"
     )
-    sentence = refusal(mpirun(2, "-c", code, timeout_s=30))
+    sentence = refusal(mpirun(2, "-c", code))
     assert sentence.startswith("MPI was finalized in this process before the ranks could meet")
 
 
@@ -232,7 +233,7 @@ def test_env_ranks_started_by_hand_meet(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    told = [json.loads(rank.communicate(timeout=60)[0])["world"] for rank in ranks]
+    told = [json.loads(rank.communicate(timeout=PATIENCE_S)[0])["world"] for rank in ranks]
     assert [each["rank"] for each in told] == [0, 1]
     for each in told:
         assert (each["node_rank"], each["num_nodes"], each["master_addr"]) == (0, 1, "127.0.0.1")

@@ -44,7 +44,6 @@ def train(hosts: Cluster, names: str, *options: str) -> subprocess.CompletedProc
         [*command, *OPTIONS, *options],
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.fspath(ROOT)},
-        timeout_s=120,
     )
 
 

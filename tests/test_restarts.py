@@ -18,6 +18,7 @@ from mpiddp.launch.record import Batch
 from mpiddp.launch.restarts import _keeping_batch
 from tests import cluster
 from tests.cluster import Cluster
+from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, script
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--epochs", "1")
@@ -102,7 +103,7 @@ def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
             hosts["node1"].link("up")
         rank = next(p for p in hosts["node2"].processes() if "mpiddp train" in p.command)
         hosts["node2"].run(["kill", "-KILL", str(rank.pid)], check=True)
-        stdout, stderr = launcher.communicate(timeout=200)
+        stdout, stderr = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 0, stderr
     sentences = (
         "mpiddp: lost node1 (rank 1): no sign of life came from it any more.",

@@ -15,6 +15,7 @@ import pytest
 
 from mpiddp import run
 from mpiddp.errors import UserError, say_alone
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
 
 RUN = ("-m", "mpiddp", "run")
@@ -25,7 +26,7 @@ Done = subprocess.CompletedProcess[str]
 def python(*args: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> Done:
     command = [sys.executable, *args]
     return subprocess.run(
-        command, cwd=cwd, env=clean_env(env), capture_output=True, text=True, timeout=60
+        command, cwd=cwd, env=clean_env(env), capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 
@@ -171,7 +172,7 @@ def test_the_scripts_above_do_end_differently(ends: dict[str, tuple[Done, Done]]
 
 
 def test_every_rank_may_end_with_its_own_code() -> None:
-    done = mpirun(2, *RUN, str(JOBS / "exit_3.py"), timeout_s=60)
+    done = mpirun(2, *RUN, str(JOBS / "exit_3.py"))
     assert done.returncode == 3
     assert own_lines(done.stderr) == [f"rank 1 on {gethostname()} ended with exit code 3"]
 
@@ -219,21 +220,21 @@ def test_a_missing_module_that_the_package_imports_is_its_own_error(
     ],
 )
 def test_it_is_said_once_by_all_ranks(args: list[str], sentence: str) -> None:
-    done = mpirun(3, *RUN, *args, timeout_s=60)
+    done = mpirun(3, *RUN, *args)
     assert own_lines(done.stderr) == [sentence]
     assert done.returncode == 2
 
 
 @pytest.mark.parametrize("verb", ["run", "train"])
 def test_help_is_printed_once_by_all_ranks(verb: str) -> None:
-    done = mpirun(3, "-m", "mpiddp", verb, "--help", timeout_s=60)
+    done = mpirun(3, "-m", "mpiddp", verb, "--help")
     assert done.stdout.count(f"usage: mpiddp {verb} ") == 1
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_variables_partly_set_are_said_once_by_all_ranks_of_a_real_mpirun() -> None:
     for _ in range(3):
-        done = mpirun(4, *RUN, "any.py", env={"TORCHELASTIC_RUN_ID": "stale"}, timeout_s=30)
+        done = mpirun(4, *RUN, "any.py", env={"TORCHELASTIC_RUN_ID": "stale"})
         (sentence,) = own_lines(done.stderr)
         assert sentence.startswith("only a part of torchrun's variables is set: ")
         assert done.returncode == 2

@@ -20,6 +20,7 @@ from mpiddp.crew import Crew
 from mpiddp.train.due import Due, Every, parse_every
 from mpiddp.train.snapshot import HostMemory
 from mpiddp.world import World
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
 from tests.training import Command, train
 
@@ -27,7 +28,7 @@ from tests.training import Command, train
 def test_a_kill_at_any_instant_leaves_the_newest_or_the_one_before(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.jobs.killed_saves", tmp_path, "40"],
-        env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = re.fullmatch(r"40 kills, (\d+) in mid-write, step \d+\n", ran.stdout)

@@ -17,6 +17,7 @@ import pytest
 from tests import cluster
 from tests.cluster import Cluster, Layout, needs, slurm
 from tests.cluster.slurm import Slurm
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
@@ -57,7 +58,7 @@ def launch(batch: Slurm, *options: str) -> subprocess.CompletedProcess[str]:
     """`mpiddp launch` as an sbatch script that has two tasks on each host; all its words."""
     command = shlex.join([MPIDDP, "launch", *options])
     script = f"#!/bin/sh\n{command}\n"
-    return batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV, timeout_s=90)
+    return batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
 
 
 def shown(output: str) -> list[str]:
@@ -67,7 +68,7 @@ def shown(output: str) -> list[str]:
 def test_srun_starts_two_ranks_on_each_host(batch: Slurm) -> None:
     out = batch.cluster.shared / "srun"
     command = ["srun", *TWO_EACH, "--mpi=none", sys.executable, *TRAIN, str(out)]
-    done = batch.cluster["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=90)
+    done = batch.cluster["node0"].run(command, cwd=ROOT, env=ENV)
     assert done.returncode == 0, done.stderr
     assert PLACED in done.stdout
 
@@ -87,7 +88,7 @@ def test_slurms_signal_before_the_time_limit_stops_in_good_order(batch: Slurm) -
         f"#!/bin/sh\n(until grep -qs train_loss {out}/metrics.jsonl; do sleep 0.2; done\n"
         f'scancel --batch --signal=USR1 "$SLURM_JOB_ID") &\nexec {command}\n'
     )
-    done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV, timeout_s=90)
+    done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
     assert done.returncode == 75, done.stdout
     assert "mpiddp: stopped on request." in done.stdout
     assert f"mpiddp: to go on: mpiddp launch {shlex.join(job)} {out}" in done.stdout
@@ -113,7 +114,7 @@ def test_a_launch_from_a_login_node(batch: Slurm) -> None:
     command = ["salloc", "-N2", "--nodelist=node1,node2", "--ntasks-per-node=1"]
     command += [MPIDDP, "launch", "--interface", "10.77.0.0/24"]
     command.append(str(batch.cluster.shared / "show.py"))
-    done = login.run(command, cwd=ROOT, env=ENV, timeout_s=90)
+    done = login.run(command, cwd=ROOT, env=ENV)
     assert done.returncode == 0, done.stderr
     assert shown(done.stdout) == [
         f"shown 0 0 0 ens5 {first.address}",
@@ -143,7 +144,7 @@ def test_torchrun_by_the_name_of_a_host(hosts: Cluster) -> None:
         )
         for node, name in enumerate(("node0", "node1"))
     ]
-    outputs = [agent.communicate(timeout=90) for agent in agents]
+    outputs = [agent.communicate(timeout=PATIENCE_S) for agent in agents]
     # Not the agents' exit codes: on a busy machine node0's was 1 once. What the ranks did is in the run.
     assert PLACED in outputs[0][0], outputs
     summary = json.loads((hosts.shared / "torchrun" / "summary.json").read_text())

@@ -22,6 +22,7 @@ from mpiddp import checkpoint_dir
 from mpiddp.errors import UserError
 from mpiddp.launch.options import duration
 from tests.flavours import mpirun_of
+from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
 
 # A line and its end in one piece: Intel's mpirun would mix the pieces of several ranks.
@@ -106,7 +107,7 @@ def test_all_ranks_stop_at_one_step(tmp_path: Path, flavour: str, number: int) -
     with start([*LAUNCH, *arguments], ranks=3) as job:
         time.sleep(random.random())
         job.send_signal(number)
-        stdout, stderr = job.communicate(timeout=30)
+        stdout, stderr = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 75, stderr
     saved = stdout.split()
     assert len(saved) == 6, stdout
@@ -123,7 +124,7 @@ def test_a_terminal_that_is_gone_does_not_keep_the_ranks_from_saving(tmp_path: P
         job.send_signal(signal.SIGHUP)
         assert job.stdout is not None
         saved = job.stdout.read().split()
-        code = job.wait(timeout=30)
+        code = job.wait(timeout=PATIENCE_S)
     assert code == 75
     assert len(saved) == 4, saved
 
@@ -135,7 +136,7 @@ def test_a_hang_up_that_is_told_of_twice_is_one_request(tmp_path: Path) -> None:
         job.send_signal(signal.SIGHUP)
         time.sleep(0.005)
         job.send_signal(signal.SIGHUP)
-        stdout, stderr = job.communicate(timeout=30)
+        stdout, stderr = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 75, stderr
     assert len(stdout.split()) == 4, stdout
 
@@ -156,7 +157,7 @@ def test_a_save_that_fails_in_a_stop_is_a_failure(tmp_path: Path) -> None:
     with start(command) as job:
         time.sleep(0.5)
         job.send_signal(signal.SIGTERM)
-        stderr = job.communicate(timeout=50)[1]
+        stderr = job.communicate(timeout=PATIENCE_S)[1]
     assert job.returncode == 1, stderr
     sentence = f"mpiddp: rank 1 on {gethostname()} failed first: OSError: no space for the save"
     assert f"{sentence}. The other ranks were stopped." in stderr.splitlines()
@@ -181,7 +182,7 @@ def test_a_training_without_a_launcher_saves_as_well(
             job.stdout.close()
             job.stderr.close()
         job.send_signal(number)
-        job.wait(timeout=60)
+        job.wait(timeout=PATIENCE_S)
         stdout, stderr = (job.stdout.read(), job.stderr.read()) if is_read else ("", "")
     assert job.returncode == 75
     (saved,) = checkpoint_dir.list_steps(tmp_path / "out" / "checkpoints")
@@ -199,7 +200,7 @@ def test_nohup_holds(tmp_path: Path) -> None:
         time.sleep(0.5)
         assert job.poll() is None
         job.send_signal(signal.SIGTERM)
-        stderr = job.communicate(timeout=30)[1]
+        stderr = job.communicate(timeout=PATIENCE_S)[1]
     assert job.returncode == 75, stderr
     assert "SIGTERM: the ranks save" in stderr
     assert "SIGHUP" not in stderr
@@ -210,7 +211,7 @@ def test_a_raw_mpirun_passes_sigusr1_on(tmp_path: Path) -> None:
     command += [sys.executable, "-m", "mpiddp", "run", script(tmp_path, SCRIPT)]
     with start(command, ranks=3) as job:
         job.send_signal(signal.SIGUSR1)
-        stdout, stderr = job.communicate(timeout=30)
+        stdout, stderr = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 75, stderr
     assert (len(stdout.split()), len(set(stdout.split()))) == (6, 2), stdout
 
@@ -221,7 +222,7 @@ def test_workers_of_a_data_loader_survive_the_signal(tmp_path: Path, context: st
     command += [sys.executable, script(tmp_path, WORKERS), context]
     with start(command, ranks=1) as job:
         job.send_signal(signal.SIGUSR1)
-        stdout, stderr = job.communicate(timeout=60)
+        stdout, stderr = job.communicate(timeout=PATIENCE_S)
     assert stdout.startswith("saved "), stderr
     assert job.returncode == 0, stderr
 
@@ -230,7 +231,7 @@ def test_a_script_that_knows_nothing_gets_the_signal_and_the_grace(tmp_path: Pat
     command = [*LAUNCH, "-H", "localhost:2", "--grace", "3", script(tmp_path, UNAWARE)]
     with start([*command, "1"]) as job:
         job.send_signal(signal.SIGINT)
-        stdout, stderr = job.communicate(timeout=30)
+        stdout, stderr = job.communicate(timeout=PATIENCE_S)
     assert sorted(stdout.splitlines()) == ["heard SIGTERM"] * 2 + ["wrote"] * 2
     assert (job.returncode, stderr) == (130, "mpiddp: interrupted: the job was stopped.\n")
 
@@ -240,7 +241,7 @@ def test_the_grace_ends(tmp_path: Path) -> None:
     with start(command) as job:
         since = time.monotonic()
         job.send_signal(signal.SIGTERM)
-        stdout, _ = job.communicate(timeout=30)
+        stdout, _ = job.communicate(timeout=PATIENCE_S)
     assert time.monotonic() - since < 10
     assert "wrote" not in stdout
     assert job.returncode == 130

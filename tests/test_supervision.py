@@ -21,6 +21,7 @@ from mpiddp.launch.record import Record
 from tests import cluster
 from tests.cluster import Cluster, Program
 from tests.flavours import PACKAGES, mpirun_of
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
 
 OTHERS = "The other ranks were stopped."
@@ -185,7 +186,7 @@ def test_what_only_the_job_id_tells_is_swept(hosts: Cluster) -> None:
     """A process that has left its session, and that nobody has told to end."""
     act = "import subprocess; subprocess.Popen(['setsid', 'sleep', '600']); sys.exit(3)"
     bystander = hosts["node1"].popen(["sleep", "601"])
-    said = start(hosts, act).program.communicate(timeout=40)[1]
+    said = start(hosts, act).program.communicate(timeout=PATIENCE_S)[1]
     assert "mpiddp: swept 1 of the job's processes from node1." in said.splitlines()
     assert [p.command for p in hosts["node1"].processes()] == ["sleep 601"]
     bystander.end()
@@ -214,7 +215,7 @@ def test_what_only_the_job_id_tells_is_swept(hosts: Cluster) -> None:
 )
 def test_a_rank_that_hangs_is_named_with_its_stack(hosts: Cluster, act: str, sentence: str) -> None:
     job = start(hosts, act, "--hang-timeout", "3")
-    stderr = job.program.communicate(timeout=40)[1]
+    stderr = job.program.communicate(timeout=PATIENCE_S)[1]
     assert f"mpiddp: rank 1 on node1 {sentence}" in stderr.splitlines(), stderr
     # mpirun's own last words may end without a newline.
     assert stderr.endswith("mpiddp: the ranks that hang were stopped.\n"), stderr

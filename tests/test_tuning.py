@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.ranks import clean_env, mpirun, script
 
 # As a step of training does it: much memory at once, and all of it freed. A later step needs no
@@ -42,7 +43,7 @@ def alone(tmp_path: Path, env: dict[str, str]) -> tuple[int, str]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     faults, threads = json.loads(done.stdout)

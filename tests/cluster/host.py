@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from tests.cluster import needs
 from tests.cluster.program import Program
+from tests.patience import PATIENCE_S
 
 USER = "mpiddp-test"  # exists in the hosts' own /etc/passwd alone, never on this machine
 USER_ID = 60123
@@ -44,7 +45,7 @@ class Host:
         self,
         argv: Sequence[Arg],
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float = PATIENCE_S,
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         cwd: Arg | None = None,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from tests.cluster.host import Arg, Host
 from tests.cluster.state import Cluster
+from tests.patience import PATIENCE_S
 
 _FOLDERS = ("/run/munge", "/run/slurm")  # on the host's own tmpfs, so all of it is private
 
@@ -74,7 +75,7 @@ class Slurm:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
         cwd: Arg | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = PATIENCE_S,
     ) -> subprocess.CompletedProcess[str]:
         """Submits a batch script from the first host and waits for its end.
 
@@ -138,13 +139,13 @@ def _daemon(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
     """Starts a daemon, which goes to the background by itself, on all hosts at once."""
     for host, program in [(host, host.popen(daemon)) for host in hosts]:
         with program:
-            _, said = program.communicate(timeout=10.0)
+            _, said = program.communicate(timeout=PATIENCE_S)
         if program.returncode != 0:
             raise RuntimeError(f"{daemon[0]} on {host.name}: {said}")
 
 
 def _wait_until(host: Host, command: Sequence[str], ready: Callable[[str], bool]) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + PATIENCE_S
     while not ready((said := host.run(command)).stdout):
         if time.monotonic() > deadline:
             log = host.path("/run/slurm/slurmctld.log").read_text()

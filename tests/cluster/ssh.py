@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.cluster import needs
 from tests.cluster.host import TMPDIR, USER, USER_ID, Host
+from tests.patience import PATIENCE_S
 
 # The default key exchange costs 60 ms of CPU time a login more.
 _SSHD_CONFIG = f"""\
@@ -80,7 +81,7 @@ def start_sshd(hosts: Sequence[Host]) -> None:
     """Starts the sshd of each host, all at once, and returns when they listen."""
     sshd = [needs.tool("sshd"), "-E", "/run/sshd.log"]
     starting = [(host, host.popen(sshd, stdout=None, stderr=None)) for host in hosts]
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + PATIENCE_S
     for host, process in starting:
         if process.wait() != 0:
             raise RuntimeError(f"sshd on {host.name}: {host.path('/run/sshd.log').read_text()}")
