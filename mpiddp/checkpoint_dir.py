@@ -7,6 +7,7 @@ flushed to the disk, then one rename. torch.load notices no flipped bit; the man
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -87,10 +88,10 @@ def write(root: Path, step: int, fill: Fill) -> Path:
     final = root / f"step_{step:08d}"
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)  # another user's, or held open over NFS
     if final.exists() and is_valid(final):
         return final
-    unfinished = root / f"{_UNFINISHED}{final.name}"
+    unfinished = _hidden(final)
     unfinished.mkdir()
     try:
         known = fill(unfinished) or {}
@@ -186,6 +187,20 @@ def prune(root: Path, keep: int, *, counts: Callable[[Path], bool] = is_whole) -
     return removed
 
 
+def set_aside(root: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of steps beyond `step`, so that they count no more; their new paths.
+
+    Raises:
+        OSError: one cannot be renamed.
+    """
+    moved = []
+    for folder in list_steps(root):
+        if step_of(folder) > step:
+            names = (folder.with_name(f"{folder.name}.old-{n}") for n in itertools.count(1))
+            moved.append(folder.rename(next(name for name in names if not name.exists())))
+    return moved
+
+
 def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) -> None:
     name = f"checkpoint {folder.name}"
     try:
@@ -227,9 +242,13 @@ def compare(manifest: bytes, hashes: Mapping[str, str]) -> None:
 
 def _remove(folder: Path) -> None:
     """A folder that is being removed must not look like a checkpoint, not even for a moment."""
-    doomed = folder.with_name(f"{_UNFINISHED}{folder.name}-removed")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    doomed = folder.rename(_hidden(folder))
+    shutil.rmtree(doomed, ignore_errors=True)  # what cannot be removed now is tried at each save
+
+
+def _hidden(folder: Path) -> Path:
+    """A new name that no checkpoint has."""
+    return folder.with_name(f"{_UNFINISHED}{folder.name}-{os.urandom(4).hex()}")
 
 
 def _sha256(path: Path) -> str:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _call(verb, rest)
         finally:
-            if verb not in RANKS:
+            if verb not in RANKS and sys.stdout is not None:  # it may have been closed
                 sys.stdout.flush()  # here, where it can be told that nobody reads any more
     except UserError as error:
         # Of the ranks of a job one is to speak; a launcher's variables mean nothing to other verbs.

@@ -32,8 +32,8 @@ from mpiddp.world import World
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 URGENT = b"!"  # in no word of a launcher's
-LINE_LIMIT = 64 * 1024  # bytes; a longer line ends the connection
-TEXT_LIMIT = 16 * 1024  # characters of a traceback or of stacks, its end being what counts
+LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
+TEXT_LIMIT = 16 * 1024  # characters of a text; JSON may need 12 bytes for one
 CONNECT_TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 0.5
 ORPHANED = 1  # the exit code of a rank whose launcher is gone
@@ -108,7 +108,7 @@ class Channel:
         self.say(
             "failed",
             code=code,
-            error=error[-TEXT_LIMIT:],
+            error=error[:TEXT_LIMIT],  # its beginning is what counts
             traceback=trace[-TEXT_LIMIT:],
             first=self.is_first,
         )

@@ -44,6 +44,7 @@ class Crew:
         self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have met
         self._is_first: bool | None = None
         self._round = 0
+        self._published = ""  # rank 0's words to all, of the newest exchange
 
     def exchange(self, text: str, *, timeout_s: float) -> list[str]:
         """Every rank's text, by rank: [world_size]. All ranks must call this.
@@ -72,6 +73,11 @@ class Crew:
         elif self._absent([f"{prefix}/all"], timeout_s + 5):
             raise UserError(f"{self._name(self.world.rank)} heard nothing from rank 0.")
         texts: list[str] = json.loads(self.store.get(f"{prefix}/all"))
+        # Else a long run fills the store. What all have read now is what was published before.
+        self.store.delete_key(f"{prefix}/{self.world.rank}")
+        if self.world.rank == 0:
+            self.store.delete_key(self._published)
+            self._published = f"{prefix}/all"
         return texts
 
     def agreed(self, text: str) -> str:
@@ -127,6 +133,15 @@ class Crew:
             except RuntimeError:  # rank 0 has ended, and it was first
                 self._is_first = self.world.rank == 0
         return self._is_first
+
+    def arrive(self, place: str) -> None:
+        """Say that this rank is at `place`, where each is once at most."""
+        self.store.set(f"{place}/{self.world.rank}", "")
+
+    def await_all(self, place: str, *, timeout_s: float) -> None:
+        """Wait until every rank has arrived at `place`, or time is up."""
+        ranks = range(self.world.world_size)
+        self._absent([f"{place}/{rank}" for rank in ranks], timeout_s)
 
     def leave(self) -> None:
         """Say goodbye; rank 0, whose process is the store, stays until all have or time is up.

@@ -120,5 +120,6 @@ class Watch:
                 if self._crew.world.local_rank == 0:
                     self._tell("ends: rank 0 is gone, and the store with it")
         if code and not self._over.wait(GRACE_S):
-            sys.stdout.flush()
+            with contextlib.suppress(Exception):  # whatever the script has put there
+                sys.stdout.flush()
             os._exit(int(code))

@@ -6,6 +6,7 @@ on node1, 4 and 5 on node2.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections import Counter
@@ -51,12 +52,11 @@ def expected_hosts(placement: str) -> list[str]:
 def misplaced(places: Sequence[Place], placement: str) -> str:
     """ "" if every rank is where `placement` wants it, else a sentence and a table."""
     wanted = expected_hosts(placement)
-    addresses = {name: _addresses(name) for name in set(wanted)}
-    short_names = Counter(name.partition(".")[0] for name in addresses)
+    short_names = Counter(name.partition(".")[0] for name in set(wanted))
     pairs = {(name, place.card.host) for name, place in zip(wanted, places, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
     named_right = all(
-        _is_on(place.card, name, addresses[name], short_names[name.partition(".")[0]] > 1)
+        _is_on(place.card, name, short_names[name.partition(".")[0]] > 1)
         for name, place in zip(wanted, places, strict=False)
     )
     if len(wanted) == len(places) and one_to_one and named_right:
@@ -102,7 +102,7 @@ def table(places: Sequence[Place], wanted: Sequence[str] = ()) -> str:
     )
 
 
-def _is_on(card: Card, name: str, addresses: frozenset[str], is_ambiguous: bool) -> bool:
+def _is_on(card: Card, name: str, is_ambiguous: bool) -> bool:
     """Whether the card's host is what the hostfile calls `name`: a name, an alias or an address.
 
     `is_ambiguous`: a.x.org and a.y.org are both in the hostfile, so "a" alone says nothing.
@@ -112,11 +112,14 @@ def _is_on(card: Card, name: str, addresses: frozenset[str], is_ambiguous: bool)
     if not is_ambiguous and name.partition(".")[0] == card.hostname.partition(".")[0]:
         return True
     own = {interface.address for interface in card.interfaces}
+    addresses = _addresses(name)
     # A name that rank 0 cannot resolve proves nothing against it: mpirun has reached the host by it.
     return not addresses or bool(addresses & own) or any(a.startswith("127.") for a in addresses)
 
 
+@functools.cache
 def _addresses(name: str) -> frozenset[str]:
+    """What `name` leads to. Where DNS does not answer, that costs 10 s."""
     try:
         return frozenset(str(info[4][0]) for info in socket.getaddrinfo(name, None))
     except OSError:

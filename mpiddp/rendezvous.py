@@ -26,6 +26,7 @@ from mpiddp.sockets import probe
 from mpiddp.world import World
 
 SIGTERM_S = 1.0  # for a rank to end by itself
+SPEAK_APART_S = 0.5  # between one rank that says that it waits in vain and the next
 
 VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel MPI"), "mvapich2": ("MVAPICH",)}
 
@@ -248,7 +249,7 @@ def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
         "--timeout 300. Or MPI took an interface that not all hosts share: name one, --mca "
         "btl_tcp_if_include 10.0.0.0/24 or mpiddp launch --interface eth0.\n"
     )
-    timeout_s += 0.5 * min(world.rank, 20)
+    timeout_s += SPEAK_APART_S * min(world.rank, 20)
     rank_process = os.getpid()
     met, over = os.pipe()
     watcher = os.fork()

@@ -112,7 +112,10 @@ def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
     deadline = time.monotonic() + PROBE_TIMEOUT_S
     with selectors.DefaultSelector() as selector:
         for address, port in zip(addresses, ports, strict=True):
-            attempt = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            try:
+                attempt = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            except OSError:  # a host without IPv6
+                continue
             attempt.setblocking(False)
             if attempt.connect_ex((address, port)) in (0, errno.EINPROGRESS):
                 selector.register(attempt, selectors.EVENT_WRITE, address)

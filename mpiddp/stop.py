@@ -37,7 +37,7 @@ class Stop:
         self._step: int | None = None
         self._decided = threading.Event()
         self.has_stopped = False  # this script ends early, as it was asked to
-        self.asked = threading.Event()
+        self.is_asked = False  # a plain one: a handler that waited for a lock could wait for itself
         self.is_aware = False  # whether the script will ask
         self.is_alone = True  # until a watch looks after it
 
@@ -53,13 +53,13 @@ class Stop:
     @property
     def is_open(self) -> bool:
         """Whether somebody asked and the step is still to be agreed on."""
-        return self.asked.is_set() and self._step is None
+        return self.is_asked and self._step is None
 
     def should_stop(self) -> bool:
         self.be_aware()
         with self._lock:
             self._calls += 1
-            if self.is_alone and self.asked.is_set() and self._step is None:
+            if self.is_alone and self.is_asked and self._step is None:
                 self._decide(self._calls)
             must_wait = self._step is None and self._promise == self._calls
         if control.channel is not None:
@@ -80,11 +80,11 @@ class Stop:
         """Take the next step of the agreement; the watch calls this now and then."""
         if self._step is not None:
             return
-        if self.asked.is_set():
+        if self.is_asked:
             store.set(ASKED, "")
         elif not store.check([ASKED]):
             return
-        self.asked.set()
+        self.is_asked = True
         self.promise(store, rank, AHEAD)
         keys = [f"{PROMISE}/{other}" for other in range(world_size)]
         if rank == 0 and store.check(keys):
@@ -140,7 +140,7 @@ def will_ask() -> None:
 def ask() -> None:
     """Somebody wants the job to stop. A script that does not ask for it gets SIGTERM instead."""
     if _stop.is_aware:
-        _stop.asked.set()
+        _stop.is_asked = True
     else:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -171,12 +171,12 @@ def let_signals_in() -> None:
 
 
 def _on_signal(number: int, frame: Any) -> None:
-    _stop.asked.set()
+    _stop.is_asked = True
 
 
 def _on_first_signal(before: Any, number: int, frame: Any) -> None:
     signal.signal(number, before)
-    _stop.asked.set()
+    _stop.is_asked = True
     name = signal.Signals(number).name
     with suppress(OSError):  # a pipe's reader may have got the Ctrl-C as well
         os.write(2, f"mpiddp: {name}: saving; another signal ends it at once.\n".encode())

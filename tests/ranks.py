@@ -28,8 +28,12 @@ def find_mpirun() -> str:
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without what a launcher around the tests may have left, plus `extra`."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in TORCH}
+    """This environment without what a launcher around the tests may have left, plus `extra`.
+
+    Nor PYTHONUNBUFFERED, for which a line and its end are two writes, and lines of two ranks mix.
+    """
+    left_out = (*TORCH, "PYTHONUNBUFFERED")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in left_out}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(extra or {})}
     return env
 

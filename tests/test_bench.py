@@ -68,8 +68,12 @@ def test_scaling_takes_the_lost_part_from_the_steps_it_has_timed(tmp_path: Path)
     for point in (alone, both):
         [steps] = point["step_s"]
         assert len(steps) == 2
-        speeds.append(point["global_batch_size"] * 2 / sum(steps))
-        assert point["images_per_s"]["median"] == pytest.approx(speeds[-1])
+        speeds.append(point["images_per_s"]["median"])
+        by_the_steps = point["global_batch_size"] * 2 / sum(steps)
+        if point is alone:
+            assert speeds[-1] == pytest.approx(by_the_steps)
+        else:  # the rank that is slowest in all is not so in every step
+            assert by_the_steps <= speeds[-1] * 1.000001 <= 2 * by_the_steps
     assert both["efficiency"]["median"] == pytest.approx(speeds[1] / 2 / speeds[0])
     assert both["ideal_images_per_s"] == pytest.approx(2 * speeds[0])
     assert results["settings"]["arch"] == "resnet20"
@@ -77,14 +81,14 @@ def test_scaling_takes_the_lost_part_from_the_steps_it_has_timed(tmp_path: Path)
 
 
 def test_the_bus_carries_more_than_the_sum_of_three(tmp_path: Path) -> None:
-    words = ["-H", "localhost:3", "--max-size", "64K", "--seconds", "0.02", "--repeats", "3"]
+    words = ["-H", "localhost:3", "--max-size", "64K", "--seconds", "0.000001", "--repeats", "5"]
     results, lines = measured(tmp_path / "out", "allreduce", *words)
     assert [point["bytes"] for point in results["points"]] == [1024, 4096, 16384, 65536]
     for point in results["points"]:
         speed = point["algorithm_gb_per_s"]["median"]
         assert point["backend"] == "gloo"
-        assert point["count"] >= 3
-        assert speed == pytest.approx(point["bytes"] / point["time_s"] / 1e9, rel=0.5)
+        assert point["count"] == 5  # odd: the median of the speeds is that of the times
+        assert speed == pytest.approx(point["bytes"] / point["time_s"] / 1e9, rel=1e-6)
         assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3)
     assert lines[-3][:3] == ["gloo", "64", "KiB"]
 

@@ -12,6 +12,7 @@ import pytest
 
 from mpiddp import checkpoint_dir
 from mpiddp.checkpoint_dir import BrokenCheckpoint
+from tests.ranks import clean_env
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
 
@@ -109,6 +110,39 @@ def fill(folder):
 
 checkpoint_dir.write(Path(sys.argv[1]), 2, fill)
 """
+
+
+def test_what_cannot_be_removed_costs_no_save(tmp_path: Path) -> None:
+    """Such as another user's files, or those that somebody holds open over NFS."""
+    code = """
+import os
+from pathlib import Path
+from mpiddp import checkpoint_dir
+if os.getuid() == 0:
+    os.setuid(65534)  # root may remove everything
+for step in (1, 2, 3, 4):
+    folder = checkpoint_dir.write(Path(), step, lambda folder: (folder / "model.pt").touch())
+    folder.chmod(0o555)
+    checkpoint_dir.prune(Path(), 2)
+"""
+    tmp_path.chmod(0o777)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=clean_env(), check=True)
+    assert list(map(checkpoint_dir.step_of, checkpoint_dir.list_steps(tmp_path))) == [3, 4]
+    for left in tmp_path.iterdir():
+        left.chmod(0o777)  # for pytest to remove
+
+
+def test_newer_ones_are_set_aside(tmp_path: Path) -> None:
+    for _ in range(2):
+        for step in (1, 2, 3):
+            checkpoint_dir.write(tmp_path, step, fill)
+        moved = checkpoint_dir.set_aside(tmp_path, 1)
+    assert names(tmp_path) == [
+        "step_00000001",
+        *(f"step_0000000{step}.old-{turn}" for step in (2, 3) for turn in (1, 2)),
+    ]
+    assert [folder.name for folder in moved] == ["step_00000002.old-2", "step_00000003.old-2"]
+    assert checkpoint_dir.list_steps(tmp_path) == [tmp_path / "step_00000001"]
 
 
 def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Each MPI has its own way to end a job, and two of them none: see mpiddp/failure.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ LAUNCH = (sys.executable, "-m", "mpiddp", "launch", "-H", "node0:1,node1:1")
 FAILING = """
 import os, sys, time
 if os.environ["RANK"] == "0":
-    time.sleep(60)
+    time.sleep(600)
 time.sleep(1)  # rank 0 sleeps by now
 print("failing at", time.time(), flush=True)
 {}
@@ -49,12 +50,13 @@ def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, flavour: str, end
     (failed_at,) = (line for line in done.stdout.splitlines() if line.startswith("failing at"))
 
     assert done.returncode == 1, done.stderr
-    assert over - float(failed_at.split()[-1]) < 20  # of the 60 s that rank 0 sleeps
-    named = [line for line in done.stderr.splitlines() if "rank 1 on node1" in line]
+    assert over - float(failed_at.split()[-1]) < 100  # of the 600 s that rank 0 sleeps
+    # mpirun's own last words may end without a newline.
+    named = re.findall("(?:mpiddp: )?rank 1 on node1.*", done.stderr)
     sentence = f"mpiddp: rank 1 on node1 {ENDS[end]}. The other ranks were stopped."
     assert named == [sentence], done.stderr
     assert ("Traceback" in done.stderr) == end.startswith("raise")
-    deadline = time.time() + 5  # the daemons see mpirun's end, and end
+    deadline = time.time() + 60  # the daemons see mpirun's end, and end
     while left := [process for host in hosts.hosts for process in host.processes()]:
         assert time.time() < deadline, left
         time.sleep(0.1)

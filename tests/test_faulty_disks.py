@@ -14,6 +14,7 @@ import pytest
 from mpiddp import checkpoint_dir
 from tests import cluster
 from tests.cluster import Host
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
 OUT = "/run/run-of-a-test"
@@ -103,6 +104,8 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
             for _ in range(1000):  # "busy" while a save is being written
                 if host.run(["mount", "-o", "remount,ro", SAVES]).returncode == 0:
                     break
+            else:
+                pytest.fail("the disk was busy whenever it was to become read-only")
             before = valid(host)
             assert program.stderr is not None
             line = program.stderr.readline()
@@ -146,7 +149,7 @@ def test_a_disk_that_is_full_to_the_last_byte_and_empty_again(host: Host) -> Non
 
 
 def await_step(host: Host, step: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         folders = checkpoint_dir.list_steps(host.path(SAVES))
         if folders and checkpoint_dir.step_of(folders[-1]) >= step:

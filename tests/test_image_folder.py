@@ -2,6 +2,8 @@
 
 import multiprocessing
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from mpiddp.train.data.image_folder import (
     class_names,
 )
 from mpiddp.train.data.ram_cache import RamCache
+from tests.ranks import clean_env, script
 
 CPU = torch.device("cpu")
 COLOURS = {"cat": (250, 10, 10), "dog": (10, 250, 10), "eel": (10, 10, 250)}
@@ -115,6 +118,36 @@ def test_workers_that_are_not_forked(folder: Path) -> None:
     assert all(map(torch.equal, everything(images), expected))
 
 
+WORKERS_AND_A_STOP = """
+import os, signal, subprocess, sys, torch
+from pathlib import Path
+from mpiddp.train.data.image_folder import ImageFolder
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: print("heard"))
+    images = ImageFolder(
+        Path(sys.argv[1]), torch.device("cpu"), image_size=16, augment=False, num_workers=2,
+        start_method=sys.argv[2],
+    )
+    batches = images.batches(torch.arange(images.num_images).split(1), epoch=0)
+    next(batches)
+    subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"])
+    print(1 + len(list(batches)))
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_workers_leave_a_stop_to_their_rank(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, start_method: str
+) -> None:
+    """A SIGTERM to the whole process group, as of timeout(1) or systemd."""
+    path = script(tmp_path_factory.mktemp("job"), WORKERS_AND_A_STOP)
+    command = [sys.executable, path, str(folder), start_method]
+    done = subprocess.run(
+        command, env=clean_env(), capture_output=True, text=True, start_new_session=True
+    )
+    assert (done.stdout.split(), done.stderr) == (["heard", "12"], "")
+
+
 def test_files_from_memory_are_the_same(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -180,6 +213,14 @@ def test_a_grey_image_and_one_with_transparency_become_rgb(folder: Path) -> None
     pixels, _ = everything(source(folder))
     assert bytes_of(pixels[0]).round().unique().tolist() == [77]
     assert pixels.shape == (12, 3, 16, 16)
+
+
+def test_sixteen_bits_of_grey_become_eight(folder: Path) -> None:
+    Image.fromarray(np.full((20, 20), 77 * 257, np.uint16)).save(folder / "cat" / "0.png")
+    with Image.open(folder / "cat" / "0.png") as image:
+        assert image.mode.startswith("I")
+    pixels, _ = everything(source(folder))
+    assert bytes_of(pixels[0]).round().unique().tolist() == [77]
 
 
 # What may be wrong

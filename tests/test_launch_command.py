@@ -117,6 +117,15 @@ def test_a_network_is_named_where_there_is_one_between_hosts() -> None:
         assert not {"btl_tcp_if_include", "-iface"} & set(words(mpi, alone))
 
 
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
+def test_no_host_but_this_one_has_to_log_in_to_others(mpi: str) -> None:
+    """From 64 hosts on, Open MPI's own way is that some start the daemons of others."""
+    few, many = (tuple(Node(f"node{i}", 1) for i in range(count)) for count in (64, 65))
+    flag = ("--mca", "plm_rsh_no_tree_spawn", "1")
+    assert not follows(words(mpi, replace(UNEQUAL, nodes=few)), *flag)
+    assert follows(words(mpi, replace(UNEQUAL, nodes=many)), *flag)
+
+
 @pytest.mark.parametrize(("mpi", "runtime"), [("openmpi5", "prte"), ("openmpi4", "orte")])
 def test_names_stay_whole_where_open_mpi_would_take_two_for_one(mpi: str, runtime: str) -> None:
     twins = replace(UNEQUAL, nodes=(Node("a.x.org", 1), Node("a.y.org", 1)))

@@ -25,7 +25,7 @@ import json, os, socket, time
 names = {"NCCL_DEBUG", "HF_TOKEN", "EDITOR", "MY_KEY", "MODE"} & os.environ.keys()
 received = {name: os.environ[name] for name in names}
 print(json.dumps([int(os.environ["RANK"]), socket.gethostname(), received]), flush=True)
-time.sleep(100)
+time.sleep(1000)
 """
 
 
@@ -64,7 +64,8 @@ def test_only_allowed_variables_travel_and_ctrl_c_leaves_nothing_anywhere(
     assert not [word for word in values if "hush" in word or "asked" in word]
 
     assert launcher.returncode == 130, stderr
-    assert stderr.splitlines()[-1] == "mpiddp: interrupted: the job was stopped."
+    # mpirun's own last words may end without a newline.
+    assert stderr.endswith("mpiddp: interrupted: the job was stopped.\n"), stderr
     assert gone(hosts) == []
 
 
@@ -74,27 +75,30 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
 ) -> None:
     script = hosts.shared / "deaf.py"
     script.write_text(
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "print('ready', flush=True); time.sleep(100)"
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))\n"
+        "print('ready', flush=True); time.sleep(1000)\n"
     )
-    command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "-H", "node1:1,node0:1", str(script)]
+    command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "--grace", "300"]
+    command += ["-H", "node1:1,node0:1", str(script)]
     with hosts["node0"].popen(command, cwd=ROOT) as launcher:
         assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         launcher.send_signal(signal.SIGINT)
-        time.sleep(0.2)
+        # Two that come at once would be one.
+        assert [launcher.stdout.readline() for _ in range(2)] == ["heard\n"] * 2
         start = time.monotonic()
         launcher.send_signal(signal.SIGINT)
         launcher.wait(timeout=PATIENCE_S)
-        assert time.monotonic() - start < 15  # of the 30 s of grace
+        assert time.monotonic() - start < 100  # of the 300 s of grace
         launcher.communicate()
     assert launcher.returncode == 130
     assert gone(hosts) == []
 
 
 def gone(hosts: Cluster) -> list[str]:
-    """What still runs on the hosts 5 s later; a daemon may take some of them to notice."""
-    deadline = time.monotonic() + 5
+    """What still runs on the hosts 60 s later; a daemon may take some of them to notice."""
+    deadline = time.monotonic() + 60
     while (left := job_processes(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left

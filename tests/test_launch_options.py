@@ -34,7 +34,9 @@ def test_report_prints_a_line_for_each_rank(tmp_path: Path) -> None:
 
 def test_verbose_says_what_was_chosen_and_why_and_how_long_the_start_took() -> None:
     """For an env:// script that knows nothing of mpiddp."""
+    start = time.monotonic()
     done = launch("-v", "-H", "localhost:2", str(ROOT / "tests" / "jobs" / "ddp_script.py"))
+    all_s = time.monotonic() - start
     assert done.returncode == 0, done.stderr
     mpi, placed = own_lines(done.stderr)
     assert re.fullmatch(r"mpiddp: Open MPI \d[\d.]+, /\S+/mpirun", mpi)
@@ -48,7 +50,7 @@ def test_verbose_says_what_was_chosen_and_why_and_how_long_the_start_took() -> N
         f"rank {rank} on {HOST} uses …" for rank in (0, 1)
     ]
     (timed,) = re.findall(r"^first all-reduce (.+) s after the command$", done.stdout, re.MULTILINE)
-    assert 0.5 < float(timed) < 60
+    assert 0.5 < float(timed) < all_s
     own = [line for line in done.stdout.splitlines() if re.match(r"rank \d of 2 local", line)]
     assert (len(own), len(uses) + 4) == (2, len(done.stdout.splitlines()))
 
@@ -75,17 +77,17 @@ def test_a_variable_for_the_ranks(tmp_path: Path, export: str, value: str) -> No
 
 def test_a_rank_that_never_joins_is_waited_for_as_long_as_said(tmp_path: Path) -> None:
     """Rank 1 hangs before it can meet anybody, in a sitecustomize that Python imports first."""
-    late = "import os, time\nif os.environ.get('OMPI_COMM_WORLD_RANK') == '1': time.sleep(60)\n"
+    late = "import os, time\nif os.environ.get('OMPI_COMM_WORLD_RANK') == '1': time.sleep(600)\n"
     (tmp_path / "sitecustomize.py").write_text(late)
     start = time.monotonic()
     done = launch(
         *("--timeout", "3", "-H", "localhost:2", script(tmp_path, TELL)),
         PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
     )
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100  # of the 600 s that it sleeps
     assert (done.returncode, done.stdout) == (1, "")
-    said = [line for line in own_lines(done.stderr) if "rank" in line]
-    assert said == [
+    # Rank 0, which waits in vain, may have said so as well where the launcher is slow.
+    assert re.findall("mpiddp: .*", done.stderr) == [
         f"mpiddp: only 1 of 2 ranks joined in 3 s. Missing: rank 1 on {HOST}. "
         "Its last words: none: its Python has not started there."
     ]

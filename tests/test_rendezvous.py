@@ -35,6 +35,14 @@ def facts(ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dic
     return sorted(told, key=lambda fact: int(fact["world"]["rank"]))
 
 
+def reserved(address: str) -> socket.socket:
+    """A socket whose port nobody is given by chance, but whoever names it may listen there."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held
+
+
 # --- the meeting ---
 
 
@@ -74,10 +82,11 @@ def test_every_rank_knows_its_place_and_where_rank_0_listens(ranks: int) -> None
 
 
 def test_what_the_user_has_set_stays_and_mpi_for_a_script_that_uses_it() -> None:
-    with socket.create_server(("127.0.0.7", 0)) as free:
-        port = str(free.getsockname()[1])
-    wishes = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
-    for fact in facts(2, "keep-mpi", env=wishes | {"RANK": "0", "WORLD_SIZE": "1"}):
+    with reserved("127.0.0.7") as held:
+        port = str(held.getsockname()[1])
+        wishes = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
+        told = facts(2, "keep-mpi", env=wishes | {"RANK": "0", "WORLD_SIZE": "1"})
+    for fact in told:
         assert not fact["touched"].keys() & wishes.keys()
         assert fact["touched"]["WORLD_SIZE"] == "2"  # a stale one is no wish
         assert (["127.0.0.7", int(port)] in fact["listening"]) == (fact["world"]["rank"] == 0)
@@ -221,19 +230,19 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
 
 
 def test_env_ranks_started_by_hand_meet(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.jobs.facts"],
-            env=clean_env(ENV | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | address),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [json.loads(rank.communicate(timeout=PATIENCE_S)[0])["world"] for rank in ranks]
+    with reserved("127.0.0.1") as held:
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1])}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.jobs.facts"],
+                env=clean_env(ENV | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | address),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        told = [json.loads(rank.communicate(timeout=PATIENCE_S)[0])["world"] for rank in ranks]
     assert [each["rank"] for each in told] == [0, 1]
     for each in told:
         assert (each["node_rank"], each["num_nodes"], each["master_addr"]) == (0, 1, "127.0.0.1")

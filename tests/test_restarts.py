@@ -6,10 +6,11 @@ python -m pytest tests/test_restarts.py
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,28 +53,54 @@ def test_a_failed_job_is_started_again_so_often(
     assert f"(restart {tries - 1} of 2)." in done.stderr
 
 
-def test_a_job_that_gets_on_waits_no_longer_each_time(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys, mpiddp; mpiddp.should_stop(); sys.exit(3)")
-    command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", f"{tmp_path}/script.py"]
-    with subprocess.Popen(
-        command, env=clean_env(), cwd=ROOT, stderr=subprocess.PIPE, text=True
-    ) as job:
-        assert job.stderr is not None
-        lines = [(time.monotonic(), line) for line in job.stderr if "mpiddp: " in line]
-    pauses = [end - start for (start, _), (end, line) in pairwise(lines) if "restarting" in line]
-    assert len(pauses) == 2, lines
-    assert all(1.0 <= pause < 1.9 for pause in pauses), pauses
+# `mpiddp launch`, but it says how long it would wait.
+TELLS_PAUSES = """
+import sys
+from mpiddp import cli
+from mpiddp.launch import restarts
+ask = restarts.is_asked_to_stop
+def tell(signals, within_s):
+    if within_s:
+        print("pause", within_s, file=sys.stderr, flush=True)
+    return ask(signals, within_s=0.0)
+restarts.is_asked_to_stop = tell
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "pauses"), [("mpiddp.should_stop()", ["1.0"] * 3), ("pass", ["1.0", "2.0", "4.0"])]
+)
+def test_a_job_that_gets_on_waits_no_longer_each_time(
+    tmp_path: Path, step: str, pauses: list[str]
+) -> None:
+    job = script(tmp_path, f"import sys, mpiddp; {step}; sys.exit(3)")
+    command = [sys.executable, "-c", TELLS_PAUSES, "launch", "-H", "localhost:1"]
+    command += ["--max-restarts", "3", job]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    words = re.findall(r"^(?:pause (.+)|mpiddp: (restarting) .+)$", done.stderr, re.MULTILINE)
+    told = [pause or restarting for pause, restarting in words]
+    assert told == [word for pause in pauses for word in (pause, "restarting")], done.stderr
+
+
+WAITS_LONG = f"""
+import sys
+from mpiddp import cli
+from mpiddp.launch import restarts
+restarts.FIRST_PAUSE_S = restarts.LONGEST_PAUSE_S = {10 * PATIENCE_S}
+sys.exit(cli.main())
+"""
 
 
 def test_a_stop_between_two_starts_is_heard(tmp_path: Path) -> None:
-    command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "9", script(tmp_path, "1 / 0")]
+    command = [sys.executable, "-c", WAITS_LONG, "launch", "-H", "localhost:1"]
+    command += ["--max-restarts", "9", script(tmp_path, "1 / 0")]
     with subprocess.Popen(command, env=clean_env(), stderr=subprocess.PIPE, text=True) as job:
         assert job.stderr is not None
-        for line in job.stderr:
-            if "(restart 2 of 9)" in line:
-                break
         next(line for line in job.stderr if "failed first: ZeroDivisionError" in line)
-        job.terminate()  # in the pause of 4 s that follows
+        job.terminate()
         last = job.stderr.read().splitlines()[-1]
     assert (last, job.returncode) == ("mpiddp: interrupted between two starts.", 130)
 
@@ -141,7 +168,7 @@ def last_step(records: Path) -> int:
 
 
 def wait_for_step(records: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while last_step(records) < step:
         assert time.monotonic() < deadline, f"step {last_step(records)} instead of {step}"
         time.sleep(0.1)

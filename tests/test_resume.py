@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpiddp import checkpoint_dir
 from tests import tiny_data
 from tests.data_cache import fetched_cifar10
 from tests.ranks import own_lines
@@ -120,7 +121,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Command]:
     command = fashion(folder, "--global-batch-size=8", "--log-every=2")
     job = train(2, *command, "--out", folder / "out", "--stop-at-step=2", "--save-every=1")
     assert (job.returncode, own_lines(job.stderr)) == (75, [])
-    assert f"stopped at step 2; the same command with --out {folder / 'out'} goes on." in job.stdout
+    assert "stopped at step 2; the same command goes on." in job.stdout
     return folder / "out", command
 
 
@@ -183,6 +184,14 @@ def test_records_beyond_the_checkpoint_are_dropped(went_on: dict[str, tuple[Path
         out, _ = went_on[name]
         assert steps_recorded(out) == expected, name
         assert all(r.get("train_loss", 0) < 99 for r in records(out))
+
+
+def test_going_back_sets_newer_checkpoints_aside(went_on: dict[str, tuple[Path, Turn]]) -> None:
+    """Else they would count as this run's, which never wrote them."""
+    out, ran = went_on["back"]
+    assert "set aside as step_00000002.old-1: it is of a later step" in ran.stdout
+    checkpoint_dir.verify(out / "checkpoints" / "step_00000002.old-1")
+    assert "set aside" not in went_on["as it was"][1].stdout
 
 
 def test_a_run_that_is_over_keeps_its_summary(went_on: dict[str, tuple[Path, Turn]]) -> None:

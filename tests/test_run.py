@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from socket import gethostname
+from types import SimpleNamespace
 
 import pytest
 
-from mpiddp import run
+from mpiddp import errors, run
 from mpiddp.errors import UserError, say_alone
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
@@ -266,11 +266,14 @@ def test_alone_it_is_a_job_of_one_rank() -> None:
     assert done.returncode == 0
 
 
-def test_rank_0_has_the_word_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_has_the_word_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The first to end makes mpirun end the others: a rank that is silent must not be that one."""
-    begin = time.monotonic()
+    waits: list[float] = []
+    monkeypatch.setattr(errors, "time", SimpleNamespace(sleep=waits.append))
     say_alone("one sentence", 0, 0)
-    first = time.monotonic()
+    assert waits == []
     say_alone("the same from its neighbour", 1, 1)
-    assert time.monotonic() - first > first - begin + 1
+    assert waits == [2.0]
     assert capsys.readouterr().err == "one sentence\n"

@@ -7,8 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mpiddp import checkpoint_dir
 from mpiddp.checkpoint_dir import HashedFile
 from mpiddp.crew import Crew
+from mpiddp.train import due as due_module
 from mpiddp.train.due import Due, Every, parse_every
 from mpiddp.train.snapshot import HostMemory
 from mpiddp.world import World
@@ -120,19 +121,21 @@ def test_no_intervals(text: str) -> None:
         parse_every(text)
 
 
-def test_by_the_clock() -> None:
-    """Slow first steps, then quick ones: the saves are an interval apart, within a step or two."""
+def test_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow first steps, then quick ones: the saves are an interval apart."""
     crew = Crew(World(0, 1, 0, 1), dist.HashStore())
-    due = Due(Every(seconds=0.5), crew, 7, timeout_s=1)
-    saves = [time.monotonic()]
+    now = 0.0
+    monkeypatch.setattr(due_module, "time", SimpleNamespace(monotonic=lambda: now))
+    due = Due(Every(seconds=0.5), crew, 7, timeout_s=PATIENCE_S)
+    saves = [now]
     step = 7
     while len(saves) < 4:
         step += 1
-        time.sleep(0.1 if step < 12 else 0.01)
+        now += 3 / 32 if step < 12 else 1 / 64
         if due.at(step, ends_epoch=True):
-            saves.append(time.monotonic())
+            saves.append(now)
     gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
-    assert all(0.35 < gap < 2.5 for gap in gaps), gaps
+    assert gaps == [0.5] * 3
 
 
 def test_two_ranks_agree_on_the_steps_and_keep_two(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def test_slurms_signal_before_the_time_limit_stops_in_good_order(batch: Slurm) -
     """As `#SBATCH --signal=B:USR1@60` has it delivered, to a batch script that became the launcher."""
     out = batch.cluster.shared / "stopped"
     job = [arg for arg in TRAIN if arg != "--steps-per-epoch=2"]
-    command = shlex.join([MPIDDP, "launch", *job, str(out), "--log-every=5"])
+    words = ["launch", "--grace", "600", *job]
+    command = shlex.join([MPIDDP, *words, str(out), "--log-every=5"])
     script = (
         f"#!/bin/sh\n(until grep -qs train_loss {out}/metrics.jsonl; do sleep 0.2; done\n"
         f'scancel --batch --signal=USR1 "$SLURM_JOB_ID") &\nexec {command}\n'
@@ -91,7 +92,7 @@ def test_slurms_signal_before_the_time_limit_stops_in_good_order(batch: Slurm) -
     done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
     assert done.returncode == 75, done.stdout
     assert "mpiddp: stopped on request." in done.stdout
-    assert f"mpiddp: to go on: mpiddp launch {shlex.join(job)} {out}" in done.stdout
+    assert f"mpiddp: to go on: mpiddp {shlex.join(words)} {out}" in done.stdout
     assert len(list((out / "checkpoints").iterdir())) == 1
 
 

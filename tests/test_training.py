@@ -112,8 +112,8 @@ def test_the_summary(run: Path) -> None:
     assert (found["test_accuracy"] * 37) % 1 == pytest.approx(0, abs=1e-9)
     assert 1 < found["train_loss"] < 5
     assert 0 < found["step_time_p50_s"] <= found["step_time_p95_s"] < found["wall_s"]
-    # 8 images a step
-    assert found["images_per_s"] == pytest.approx(8 / found["step_time_p50_s"], rel=0.9)
+    # Of 10 steps of 8 images the first 3 do not count.
+    assert 0 < 7 * 8 / found["images_per_s"] < found["wall_s"]
 
 
 def test_the_records(run: Path) -> None:

@@ -52,7 +52,7 @@ def alone(tmp_path: Path, env: dict[str, str]) -> tuple[int, str]:
 
 def test_memory_is_kept_from_step_to_step(tmp_path: Path) -> None:
     faults, _ = alone(tmp_path, clean_env())
-    assert faults < HUGE_PAGES / 10
+    assert faults < HUGE_PAGES / 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="these variables are glibc's")

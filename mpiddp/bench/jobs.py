@@ -95,7 +95,7 @@ def run(argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None)
     with (
         tempfile.TemporaryFile("w+") as errors,
         _child(argv, errors.fileno()) as child,
-        _alarm(timeout_s, child) as alarm,
+        _alarm(timeout_s, child) as rang,
     ):
         assert child.stdout is not None
         for line in child.stdout:
@@ -103,10 +103,9 @@ def run(argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None)
             if on_line is not None:
                 on_line(child.pid, line)
         code = child.wait()
-        in_time = alarm.is_alive()
         errors.seek(0)
         words = errors.read().strip()
-    if not in_time:
+    if rang.is_set():
         raise JobFailed(1, f"it did not end within {timeout_s:g} s.")
     if code != 0:
         raise JobFailed(code, words)
@@ -115,12 +114,18 @@ def run(argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None)
 
 
 @contextmanager
-def _alarm(seconds: float, child: subprocess.Popen[str]) -> Iterator[threading.Timer]:
-    """Ends the child unless the body has ended by then."""
-    alarm = threading.Timer(seconds, child.terminate)
+def _alarm(seconds: float, child: subprocess.Popen[str]) -> Iterator[threading.Event]:
+    """Ends the child unless the body has ended by then; the event says that it did."""
+    rang = threading.Event()
+
+    def ring() -> None:
+        rang.set()  # first: who sees the child's end sees its cause
+        child.terminate()
+
+    alarm = threading.Timer(seconds, ring)
     alarm.start()
     try:
-        yield alarm
+        yield rang
     finally:
         alarm.cancel()
 

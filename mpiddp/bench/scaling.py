@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
     for number in range(options.rounds):
         for ranks in sizes if number % 2 == 0 else reversed(sizes):
             [run] = jobs.run("scaling", *arguments, ranks=ranks).found
-            run["images_per_s"] = run["global_batch_size"] * options.steps / sum(run["step_s"])
+            run["images_per_s"] = run["global_batch_size"] * options.steps / run["total_s"]
             runs[ranks].append(run)
             speed = f"{run['images_per_s']:,.0f} images/s"
             progress("scaling", ranks, number + 1, options.rounds, speed)

@@ -62,6 +62,8 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
         parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _WHOLE_NAMES))
     if files:
         parameters.append(("plm_rsh_args", _ssh_arguments(files), _SSH_CONFIG))
+    if len(request.nodes) > _TREE_RADIX:
+        parameters.append(("plm_rsh_no_tree_spawn", "1", _LOGINS_FROM_HERE))
     for name, value, why in parameters:
         if not {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys():
             flags.append(flag("--mca", name, value, why=why))
@@ -74,6 +76,9 @@ _NETWORK = "the network that the hosts share, for not every one of a host's lead
 _KEEPALIVE = "a host that is cut off is noticed within seconds, not minutes"
 
 
+# From so many hosts on Open MPI has some log in to others.
+_TREE_RADIX = 64
+_LOGINS_FROM_HERE = "all logins come from this host: the others need not know one another"
 _WHOLE_NAMES = "names stay whole: cut at the first dot, as is usual, ssh may not know them"
 
 

@@ -118,7 +118,7 @@ def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
 
 def _failed(mpi: Mpi, end: End, record: Record, first: Word) -> Outcome:
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Outcome(first.facts["code"], "")  # it has said why
+        return Outcome(first.facts["code"], record.unsaid(first))
     return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import sys
 import time
 
 from mpiddp.launch.environment import without_secrets
@@ -50,5 +49,6 @@ def main(argv: list[str]) -> int:
 
 
 def _say(sentence: str) -> None:
+    # Not by way of sys.stderr, which at exit would try once more, and end this process with code 120.
     with contextlib.suppress(OSError):  # a terminal that is gone must not take the job with it
-        print(f"mpiddp: {sentence}", file=sys.stderr, flush=True)
+        os.write(2, f"mpiddp: {sentence}\n".encode(errors="backslashreplace"))

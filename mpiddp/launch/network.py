@@ -62,6 +62,6 @@ def _route(host: str) -> tuple[str, str] | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
-        except OSError:  # not resolved, or no route
+        except (OSError, UnicodeError):  # not resolved, or no route
             return None
         return str(probe.getsockname()[0]), str(probe.getpeername()[0])

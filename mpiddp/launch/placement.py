@@ -22,7 +22,7 @@ def is_this_host(name: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # a label that no name can have
         return False
     return any(_is_own_address(family, address) for family, _, _, _, address in found)
 

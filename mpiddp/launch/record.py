@@ -93,8 +93,11 @@ class Record:
 
     @property
     def all_stopped(self) -> bool:
-        """Whether the job ended early as it was asked to, with all that it had saved."""
-        return self.all_done and len(self.stopped) == self.world_size
+        """Whether the job ended early as it was asked to, with all that it had saved.
+
+        Some ranks may have had less to do than others, and been at their end already.
+        """
+        return self.all_done and bool(self.stopped)
 
     def first_failure(self) -> Word | None:
         """The rank that the others' trouble comes from.
@@ -149,6 +152,13 @@ class Record:
         where = f" (its traceback: {log})" if log else ""
         summary = error.strip().partition("\n")[0]
         return f"{self.name(first.rank)} failed first: {summary}{where}.{others}"
+
+    def unsaid(self, refusal: Word) -> str:
+        """Why a rank refused, where none of those that did was to say so: see `errors.say_alone`."""
+        refused = (rank for rank, word in self.failures.items() if word.kind == "failed")
+        if any(self.hosts.index(self.hosts[rank]) == rank for rank in refused):
+            return ""
+        return str(refusal.facts["error"])
 
     def _lost_with(self, first: Word) -> list[str]:
         """The hosts of the ranks that vanished as `first` did, in the order of their ranks."""

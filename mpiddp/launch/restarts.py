@@ -25,6 +25,7 @@ from mpiddp.launch.supervisor import Limits
 from mpiddp.phrases import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+START_TIMEOUT_S = 120.0  # until the first rank is there: all disks may be cold
 
 Say = Callable[[str], None]
 
@@ -45,7 +46,7 @@ def _run(
     say: Say,
     signals: socket.socket,
 ) -> Outcome:
-    outcome = attempt(mpi, request, _limits(options, started_at), say, signals)
+    outcome = attempt(mpi, request, _limits(options, mpi, started_at), say, signals)
     resume, batch = outcome.resume, outcome.batch
     world_size = request.world_size  # of the attempt that has told its batch
     in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
@@ -61,6 +62,8 @@ def _run(
             most_ranks = max(1, batch.images // 2) if batch else None
             mpi, request = make_request(options, started_at, os.environ, say, most_ranks=most_ranks)
         except UserError as error:  # a host may need longer than this pause
+            if is_asked_to_stop(signals, within_s=0.0):
+                return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
             outcome = Outcome(FAILED, str(error), resume, batch)
             continue
         if is_asked_to_stop(signals, within_s=0.0):
@@ -75,19 +78,22 @@ def _run(
                 f"{batch.images}."
             )
         request = replace(request, job=tuple(job))
-        outcome = attempt(mpi, request, _limits(options, started_at), say, signals)
+        outcome = attempt(mpi, request, _limits(options, mpi, started_at), say, signals)
         resume = resume or outcome.resume
         if batch is None:
             batch, world_size = outcome.batch, request.world_size
     return replace(outcome, resume=resume)
 
 
-def _limits(options: argparse.Namespace, started_at: float) -> Limits:
+def _limits(options: argparse.Namespace, mpi: Mpi, started_at: float) -> Limits:
     """The clock of --stop-after runs on over restarts."""
     stop_after_s = options.stop_after
     if stop_after_s is not None:
         stop_after_s = max(0.0, started_at + stop_after_s - time.time())
-    return Limits(options.grace, stop_after_s, options.hang_timeout)
+    # srun may have to wait for others' steps to end.
+    starts_in = max(START_TIMEOUT_S, 2 * (options.timeout or 0))
+    start_timeout_s = None if mpi.flavour == "slurm" else starts_in
+    return Limits(options.grace, start_timeout_s, stop_after_s, options.hang_timeout)
 
 
 def _keeping_batch(job: Sequence[str], batch: Batch, world_size: int) -> list[str]:

@@ -20,7 +20,7 @@ from mpiddp.launch.signals import STOP_SIGNALS, ends_of_children_heard
 STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
 SPREAD_S = 3.0  # for a failure to reach all ranks by itself
 FAREWELL_S = 10.0  # for mpirun to end when no rank is left
-STACKS_S, POKED_S = 1.5, 0.5  # for ranks to answer, and for those that need to be poked
+STACKS_S, POKED_S = 4.0, 1.0  # for ranks to answer, and for those that need to be poked
 END_S = 2.0  # for ranks that were told to end
 SILENCE_S = 1.0  # for a host to acknowledge a word
 LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
@@ -33,6 +33,7 @@ class Limits:
     """How long this or that may take, in seconds; None: for ever."""
 
     grace_s: float = 30.0
+    start_timeout_s: float | None = None  # until the first rank is there
     stop_after_s: float | None = None
     hang_timeout_s: float | None = None
 
@@ -84,7 +85,9 @@ class Supervisor:
             self._selector.register(signals, selectors.EVENT_READ, signals)
             self._mpirun = Mpirun(argv, env)
             if self._limits.stop_after_s is not None:
-                self._in(self._limits.stop_after_s, lambda: self._ask_to_stop("--stop-after"))
+                self._in(self._limits.stop_after_s, self._stop_by_the_clock)
+            if self._limits.start_timeout_s is not None and self._listener is not None:
+                self._in(self._limits.start_timeout_s, self._look_for_a_start)
             if self._limits.hang_timeout_s is not None:
                 self._in(1.0, self._look_for_hangs)
             while self._mpirun.code is None:
@@ -108,14 +111,15 @@ class Supervisor:
         if self._agenda:
             until = min(max(0.0, self._agenda[0][0] - time.monotonic()), LONGEST_WAIT_S)
             timeout = until if timeout is None else min(until, timeout)
-        for key, _ in self._selector.select(timeout):
-            if key.data is signals:
-                for number in signals.recv(64):
-                    if number in STOP_SIGNALS:
-                        self._on_signal(number)
-            elif self._listener is not None:
-                for word in self._listener.hear(key.data):
+        ready = [key.data for key, _ in self._selector.select(timeout)]
+        for data in ready:
+            if data is not signals and self._listener is not None:
+                for word in self._listener.hear(data):
                     self._on_word(word)
+        if signals in ready:  # after the words: who sends one may have seen what the ranks said
+            for number in signals.recv(64):
+                if number in STOP_SIGNALS:
+                    self._on_signal(number)
         while self._agenda and self._agenda[0][0] <= time.monotonic():
             self._agenda.pop(0)[1]()
 
@@ -160,6 +164,10 @@ class Supervisor:
         if self._record.aware:
             self._say(f"{reason}: the ranks save and stop; another signal ends them at once.")
 
+    def _stop_by_the_clock(self) -> None:
+        if not self._stops:
+            self._ask_to_stop("--stop-after")
+
     def _stop_mpirun(self) -> None:
         if not self._is_ending:
             self._is_ending = True
@@ -178,12 +186,20 @@ class Supervisor:
         for word in self._listener.lose_silent():
             self._record.note(word)
 
+    def _look_for_a_start(self) -> None:
+        """No rank at all has come: then it is mpirun that hangs, and nobody else would ever say so."""
+        if not self._record.started and not self._is_failing and not self._stops:
+            self._end(
+                f"no rank has started in {self._limits.start_timeout_s:g} s: mpirun hangs, or its "
+                "logins on other hosts do. Where starting takes that long: --timeout."
+            )
+
     def _look_for_hangs(self) -> None:
         """Without a step for too long, all ranks are asked for their stacks, then one is blamed."""
         timeout_s = self._limits.hang_timeout_s
         assert timeout_s is not None
         newest = self._record.newest_step_at
-        if self._is_failing or self._record.done or self._stops:
+        if self._is_failing or self._record.all_done or self._stops:
             return
         if newest is None or time.monotonic() - newest < timeout_s:
             self._in(min(1.0, timeout_s), self._look_for_hangs)
@@ -206,7 +222,7 @@ class Supervisor:
         if self._record.newest_step_at != newest:  # so it was only slow
             self._look_for_hangs()
             return
-        if self._is_failing or self._record.done or self._stops:
+        if self._is_failing or self._record.all_done or self._stops:
             return
         from mpiddp.launch.hangs import sentences
 

@@ -360,3 +360,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def out_dir(config: TrainConfig, time: str) -> Path:
     return Path(config.out) if config.out else Path("runs") / f"{time}-{config.arch}"
+
+
+def to_go_on(config: TrainConfig, out: Path) -> list[str]:
+    """What the same command needs besides to go on where this run, in `out`, ends."""
+    ours = [] if config.out else ["--out", str(out)]
+    return ours if config.resume == "auto" or config.go_on else [*ours, "--go-on"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from mpiddp.errors import UserError
 from mpiddp.stop import should_stop
 from mpiddp.train import checkpoint, replicas
 from mpiddp.train.checkpoint import Progress
-from mpiddp.train.config import TrainConfig
+from mpiddp.train.config import TrainConfig, to_go_on
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
 from mpiddp.train.due import Due
@@ -28,7 +29,7 @@ from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, percentile, slowest
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.records import Records
-from mpiddp.train.resume import Start
+from mpiddp.train.resume import Start, set_newer_aside
 from mpiddp.train.saver import Saver
 from mpiddp.train.schedule import learning_rate, scaled_lr
 from mpiddp.train.sharding import Shards
@@ -117,6 +118,7 @@ def train(
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
 
     progress = saved.progress if saved else Progress()
+    set_newer_aside(start, progress.step, out, crew, keepers, say)
     if saved:
         model.load_state_dict(saved.model)
         checkpoint.restore_optimizer(optimizer, saved.trainer["optimizer"])
@@ -199,16 +201,19 @@ def train(
             if is_last:
                 saver.finish()
             if stops:
-                say(f"stopped at step {progress.step}; the same command with --out {out} goes on.")
+                extra = to_go_on(config, out)
+                again = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
+                say(f"stopped at step {progress.step}; {again} goes on.")
                 return None
             if is_due or step is steps[-1]:
                 timer.resume()
 
     if score is None and data.test is not None:  # resumed after the last step
         score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
-    seconds_of_steps = slowest(timer.read(), device)
-    if len(seconds_of_steps) > 2 * STARTUP_STEPS:
-        seconds_of_steps = seconds_of_steps[STARTUP_STEPS:]
+    own_seconds = timer.read()
+    if len(own_seconds) > 2 * STARTUP_STEPS:
+        own_seconds = own_seconds[STARTUP_STEPS:]
+    *seconds_of_steps, seconds = slowest([*own_seconds, sum(own_seconds)], device)
     images = sum(images_of_steps[-len(seconds_of_steps) :])
     return Summary(
         dataset=data.name,
@@ -223,7 +228,7 @@ def train(
         train_loss=train_loss,
         test_accuracy=score.accuracy if score else None,
         test_images=score.num_images if score else None,
-        images_per_s=images / sum(seconds_of_steps) if seconds_of_steps else None,
+        images_per_s=images / seconds if seconds_of_steps else None,
         step_time_p50_s=percentile(seconds_of_steps, 50),
         step_time_p95_s=percentile(seconds_of_steps, 95),
         wall_s=time.monotonic() - started_at,

@@ -22,7 +22,7 @@ from mpiddp.errors import UserError, silence_stdout
 from mpiddp.exit_codes import DONE, STOPPED
 from mpiddp.phrases import counted
 from mpiddp.stop import listen_when_alone, stopped, will_ask
-from mpiddp.train.config import TrainConfig, out_dir, parse, settle
+from mpiddp.train.config import TrainConfig, out_dir, parse, settle, to_go_on
 from mpiddp.tuning import tune
 from mpiddp.world import World
 
@@ -103,9 +103,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
         start = resume.find(crew, config, data.contents, out, say)
         shards = plan.shards
         control.say("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
-        ours = [] if config.out else ["--out", str(out)]
-        again = [] if config.resume == "auto" or config.go_on else ["--go-on"]
-        control.say("resume", arguments=ours + again)
+        control.say("resume", arguments=to_go_on(config, out))
         with crew.together(), _writing(out):  # all is well: only now something is written
             for folder in (out / "logs", out / "checkpoints"):  # on every host
                 folder.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ class Start:
     folder: Path | None = None  # on the holder's host; None: there is nothing to go on from
     lacking: tuple[int, ...] = ()  # one rank of each host whose --out should have it, and has not
     saved: Saved | None = None  # its contents, on the holder alone
+    goes_back: bool = False  # to a checkpoint of this run that the user has named
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,39 @@ def find(
     say(f"going on from {folder}{where}: {progress}")
     lacking = [rank for rank, found in finds.items() if found.step < best.step]
     is_own = config.resume == "auto" or (config.go_on and folder.parent == out / "checkpoints")
-    return Start(holder, folder, tuple(lacking if is_own else ()), saved)
+    goes_back = not is_own and folder.resolve().parent == (out / "checkpoints").resolve()
+    return Start(holder, folder, tuple(lacking if is_own else ()), saved, goes_back)
+
+
+def set_newer_aside(
+    start: Start, step: int, out: Path, crew: Crew, keepers: list[int], say: Callable[[str], None]
+) -> None:
+    """Where --resume names an older checkpoint of `out`, those of later steps count no more.
+
+    Else the newest of them would be what a restart goes on from, and the last one the result. All
+    ranks must call this.
+
+    Args:
+        step: where the run goes on.
+        keepers: the ranks that write into `out`.
+
+    Raises:
+        SystemExit: they cannot be renamed; rank 0 has said so.
+    """
+    root = out / "checkpoints"
+    if not start.goes_back:
+        return
+    moved: list[Path] = []
+    with crew.together():
+        if crew.world.rank in keepers:
+            try:
+                moved = checkpoint_dir.set_aside(root, step)
+            except OSError as error:
+                raise UserError(
+                    f"{root}: newer checkpoints cannot be renamed: {error.strerror}."
+                ) from None
+    for folder in moved:
+        say(f"set aside as {folder.name}: it is of a later step than this run goes on from")
 
 
 def _complaints(finds: dict[int, _Found], best: _Found, crew: Crew) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from mpiddp.train.config import TrainConfig
 from mpiddp.train.engine import averaged_buffers
 from mpiddp.train.replicas import warn
 from mpiddp.train.snapshot import HostMemory
+
+WRITE_TIMEOUT_S = 1800.0  # for a slow disk to take a whole checkpoint
 
 
 class Saver:
@@ -94,7 +97,8 @@ class Saver:
         """The end of the save in flight, for all ranks to hear."""
         problem = self._pending.result() if self._pending else ""
         self._pending = None
-        problems = self._crew.exchange(problem, timeout_s=self._config.timeout)
+        timeout_s = max(WRITE_TIMEOUT_S, self._config.timeout)
+        problems = self._crew.exchange(problem, timeout_s=timeout_s)
         if must_succeed and any(problems):
             with self._crew.together():
                 if problem:
@@ -119,9 +123,13 @@ class Saver:
 
         try:
             self._is_valid[checkpoint_dir.write(self._root, progress.step, fill)] = True
-            checkpoint_dir.prune(self._root, self._config.keep, counts=self._counts)
         except OSError as error:
             return _sentence(error, self._root, progress.step, _num_bytes(contents))
+        try:
+            checkpoint_dir.prune(self._root, self._config.keep, counts=self._counts)
+        except OSError as error:  # this one is safe all the same
+            sentence = f"warning: {self._root}: no old checkpoint can be removed: {error.strerror}."
+            print(sentence, file=sys.stderr, flush=True)
         return ""
 
     def _counts(self, folder: Path) -> bool:

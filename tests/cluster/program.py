@@ -35,6 +35,7 @@ class Program(subprocess.Popen[str]):
     def end(self) -> None:
         """Kills a running program with all processes of its session, and waits for their end."""
         if pid := self.inner_pid():
+            self.send_signal(signal.SIGKILL)  # it has no session yet where setsid has not run
             while members := proc.session_members(pid):
                 for member in members:
                     with suppress(ProcessLookupError):

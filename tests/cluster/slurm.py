@@ -42,6 +42,10 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=0
+# A daemon that is slow to answer is not dead.
+MessageTimeout=100
+TCPTimeout=60
+BatchStartTimeout=100
 EnforcePartLimits=ALL
 # The CPUs below are what the test says and not what the machine has.
 SlurmdParameters=config_overrides

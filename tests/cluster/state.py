@@ -1,6 +1,7 @@
 """Which clusters stand on this machine: a folder for each under /run, written while it stands.
 
 It lets another process look into a cluster, take it down, or clear away what a killed one left.
+MPIDDP_TEST_CLUSTERS names another folder below /run, whose clusters no other run sees.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from tests.cluster import proc
 from tests.cluster.host import Host
 
-STATE = Path("/run/mpiddp-cluster")
+STATE = Path(os.environ.get("MPIDDP_TEST_CLUSTERS", "/run/mpiddp-cluster"))
 
 Identity = tuple[int, int | None]  # a pid and its start time: one process for good
 
@@ -54,7 +55,10 @@ def reserve(name: str) -> Path:
     Raises RuntimeError when there is one of that name.
     """
     new = STATE / f".{name}.{os.getpid()}"
-    (new / "shared").mkdir(parents=True)
+    while True:
+        with suppress(FileNotFoundError):  # the end of the last cluster has removed STATE meanwhile
+            (new / "shared").mkdir(parents=True)
+            break
     (new / "shared").chmod(0o1777)
     record(new, owner=identity(os.getpid()))
     try:
@@ -85,23 +89,31 @@ def attach(name: str) -> Cluster:
 
 def alive(name: str) -> bool:
     """Whether a cluster is in use: its owner lives, or it has none and its processes do."""
-    state = _read(name)
+    try:
+        state = _read(name)
+    except FileNotFoundError:  # another process has just taken it down
+        return False
     needed = [state["owner"]] if state["owner"] else state["processes"]
     return any(proc.is_running(pid, started) for pid, started in needed)
 
 
 def take_down(name: str) -> None:
     """Ends all processes of a cluster and forgets it. Does nothing when there is none."""
-    folder = STATE / name
-    if not folder.exists():
+    try:
+        processes = _read(name)["processes"]
+    except FileNotFoundError:
         return
-    for pid, started in _read(name)["processes"]:
+    for pid, started in processes:
         if proc.start_time(pid) == started:
             if child := proc.first_child(pid):  # a host's pid 1; the switch has none
                 proc.kill_and_wait(child, proc.start_time(child))
             proc.kill_and_wait(pid, started)
             proc.reap(pid)
-    shutil.rmtree(folder)
+    try:
+        gone = (STATE / name).rename(STATE / f".{name}.gone.{os.getpid()}")
+    except FileNotFoundError:  # another process has been faster
+        return
+    shutil.rmtree(gone)
     with suppress(OSError):  # the last one removes it
         STATE.rmdir()
 

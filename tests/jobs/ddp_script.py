@@ -33,7 +33,7 @@ def main() -> None:
     dist.destroy_process_group()
     # Without mpiddp's orderly leave, torch 2.13 aborts some 3 of 10 interpreters at their end: gloo's
     # thread is still putting the last step away.
-    time.sleep(0.5)
+    time.sleep(3)
 
 
 if __name__ == "__main__":

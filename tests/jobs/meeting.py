@@ -1,7 +1,8 @@
 """The ranks meet over MPI, as often as a number says, without torch: `meeting.py`.
 
 With MPIDDP_TEST_SLEEPER=R rank R sleeps instead, as a rank would whose disk does not answer, and the
-others wait for 2 s; with MPIDDP_TEST_DEAF besides they handle SIGTERM, as a script that saves would.
+others wait for 2 s, and speak further apart than a slow machine may stall; with MPIDDP_TEST_DEAF besides
+they handle SIGTERM, as a script that saves would.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import os
 import signal
 import time
 
-from mpiddp.rendezvous import meet_over_mpi
+from mpiddp import rendezvous
 from mpiddp.world import World
 
 world = World.from_env()
 if os.environ.get("MPIDDP_TEST_SLEEPER") == str(world.rank):
-    time.sleep(100)
+    time.sleep(1000)
 if "MPIDDP_TEST_DEAF" in os.environ:
     signal.signal(signal.SIGTERM, lambda *_: print("saved"))
+rendezvous.SPEAK_APART_S = 5.0
 timeout_s = 2.0 if "MPIDDP_TEST_SLEEPER" in os.environ else 60.0
-meeting = meet_over_mpi(world, timeout_s=timeout_s)
+meeting = rendezvous.meet_over_mpi(world, timeout_s=timeout_s)
 print(meeting.world.master_addr, meeting.world.master_port, meeting.listener is not None)

@@ -35,11 +35,13 @@ def run(world: World, argv: list[str]) -> None:
             parts.scaler.update()
             clear_gradients(parts.model, job.config)
             timer.tick()
-        seconds = slowest(timer.read(), job.device)[options.warmup :]
+        own = timer.read()[options.warmup :]
+        *seconds, total = slowest([*own, sum(own)], job.device)
         if job.speaks:
             emit(
                 {
                     "step_s": seconds,
+                    "total_s": total,
                     "num_hosts": job.crew.world.num_nodes,
                     "global_batch_size": job.config.global_batch_size,
                     "settings": settings(job),

@@ -10,6 +10,7 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -75,7 +76,7 @@ class Decoder(Dataset[tuple[Tensor, Tensor]]):
         path, _ = self.samples[number]
         try:
             with Image.open(self._cache.open(Path(path)) if self._cache else path) as file:
-                image = file.convert("RGB")
+                image = _in_rgb(file)
         except _UNREADABLE as error:
             raise UserError(
                 f"{path}: Pillow cannot read it ({error}). Replace or remove it."
@@ -85,6 +86,13 @@ class Decoder(Dataset[tuple[Tensor, Tensor]]):
         # Of its own number, so that neither workers nor ranks nor a resume change the draw.
         draw = random.Random(f"{self.seed}/{epoch}/{number}")
         return random_resized_crop(image, self.size, draw)
+
+
+def _in_rgb(file: Image.Image) -> Image.Image:
+    """The image as 8 bits of each color."""
+    if file.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+        return Image.fromarray((np.asarray(file) // 257).astype(np.uint8)).convert("RGB")
+    return file.convert("RGB")
 
 
 def random_resized_crop(image: Image.Image, size: int, draw: random.Random) -> Image.Image:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mpiddp.errors import UserError
 from mpiddp.train.data.decode import PREFETCH, Decoder, Key
 from mpiddp.train.data.ram_cache import RamCache
 from mpiddp.train.data.source import Batch
+from mpiddp.train.data.workers import heed_only
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
@@ -93,7 +94,7 @@ class ImageFolder:
     def _start(self) -> DataLoader[Batch]:
         has_workers = self._num_workers > 0
         if self._start_method == "forkserver":  # else every worker would import torch for itself
-            multiprocessing.set_forkserver_preload([Decoder.__module__])
+            multiprocessing.set_forkserver_preload(["mpiddp.train.data.worker_server"])
         return DataLoader(
             self._decoder,
             batch_sampler=self._order,
@@ -102,7 +103,7 @@ class ImageFolder:
             prefetch_factor=PREFETCH if has_workers else None,
             persistent_workers=self._keeps_workers,
             multiprocessing_context=self._start_method if has_workers else None,
-            worker_init_fn=_leave_ctrl_c_to_the_rank,
+            worker_init_fn=partial(heed_only, os.getpid()),
             pin_memory=self.device.type != "cpu",
             generator=torch.Generator(),  # else it would draw its workers' seeds from the rank's own
         )
@@ -131,11 +132,6 @@ class _Order:
 
     def __len__(self) -> int:
         return len(self.batches)
-
-
-def _leave_ctrl_c_to_the_rank(worker: int) -> None:
-    """In a worker: a Ctrl-C reaches every process of a terminal, and the rank may want to save first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:
