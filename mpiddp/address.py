@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpiddp.errors import UserError
-from mpiddp.network import Interface, interfaces
+from mpiddp.network import Interface, interfaces, own_addresses
 from mpiddp.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve
 from mpiddp.world import World
 
@@ -31,6 +31,7 @@ class Card:
     hostname: str
     machine: str  # tells two machines of one name apart
     interfaces: tuple[Interface, ...]
+    addresses: tuple[str, ...] = ()  # IPv4, of all interfaces
     own_address: str = ""  # what this host's own name resolves to on it: 127.0.1.1 on Debian
 
     @classmethod
@@ -43,6 +44,7 @@ class Card:
             hostname=world.hostname,
             machine=boot_id.read_text().strip() if boot_id.exists() else "",
             interfaces=tuple(interfaces()),
+            addresses=own_addresses(),
             own_address=_own_address(),
         )
 
@@ -57,6 +59,7 @@ class Card:
     def loads(cls, text: str) -> Card:
         values = json.loads(text)
         values["interfaces"] = tuple(Interface(**each) for each in values["interfaces"])
+        values["addresses"] = tuple(values["addresses"])
         return cls(**values)
 
     def interface_towards(self, address: str) -> str:

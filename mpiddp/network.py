@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -75,6 +76,15 @@ def interfaces() -> list[Interface]:
             parsed = ipaddress.ip_interface(with_prefix)
             found.append(Interface(name, str(parsed.ip), str(parsed.network)))
     return found
+
+
+def own_addresses() -> tuple[str, ...]:
+    """All IPv4 addresses of this host, also the second and later ones of an interface."""
+    try:
+        table = Path("/proc/net/fib_trie").read_text()
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
 
 
 def _ask(probe: socket.socket, request: int, name: str) -> bytes | None:

@@ -111,7 +111,7 @@ def _is_on(card: Card, name: str, is_ambiguous: bool) -> bool:
         return True
     if not is_ambiguous and name.partition(".")[0] == card.hostname.partition(".")[0]:
         return True
-    own = {interface.address for interface in card.interfaces}
+    own = {*card.addresses, *(interface.address for interface in card.interfaces)}
     addresses = _addresses(name)
     # A name that rank 0 cannot resolve proves nothing against it: mpirun has reached the host by it.
     return not addresses or bool(addresses & own) or any(a.startswith("127.") for a in addresses)

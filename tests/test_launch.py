@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
 
@@ -231,6 +232,31 @@ def test_what_the_shell_had_started_before_is_left_alone(tmp_path: Path) -> None
         assert len(running(str(stranger))) == 1
     finally:
         stranger.unlink()  # which ends it
+
+
+def test_orphans_that_have_ended_are_collected(tmp_path: Path) -> None:
+    """As of a script that sends each checkpoint away in the background."""
+    path = script(
+        tmp_path,
+        "import subprocess, time\n"
+        "for _ in range(20): subprocess.run(['sh', '-c', 'true &'])\n"
+        "time.sleep(0.5); print('ready', flush=True); time.sleep(1000)\n",
+    )
+    with started(["-H", "localhost:2", path]) as launcher:
+        deadline = time.monotonic() + 60
+        while (left := zombies_of(launcher.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        launcher.terminate()
+        launcher.communicate(timeout=PATIENCE_S)
+    assert left == 0
+
+
+def zombies_of(parent: int) -> int:
+    found = 0
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            found += entry.read_bytes().rpartition(b") ")[2].startswith(b"Z %d " % parent)
+    return found
 
 
 def test_a_process_may_have_any_name(tmp_path: Path) -> None:

@@ -131,3 +131,15 @@ def test_an_interface_that_one_host_lacks(odd_hosts: Cluster) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith('interface "eth0" is not on node1, which has lo')
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_host_may_go_by_its_second_address(odd_hosts: Cluster) -> None:
+    node0 = odd_hosts["node0"]
+    interface = node0.interface
+    node0.run(["ip", "address", "add", "10.79.0.1/24", "dev", interface], check=True)
+    try:
+        command = [MPIDDP, "launch", "-H", "10.79.0.1:1", "-m", "platform"]
+        done = node0.run(command, cwd=ROOT)
+    finally:
+        node0.run(["ip", "address", "del", "10.79.0.1/24", "dev", interface], check=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -49,6 +49,13 @@ class Mpirun:
         """Its exit code, -N if signal N has killed it; None as long as it runs."""
         return self._process.poll()
 
+    def reap_adopted(self) -> None:
+        """Collect the orphans that have ended, for nobody else will."""
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != self._process.pid:
+                os.waitpid(ended.si_pid, 0)
+
     def stop(self) -> None:
         """SIGTERM also for a Ctrl-C: Hydra would pass a SIGINT on, and each rank print a traceback.
 

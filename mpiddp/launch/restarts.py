@@ -46,7 +46,8 @@ def _run(
     say: Say,
     signals: socket.socket,
 ) -> Outcome:
-    outcome = attempt(mpi, request, _limits(options, mpi, started_at), say, signals)
+    begun = time.monotonic() - (time.time() - started_at)
+    outcome = attempt(mpi, request, _limits(options, mpi, begun), say, signals)
     resume, batch = outcome.resume, outcome.batch
     world_size = request.world_size  # of the attempt that has told its batch
     in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
@@ -78,18 +79,18 @@ def _run(
                 f"{batch.images}."
             )
         request = replace(request, job=tuple(job))
-        outcome = attempt(mpi, request, _limits(options, mpi, started_at), say, signals)
+        outcome = attempt(mpi, request, _limits(options, mpi, begun), say, signals)
         resume = resume or outcome.resume
         if batch is None:
             batch, world_size = outcome.batch, request.world_size
     return replace(outcome, resume=resume)
 
 
-def _limits(options: argparse.Namespace, mpi: Mpi, started_at: float) -> Limits:
-    """The clock of --stop-after runs on over restarts."""
+def _limits(options: argparse.Namespace, mpi: Mpi, begun: float) -> Limits:
+    """The clock of --stop-after runs on over restarts, from `begun` in time.monotonic()'s seconds."""
     stop_after_s = options.stop_after
     if stop_after_s is not None:
-        stop_after_s = max(0.0, started_at + stop_after_s - time.time())
+        stop_after_s = max(0.0, begun + stop_after_s - time.monotonic())
     # srun may have to wait for others' steps to end.
     starts_in = max(START_TIMEOUT_S, 2 * (options.timeout or 0))
     start_timeout_s = None if mpi.flavour == "slurm" else starts_in

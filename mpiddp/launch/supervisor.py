@@ -120,6 +120,8 @@ class Supervisor:
             for number in signals.recv(64):
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
+                elif number == signal.SIGCHLD:
+                    self._mpirun.reap_adopted()
         while self._agenda and self._agenda[0][0] <= time.monotonic():
             self._agenda.pop(0)[1]()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mpiddp import checkpoint_dir
@@ -29,7 +29,7 @@ class Start:
     folder: Path | None = None  # on the holder's host; None: there is nothing to go on from
     lacking: tuple[int, ...] = ()  # one rank of each host whose --out should have it, and has not
     saved: Saved | None = None  # its contents, on the holder alone
-    goes_back: bool = False  # to a checkpoint of this run that the user has named
+    goes_back: bool = False  # to one of this run's own that the user has named
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class _Found:
     step: int = -1
     problem: str = ""
     broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and complaint
+    goes_back: bool = False  # it is the run's own, and the user has named it
 
 
 def find(
@@ -83,8 +84,7 @@ def find(
     say(f"going on from {folder}{where}: {progress}")
     lacking = [rank for rank, found in finds.items() if found.step < best.step]
     is_own = config.resume == "auto" or (config.go_on and folder.parent == out / "checkpoints")
-    goes_back = not is_own and folder.resolve().parent == (out / "checkpoints").resolve()
-    return Start(holder, folder, tuple(lacking if is_own else ()), saved, goes_back)
+    return Start(holder, folder, tuple(lacking if is_own else ()), saved, best.goes_back)
 
 
 def set_newer_aside(
@@ -172,13 +172,13 @@ def _look(config: TrainConfig, out: Path) -> _Found:
         if not checkpoint_dir.is_one(given):
             return _Found(problem=f"--resume {resume}: no checkpoint is there. {expected}")
         looked = _given(given)
-    is_elsewhere = looked.folder and Path(looked.folder).resolve().parent != root.resolve()
-    if is_elsewhere and existing and not config.go_on:
+    is_own = bool(looked.folder) and Path(looked.folder).resolve().parent == root.resolve()
+    if looked.folder and not is_own and existing and not config.go_on:
         raise UserError(
             f"--resume {resume}, but --out {out} holds {existing[-1].name} of its own. "
             "Name another --out, or leave --resume out to go on from there."
         )
-    return looked
+    return replace(looked, goes_back=is_own)
 
 
 def _newest(root: Path, problem: str) -> _Found:
