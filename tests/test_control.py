@@ -120,7 +120,7 @@ def test_a_rank_tells_how_it_began_and_how_it_ended(
 def test_long_words_arrive_whatever_their_letters(launcher: Launcher) -> None:
     """JSON has 12 bytes for each of these; of a traceback the end is sent."""
     with launcher.rank("raise ValueError('\U0001f525' * 30000)"):
-        launcher.hear_for(PATIENCE_S, until="lost")
+        launcher.hear_for(PATIENCE_S, until="failed")
     failed = launcher.words[1]
     assert failed.kind == "failed"
     assert failed.facts["error"].startswith("ValueError: \U0001f525")
