@@ -75,8 +75,8 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
 ) -> None:
     script = hosts.shared / "deaf.py"
     script.write_text(
-        "import signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))\n"
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'heard\\n'))\n"
         "print('ready', flush=True); time.sleep(1000)\n"
     )
     command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "--grace", "300"]
