@@ -60,9 +60,9 @@ if __name__ == "__main__":
                 break
 """
 UNAWARE = """
-import signal, sys, time
+import os, signal, sys, time
 def save(number, frame):
-    print("heard", signal.Signals(number).name, flush=True)
+    os.write(1, f"heard {signal.Signals(number).name}\\n".encode())  # a print may be under way
     time.sleep(float(sys.argv[1]))
     print("wrote", flush=True)
     sys.exit(0)
@@ -314,26 +314,14 @@ def test_a_rank_that_is_at_its_end_already_does_not_keep_others_from_stopping(
     assert "mpiddp: to go on: " in stderr
 
 
-SLOW_TO_SAVE = """
-import signal, sys, time
-def save(number, frame):
-    print("heard", flush=True)
-    time.sleep(12)  # beyond --stop-after
-    sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-print("ready", flush=True)
-time.sleep(1000)
-"""
-
-
 def test_the_clock_adds_nothing_to_a_stop_that_is_under_way(tmp_path: Path) -> None:
     options = [*LONG_GRACE, "--stop-after", "10", "-H", "localhost:1"]
-    with piped([*LAUNCH, *options, script(tmp_path, SLOW_TO_SAVE)]) as job:
+    with piped([*LAUNCH, *options, script(tmp_path, UNAWARE), "12"]) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGTERM)
         stdout, _ = job.communicate(timeout=PATIENCE_S)
-    assert stdout == "heard\n"
+    assert stdout == "heard SIGTERM\nwrote\n"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ python -m pytest tests/test_supervision.py
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from tests import cluster
 from tests.cluster import Cluster, Program
 from tests.flavours import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
-from tests.ranks import ROOT, clean_env
+from tests.ranks import ROOT, launch, script
 
 OTHERS = "The other ranks were stopped."
 FLAVOURS = ("openmpi5", *PACKAGES)
@@ -230,18 +229,16 @@ def test_a_rank_that_hangs_is_named_with_its_stack(hosts: Cluster, act: str, sen
 
 
 def test_a_rank_that_hangs_when_others_are_done(tmp_path: Path) -> None:
-    script = tmp_path / "hangs.py"
-    script.write_text(
+    path = script(
+        tmp_path,
         "import os, time, mpiddp\n"
         "mpiddp.should_stop()\n"
-        "if os.environ['RANK'] == '0': time.sleep(6000)\n"
+        "if os.environ['RANK'] == '0': time.sleep(6000)\n",
     )
-    command = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2"]
-    command += ["--hang-timeout", "4", str(script)]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    done = launch("-H", "localhost:2", "--hang-timeout", "4", path)
     assert done.returncode == 1
     assert "mpiddp: rank 0 on" in done.stderr
-    assert f'File "{script}", line 3, in <module>' in done.stderr
+    assert f'File "{path}", line 3, in <module>' in done.stderr
     assert done.stderr.endswith("mpiddp: the ranks that hang were stopped.\n")
 
 
@@ -264,18 +261,17 @@ def test_an_mpirun_that_hangs_is_named(hosts: Cluster) -> None:
 
 
 def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:
-    script = tmp_path / "crashes.py"
-    script.write_text(
+    path = script(
+        tmp_path,
         "import ctypes, resource\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "ctypes.string_at(0)\n"
+        "ctypes.string_at(0)\n",
     )
-    command = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:1", str(script)]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    done = launch("-H", "localhost:1", path)
     assert done.returncode == 1
     assert "mpiddp: rank 0 on" in done.stderr
     assert "was killed by SIGSEGV." in done.stderr
-    assert f'File "{script}", line 3 in <module>' in done.stderr
+    assert f'File "{path}", line 3 in <module>' in done.stderr
 
 
 def test_the_log_that_holds_the_traceback_is_named(tmp_path: Path) -> None:
@@ -285,12 +281,10 @@ def test_the_log_that_holds_the_traceback_is_named(tmp_path: Path) -> None:
         "loop.backward = broken\n"
         "from mpiddp.train.main import main; sys.exit(main(sys.argv[1:]))\n"
     )
-    script = tmp_path / "broken.py"
-    script.write_text(code)
-    command = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:1"]
-    command += [str(script), "--use-syn", "--arch", "resnet20", "--batch-size", "4"]
-    command += ["--out", f"{tmp_path}/run"]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    done = launch(
+        *("-H", "localhost:1", script(tmp_path, code)),
+        *("--use-syn", "--arch", "resnet20", "--batch-size", "4", "--out", f"{tmp_path}/run"),
+    )
     log = f"{tmp_path}/run/logs/rank_00000.log"
     assert f"failed first: RuntimeError: a bug (its traceback: {log})." in done.stderr
 
