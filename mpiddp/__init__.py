@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpiddp.errors import UserError
-    from mpiddp.group import init, process_group
-    from mpiddp.stop import should_stop
+    from mpiddp.runtime.process_group import init, process_group
+    from mpiddp.runtime.stop_request import should_stop
     from mpiddp.world import World
 
 __version__ = "0.1.0"
@@ -20,9 +20,9 @@ __all__ = ["UserError", "World", "init", "process_group", "should_stop"]
 _ROOMS = {
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
-    "init": "mpiddp.group",
-    "process_group": "mpiddp.group",
-    "should_stop": "mpiddp.stop",
+    "init": "mpiddp.runtime.process_group",
+    "process_group": "mpiddp.runtime.process_group",
+    "should_stop": "mpiddp.runtime.stop_request",
 }
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpiddp.errors import UserError
-from mpiddp.world import likely_place
 
 
 class OneSentenceParser(argparse.ArgumentParser):
@@ -25,14 +23,6 @@ class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):
         is_told = "default" in (action.help or "")
         is_plain = action.default is None or isinstance(action.default, (bool, list))
         return action.help if is_told or is_plain else super()._get_help_string(action)
-
-
-class RankParser(OneSentenceParser):
-    """The same for a verb that every rank of a job calls: its help is printed once."""
-
-    def print_help(self, file: Any = None) -> None:
-        if likely_place(os.environ)[0] == 0:
-            super().print_help(file)
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -7,17 +7,19 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpiddp.errors import UserError, say_alone, silence_stdout
-from mpiddp.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, UserError, say_alone, silence_stdout
 from mpiddp.world import likely_place
 
 # verb: (module with main(argv) -> int, what it is for)
 VERBS = {
     "launch": ("mpiddp.launch.main", "start a script on every slot of a hostfile with one mpirun"),
-    "run": ("mpiddp.run", "run an env:// script as this rank, under mpirun, srun or torchrun"),
+    "run": (
+        "mpiddp.runtime.run_script",
+        "run an env:// script as this rank, under mpirun, srun or torchrun",
+    ),
     "train": ("mpiddp.train.main", "train a ResNet as this rank, or alone"),
-    "hosts": ("mpiddp.launch.hosts_verb", "check, convert and compare hostfiles"),
-    "checkpoints": ("mpiddp.checkpoints_verb", "list, verify and prune checkpoints"),
+    "hosts": ("mpiddp.hosts.main", "check, convert and compare hostfiles"),
+    "checkpoints": ("mpiddp.checkpoints.main", "list, verify and prune checkpoints"),
     "bench": ("mpiddp.bench.main", "measure scaling, all-reduce, start-up, the step, the data"),
     "bench-rank": ("mpiddp.bench.ranks.main", "one rank of a benchmark, which bench starts"),
 }

@@ -9,6 +9,12 @@ import os
 import sys
 import time
 
+DONE = 0
+FAILED = 1
+BAD_INPUT = 2
+STOPPED = 75  # EX_TEMPFAIL: on request, after a checkpoint; the same command goes on
+INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
+
 
 class UserError(Exception):
     """Bad input: one sentence with what was found, what was expected and what mends it.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mpiddp.errors import UserError
-from mpiddp.slurm_lists import expand_counts
+from mpiddp.hosts.slurm_nodelist import expand_counts
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class World:
 
     rank in [0, world_size), local_rank in [0, local_world_size) among the ranks of this host.
     node_rank in [0, num_nodes) numbers the hosts in the order of their lowest rank; it and the master
-    address are None until the ranks have met (see `mpiddp.rendezvous`), backend and device (torch's
-    name of it: "cuda:1", "cpu") until their process group stands (see `mpiddp.group`).
+    address are None until the ranks have met (see `mpiddp.runtime.rendezvous`), backend and device (torch's
+    name of it: "cuda:1", "cpu") until their process group stands (see `mpiddp.runtime.process_group`).
     """
 
     rank: int

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from mpiddp import sockets
-from mpiddp.address import Candidates, Card, choose, listen
 from mpiddp.errors import UserError
-from mpiddp.network import Interface, interfaces
-from mpiddp.sockets import bind, port_in, probe, resolve
+from mpiddp.hosts import sockets
+from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.sockets import bind, port_in, probe, resolve
+from mpiddp.runtime.master_address import Candidates, Card, choose, listen
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
@@ -291,7 +291,7 @@ def test_as_many_sockets_as_a_large_job_needs() -> None:
     """The usual limit is 1024, and 1024 ranks have several connections each."""
     code = (
         "import os, resource\n"
-        "from mpiddp.sockets import allow_open\n"
+        "from mpiddp.hosts.sockets import allow_open\n"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
         "allow_open(400)\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp import checkpoint_dir
-from mpiddp.checkpoint_dir import BrokenCheckpoint
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.directory import BrokenCheckpoint
 from tests.ranks import clean_env
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
@@ -24,8 +24,8 @@ def fill(folder: Path) -> None:
 
 def complaint(folder: Path) -> str:
     with pytest.raises(BrokenCheckpoint) as caught:
-        checkpoint_dir.verify(folder)
-    assert not checkpoint_dir.is_valid(folder)
+        directory.verify(folder)
+    assert not directory.is_valid(folder)
     message = str(caught.value)
     assert message.startswith(f"checkpoint {folder.name}: ")
     return message.removeprefix(f"checkpoint {folder.name}: ")
@@ -39,7 +39,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_holds_its_files_and_their_proof(tmp_path: Path) -> None:
-    folder = checkpoint_dir.write(tmp_path / "checkpoints", 12, fill)
+    folder = directory.write(tmp_path / "checkpoints", 12, fill)
     assert folder == tmp_path / "checkpoints" / "step_00000012"
     assert names(folder.parent) == ["step_00000012"]
     assert names(folder) == ["COMPLETE", "manifest.json", "model.pt", "state.json"]
@@ -49,36 +49,36 @@ def test_a_checkpoint_holds_its_files_and_their_proof(tmp_path: Path) -> None:
         "model.pt": 5000,
         "state.json": 12,
     }
-    checkpoint_dir.verify(folder)
-    assert checkpoint_dir.step_of(folder) == 12
+    directory.verify(folder)
+    assert directory.step_of(folder) == 12
 
 
 def test_nothing_is_in_sight_before_it_is_whole(tmp_path: Path) -> None:
     def look(folder: Path) -> None:
-        assert checkpoint_dir.list_steps(tmp_path) == []
+        assert directory.list_steps(tmp_path) == []
         fill(folder)
         assert not (tmp_path / "step_00000001").exists()
 
-    checkpoint_dir.write(tmp_path, 1, look)
-    assert checkpoint_dir.list_steps(tmp_path) == [tmp_path / "step_00000001"]
+    directory.write(tmp_path, 1, look)
+    assert directory.list_steps(tmp_path) == [tmp_path / "step_00000001"]
 
 
 def test_a_valid_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
-    folder = checkpoint_dir.write(tmp_path, 1, fill)
-    checkpoint_dir.write(tmp_path, 1, lambda _: pytest.fail("it was written again"))
-    checkpoint_dir.verify(folder)
+    folder = directory.write(tmp_path, 1, fill)
+    directory.write(tmp_path, 1, lambda _: pytest.fail("it was written again"))
+    directory.verify(folder)
 
 
 def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    folder = checkpoint_dir.write(tmp_path, 1, fill)
+    folder = directory.write(tmp_path, 1, fill)
     (folder / "model.pt").write_bytes(b"broken")
-    checkpoint_dir.write(tmp_path, 1, fill)
-    checkpoint_dir.verify(folder)
+    directory.write(tmp_path, 1, fill)
+    directory.verify(folder)
     assert names(tmp_path) == ["step_00000001"]
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    kept = checkpoint_dir.write(tmp_path, 1, fill)
+    kept = directory.write(tmp_path, 1, fill)
 
     def fail(folder: Path) -> None:
         fill(folder)
@@ -88,27 +88,27 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
         if step == 1:
             (kept / "state.json").unlink()  # broken, so it would be replaced
         with pytest.raises(OSError, match="No space left"):
-            checkpoint_dir.write(tmp_path, step, fail)
+            directory.write(tmp_path, step, fail)
         assert names(tmp_path) == ["step_00000001"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        checkpoint_dir.write(tmp_path / "file" / "checkpoints", 1, fill)
+        directory.write(tmp_path / "file" / "checkpoints", 1, fill)
 
 
 KILLED_IN_MID_WRITE = """
 import sys, time
 from pathlib import Path
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 
 def fill(folder):
     (folder / "model.pt").write_bytes(b"half")
     print("writing", flush=True)
     time.sleep(60)
 
-checkpoint_dir.write(Path(sys.argv[1]), 2, fill)
+directory.write(Path(sys.argv[1]), 2, fill)
 """
 
 
@@ -117,17 +117,17 @@ def test_what_cannot_be_removed_costs_no_save(tmp_path: Path) -> None:
     code = """
 import os
 from pathlib import Path
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 if os.getuid() == 0:
     os.setuid(65534)  # root may remove everything
 for step in (1, 2, 3, 4):
-    folder = checkpoint_dir.write(Path(), step, lambda folder: (folder / "model.pt").touch())
+    folder = directory.write(Path(), step, lambda folder: (folder / "model.pt").touch())
     folder.chmod(0o555)
-    checkpoint_dir.prune(Path(), 2)
+    directory.prune(Path(), 2)
 """
     tmp_path.chmod(0o777)
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=clean_env(), check=True)
-    assert list(map(checkpoint_dir.step_of, checkpoint_dir.list_steps(tmp_path))) == [3, 4]
+    assert list(map(directory.step_of, directory.list_steps(tmp_path))) == [3, 4]
     for left in tmp_path.iterdir():
         left.chmod(0o777)  # for pytest to remove
 
@@ -135,18 +135,18 @@ for step in (1, 2, 3, 4):
 def test_newer_ones_are_set_aside(tmp_path: Path) -> None:
     for _ in range(2):
         for step in (1, 2, 3):
-            checkpoint_dir.write(tmp_path, step, fill)
-        moved = checkpoint_dir.set_aside(tmp_path, 1)
+            directory.write(tmp_path, step, fill)
+        moved = directory.set_aside(tmp_path, 1)
     assert names(tmp_path) == [
         "step_00000001",
         *(f"step_0000000{step}.old-{turn}" for step in (2, 3) for turn in (1, 2)),
     ]
     assert [folder.name for folder in moved] == ["step_00000002.old-2", "step_00000003.old-2"]
-    assert checkpoint_dir.list_steps(tmp_path) == [tmp_path / "step_00000001"]
+    assert directory.list_steps(tmp_path) == [tmp_path / "step_00000001"]
 
 
 def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
-    old = checkpoint_dir.write(tmp_path, 1, fill)
+    old = directory.write(tmp_path, 1, fill)
     writer = subprocess.Popen(
         [sys.executable, "-c", KILLED_IN_MID_WRITE, str(tmp_path)], stdout=subprocess.PIPE
     )
@@ -154,10 +154,10 @@ def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"writing\n"
         writer.kill()
-    assert checkpoint_dir.list_steps(tmp_path) == [old]
-    assert checkpoint_dir.survey(tmp_path) == (old, [])
+    assert directory.list_steps(tmp_path) == [old]
+    assert directory.survey(tmp_path) == (old, [])
     assert len(names(tmp_path)) == 2  # what it left behind
-    checkpoint_dir.write(tmp_path, 2, fill)
+    directory.write(tmp_path, 2, fill)
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
@@ -165,7 +165,7 @@ WRITES_FOR_EVER = """
 import sys
 from itertools import count
 from pathlib import Path
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 
 root = Path(sys.argv[1])
 
@@ -173,8 +173,8 @@ def fill(folder):
     (folder / "model.pt").write_bytes(bytes([step % 256]) * 9999)
 
 for step in count(1):
-    checkpoint_dir.write(root, step, fill)
-    checkpoint_dir.prune(root, 2)
+    directory.write(root, step, fill)
+    directory.prune(root, 2)
     print(step, flush=True)
 """
 
@@ -191,12 +191,12 @@ def test_kill_at_any_moment_leaves_a_valid_one(tmp_path: Path) -> None:
             told = [int(writer.stdout.readline()) for _ in range(3)]
             time.sleep(draw.uniform(0, 0.02))
             writer.send_signal(signal.SIGKILL)
-        for folder in checkpoint_dir.list_steps(tmp_path):
-            checkpoint_dir.verify(folder)
-        valid, complaints = checkpoint_dir.survey(tmp_path)
+        for folder in directory.list_steps(tmp_path):
+            directory.verify(folder)
+        valid, complaints = directory.survey(tmp_path)
         assert valid is not None
         assert complaints == []
-        assert checkpoint_dir.step_of(valid) >= told[-1]
+        assert directory.step_of(valid) >= told[-1]
 
 
 # Reading
@@ -204,7 +204,7 @@ def test_kill_at_any_moment_leaves_a_valid_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return checkpoint_dir.write(tmp_path, 7, fill)
+    return directory.write(tmp_path, 7, fill)
 
 
 def test_every_single_flipped_bit_is_seen(folder: Path) -> None:
@@ -217,9 +217,9 @@ def test_every_single_flipped_bit_is_seen(folder: Path) -> None:
         changed = bytearray(original)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
-        assert not checkpoint_dir.is_valid(folder), (path.name, bit)
+        assert not directory.is_valid(folder), (path.name, bit)
         path.write_bytes(original)
-    checkpoint_dir.verify(folder)
+    directory.verify(folder)
 
 
 def test_every_truncation_is_seen(folder: Path) -> None:
@@ -227,9 +227,9 @@ def test_every_truncation_is_seen(folder: Path) -> None:
         original = path.read_bytes()
         for size in {0, 1, len(original) // 2, len(original) - 1}:
             path.write_bytes(original[:size])
-            assert not checkpoint_dir.is_valid(folder), (path.name, size)
+            assert not directory.is_valid(folder), (path.name, size)
         path.write_bytes(original + b"\0")
-        assert not checkpoint_dir.is_valid(folder), path.name
+        assert not directory.is_valid(folder), path.name
         path.write_bytes(original)
 
 
@@ -249,7 +249,7 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     """The start of a process's memory gives an I/O error, as a bad sector does."""
-    folder = checkpoint_dir.write(tmp_path, 1, lambda folder: (folder / "model.pt").touch())
+    folder = directory.write(tmp_path, 1, lambda folder: (folder / "model.pt").touch())
     (folder / "model.pt").unlink()
     (folder / "model.pt").symlink_to("/proc/self/mem")
     assert complaint(folder) == "model.pt cannot be read: Input/output error"
@@ -266,7 +266,7 @@ def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 
 def several(root: Path, *steps: int) -> list[Path]:
-    return [checkpoint_dir.write(root, step, fill) for step in steps]
+    return [directory.write(root, step, fill) for step in steps]
 
 
 def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
@@ -274,18 +274,17 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
     (tmp_path / "step_5").mkdir()
     (tmp_path / "step_00000006.bak").mkdir()
     (tmp_path / "step_00000008").write_text("a file")
-    assert checkpoint_dir.list_steps(tmp_path) == [folders[i] for i in (3, 0, 1, 2)]
-    assert checkpoint_dir.list_steps(tmp_path / "none") == []
+    assert directory.list_steps(tmp_path) == [folders[i] for i in (3, 0, 1, 2)]
+    assert directory.list_steps(tmp_path / "none") == []
     with pytest.raises(ValueError, match="step_5 is not named"):
-        checkpoint_dir.step_of(tmp_path / "step_5")
+        directory.step_of(tmp_path / "step_5")
 
 
 def heard_from(root: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is valid, and what `mpiddp train` says of the newer ones."""
-    newest, complaints = checkpoint_dir.survey(root)
+    newest, complaints = directory.survey(root)
     return newest, [
-        f"{complaint}; {checkpoint_dir.consequence(step, newest)}."
-        for step, complaint in complaints
+        f"{complaint}; {directory.consequence(step, newest)}." for step, complaint in complaints
     ]
 
 
@@ -325,23 +324,23 @@ def test_when_none_is_valid_each_is_told(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     folders = several(tmp_path, 1, 2, 3, 4, 5)
     (folders[4] / "COMPLETE").unlink()
-    assert checkpoint_dir.prune(tmp_path, 2) == [folders[1], folders[0]]
-    assert checkpoint_dir.list_steps(tmp_path) == folders[2:]
+    assert directory.prune(tmp_path, 2) == [folders[1], folders[0]]
+    assert directory.list_steps(tmp_path) == folders[2:]
     assert names(tmp_path) == [folder.name for folder in folders[2:]]
-    assert checkpoint_dir.prune(tmp_path, 2) == []
+    assert directory.prune(tmp_path, 2) == []
 
 
 def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> None:
     folders = several(tmp_path, 1, 2, 3)
     for folder in folders[1:]:
         (folder / "model.pt").write_bytes(b"cut")
-    assert checkpoint_dir.prune(tmp_path, 2) == []
-    assert checkpoint_dir.list_steps(tmp_path) == folders
-    assert checkpoint_dir.prune(tmp_path / "none", 2) == []
+    assert directory.prune(tmp_path, 2) == []
+    assert directory.list_steps(tmp_path) == folders
+    assert directory.prune(tmp_path / "none", 2) == []
 
 
 def test_prune_counts_by_sizes_or_by_every_byte(tmp_path: Path) -> None:
     folders = several(tmp_path, 1, 2, 3)
     (folders[2] / "model.pt").write_bytes(bytes(5000))
-    assert checkpoint_dir.prune(tmp_path, 2, counts=checkpoint_dir.is_valid) == []
-    assert checkpoint_dir.prune(tmp_path, 2) == [folders[0]]
+    assert directory.prune(tmp_path, 2, counts=directory.is_valid) == []
+    assert directory.prune(tmp_path, 2) == [folders[0]]

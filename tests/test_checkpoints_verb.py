@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 from mpiddp.cli import main
 
 
@@ -19,7 +19,7 @@ def fill(folder: Path) -> None:
 def run(tmp_path: Path) -> Path:
     """A run's folder with checkpoints of the steps 100, 200 and 300."""
     for step in (100, 200, 300):
-        checkpoint_dir.write(tmp_path / "checkpoints", step, fill)
+        directory.write(tmp_path / "checkpoints", step, fill)
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
@@ -40,7 +40,7 @@ def call(capsys: Captured, *words: str) -> tuple[int, list[str], list[str]]:
 
 
 def names(run: Path) -> list[str]:
-    return [folder.name for folder in checkpoint_dir.list_steps(run / "checkpoints")]
+    return [folder.name for folder in directory.list_steps(run / "checkpoints")]
 
 
 def test_list(run: Path, capsys: Captured) -> None:

@@ -19,16 +19,16 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from mpiddp.control import ADDRESS, LINE_LIMIT, SECRET, dumps, proof
-from mpiddp.launch.channel import Listener, Word
+from mpiddp.launch.supervise.control_server import Listener, Word
+from mpiddp.protocol import ADDRESS, LINE_LIMIT, SECRET, dumps, proof
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
 
 RANK = """
 import os, sys, time
-from mpiddp import control
+from mpiddp.runtime import control_client
 from mpiddp.world import World
-with control.reporting(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
+with control_client.reporting(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
     exec(sys.argv[1])
 """
 

@@ -16,11 +16,11 @@ from socket import gethostname
 import pytest
 from torch.distributed import TCPStore
 
-from mpiddp.crew import Crew
 from mpiddp.errors import UserError
-from mpiddp.network import interfaces
-from mpiddp.sockets import bind
-from mpiddp.store import meet_over_store
+from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.sockets import bind
+from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.store import meet_over_store
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
 from tests.ranks import mpirun, own_lines

@@ -11,7 +11,7 @@ from tests.ranks import ROOT, clean_env
 
 BEFORE = """
 import atexit, sys
-from mpiddp.ending import observe
+from mpiddp.runtime.script_exit import observe
 def init():
     what_ended_it = observe()
     atexit.register(lambda: print(repr(what_ended_it())))

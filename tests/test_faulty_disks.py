@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 from tests import cluster
 from tests.cluster import Host
 from tests.patience import PATIENCE_S
@@ -46,9 +46,9 @@ def disk(host: Host, megabytes: float, at: str = SAVES) -> Iterator[None]:
 
 
 def valid(host: Host) -> list[str]:
-    folders = checkpoint_dir.list_steps(host.path(SAVES))
+    folders = directory.list_steps(host.path(SAVES))
     for folder in folders:
-        checkpoint_dir.verify(folder)
+        directory.verify(folder)
     return [folder.name for folder in folders]
 
 
@@ -151,8 +151,8 @@ def test_a_disk_that_is_full_to_the_last_byte_and_empty_again(host: Host) -> Non
 def await_step(host: Host, step: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        folders = checkpoint_dir.list_steps(host.path(SAVES))
-        if folders and checkpoint_dir.step_of(folders[-1]) >= step:
+        folders = directory.list_steps(host.path(SAVES))
+        if folders and directory.step_of(folders[-1]) >= step:
             return
         assert time.monotonic() < deadline, f"no checkpoint of step {step}: {folders}"
         time.sleep(0.02)

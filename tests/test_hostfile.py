@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hostfile import Host, Hosts, parse_host_list, parse_hostfile, read_hostfile
-from mpiddp.launch import hosts_verb
-from mpiddp.launch.hostfile_forms import Form, diff, render
-from mpiddp.launch.slots import check_ranks, exclude, ranks_per_host
+from mpiddp.hosts import main
+from mpiddp.hosts.formats import Form, diff, render
+from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile, read_hostfile
+from mpiddp.hosts.slots import check_ranks, exclude, ranks_per_host
 from tests.patience import PATIENCE_S
 
 HOSTFILES = Path(__file__).parent.parent / "hostfiles"
@@ -395,7 +395,7 @@ def test_open_mpi_reads_what_is_written() -> None:
 
 def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     Path("hosts.txt").write_text("node1 slots=4\njoe@10.0.0.7 slots=2 port=2222\n")
-    assert hosts_verb.main(["check", "hosts.txt"]) == 0
+    assert main.main(["check", "hosts.txt"]) == 0
     assert capsys.readouterr().out == (
         "host       slots  user  port\n"
         "node1          4  -     -\n"
@@ -406,7 +406,7 @@ def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_check_says_which_slots_are_open(capsys: pytest.CaptureFixture[str]) -> None:
     Path("hosts.txt").write_text("node1:1\nnode2\n")
-    assert hosts_verb.main(["check", "hosts.txt"]) == 0
+    assert main.main(["check", "hosts.txt"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "node2    GPUs  -     -",
         "2 hosts, 1 slot, and one per GPU of node2 (1 on a CPU host)",
@@ -431,9 +431,9 @@ def test_check_says_which_slots_are_open(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_check_for_one_mpi(line: str, mpi: str, message: str) -> None:
     Path("hosts.txt").write_text(f"node0\n{line}\n")
-    assert hosts_verb.main(["check", "hosts.txt"]) == 0
+    assert main.main(["check", "hosts.txt"]) == 0
     assert refusal(
-        lambda: hosts_verb.main(["check", "hosts.txt", "--mpi", mpi])
+        lambda: main.main(["check", "hosts.txt", "--mpi", mpi])
     ) == "hosts.txt:2: " + message.format("syntax and mpirun here is")
 
 
@@ -447,12 +447,12 @@ def test_check_for_one_mpi(line: str, mpi: str, message: str) -> None:
 )
 def test_check_accepts_what_each_mpi_reads(text: str, mpi: str) -> None:
     Path("hosts.txt").write_text(text)
-    assert hosts_verb.main(["check", "hosts.txt", "--mpi", mpi]) == 0
+    assert main.main(["check", "hosts.txt", "--mpi", mpi]) == 0
 
 
 def test_convert_prints_the_other_form(capsys: pytest.CaptureFixture[str]) -> None:
     Path("hosts.txt").write_text("node1 slots=4\nnode2\n")
-    assert hosts_verb.main(["convert", "hosts.txt", "--to", "mpich"]) == 0
+    assert main.main(["convert", "hosts.txt", "--to", "mpich"]) == 0
     printed = capsys.readouterr()
     assert printed.out == "node1:4\nnode2\n"
     assert printed.err == (
@@ -465,9 +465,9 @@ def test_diff_is_0_for_the_same_hosts_and_1_for_others(capsys: pytest.CaptureFix
     Path("a").write_text("node1 slots=4\n")
     Path("b").write_text("node1:4 # the same\n")
     Path("c").write_text("node1 slots=2\n")
-    assert hosts_verb.main(["diff", "a", "b"]) == 0
+    assert main.main(["diff", "a", "b"]) == 0
     assert capsys.readouterr().out == ""
-    assert hosts_verb.main(["diff", "a", "c"]) == 1
+    assert main.main(["diff", "a", "c"]) == 1
     assert capsys.readouterr().out == "node1 slots=4 -> node1 slots=2\n"
 
 
@@ -492,7 +492,7 @@ def test_the_verb_needs_the_standard_library_alone() -> None:
     imported = "{name.partition('.')[0] for name in sys.modules}"
     done = python(
         *("-S", "-c"),
-        f"import sys, mpiddp.launch.hosts_verb; print(*{imported} - sys.stdlib_module_names)",
+        f"import sys, mpiddp.hosts.main; print(*{imported} - sys.stdlib_module_names)",
     )
     assert set(done.stdout.split()) == {"mpiddp", "__main__"}, done.stderr
 
@@ -501,4 +501,4 @@ def test_the_verb_needs_the_standard_library_alone() -> None:
 def test_the_hostfiles_that_come_with_the_project(name: str, slots: int) -> None:
     hosts = read_hostfile(HOSTFILES / name)
     assert hosts.total_slots == slots
-    assert hosts_verb.main(["check", str(HOSTFILES / name), "--mpi", "openmpi"]) == 0
+    assert main.main(["check", str(HOSTFILES / name), "--mpi", "openmpi"]) == 0

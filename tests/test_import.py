@@ -13,14 +13,14 @@ from tests.ranks import clean_env
 HEAVY = ("torch", "mpi4py", "numpy", "PIL")
 STDLIB_ROOMS = (
     "mpiddp",
-    "mpiddp.address",
+    "mpiddp.runtime.master_address",
     "mpiddp.cli",
-    "mpiddp.crew",
-    "mpiddp.hostfile",
+    "mpiddp.runtime.coordinator",
+    "mpiddp.hosts.hostfile",
     "mpiddp.launch.main",
-    "mpiddp.rendezvous",
-    "mpiddp.run",
-    "mpiddp.slurm",
+    "mpiddp.runtime.rendezvous",
+    "mpiddp.runtime.run_script",
+    "mpiddp.runtime.slurm_address",
     "mpiddp.world",
 )
 

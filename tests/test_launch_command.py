@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.command import Command, Node, Request
-from mpiddp.launch.environment import forwarded, parse_exports, without_secrets
-from mpiddp.launch.flavours import compose
-from mpiddp.launch.mpi import Mpi
+from mpiddp.hosts.nodes import Node
+from mpiddp.launch.starters.command import Command, Request
+from mpiddp.launch.starters.compose import compose
+from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.starters.environment import forwarded, parse_exports, without_secrets
 
 MPIS: dict[str, Mpi] = {
     "openmpi5": Mpi("openmpi", "5.0.11", Path("/mpi/bin/mpirun")),

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hostfile import Host, parse_host_list
-from mpiddp.launch.command import Node
-from mpiddp.launch.environment import parse_exports
-from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus
-from mpiddp.launch.mpi import Flavour, find_mpirun, find_srun, identify
+from mpiddp.hosts.allocation import allocation
+from mpiddp.hosts.hostfile import Host, parse_host_list
+from mpiddp.hosts.nodes import Node, is_this_host, name_nodes, ranks_by_host
+from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 from mpiddp.launch.network import link_to, wished_interfaces
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.placement import is_this_host, name_nodes, ranks_by_host
-from mpiddp.launch.slurm import allocation
-from mpiddp.slurm_lists import expand_counts, expand_nodelist
+from mpiddp.launch.remote.gpus import asked_backend, count_gpus, fit_to_gpus
+from mpiddp.launch.starters.detect import Flavour, find_mpirun, find_srun, identify
+from mpiddp.launch.starters.environment import parse_exports
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mpiddp.address import Card
-from mpiddp.network import Interface
-from mpiddp.placement import Place, expected_hosts, misplaced, table
+from mpiddp.hosts.interfaces import Interface
+from mpiddp.runtime.master_address import Card
+from mpiddp.runtime.placement import Place, expected_hosts, misplaced, table
 from tests.ranks import mpirun, own_lines
 
 EXAMPLE = "examples/message_passing.py"

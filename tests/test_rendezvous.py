@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.slurm_lists import expand_nodelist
-from mpiddp.store import find_by_address
+from mpiddp.hosts.slurm_nodelist import expand_nodelist
+from mpiddp.runtime.store import find_by_address
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
@@ -192,7 +192,7 @@ def test_a_foreign_mpi_is_refused_once() -> None:
 def test_mpi_that_has_ended_already_is_refused() -> None:
     code = (
         "from mpi4py import MPI; MPI.Finalize()\n"
-        "from mpiddp.rendezvous import meet_over_mpi; from mpiddp.world import World\n"
+        "from mpiddp.runtime.rendezvous import meet_over_mpi; from mpiddp.world import World\n"
         "meet_over_mpi(World.from_env(), timeout_s=5)"
     )
     sentence = refusal(mpirun(2, "-c", code))

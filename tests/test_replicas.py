@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 from tests import cluster
 from tests.cluster import Cluster, Host
 from tests.ranks import ROOT
@@ -49,15 +49,15 @@ def train(hosts: Cluster, names: str, *options: str) -> subprocess.CompletedProc
 
 def kept(host: Host) -> list[str]:
     """The checkpoints of a host; each of them is valid."""
-    folders = checkpoint_dir.list_steps(host.path(PRIVATE) / "checkpoints")
+    folders = directory.list_steps(host.path(PRIVATE) / "checkpoints")
     for folder in folders:
-        checkpoint_dir.verify(folder)
+        directory.verify(folder)
     return [folder.name for folder in folders]
 
 
 def proof(host: Host, step: int) -> str:
     folder = host.path(PRIVATE) / "checkpoints" / f"step_{step:08d}"
-    return (folder / checkpoint_dir.COMPLETE).read_text()
+    return (folder / directory.COMPLETE).read_text()
 
 
 def steps_recorded(run: Path) -> list[int]:

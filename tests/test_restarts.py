@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.record import Batch
 from mpiddp.launch.restarts import _keeping_batch
+from mpiddp.launch.supervise.job_state import Batch
 from tests import cluster
 from tests.cluster import Cluster
 from tests.patience import PATIENCE_S

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 from tests import tiny_data
 from tests.data_cache import fetched_cifar10
 from tests.ranks import own_lines
@@ -190,7 +190,7 @@ def test_going_back_sets_newer_checkpoints_aside(went_on: dict[str, tuple[Path, 
     """Else they would count as this run's, which never wrote them."""
     out, ran = went_on["back"]
     assert "set aside as step_00000002.old-1: it is of a later step" in ran.stdout
-    checkpoint_dir.verify(out / "checkpoints" / "step_00000002.old-1")
+    directory.verify(out / "checkpoints" / "step_00000002.old-1")
     assert "set aside" not in went_on["as it was"][1].stdout
 
 

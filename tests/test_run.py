@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpiddp import errors, run
+from mpiddp import errors
 from mpiddp.errors import UserError, say_alone
+from mpiddp.runtime import run_script
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
 
@@ -194,7 +195,7 @@ def test_what_cannot_be_run(
     args: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    load = run._load_module if args[0] == "-m" else run._load_file
+    load = run_script._load_module if args[0] == "-m" else run_script._load_file
     with pytest.raises(UserError, match=re.escape(sentence.format(cwd=Path.cwd()))):
         load(args[-1])
 
@@ -209,7 +210,7 @@ def test_a_missing_module_that_the_package_imports_is_its_own_error(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(ModuleNotFoundError, match="No module named 'foo'"):
-        run._load_module("foo_bar.main")
+        run_script._load_module("foo_bar.main")
 
 
 @pytest.mark.parametrize(

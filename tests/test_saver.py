@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpiddp import checkpoint_dir
-from mpiddp.checkpoint_dir import HashedFile
-from mpiddp.crew import Crew
-from mpiddp.train import due as due_module
-from mpiddp.train.due import Due, Every, parse_every
-from mpiddp.train.snapshot import HostMemory
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import save_schedule as due_module
+from mpiddp.checkpoints.directory import HashedFile
+from mpiddp.checkpoints.save_schedule import Due, Every, parse_every
+from mpiddp.checkpoints.snapshot import HostMemory
+from mpiddp.runtime.coordinator import Crew
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
@@ -68,9 +68,9 @@ def test_a_wrong_hash_of_what_was_written_would_be_seen(tmp_path: Path) -> None:
         torch.save({"a": torch.ones(5)}, file)  # type: ignore[arg-type]
         return {"model.pt": file.close()}
 
-    checkpoint_dir.verify(checkpoint_dir.write(tmp_path, 1, fill))
-    wrong = checkpoint_dir.write(tmp_path, 2, lambda folder: fill(folder) and {"model.pt": "0"})
-    assert not checkpoint_dir.is_valid(wrong)
+    directory.verify(directory.write(tmp_path, 1, fill))
+    wrong = directory.write(tmp_path, 2, lambda folder: fill(folder) and {"model.pt": "0"})
+    assert not directory.is_valid(wrong)
 
 
 def test_only_valid_ones_are_kept_in_the_count(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_only_valid_ones_are_kept_in_the_count(tmp_path: Path) -> None:
         "step_00000003: model.pt does not match its SHA-256; going on from step_00000001 (2 steps"
         in (job.stdout)
     )
-    assert [checkpoint_dir.step_of(folder) for folder in checkpoint_dir.list_steps(root)] == [
+    assert [directory.step_of(folder) for folder in directory.list_steps(root)] == [
         1,
         2,
         3,
@@ -144,8 +144,8 @@ def test_two_ranks_agree_on_the_steps_and_keep_two(tmp_path: Path) -> None:
         "--save-every=0.05s", "--log-every=1000", "--out", tmp_path / "out",
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
-    folders = checkpoint_dir.list_steps(tmp_path / "out" / "checkpoints")
-    assert [checkpoint_dir.step_of(folder) for folder in folders][-1] == 60
+    folders = directory.list_steps(tmp_path / "out" / "checkpoints")
+    assert [directory.step_of(folder) for folder in folders][-1] == 60
     assert len(folders) == 2
     for folder in folders:
-        checkpoint_dir.verify(folder)
+        directory.verify(folder)

@@ -18,7 +18,7 @@ from socket import gethostname
 
 import pytest
 
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 from mpiddp.errors import UserError
 from mpiddp.launch.options import duration
 from tests.flavours import mpirun_of
@@ -188,12 +188,12 @@ def test_a_training_without_a_launcher_saves_as_well(
         job.wait(timeout=PATIENCE_S)
         stdout, stderr = (job.stdout.read(), job.stderr.read()) if is_read else ("", "")
     assert job.returncode == 75
-    (saved,) = checkpoint_dir.list_steps(tmp_path / "out" / "checkpoints")
-    checkpoint_dir.verify(saved)
+    (saved,) = directory.list_steps(tmp_path / "out" / "checkpoints")
+    directory.verify(saved)
     if is_read:
         name = signal.Signals(number).name
         assert stderr == f"mpiddp: {name}: saving; another signal ends it at once.\n"
-        assert f"stopped at step {checkpoint_dir.step_of(saved)};" in stdout
+        assert f"stopped at step {directory.step_of(saved)};" in stdout
 
 
 def test_nohup_holds(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.channel import Word
-from mpiddp.launch.hangs import sentences
-from mpiddp.launch.record import Record
+from mpiddp.launch.supervise.control_server import Word
+from mpiddp.launch.supervise.hang_report import sentences
+from mpiddp.launch.supervise.job_state import Record
 from tests import cluster
 from tests.cluster import Cluster, Program
 from tests.flavours import PACKAGES, mpirun_of

@@ -354,8 +354,8 @@ def test_a_compiled_model_trains_and_saves_under_the_same_names() -> None:
     program = (
         "import torch\n"
         "from dataclasses import replace\n"
-        "from mpiddp.assembly import assemble\n"
-        "from mpiddp.group import joined\n"
+        "from mpiddp.runtime.join import assemble\n"
+        "from mpiddp.runtime.process_group import joined\n"
         "from mpiddp.train.config import parse\n"
         "from mpiddp.train.engine import backward\n"
         "from mpiddp.train.parallel import wrap\n"

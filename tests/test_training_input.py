@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 from mpiddp.train.data import cifar10
 from mpiddp.train.resnet import resnet20
 from tests import tiny_data
@@ -41,9 +41,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("model", "trainer", "ranks"):
             (folder / f"{name}.pt").write_bytes(b"\xff\xd8")
 
-    checkpoint_dir.write(place / "foreign", 2, fill_foreign)
-    checkpoint_dir.write(place / "strange", 2, fill_strange)
-    checkpoint_dir.write(place / "other", 2, lambda folder: (folder / "a").touch())
+    directory.write(place / "foreign", 2, fill_foreign)
+    directory.write(place / "strange", 2, fill_strange)
+    directory.write(place / "other", 2, lambda folder: (folder / "a").touch())
 
     cifar = place / "cifar" / "cifar-10-batches-bin"
     cifar.mkdir(parents=True)
@@ -224,8 +224,8 @@ def test_a_refused_job_leaves_the_run_as_it_was(
     config = json.loads((place / "done" / "config.json").read_text())
     assert (config["lr"], config["arch"]) == (0.4, "resnet20")
     assert not (place / "broken" / "config.json").exists()
-    for folder in checkpoint_dir.list_steps(place / "done" / "checkpoints"):
-        checkpoint_dir.verify(folder)
+    for folder in directory.list_steps(place / "done" / "checkpoints"):
+        directory.verify(folder)
 
 
 # The same as a user sees it: a job of its own, which ends at once
@@ -339,7 +339,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(tmp_path: Path) -> None:
         second.stderr,
     )
     (kept,) = (tmp_path / "checkpoints").iterdir()
-    checkpoint_dir.verify(kept)
+    directory.verify(kept)
 
 
 def alone(*python_args: str) -> subprocess.CompletedProcess[str]:

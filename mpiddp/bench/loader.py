@@ -16,7 +16,7 @@ from mpiddp.bench.jobs import Jobs, say
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.errors import UserError
-from mpiddp.phrases import counted
+from mpiddp.text import counted
 from mpiddp.train.config import parse as parse_training
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from mpiddp.bench.jobs import JobFailed, Jobs, say
 from mpiddp.bench.machine import machine, one_line
 from mpiddp.bench.options import launch_words, parse
 from mpiddp.errors import UserError
-from mpiddp.launch.environment import without_secrets
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_request
+from mpiddp.launch.starters.environment import without_secrets
 
 BENCHMARKS = {
     "scaling": "images/s and efficiency against the number of ranks",

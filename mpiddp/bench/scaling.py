@@ -17,7 +17,7 @@ from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, percentile, shown, spread
 from mpiddp.errors import UserError
-from mpiddp.phrases import counted
+from mpiddp.text import counted
 from mpiddp.train.config import parse as parse_training
 
 if TYPE_CHECKING:

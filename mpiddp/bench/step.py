@@ -16,7 +16,7 @@ from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, say
 from mpiddp.bench.options import add_rounds
 from mpiddp.bench.report import aligned, shown, spread
-from mpiddp.phrases import counted
+from mpiddp.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

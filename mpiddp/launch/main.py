@@ -13,10 +13,10 @@ import os
 import shlex
 import time
 
-from mpiddp.launch.environment import without_secrets
-from mpiddp.launch.flavours import compose
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_request
+from mpiddp.launch.starters.compose import compose
+from mpiddp.launch.starters.environment import without_secrets
 
 
 def main(argv: list[str]) -> int:

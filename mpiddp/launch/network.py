@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 
 from mpiddp.errors import UserError
-from mpiddp.network import Interface, interfaces
+from mpiddp.hosts.interfaces import Interface, interfaces
 
 
 def wished_interfaces(wished: str) -> tuple[Interface, ...]:

@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
-from mpiddp.hostfile import Host, Hosts, parse_host_list, read_hostfile
-from mpiddp.launch import slurm
-from mpiddp.launch.command import Node, Request
-from mpiddp.launch.environment import forwarded, parse_exports
-from mpiddp.launch.gpus import asked_backend, count_gpus, fit_to_gpus, usable
-from mpiddp.launch.mpi import Mpi, find_mpirun, find_srun, identify
+from mpiddp.hosts import allocation
+from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.nodes import Node, Unfit, is_this_host, name_nodes, ranks_by_host
+from mpiddp.hosts.slots import exclude, ranks_per_host
 from mpiddp.launch.network import address_towards, link_to, wished_interfaces
-from mpiddp.launch.placement import is_this_host, name_nodes, ranks_by_host
-from mpiddp.launch.slots import exclude, ranks_per_host
-from mpiddp.launch.unfit import Unfit
-from mpiddp.network import Interface
+from mpiddp.launch.remote.gpus import asked_backend, count_gpus, fit_to_gpus, usable
+from mpiddp.launch.starters.command import Request
+from mpiddp.launch.starters.detect import Mpi, find_mpirun, find_srun, identify
+from mpiddp.launch.starters.environment import forwarded, parse_exports
 
 if TYPE_CHECKING:
-    from mpiddp.launch.preflight import Facts
+    from mpiddp.launch.remote.preflight import Facts
 
 Say = Callable[[str], None]
 
@@ -120,7 +119,7 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[Hosts, 
     elif options.host_list is not None:
         hosts = parse_host_list(options.host_list, keep_fqdn=True)
     else:
-        allocated = slurm.allocation(env)
+        allocated = allocation.allocation(env)
         hosts = allocated or Hosts("this machine", (Host("localhost"),))
     if options.exclude is not None:
         hosts = exclude(hosts, options.exclude)
@@ -143,7 +142,10 @@ def _look(
     local = [is_this_host(host.name) for host in used]
     if all(local) or mpi.flavour == "slurm" or options.dry_run or not options.check:
         return {}
-    from mpiddp.launch.preflight import Wanted, look  # only jobs over several hosts pay for it
+    from mpiddp.launch.remote.preflight import (  # only jobs over several hosts pay for it
+        Wanted,
+        look,
+    )
 
     wanted = Wanted(
         python=str(python),

@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mpiddp.errors import UserError
-from mpiddp.exit_codes import FAILED, INTERRUPTED
-from mpiddp.launch.command import Request
-from mpiddp.launch.job import Outcome, attempt
-from mpiddp.launch.mpi import Mpi
+from mpiddp.errors import FAILED, INTERRUPTED, UserError
 from mpiddp.launch.plan import make_request
-from mpiddp.launch.record import Batch
-from mpiddp.launch.signals import heard, is_asked_to_stop
-from mpiddp.launch.supervisor import Limits
-from mpiddp.phrases import all_of
+from mpiddp.launch.starters.command import Request
+from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.supervise.attempt import Outcome, attempt
+from mpiddp.launch.supervise.job_state import Batch
+from mpiddp.launch.supervise.signals import heard, is_asked_to_stop
+from mpiddp.launch.supervise.supervisor import Limits
+from mpiddp.text import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 START_TIMEOUT_S = 120.0  # until the first rank is there: all disks may be cold

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpiddp.checkpoint_dir import HashedFile
+from mpiddp.checkpoints.directory import HashedFile
+from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, differences
-from mpiddp.train.tensor_file import Unreadable, load_tensors
 
 _TENSOR_FILES = ("model", "trainer", "ranks")
 

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import DefaultsShown, RankParser, whole
+from mpiddp.arguments import DefaultsShown, whole
+from mpiddp.checkpoints.save_schedule import Every, parse_every
 from mpiddp.errors import UserError
-from mpiddp.phrases import counted
-from mpiddp.train.due import Every, parse_every
+from mpiddp.runtime.arguments import RankParser
+from mpiddp.text import counted
 from mpiddp.train.schedule import SCHEDULES
 from mpiddp.world import World
 

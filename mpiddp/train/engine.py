@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sharding import Step
-from mpiddp.train.tensor_file import Unreadable, load_tensors
 
 SMALL_IMAGE = 64  # pixels: below, the ImageNet stem would leave too little of an image
 

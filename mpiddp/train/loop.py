@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpiddp import stop
-from mpiddp.crew import Crew
+from mpiddp.checkpoints import replicas
+from mpiddp.checkpoints.save_schedule import Due
 from mpiddp.errors import UserError
-from mpiddp.stop import should_stop
-from mpiddp.train import checkpoint, replicas
+from mpiddp.runtime import stop_request
+from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.stop_request import should_stop
+from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig, to_go_on
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
-from mpiddp.train.due import Due
 from mpiddp.train.engine import backward, build_optimizer, place
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, percentile, slowest
@@ -111,7 +112,11 @@ def train(
     started_at = time.monotonic()
     assert config.epochs is not None
     assert config.batch_size is not None
-    replicas.send_missing_checkpoint(start, keepers, out, crew, device, timeout_s=config.timeout)
+    receivers = [rank for rank in start.lacking if rank in keepers]
+    if start.folder is not None and receivers:
+        replicas.send_missing_checkpoint(
+            start.folder, start.holder, receivers, out, crew, device, timeout_s=config.timeout
+        )
     saved = checkpoint.broadcast(start.saved, start.holder)
     model = place(model, config, device)
     optimizer = build_optimizer(model, config)
@@ -128,7 +133,7 @@ def train(
     if saved:
         checkpoint.restore_rank(model, saved.ranks)
 
-    stop.current().count_from(progress.step)
+    stop_request.current().count_from(progress.step)
     due = Due(config.save_every, crew, progress.step, timeout_s=config.timeout)
     saver = Saver(
         out / "checkpoints", keepers, crew, model, optimizer, scaler, config, data.contents

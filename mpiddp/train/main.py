@@ -16,14 +16,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpiddp import control
-from mpiddp.control import reporting
-from mpiddp.errors import UserError, silence_stdout
-from mpiddp.exit_codes import DONE, STOPPED
-from mpiddp.phrases import counted
-from mpiddp.stop import listen_when_alone, stopped, will_ask
+from mpiddp.errors import DONE, STOPPED, UserError, silence_stdout
+from mpiddp.runtime import control_client
+from mpiddp.runtime.control_client import reporting
+from mpiddp.runtime.process_setup import tune
+from mpiddp.runtime.stop_request import listen_when_alone, stopped, will_ask
+from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig, out_dir, parse, settle, to_go_on
-from mpiddp.tuning import tune
 from mpiddp.world import World
 
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
@@ -33,7 +32,7 @@ def main(argv: list[str]) -> int:
     """Train, and return the exit code: DONE, or STOPPED where it ends early on request.
 
     Raises:
-        UserError, SystemExit: bad input, see `mpiddp.crew`.
+        UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
     """
     world = World.from_env()
     try:
@@ -50,9 +49,10 @@ def main(argv: list[str]) -> int:
 
 def _train(config: TrainConfig | UserError, world: World) -> int:
     # Only now torch: --help and a wrong option answer at once.
-    from mpiddp.assembly import assemble
-    from mpiddp.group import choose_backend, device_of, joined
-    from mpiddp.train import flight_recorder, replicas, resume
+    from mpiddp.checkpoints import replicas
+    from mpiddp.runtime.join import assemble
+    from mpiddp.runtime.process_group import choose_backend, device_of, joined
+    from mpiddp.train import flight_recorder, resume
     from mpiddp.train.data import open_data, prepare
     from mpiddp.train.engine import build_model, choose_kernels, computes_in_bf16
     from mpiddp.train.loop import make_plan, train
@@ -102,8 +102,8 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             model = build_model(config, data)
         start = resume.find(crew, config, data.contents, out, say)
         shards = plan.shards
-        control.say("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
-        control.say("resume", arguments=to_go_on(config, out))
+        control_client.say("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
+        control_client.say("resume", arguments=to_go_on(config, out))
         with crew.together(), _writing(out):  # all is well: only now something is written
             for folder in (out / "logs", out / "checkpoints"):  # on every host
                 folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ class _log:
         logging.raiseExceptions = False  # a full disk: the checkpoints tell of it
         self._logger = logging.Logger("mpiddp")
         path = out / "logs" / f"rank_{world.rank:05d}.log"
-        control.say("log", path=str(path))
+        control_client.say("log", path=str(path))
         handler = logging.FileHandler(path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(handler)

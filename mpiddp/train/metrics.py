@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpiddp.phrases import counted
+from mpiddp.text import counted
 
 
 class StepTimer:

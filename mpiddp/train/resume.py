@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mpiddp import checkpoint_dir
-from mpiddp.crew import Crew
+from mpiddp.checkpoints import directory
 from mpiddp.errors import UserError
+from mpiddp.runtime.coordinator import Crew
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Saved
 from mpiddp.train.config import TrainConfig
@@ -109,7 +109,7 @@ def set_newer_aside(
     with crew.together():
         if crew.world.rank in keepers:
             try:
-                moved = checkpoint_dir.set_aside(root, step)
+                moved = directory.set_aside(root, step)
             except OSError as error:
                 raise UserError(
                     f"{root}: newer checkpoints cannot be renamed: {error.strerror}."
@@ -128,10 +128,8 @@ def _complaints(finds: dict[int, _Found], best: _Found, crew: Crew) -> list[str]
     for rank, found in finds.items():
         for step, complaint in found.broken:
             host = f" ({crew.hostnames[rank]})" if (crew.world.num_nodes or 1) > 1 else ""
-            if step > best.step:
-                rest = checkpoint_dir.consequence(step, newest)
-            else:
-                rest = "another host has it whole"
+            is_lost = step > best.step
+            rest = directory.consequence(step, newest) if is_lost else "another host has it whole"
             sentences.setdefault(complaint, f"{complaint}{host}; {rest}.")
     return list(sentences.values())
 
@@ -147,7 +145,7 @@ def _look(config: TrainConfig, out: Path) -> _Found:
         own = _newest(root, "")
         if own.folder or resume == "never":
             return own
-    existing = checkpoint_dir.list_steps(root)
+    existing = directory.list_steps(root)
     if resume == "never":
         traces = [root, *(out / name for name in ("config.json", "metrics.jsonl", "summary.json"))]
         if found := [path for path in traces if path.exists()]:
@@ -165,11 +163,11 @@ def _look(config: TrainConfig, out: Path) -> _Found:
     if not given.exists():
         return _Found(problem=f"--resume {resume} not found (looked in {Path.cwd()}). {expected}")
     for candidate in (given / "checkpoints", given):  # of a run, or of checkpoints
-        if checkpoint_dir.list_steps(candidate):
+        if directory.list_steps(candidate):
             looked = _newest(candidate, f"--resume {resume}: no checkpoint in it is valid.")
             break
     else:
-        if not checkpoint_dir.is_one(given):
+        if not directory.is_one(given):
             return _Found(problem=f"--resume {resume}: no checkpoint is there. {expected}")
         looked = _given(given)
     is_own = bool(looked.folder) and Path(looked.folder).resolve().parent == root.resolve()
@@ -182,16 +180,16 @@ def _look(config: TrainConfig, out: Path) -> _Found:
 
 
 def _newest(root: Path, problem: str) -> _Found:
-    newest, broken = checkpoint_dir.survey(root)
+    newest, broken = directory.survey(root)
     if newest is None:
         return _Found(problem=problem, broken=broken)
-    return _Found(str(newest), checkpoint_dir.step_of(newest), broken=broken)
+    return _Found(str(newest), directory.step_of(newest), broken=broken)
 
 
 def _given(folder: Path) -> _Found:
     """The very checkpoint that --resume names, whatever its folder is called."""
     try:
-        checkpoint_dir.verify(folder)
-    except checkpoint_dir.BrokenCheckpoint as error:
+        directory.verify(folder)
+    except directory.BrokenCheckpoint as error:
         return _Found(problem=f"--resume {folder}: {error}.")
     return _Found(str(folder), step=0)

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpiddp import checkpoint_dir
-from mpiddp.crew import Crew
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.replicas import warn
+from mpiddp.checkpoints.snapshot import HostMemory
 from mpiddp.errors import UserError
+from mpiddp.runtime.coordinator import Crew
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.engine import averaged_buffers
-from mpiddp.train.replicas import warn
-from mpiddp.train.snapshot import HostMemory
 
 WRITE_TIMEOUT_S = 1800.0  # for a slow disk to take a whole checkpoint
 
@@ -122,11 +122,11 @@ class Saver:
             return checkpoint.fill(folder, progress, contents, self._config, self._data)
 
         try:
-            self._is_valid[checkpoint_dir.write(self._root, progress.step, fill)] = True
+            self._is_valid[directory.write(self._root, progress.step, fill)] = True
         except OSError as error:
             return _sentence(error, self._root, progress.step, _num_bytes(contents))
         try:
-            checkpoint_dir.prune(self._root, self._config.keep, counts=self._counts)
+            directory.prune(self._root, self._config.keep, counts=self._counts)
         except OSError as error:  # this one is safe all the same
             sentence = f"warning: {self._root}: no old checkpoint can be removed: {error.strerror}."
             print(sentence, file=sys.stderr, flush=True)
@@ -135,13 +135,13 @@ class Saver:
     def _counts(self, folder: Path) -> bool:
         """Whether it is valid: every byte is read once, then and for what was written here a glance does."""
         if folder not in self._is_valid:
-            self._is_valid[folder] = checkpoint_dir.is_valid(folder)
-        return self._is_valid[folder] and checkpoint_dir.is_whole(folder)
+            self._is_valid[folder] = directory.is_valid(folder)
+        return self._is_valid[folder] and directory.is_whole(folder)
 
 
 def _sentence(error: OSError, root: Path, step: int, num_bytes: int) -> str:
     """What is wrong, and what is left."""
-    kept = [folder.name for folder in checkpoint_dir.list_steps(root)]
+    kept = [folder.name for folder in directory.list_steps(root)]
     rest = f"{kept[-1]} is kept." if kept else "There is no older one."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         has = shutil.disk_usage(root).free

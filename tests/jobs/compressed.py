@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mpiddp.assembly import assemble
-from mpiddp.group import joined
+from mpiddp.runtime.join import assemble
+from mpiddp.runtime.process_group import joined
 from mpiddp.train import parallel
 from mpiddp.train.config import COMPRESSIONS, parse
 

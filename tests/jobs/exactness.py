@@ -21,8 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from mpiddp.assembly import assemble
-from mpiddp.group import joined
+from mpiddp.runtime.join import assemble
+from mpiddp.runtime.process_group import joined
 from mpiddp.train import checkpoint
 from mpiddp.train.config import TrainConfig, parse
 from mpiddp.train.data.source import Batch

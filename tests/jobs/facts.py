@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import asdict
 
-from mpiddp.assembly import assemble
+from mpiddp.runtime.join import assemble
 from tests.jobs.listening import listening_addresses
 
 before = dict(os.environ)

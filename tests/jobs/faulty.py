@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import mpiddp
-from mpiddp import checkpoint_dir
+from mpiddp.checkpoints import directory
 
 SAVE_EVERY = 10
 GUILTY = 1
@@ -75,8 +75,8 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
         if world.rank == 0:
             address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
             (folder / "store").write_text(f"{address} {port}")
-        newest, _ = checkpoint_dir.survey(folder / "checkpoints")
-        first = checkpoint_dir.step_of(newest) if newest else 0
+        newest, _ = directory.survey(folder / "checkpoints")
+        first = directory.step_of(newest) if newest else 0
         come_to(0)
         for step in range(first + 1, steps + 1):
             dist.all_reduce(torch.ones(1))
@@ -84,7 +84,7 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
                 with (folder / "steps").open("a") as file:
                     file.write(f"{time.time()} {first} {step}\n")
                 if step % SAVE_EVERY == 0:
-                    checkpoint_dir.write(folder / "checkpoints", step, fill)
+                    directory.write(folder / "checkpoints", step, fill)
             if mpiddp.should_stop():
                 return 75
             come_to(step)

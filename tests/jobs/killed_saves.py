@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpiddp import checkpoint_dir
-from mpiddp.crew import Crew
+from mpiddp.checkpoints import directory
+from mpiddp.runtime.coordinator import Crew
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import parse
 from mpiddp.train.saver import Saver
@@ -66,10 +66,10 @@ def main(root: Path, kills: int) -> None:
         last = int.from_bytes(rest[-8:] or begun[-1], "little")
         in_mid_write += any(root.glob(".unfinished-*"))
 
-        newest, broken = checkpoint_dir.survey(root)
+        newest, broken = directory.survey(root)
         assert newest is not None, f"kill {number}: no valid checkpoint"
         assert broken == [], f"kill {number}: {broken}"
-        found = checkpoint_dir.step_of(newest)
+        found = directory.step_of(newest)
         assert last - 1 <= found <= last + 1, f"kill {number} at step {last} left step {found}"
         weights = torch.load(newest / "model.pt")
         assert bool((weights["0.weight"] == found).all()), f"kill {number}: another step's weights"

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from mpiddp.assembly import assemble
+from mpiddp.runtime.join import assemble
 
 with assemble() as crew:
     rank = crew.world.rank

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 
-from mpiddp import rendezvous
+from mpiddp.runtime import rendezvous
 from mpiddp.world import World
 
 world = World.from_env()

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp import checkpoint_dir
-from mpiddp.assembly import assemble
-from mpiddp.group import device_of, joined
-from mpiddp.train import replicas, resume
+from mpiddp.checkpoints import directory, replicas
+from mpiddp.runtime.join import assemble
+from mpiddp.runtime.process_group import device_of, joined
+from mpiddp.train import resume
 from mpiddp.train.config import parse, settle
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.engine import build_model
@@ -63,7 +63,7 @@ def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
         device = device_of(crew.world, "gloo")
         config = settle(config, crew.world, on_gpu=False, has_bf16=False)
         start = resume.find(crew, config, CONTENTS, out, lambda text: None)
-        step = checkpoint_dir.step_of(start.folder) if start.folder else 0
+        step = directory.step_of(start.folder) if start.folder else 0
         dies = rank == 0 and die_at_step >= 0  # the one that has a batch at every step, and saves
         source = Noted(
             notes / f"rank_{rank}.jsonl",

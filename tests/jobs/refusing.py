@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import time
 
-from mpiddp.assembly import assemble
 from mpiddp.errors import UserError
+from mpiddp.runtime.join import assemble
 
 who, slow_s = sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else 0.0
 write = sys.stderr.write

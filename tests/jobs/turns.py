@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mpiddp.assembly import assemble
 from mpiddp.cli import main
+from mpiddp.runtime.join import assemble
 
 
 def take_turns(commands: list[list[str]]) -> list[tuple[int, str, str]]:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mpiddp.assembly import assemble
-from mpiddp.group import joined
+from mpiddp.runtime.join import assemble
+from mpiddp.runtime.process_group import joined
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from mpiddp.assembly import assemble
 from mpiddp.bench.allreduce import rank_options
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
 from mpiddp.bench.words import emit
-from mpiddp.group import BACKENDS, choose_backend, device_of, joined
+from mpiddp.runtime.join import assemble
+from mpiddp.runtime.process_group import BACKENDS, choose_backend, device_of, joined
 from mpiddp.train.metrics import StepTimer, slowest
 from mpiddp.world import World
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mpiddp.assembly import assemble
 from mpiddp.bench.loader import rank_options
 from mpiddp.bench.ranks.training import (
     EXCHANGE_TIMEOUT_S,
@@ -27,9 +26,10 @@ from mpiddp.bench.ranks.training import (
     settled,
 )
 from mpiddp.bench.words import emit
-from mpiddp.crew import Crew
 from mpiddp.errors import UserError
-from mpiddp.phrases import counted
+from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.join import assemble
+from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data import open_data
 from mpiddp.train.data.arrays import default_data_dir

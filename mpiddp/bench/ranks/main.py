@@ -9,9 +9,9 @@ import argparse
 from dataclasses import replace
 from importlib import import_module
 
-from mpiddp.arguments import RankParser
-from mpiddp.control import reporting
-from mpiddp.tuning import tune
+from mpiddp.runtime.arguments import RankParser
+from mpiddp.runtime.control_client import reporting
+from mpiddp.runtime.process_setup import tune
 from mpiddp.world import World
 
 RANK_SIDES = ("scaling", "allreduce", "step", "loader", "meeting")
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     """Be one rank of the job that the first word names.
 
     Raises:
-        UserError, SystemExit: bad input, see `mpiddp.crew`.
+        UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
     """
     parser = RankParser(
         prog="mpiddp bench-rank",

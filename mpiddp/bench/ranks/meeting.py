@@ -12,14 +12,14 @@ from pathlib import Path
 
 from mpiddp.bench.machine import peak_bytes
 from mpiddp.bench.rendezvous import rank_options
-from mpiddp.rendezvous import meet_over_mpi
+from mpiddp.runtime.rendezvous import meet_over_mpi
 from mpiddp.world import World
 
 
 def run(world: World, argv: list[str]) -> None:
     options = rank_options().parse_args(argv)
     if options.torch:
-        from mpiddp.assembly import assemble
+        from mpiddp.runtime.join import assemble
 
         ready_at = time.time()
         with assemble(world):

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpiddp.assembly import assemble
 from mpiddp.bench.machine import machine
-from mpiddp.crew import Crew
-from mpiddp.group import choose_backend, device_of, joined
+from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.join import assemble
+from mpiddp.runtime.process_group import choose_backend, device_of, joined
 from mpiddp.train.config import TrainConfig, parse, settle
 from mpiddp.train.data import open_data
 from mpiddp.train.data.source import Data

@@ -1,0 +1,194 @@
+"""What disks and kills do to checkpoints: none of it may go unnoticed, or take an older one along."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults.job import launch
+from benchmarks.faults.table import Run, Tally
+from mpiddp.checkpoints import directory
+from tests.cluster import Cluster, Host
+from tests.ranks import ROOT, clean_env
+
+KILLS, FLIPS, CUTS = 200, 300, 100
+OUT = "/run/faulty-disk"
+SAVES = f"{OUT}/checkpoints"  # on a disk of its own, so that it alone is full
+DISK = "20m"
+TRAIN = (
+    *("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "4"),
+    *("--amp", "off", "--epochs", "1", "--save-every", "1", "--log-every", "100000"),
+    *("--steps-per-epoch", "10000"),
+)
+
+
+def killed_saves() -> Tally:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.jobs.killed_saves", folder, str(KILLS)]
+        ran = subprocess.run(
+            command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=600
+        )
+    found = re.fullmatch(rf"{KILLS} kills, (\d+) in mid-write, step \d+\n", ran.stdout)
+    seen = f"{found[1]} in mid-write; at most one step lost" if found else ran.stderr[-500:]
+    return Tally("kill -9 at a random instant of a save", KILLS, KILLS if found else 0, seen)
+
+
+def flipped_bits() -> Tally:
+    def flip(data: bytearray) -> None:
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+
+    return _noticed("one bit of a checkpoint flipped", FLIPS, flip)
+
+
+def truncation() -> Tally:
+    def cut(data: bytearray) -> None:
+        del data[random.choice((0, len(data) - 1, random.randrange(len(data)))) :]
+
+    return _noticed("a file of a checkpoint cut short", CUTS, cut)
+
+
+def _noticed(name: str, times: int, damage: Callable[[bytearray], None]) -> Tally:
+    """How often `damage` to any one of the files is noticed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *TRAIN, "--stop-at-step", "2", "--out", folder]
+        subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True)
+        saved = directory.list_steps(Path(folder, "checkpoints"))[-1]
+        directory.verify(saved)
+        files = sorted(saved.iterdir())
+        noticed = 0
+        for index in range(times):
+            file = files[index % len(files)]
+            before = file.read_bytes()
+            data = bytearray(before)
+            damage(data)
+            file.write_bytes(data)
+            noticed += not directory.is_valid(saved)
+            file.write_bytes(before)
+        directory.verify(saved)
+    return Tally(name, times, noticed, f"in each of {', '.join(file.name for file in files)}")
+
+
+TALLIES = {
+    "kill -9 at a random instant of a save": killed_saves,
+    "one bit of a checkpoint flipped": flipped_bits,
+    "a file of a checkpoint cut short": truncation,
+}
+
+
+class _Filler:
+    """Takes all the room that a disk has or gets, until it is told to leave."""
+
+    def __init__(self, host: Host) -> None:
+        self._file = host.path(f"{SAVES}/filler")
+        self._is_full = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._fill)
+        self._thread.start()
+        self._is_full.wait()
+
+    def _fill(self) -> None:
+        with self._file.open("wb", buffering=0) as file:
+            while not self._over.is_set():
+                try:
+                    file.write(bytes(65536))
+                except OSError:
+                    self._is_full.set()
+                    time.sleep(0.001)
+
+    def leave(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._file.unlink()
+
+
+def _fill(host: Host) -> Callable[[], None]:
+    return _Filler(host).leave
+
+
+def _forbid(host: Host) -> Callable[[], None]:
+    """Read-only; not while a file is open there, so it takes a few tries."""
+    while host.run(["mount", "-o", "remount,ro", SAVES]).returncode != 0:
+        pass
+
+    def permit() -> None:
+        host.run(["mount", "-o", "remount,rw", SAVES], check=True)
+
+    return permit
+
+
+@dataclass(frozen=True)
+class DiskFault:
+    """`do` returns what mends it."""
+
+    name: str
+    says: str
+    do: Callable[[Host], Callable[[], None]]
+
+
+DISK_FAULTS = (
+    DiskFault("disk full in mid-save", "no space left for a checkpoint", _fill),
+    DiskFault("disk becomes read-only", "Read-only file system", _forbid),
+)
+
+
+def measure(fault: DiskFault, hosts: Cluster, flavour: str, number: int) -> Run:
+    """Break a disk that a training of one rank saves to at every step, in the midst of that.
+
+    In an odd `number` of round it goes on with a warning, and saves again once the disk is mended;
+    else it is told to end. Either way what was saved before stays whole.
+    """
+    host, may_go_on = hosts["node0"], bool(number % 2)
+    host.run(["mkdir", "-p", SAVES], check=True)
+    host.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", SAVES], check=True)
+    options = ["--on-save-error", "warn" if may_go_on else "stop", "--out", OUT]
+    job = launch(hosts, host.path(OUT), flavour, "localhost:1", (), [*TRAIN, *options], cwd=OUT)
+    resumed_at = None
+    try:
+        at = random.randint(2, 12)
+        job.await_that(lambda: job.newest_checkpoint() >= at, f"the checkpoint of step {at}")
+        mend = fault.do(host)
+        since = time.time()
+        try:
+            job.await_that(lambda: fault.says in job.said(), "its warning")
+            if not may_go_on:
+                job.end()
+            kept = job.newest_checkpoint()
+        finally:
+            mend()
+        if may_go_on:
+            job.await_that(lambda: job.newest_checkpoint() > kept, "another checkpoint")
+            resumed_at = time.time()
+            job.launcher.send_signal(signal.SIGTERM)
+        code = job.end()
+        ended_at = time.time()
+        assert job.newest_checkpoint() >= kept > 0
+    finally:
+        orphans = job.sweep()
+        host.run(["umount", SAVES], check=True)
+        host.run(["rm", "-r", OUT], check=True)
+    warning = next(line for line in job.lines if fault.says in line.text)
+    failed = re.search(r"step (\d+)", warning.text)
+    return Run(
+        fault.name,
+        flavour,
+        number,
+        detected_s=warning.at - since,
+        ended_s=None if may_go_on else ended_at - since,
+        resumed_s=resumed_at - since if resumed_at else None,
+        code=code,
+        is_code_right=code == (75 if may_go_on else 2),
+        orphans=len(orphans),
+        steps_lost=0 if may_go_on or failed is None else int(failed[1]) - kept,
+        said=job.said()[-2000:],
+        load=os.getloadavg()[0],
+    )

@@ -1,0 +1,101 @@
+"""Requests to stop a training at a random step, and the command that then goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from signal import Signals
+
+from benchmarks.faults.job import END_TIMEOUT_S, ENV, HOSTS, Job, launch
+from benchmarks.faults.table import Run
+from tests.cluster import Cluster
+
+STEPS = 60
+EARLIEST, LATEST = 1, 30
+BETWEEN_S = 0.1  # two strokes of Ctrl-C
+TRAIN = (
+    *("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"),
+    *("--amp", "off", "--epochs", "1", "--steps-per-epoch", str(STEPS)),
+    *("--save-every", "10", "--log-every", "1", "--out", "."),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    name: str
+    signals: tuple[Signals, ...]
+    code: int
+    says: str
+
+
+REQUESTS = (
+    Request("SIGTERM", (signal.SIGTERM,), 75, "mpiddp: SIGTERM: the ranks save and stop"),
+    Request("SIGUSR1", (signal.SIGUSR1,), 75, "mpiddp: SIGUSR1: the ranks save and stop"),
+    Request("Ctrl-C", (signal.SIGINT,), 75, "mpiddp: SIGINT: the ranks save and stop"),
+    Request("Ctrl-C twice", (signal.SIGINT,) * 2, 130, "mpiddp: interrupted: the job was stopped"),
+)
+
+
+def measure(request: Request, hosts: Cluster, flavour: str, number: int) -> Run:
+    """Stop a training once; in an odd `number` of round let it go on to its end, and time that.
+
+    Raises:
+        TimeoutError: the job did not come as far as the request.
+    """
+    folder = hosts.shared / f"train-{os.urandom(4).hex()}"
+    job = launch(hosts, folder, flavour, HOSTS, (), TRAIN)
+    try:
+        at = random.randint(EARLIEST, LATEST)
+        job.await_that(lambda: _last_step(job) >= at, f"step {at}")
+        since = time.time()
+        for index, each in enumerate(request.signals):
+            time.sleep(BETWEEN_S if index else 0.0)
+            job.launcher.send_signal(each)
+        code = job.end()
+        ended_at = time.time()
+    finally:
+        orphans = job.sweep()
+    named = [line for line in job.lines if re.search(request.says, line.text)]
+    reached, saved = _last_step(job), job.newest_checkpoint()
+    is_right = code == request.code
+    said = job.said()
+    if number % 2:
+        said += f"\n{_go_on(job)}"
+        is_right = is_right and _last_step(job) == STEPS and (folder / "summary.json").exists()
+    return Run(
+        request.name,
+        flavour,
+        number,
+        detected_s=named[0].at - since if named else None,
+        ended_s=ended_at - since,
+        code=code,
+        is_code_right=is_right,
+        is_named=bool(named),
+        orphans=len(orphans),
+        steps_lost=reached - saved,
+        said=said[-2000:],
+        load=os.getloadavg()[0],
+    )
+
+
+def _last_step(job: Job) -> int:
+    file = job.folder / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    steps = [json.loads(line)["step"] for line in text.rpartition("\n")[0].splitlines()]
+    return max(steps, default=0)
+
+
+def _go_on(job: Job) -> str:
+    """Run the command that the launcher printed, or the same one where it printed none."""
+    printed = re.search("mpiddp: to go on: mpiddp (.*)", job.said())
+    words = shlex.split(printed[1]) if printed else job.words
+    command = [sys.executable, "-m", "mpiddp", *words]
+    done = job.hosts["node0"].run(command, env=ENV, cwd=job.folder, timeout_s=END_TIMEOUT_S)
+    return f"went on with code {done.returncode}: {done.stderr}"

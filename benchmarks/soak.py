@@ -1,0 +1,176 @@
+"""A training that is killed again and again, held against one that is left alone: the same weights?
+
+    python -m benchmarks.soak --minutes 20 --kill-every 60
+
+Three ranks on three hosts of the test cluster. In turn a rank, MPI's daemon on a host, or a host's
+link is hit, at exponentially distributed times, until all steps are done. Then the same command runs
+undisturbed. Goodput is the time of those steps that count, each once and as its metrics.jsonl has it,
+without saves, divided by the wall time of the command from its start to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import cluster
+from tests.cluster import Cluster, Host, Program
+from tests.ranks import ROOT
+from tests.training import contents, records, unequal
+
+HOSTS = "node0:1,node1:1,node2:1"
+ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+STEPS_PER_EPOCH = 500
+LOG_EVERY = 10
+CUT_S = 25.0  # the link is back before the host is given up for good
+EXPECTED_GOODPUT = 0.7
+CALIBRATION_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What has happened to the disturbed run.
+
+    `steps_lost`: to within LOG_EVERY, at each restart that went on from a checkpoint.
+    """
+
+    code: int
+    wall_s: float
+    hits: Counter[str]
+    restarts: int
+    steps_lost: list[int]
+    said: str
+
+
+def main() -> None:
+    options = _options()
+    random.seed(options.seed)
+    with cluster.up(3) as hosts:
+        seconds = _step_time(hosts)
+        wanted = options.minutes * 60 * EXPECTED_GOODPUT / seconds
+        epochs = max(1, round(wanted / STEPS_PER_EPOCH))
+        steps = epochs * STEPS_PER_EPOCH
+        print(f"{seconds * 1e3:.0f} ms a step, {steps} steps", file=sys.stderr, flush=True)
+
+        disturbed, alone = hosts.shared / "disturbed", hosts.shared / "alone"
+        soak = _soak(hosts, disturbed, epochs, options.kill_every)
+        print(soak.said, file=sys.stderr, flush=True)
+        assert soak.code == 0, f"the disturbed run ended with code {soak.code}"
+        useful_s = _seconds_of_steps(disturbed)
+        ran = hosts["node0"].run(_train(alone, epochs), cwd=ROOT, env=ENV, timeout_s=7200)
+        assert ran.returncode == 0, ran.stderr
+        different = unequal(contents(disturbed, steps), contents(alone, steps))
+
+    print(f"hits: {', '.join(f'{kind} {count}' for kind, count in soak.hits.items())}")
+    print(f"restarts: {soak.restarts}")
+    print(f"steps lost: {sum(soak.steps_lost)} of {steps}")
+    print(f"at each restart that went on from a checkpoint: {soak.steps_lost}")
+    print(f"useful step time {useful_s:.0f} s, wall time {soak.wall_s:.0f} s")
+    print(f"goodput: {useful_s / soak.wall_s:.3f}")
+    print(f"the same bits: {'no: ' + ', '.join(different[:5]) if different else 'yes'}")
+    sys.exit(bool(different))
+
+
+def _soak(hosts: Cluster, out: Path, epochs: int, kill_every_s: float) -> Soak:
+    """The training with all that is done to it; it says nothing before its end."""
+    hits: Counter[str] = Counter()
+    lost: list[int] = []
+    said: list[str] = []
+    since = time.monotonic()
+    # One pipe for both, so that a restart stands before what the new ranks print.
+    job = hosts["node0"].popen(_train(out, epochs), cwd=ROOT, env=ENV, stderr=subprocess.STDOUT)
+    with job:
+        reader = threading.Thread(target=_listen, args=(job, said, lost))
+        reader.start()
+        for kind, hit in itertools.cycle(HITS.items()):
+            try:
+                job.wait(random.expovariate(1 / kill_every_s))
+                break
+            except subprocess.TimeoutExpired:
+                hits[kind] += hit(hosts[random.choice(VICTIMS)])
+        reader.join()
+        wall_s = time.monotonic() - since
+    restarts = sum("mpiddp: restarting on" in line for line in said)
+    return Soak(job.returncode, wall_s, hits, restarts, lost, "\n".join(said))
+
+
+def _listen(job: Program, said: list[str], lost: list[int]) -> None:
+    """Keeps what the launcher says, and counts the steps that have to be made again."""
+    reached = 0
+    assert job.stdout is not None
+    for line in job.stdout:
+        if found := re.search(r" step (\d+)/", line):
+            reached = int(found[1])
+        elif found := re.search(r"going on from .*: step (\d+)", line):
+            lost.append(max(0, reached - int(found[1])))
+            said.append(line.strip())
+        elif "mpiddp: " in line:
+            said.append(line.strip())
+
+
+def _kill(command: str) -> Callable[[Host], bool]:
+    """Whether there was such a process; between two tries there is none."""
+
+    def hit(host: Host) -> bool:
+        for process in host.processes():
+            if re.match(command, process.command):
+                return host.run(["kill", "-KILL", str(process.pid)]).returncode == 0
+        return False
+
+    return hit
+
+
+def _cut(host: Host) -> bool:
+    host.link("down")
+    time.sleep(CUT_S)
+    host.link("up")
+    return True
+
+
+VICTIMS = ("node1", "node2")
+HITS = {
+    "rank": _kill(r"\S*python\S* -m mpiddp train"),
+    "daemon": _kill(r"\S*prted "),
+    "link": _cut,
+}
+
+
+def _train(out: Path, epochs: int, steps_per_epoch: int = STEPS_PER_EPOCH) -> list[str]:
+    command = [sys.executable, "-m", "mpiddp", "launch", "--max-restarts", "100", "-H", HOSTS]
+    command += ["-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"]
+    command += ["--amp", "off", "--epochs", str(epochs), "--steps-per-epoch", str(steps_per_epoch)]
+    return [*command, "--save-every", "5s", "--log-every", str(LOG_EVERY), "--out", str(out)]
+
+
+def _step_time(hosts: Cluster) -> float:
+    out = hosts.shared / "calibration"
+    command = _train(out, 1, CALIBRATION_STEPS)
+    ran = hosts["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=300)
+    assert ran.returncode == 0, ran.stderr
+    return _seconds_of_steps(out) / CALIBRATION_STEPS
+
+
+def _seconds_of_steps(run: Path) -> float:
+    return sum(float(record["step_time_s"]) * LOG_EVERY for record in records(run))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Kill a training again and again.")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of the disturbed run")
+    parser.add_argument("--kill-every", type=float, default=60.0, help="seconds, on average")
+    parser.add_argument("--seed", type=int, default=0, help="of the times and the victims")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A directory that appears whole and is verified when read."""

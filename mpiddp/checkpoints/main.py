@@ -1,0 +1,110 @@
+"""`mpiddp checkpoints`: what lies in a run's folder, whether it is whole, and what may go.
+
+    mpiddp checkpoints list runs/a
+    mpiddp checkpoints verify runs/a/checkpoints/step_00001000
+    mpiddp checkpoints prune runs/a --keep 2
+
+DIR is a run's folder, a folder of checkpoints, or one checkpoint. torch is not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.directory import BrokenCheckpoint
+from mpiddp.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    """Run `mpiddp checkpoints ARGV`: 0, or 1 when `verify` found a broken one.
+
+    Raises:
+        UserError: bad usage, or a DIR without checkpoints.
+    """
+    options = _parse(argv)
+    if options.verb == "prune":
+        return _prune(Path(options.dir), options.keep)
+    folders = _checkpoints(Path(options.dir))
+    if options.verb == "list":
+        for folder in folders:
+            print(_line(folder))
+        return 0
+    return max([_verify(folder) for folder in folders])
+
+
+def _line(folder: Path) -> str:
+    """Name, size, time and whether it is whole at a glance."""
+    files = [path.stat() for path in folder.iterdir()]
+    megabytes = sum(file.st_size for file in files) / 1e6
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
+    state = "complete" if directory.is_whole(folder) else "broken"
+    return f"{folder.name}  {megabytes:10.1f} MB  {written}  {state}"
+
+
+def _verify(folder: Path) -> int:
+    try:
+        directory.verify(folder)
+    except BrokenCheckpoint as error:
+        print(f"{error}.", file=sys.stderr)
+        return 1
+    print(f"checkpoint {folder.name}: valid")
+    return 0
+
+
+def _prune(given: Path, keep: int) -> int:
+    root = _root(given)
+    if root is None:
+        raise UserError(
+            f"{given}: {_expected(given)} Expected a run's folder or one of checkpoints."
+        )
+    for folder in directory.prune(root, keep, counts=directory.is_valid):
+        print(f"checkpoint {folder.name}: removed")
+    return 0
+
+
+def _checkpoints(given: Path) -> list[Path]:
+    if root := _root(given):
+        return directory.list_steps(root)
+    if directory.is_one(given):
+        return [given.resolve()]
+    raise UserError(
+        f"{given}: {_expected(given)} Expected a run's folder, one of checkpoints, or a checkpoint."
+    )
+
+
+def _root(given: Path) -> Path | None:
+    """The folder of checkpoints that is meant, if there are any."""
+    places = (given / "checkpoints", given)
+    return next((place for place in places if directory.list_steps(place)), None)
+
+
+def _expected(given: Path) -> str:
+    if not given.exists():
+        return "no such folder."
+    return "a single checkpoint." if directory.is_one(given) else "no checkpoints in it."
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = OneSentenceParser(
+        prog="mpiddp checkpoints",
+        description="List, verify and prune checkpoints.",
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for name, purpose in (
+        ("list", "print name, size, time, and whether it is complete"),
+        ("verify", "hold every byte against its SHA-256; exit code 1 if any is broken"),
+        ("prune", "remove what is older than the newest valid ones"),
+    ):
+        verb = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        verb.add_argument("dir", metavar="DIR")
+        if name == "prune":
+            verb.add_argument(
+                "--keep", type=whole(1), default=2, metavar="N", help="valid ones to keep (2)"
+            )
+    return parser.parse_args(argv)

@@ -1,0 +1,160 @@
+"""Hosts that share no file system each keep the checkpoints: whichever is lost, the others have them.
+
+Noticed, not assumed: one rank of each host leaves a file in the run's folder and looks for those of the
+others. A host that comes without the newest checkpoint is sent it, and holds it against its SHA-256.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
+from mpiddp.errors import UserError
+from mpiddp.runtime.coordinator import Crew
+
+CHUNK_BYTES = 16 << 20
+RECORDS = "metrics.jsonl"
+
+
+def find_keepers(crew: Crew, out: Path, *, timeout_s: float) -> list[int]:
+    """The ranks that write into `out`: one for each file system that it lies on, rank 0 first.
+
+    All ranks must call this.
+
+    Raises:
+        SystemExit: a host cannot write there; rank 0 has said so.
+    """
+    own = ""
+    with crew.together(timeout_s=timeout_s):
+        if crew.world.local_rank == 0:
+            own = f".seen-by-rank-{crew.world.rank}-{secrets.token_hex(8)}"
+            try:
+                (out / own).touch()
+            except OSError as error:
+                raise UserError(
+                    f"--out {out} cannot be written: {error.strerror}. Name another folder."
+                ) from None
+    marks = crew.exchange(own, timeout_s=timeout_s)
+    seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
+    # The lowest rank that a host sees keeps the checkpoints for all hosts that see the same.
+    firsts = crew.exchange(str(seen[0]) if seen else "", timeout_s=timeout_s)
+    if own:
+        (out / own).unlink()
+    return [rank for rank, first in enumerate(firsts) if first == str(rank)]
+
+
+def send_missing_checkpoint(
+    folder: Path,
+    holder: int,
+    receivers: list[int],
+    out: Path,
+    crew: Crew,
+    device: torch.device,
+    *,
+    timeout_s: float,
+) -> None:
+    """Bring what is gone on from into `out` on the hosts that lack it, and the records before it.
+
+    A host that cannot take it is warned of: the training has it all the same. A collective: every
+    rank must call it.
+    """
+    is_receiver = crew.world.rank in receivers
+    records = folder.parent.parent / RECORDS
+    own = _files(folder, records) if crew.world.rank == holder else []
+    files = json.loads(crew.exchange(json.dumps(own), timeout_s=timeout_s)[holder])
+    problem = ""
+
+    chunks = _chunks(holder, folder, files[:-1], device)
+    if is_receiver:
+        step = directory.step_of(folder)
+        try:
+            directory.write(out / "checkpoints", step, lambda f: _receive(f, chunks))
+        except (OSError, BrokenCheckpoint) as error:
+            problem = f"no copy of {folder.name} is kept: {error}"
+    for _ in chunks:  # every rank takes part in every broadcast
+        pass
+
+    copy = HashedFile(out / RECORDS) if is_receiver else None
+    for _, piece in _chunks(holder, records.parent, files[-1:], device):
+        if copy is not None:
+            copy.write(piece)
+    if copy is not None:
+        try:
+            copy.close()
+        except OSError as error:
+            problem = problem or f"no copy of {RECORDS} is kept: {error}"
+    warn(crew, crew.exchange(problem, timeout_s=timeout_s))
+
+
+def warn(crew: Crew, problems: list[str]) -> None:
+    """Rank 0 prints each rank's problem, by the name of its host; "" is none."""
+    if crew.world.rank == 0:
+        for host, problem in zip(crew.hostnames, problems, strict=True):
+            if problem:
+                print(f"warning: {host}: {problem}", file=sys.stderr, flush=True)
+
+
+def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
+    """What is sent, names and bytes: the manifest, the other files, at last the records.
+
+    Not COMPLETE: who receives a checkpoint makes it when all has come.
+    """
+    contents = [path for path in folder.iterdir() if path.name != directory.COMPLETE]
+    contents.sort(key=lambda path: (path.name != directory.MANIFEST, path.name))
+    return [
+        *((path.name, path.stat().st_size) for path in contents),
+        (records.name, records.stat().st_size if records.exists() else 0),
+    ]
+
+
+def _chunks(
+    source: int, folder: Path, files: list[list[Any]], device: torch.device
+) -> Iterator[tuple[str, memoryview]]:
+    """Each file (name and bytes) in pieces, on every rank; each step of this iterator is a broadcast."""
+    for name, size in files:
+        with contextlib.ExitStack() as stack:
+            is_source = dist.get_rank() == source
+            file = stack.enter_context((folder / name).open("rb")) if is_source and size else None
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+                if file is not None:
+                    file.readinto(_bytes_of(chunk))
+                on_device = chunk.to(device)
+                dist.broadcast(on_device, source)
+                yield name, _bytes_of(on_device.cpu())
+
+
+def _bytes_of(chunk: Tensor) -> memoryview:
+    return memoryview(chunk.numpy())  # type: ignore[arg-type]
+
+
+def _receive(folder: Path, chunks: Iterator[tuple[str, memoryview]]) -> dict[str, str]:
+    """Write what comes, and hold it against the manifest that comes first.
+
+    Raises:
+        BrokenCheckpoint: a file is not what the manifest says.
+        OSError: the disk is full, ….
+    """
+    manifest = b""
+    open_files: dict[str, HashedFile] = {}
+    for name, piece in chunks:
+        if name == directory.MANIFEST:
+            manifest += piece
+        else:
+            if name not in open_files:
+                open_files[name] = HashedFile(folder / name)
+            open_files[name].write(piece)
+    hashes = {name: file.close() for name, file in open_files.items()}
+    directory.compare(manifest, hashes)
+    return hashes

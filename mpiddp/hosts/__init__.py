@@ -1,0 +1,1 @@
+"""Which machines there are, and how to run something on them. Standard library only."""

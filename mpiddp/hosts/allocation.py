@@ -1,0 +1,43 @@
+"""The hosts of a Slurm allocation, for a launch that names none itself.
+
+salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
+
+
+def allocation(env: Mapping[str, str]) -> Hosts | None:
+    """The allocation that this shell or sbatch script stands in, None outside of any.
+
+    A host's slots are the tasks that were asked for on it. Without --ntasks or --ntasks-per-node they
+    are not what Slurm counts then, which is cores, but its GPUs, or one on a CPU host.
+
+    Raises:
+        UserError: Slurm's variables are incomplete.
+    """
+    job = env.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    nodelist = env.get("SLURM_JOB_NODELIST")
+    if not nodelist:
+        raise UserError(
+            f"SLURM_JOB_ID={job} is set but SLURM_JOB_NODELIST is not: this is only a part of an "
+            "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
+        )
+    names = expand_nodelist(nodelist)
+    slots = [int(env.get("SLURM_GPUS_ON_NODE") or 1)] * len(names)
+    if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
+        slots = expand_counts(env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
+    if len(slots) != len(names):
+        raise UserError(
+            f"SLURM_TASKS_PER_NODE={env['SLURM_TASKS_PER_NODE']} does not fit the {len(names)} hosts "
+            f"of SLURM_JOB_NODELIST={nodelist}. Name the hosts with --hostfile or -H."
+        )
+    hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
+    return Hosts(f"Slurm job {job}", tuple(hosts))

@@ -1,0 +1,71 @@
+"""A hostfile written for one MPI, and two of them compared."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.slots import ranks_per_host
+from mpiddp.text import listed
+
+Mpi = Literal["openmpi", "mpich", "intelmpi"]
+Form = Literal["openmpi", "mpich", "slurm"]
+
+MPI_NAMES: dict[Mpi, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
+
+
+def render(hosts: Hosts, form: Form) -> str:
+    """The hosts as a hostfile for one MPI; UserError for what that MPI has no word for.
+
+    - `openmpi`: `user@node1 slots=2 max_slots=4 port=2222`.
+    - `mpich` (and Intel MPI): `node1:2 user=joe`. max_slots and hosts with 0 slots are left out:
+      Hydra knows no such limit; a count of 0 crashes MPICH's and is ignored by Intel's.
+    - `slurm`: one line a rank, each a node's name: what SLURM_HOSTFILE takes with
+      `srun --distribution=arbitrary`. Users and ports are left out, as Slurm uses no ssh; each
+      host's slot count must be known.
+    """
+    if form == "slurm":
+        lines = [host.name for host, count in ranks_per_host(hosts) for _ in range(count)]
+    else:
+        used = [host for host in hosts.hosts if form == "openmpi" or host.slots != 0]
+        lines = [render_host(hosts, host, form) for host in used]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def render_host(hosts: Hosts, host: Host, mpi: Mpi) -> str:
+    """The line of one host as this MPI's mpirun reads it; UserError for what it cannot say."""
+    if mpi == "openmpi":
+        keys = {"slots": host.slots, "max_slots": host.max_slots, "port": host.port}
+        said = [f"{key}={value}" for key, value in keys.items() if value is not None]
+        return " ".join([host.ssh_target, *said])
+    where = hosts.where(host)
+    if host.port is not None:
+        raise UserError(
+            f"{where}: {MPI_NAMES[mpi]} has no word for port={host.port}. "
+            f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
+        )
+    if ":" in host.name:
+        raise UserError(
+            f"{where}: {MPI_NAMES[mpi]} has no word for the IPv6 address {host.name}. "
+            "Give it a name in /etc/hosts, or use IPv4."
+        )
+    if host.slots == 0:
+        raise UserError(f"{where}: {MPI_NAMES[mpi]} has no word for 0 slots. Remove {host.name}.")
+    count = "" if host.slots is None else f":{host.slots}"
+    return f"{host.name}{count} user={host.user}" if host.user else f"{host.name}{count}"
+
+
+def diff(a: Hosts, b: Hosts) -> list[str]:
+    """What differs between two hostfiles, a line each; empty when they place ranks alike."""
+    old, new = ({host.key: host for host in hosts.hosts} for hosts in (a, b))
+    lines = [f"{old[key].name}: only in {a.source}" for key in old if key not in new]
+    lines += [f"{new[key].name}: only in {b.source}" for key in new if key not in old]
+    both = [key for key in old if key in new]
+    for key in both:
+        if old[key] != new[key]:
+            was, now = render_host(a, old[key], "openmpi"), render_host(b, new[key], "openmpi")
+            lines.append(f"{was} -> {now}")
+    if both != (order := [key for key in new if key in old]):
+        lines.append(f"order: {listed(both)} -> {listed(order)}")
+    return lines

@@ -1,0 +1,117 @@
+"""The network interfaces of this host, by the standard library alone.
+
+python -m mpiddp.hosts.interfaces        # prints them
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+# linux/sockios.h and linux/if.h
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40
+
+# Bridges of containers and virtual machines: they have one address on every host, and reach none.
+_VIRTUAL = ("docker", "virbr", "br-", "cni", "flannel", "lxcbr", "lxdbr", "podman")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """An interface that is up, with its first address: IPv4, or IPv6 where it has no other."""
+
+    name: str
+    address: str
+    network: str  # CIDR: "10.0.0.0/24"
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.address).is_loopback
+
+    def matches(self, wished: str) -> bool:
+        """Whether the user means this one: by its name, its address, or a network that it is in.
+
+        `wished` may list several of these, separated by commas.
+        """
+        return any(self._is_called(each) for each in wished.split(","))
+
+    def _is_called(self, wished: str) -> bool:
+        if "/" not in wished:
+            return wished in (self.name, self.address)
+        try:
+            network = ipaddress.ip_network(wished, strict=False)
+        except ValueError:
+            return False
+        return ipaddress.ip_address(self.address) in network
+
+    @property
+    def is_virtual(self) -> bool:
+        return self.name.startswith(_VIRTUAL)
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces of this host that are up and have an address, in the kernel's order."""
+    ipv6 = _ipv6_addresses()
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            flags = _ask(probe, _SIOCGIFFLAGS, name)
+            if flags is None or not struct.unpack_from("H", flags, 16)[0] & _IFF_UP:
+                continue
+            if not struct.unpack_from("H", flags, 16)[0] & _IFF_RUNNING:
+                continue
+            address = _ask(probe, _SIOCGIFADDR, name)
+            netmask = _ask(probe, _SIOCGIFNETMASK, name)
+            if address is not None and netmask is not None:
+                with_prefix = f"{_ipv4(address)}/{_ipv4(netmask)}"
+            elif name in ipv6:
+                with_prefix = ipv6[name]
+            else:
+                continue
+            parsed = ipaddress.ip_interface(with_prefix)
+            found.append(Interface(name, str(parsed.ip), str(parsed.network)))
+    return found
+
+
+def own_addresses() -> tuple[str, ...]:
+    """All IPv4 addresses of this host, also the second and later ones of an interface."""
+    try:
+        table = Path("/proc/net/fib_trie").read_text()
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
+
+
+def _ask(probe: socket.socket, request: int, name: str) -> bytes | None:
+    try:
+        return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
+    except OSError:  # no address of this family, or the interface has just gone
+        return None
+
+
+def _ipv4(answer: bytes) -> str:
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_addresses() -> dict[str, str]:
+    """Interface name to its first global IPv6 address with prefix length."""
+    table = Path("/proc/net/if_inet6")
+    addresses: dict[str, str] = {}
+    if not table.exists():
+        return addresses
+    for line in table.read_text().splitlines():
+        digits, _, prefix, scope, _, name = line.split()
+        if scope == "00":  # global: link-local ones need a zone, which no other host shares
+            address = ipaddress.IPv6Address(int(digits, 16))
+            addresses.setdefault(name, f"{address}/{int(prefix, 16)}")
+    return addresses
+
+
+if __name__ == "__main__":
+    for interface in interfaces():
+        print(interface)

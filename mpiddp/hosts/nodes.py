@@ -1,0 +1,111 @@
+"""Which machine is which: this one among the hosts of a job, and its names for mpirun and for people.
+
+mpirun is told of this machine by its own name, so that it never reaches for it over ssh.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host with its number of ranks, under the name that mpirun is to use for it.
+
+    `user` and `port` are for ssh, None for ssh's own defaults.
+    """
+
+    name: str
+    ranks: int
+    user: str | None = None
+    port: int | None = None
+
+
+class Unfit(UserError):
+    """Hosts that cannot be used, and for each a sentence with the command that mends it."""
+
+    def __init__(self, complaints: Mapping[Host, str]) -> None:
+        super().__init__("\n".join(complaints.values()))
+        self.complaints = complaints
+
+
+@cache
+def is_this_host(name: str) -> bool:
+    """Whether `name` is the machine that this process runs on."""
+    if name.lower() in ("localhost", socket.gethostname().lower()):
+        return True
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # a label that no name can have
+        return False
+    return any(_is_own_address(family, address) for family, _, _, _, address in found)
+
+
+def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -> bool:
+    """Only a machine's own addresses can be bound to, and nothing is sent to find out."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            if not _binds_to_any(family):
+                probe.bind(address)
+                return True
+            # Then by the source of what would be sent there, which for a loopback is 127.0.0.1.
+            probe.connect((address[0], 9, *address[2:]))
+        except OSError:
+            return False
+        return probe.getsockname()[0] in (address[0], "127.0.0.1", "::1")
+
+
+def _binds_to_any(family: socket.AddressFamily) -> bool:
+    """Whether this machine may bind to addresses that it does not have yet, as a load balancer."""
+    version = "ipv6" if family == socket.AF_INET6 else "ipv4"
+    try:
+        return Path(f"/proc/sys/net/{version}/ip_nonlocal_bind").read_text().strip() == "1"
+    except OSError:
+        return False
+
+
+def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]], own_name: str) -> tuple[Node, ...]:
+    """The hosts as mpirun is to be told of them: this machine as `own_name`.
+
+    That is how every mpirun knows that it stands on that host, and never asks for it over ssh.
+
+    Raises:
+        UserError: two of the hosts are this machine, or one goes by an IPv6 address.
+    """
+    nodes: list[Node] = []
+    here: Host | None = None
+    for host, ranks in placed:
+        if not is_this_host(host.name):
+            if ":" in host.name:
+                raise UserError(
+                    f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
+                    "its first colon. Give the host a name that leads to an IPv4 address."
+                )
+            nodes.append(Node(host.name, ranks, host.user, host.port))
+            continue
+        if here is not None:
+            raise UserError(
+                f"{hosts.where(host)}: {here.name} and {host.name} are both this machine. "
+                "Merge them into one."
+            )
+        here = host
+        nodes.append(Node(own_name, ranks))
+    return tuple(nodes)
+
+
+def ranks_by_host(nodes: Sequence[Node]) -> list[str]:
+    """A line for each host with the ranks that it takes."""
+    lines, first = [], 0
+    for node in nodes:
+        last = first + node.ranks - 1
+        ranks = f"rank {first}" if node.ranks == 1 else f"ranks {first}-{last}"
+        lines.append(f"{node.name}: {ranks}")
+        first = last + 1
+    return lines

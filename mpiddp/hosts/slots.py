@@ -1,0 +1,65 @@
+"""How many ranks each host takes: its slots, as far as the options of the launch want them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts, shown, slots_of
+from mpiddp.text import counted, listed
+
+
+def exclude(hosts: Hosts, names: str) -> Hosts:
+    """The hosts without those of `--exclude node1,node2`; UserError for a stranger, or none left."""
+    keys = [name.strip().lower() for name in names.split(",")]
+    for key in keys:
+        if key not in [host.key for host in hosts.hosts]:
+            known = listed([host.name for host in hosts.hosts])
+            raise UserError(
+                f'--exclude: "{shown(key)}" is not in {hosts.source}, which has {known}.'
+            )
+    left = tuple(host for host in hosts.hosts if host.key not in keys)
+    if all(host.slots == 0 for host in left):
+        raise UserError(f"--exclude {names} leaves no slot of {hosts.source}.")
+    return replace(hosts, hosts=left)
+
+
+def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> None:
+    """UserError when the hosts have too few slots for `n` ranks, or `npernode` on each of them."""
+    usable = [host for host in hosts.hosts if slots_of(hosts, host) > 0]
+    if npernode is not None:
+        for host in usable:
+            if npernode > slots_of(hosts, host):
+                raise UserError(
+                    f"--npernode {npernode} is more than the {host.slots} slots of {host.name} "
+                    f"({hosts.where(host)})."
+                )
+        if n is not None and n > npernode * len(usable):
+            raise UserError(
+                f"-n {n} is more than --npernode {npernode} gives on {counted(len(usable), 'host')} of "
+                f"{hosts.source}: {counted(npernode * len(usable), 'rank')}."
+            )
+    if n is not None and n > hosts.total_slots:
+        raise UserError(
+            f"-n {n} is more than the {hosts.total_slots} slots of {hosts.source} "
+            f"({listed([f'{host.name}={host.slots}' for host in hosts.hosts])})."
+        )
+
+
+def ranks_per_host(
+    hosts: Hosts, n: int | None = None, npernode: int | None = None
+) -> list[tuple[Host, int]]:
+    """How many ranks each host takes: its slots (or `npernode`) filled in order, `n` in all.
+
+    Hosts that take none are left out. UserError as `check_ranks`.
+    """
+    check_ranks(hosts, n, npernode)
+    left = hosts.total_slots if n is None else n
+    placed = []
+    for host in hosts.hosts:
+        room = slots_of(hosts, host)
+        count = min(left, room if npernode is None else min(npernode, room))
+        if count:
+            placed.append((host, count))
+        left -= count
+    return placed

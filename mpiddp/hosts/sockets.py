@@ -1,0 +1,148 @@
+"""The sockets of a meeting: a port and a name made sense of, one address bound, several tried.
+
+Rank 0 binds before it announces, so no port is ever probed, closed and then hoped for.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import resource
+import selectors
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.interfaces import interfaces
+
+PROBE_TIMEOUT_S = 2.0
+OPEN_BESIDES = 1024  # files that are open besides those that are counted
+
+
+def port_in(env: Mapping[str, str]) -> int:
+    """MASTER_PORT, or 0 where it is unset: any free one.
+
+    Raises:
+        UserError: it is no port.
+    """
+    text = env.get("MASTER_PORT") or "0"
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise UserError(
+            f'MASTER_PORT="{text}" is not a port. Expected 1 to 65535, or leave it unset.'
+        )
+    return int(text)
+
+
+def resolve(name: str) -> str:
+    """The address of a host, given by its name or its address: IPv4 where it has both.
+
+    Raises:
+        UserError: it has none.
+    """
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the latter for what cannot be a name: "a..b"
+        raise UserError(
+            f"{name}: cannot be resolved from {socket.gethostname()}. Add it to DNS or /etc/hosts, "
+            "or set MASTER_ADDR to an address of the host where rank 0 runs."
+        ) from None
+    *_, address = min(answers, key=lambda answer: answer[0])
+    return str(address[0])
+
+
+def resolve_own(name: str) -> str:
+    """What the other hosts resolve this host's name to: not the 127.0.1.1 that Debian gives it here.
+
+    Raises:
+        UserError: it has no such address.
+    """
+    address = resolve(name)
+    if not ipaddress.ip_address(address).is_loopback:
+        return address
+    own = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
+    if not own:
+        raise UserError(
+            f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and there "
+            "is no address that other hosts could reach. Set MASTER_ADDR to one."
+        )
+    return own[0]
+
+
+def allow_open(count: int) -> None:
+    """Let this process have `count` files and sockets open, as far as the system's own limit goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def bind(address: str, port: int, hostname: str) -> socket.socket:
+    """A socket of this host, `hostname`, that listens on one address only. Port 0: any free one.
+
+    Raises:
+        UserError: the port is taken, or the address is not one of this host.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"MASTER_PORT={port} is taken on {hostname} ({address}). "
+                "Leave it unset, and a free one is chosen."
+            ) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"{address} is no address of {hostname}, where rank 0 runs. "
+                "Leave MASTER_ADDR unset, or name one of that host."
+            ) from None
+        raise UserError(
+            f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
+        ) from None
+    return listener
+
+
+def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
+    """Which of the addresses answer a TCP connection; all tried at once, in `PROBE_TIMEOUT_S`."""
+    reached: list[str] = []
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    with selectors.DefaultSelector() as selector:
+        for address, port in zip(addresses, ports, strict=True):
+            try:
+                attempt = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            except OSError:  # a host without IPv6
+                continue
+            attempt.setblocking(False)
+            if attempt.connect_ex((address, port)) in (0, errno.EINPROGRESS):
+                selector.register(attempt, selectors.EVENT_WRITE, address)
+            else:  # no route there: such a socket would look as if it were connected
+                attempt.close()
+        while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining):
+                attempt = key.fileobj  # type: ignore[assignment]
+                if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    reached.append(key.data)
+                selector.unregister(attempt)
+                attempt.close()
+            if addresses[0] in reached:  # a dead network need not be waited for much longer
+                deadline = min(deadline, time.monotonic() + 0.05)
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return reached
+
+
+def wait_for(address: str, port: int, timeout_s: float) -> bool:
+    """Whether somebody listens there before time is up: torch's own attempts log every failure."""
+    deadline = time.monotonic() + timeout_s
+    while (remaining := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=remaining).close()
+        except OSError:
+            time.sleep(min(0.1, remaining))
+        else:
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""What the launcher does on the other hosts, over ssh."""

@@ -1,0 +1,96 @@
+"""What one command that starts every rank is made of, and the page that explains it.
+
+`mpiddp.launch.starters.compose` fills it in for the MPI that is installed. Every flag carries the
+reason why it is there, which is what `mpiddp launch --dry-run` prints.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpiddp.hosts.nodes import Node
+from mpiddp.launch.starters.environment import is_secret
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be started where, whatever the MPI.
+
+    `nodes` stand in the order of the ranks. `settings` are the variables that the launcher sets itself,
+    in mpirun's own environment; `exports` are the names of all variables that the ranks get. `env` is
+    the user's environment. `networks` ("10.0.0.0/24", or the name of an interface that all hosts have)
+    are all that may be used, if any are named, and `interface` is this machine's own one.
+    `control_address` is where the ranks reach the launcher, None if that is not known. `scratch` is the
+    folder where files for mpirun will lie.
+    """
+
+    nodes: tuple[Node, ...]
+    job: tuple[str, ...]
+    folder: str
+    exports: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    bind: str = "none"
+    interface: str | None = None
+    networks: tuple[str, ...] = ()
+    as_root: bool = False
+    control_address: str | None = None
+    scratch: str = "."
+
+    @property
+    def world_size(self) -> int:
+        return sum(node.ranks for node in self.nodes)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Words of the command line that belong together, and why they are there."""
+
+    words: tuple[str, ...]
+    reason: str
+
+
+def flag(*words: str, why: str) -> Flag:
+    return Flag(words, why)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, the variables to set in its environment, and the files to write for it."""
+
+    program: str
+    flags: tuple[Flag, ...]
+    job: tuple[str, ...]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def argv(self) -> list[str]:
+        return [self.program, *(word for flag in self.flags for word in flag.words), *self.job]
+
+    def write_files(self) -> None:
+        for path, text in self.files.items():
+            Path(path).write_text(text)
+
+    def explained(self) -> str:
+        """The command ready to paste, and under it every flag with its reason."""
+        lines = []
+        for path, text in self.files.items():
+            lines += [f"cat > {shlex.quote(path)} <<'END'", text.rstrip("\n"), "END"]
+        assignments = [_assignment(name, value) for name, value in self.settings.items()]
+        lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
+        # One reason often serves several flags in a row: it is said once, under the last of them.
+        for position, flag in enumerate(self.flags):
+            lines.append(f"  {shlex.join(flag.words)}")
+            following = self.flags[position + 1 : position + 2]
+            if not following or following[0].reason != flag.reason:
+                lines.append(f"      {flag.reason}")
+        return "\n".join(lines)
+
+
+def _assignment(name: str, value: str) -> str:
+    """As a shell takes it; a secret is left to be taken from the shell's own variable."""
+    return f'{name}="${name}"' if is_secret(name) else f"{name}={shlex.quote(value)}"

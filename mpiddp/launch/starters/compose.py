@@ -1,0 +1,23 @@
+"""The command that starts a request exactly on its hosts and in its order: one function for each MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpiddp.launch.starters.command import Command, Request
+from mpiddp.launch.starters.detect import Flavour, Mpi
+from mpiddp.launch.starters.hydra import intel_mpi, mpich
+from mpiddp.launch.starters.openmpi import open_mpi
+from mpiddp.launch.starters.srun import srun
+
+_COMPOSERS: dict[Flavour, Callable[[Mpi, Request], Command]] = {
+    "openmpi": open_mpi,
+    "mpich": mpich,
+    "intelmpi": intel_mpi,
+    "slurm": srun,
+}
+
+
+def compose(mpi: Mpi, request: Request) -> Command:
+    """The command that starts `request` with `mpi`."""
+    return _COMPOSERS[mpi.flavour](mpi, request)

@@ -1,0 +1,66 @@
+"""The command lines of Hydra: MPICH's mpirun (measured with 5.0.2) and Intel MPI's (2021.18)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from mpiddp.launch.starters.command import Command, Flag, Request, flag
+from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.starters.shared import BINDINGS, EXPORT, NETWORK, WDIR, ssh_arguments, ssh_config
+
+
+def mpich(mpi: Mpi, request: Request) -> Command:
+    hosts = ",".join(f"{node.name}:{node.ranks}" for node in request.nodes)
+    files = ssh_config(request)
+    settings = dict(request.settings)
+    exports = list(request.exports)
+    if files:
+        settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = ssh_arguments(files)
+    if len(request.nodes) > 1 and "UCX_TLS" not in request.env:
+        # For a few messages TCP will do, and UCX takes several containers of one machine for one
+        # host, between which it then waits for ever.
+        settings.setdefault("UCX_TLS", "tcp,self")
+        exports.append("UCX_TLS")
+    flags = [
+        flag("-hosts", hosts, why="each host's number of ranks, in order"),
+        flag("-bind-to", request.bind, why=BINDINGS[request.bind]),
+        *_hydra(request, exports),
+        flag("-n", str(request.world_size), why="one process per rank"),
+    ]
+    return Command(str(mpi.program), tuple(flags), request.job, settings, files)
+
+
+def intel_mpi(mpi: Mpi, request: Request) -> Command:
+    files = ssh_config(request)
+    settings = dict(request.settings)
+    if files:
+        settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = ssh_arguments(files)
+    # A file, because its -hosts takes no counts and deals the ranks out as it likes.
+    machines = str(PurePath(request.scratch, "mpiddp-machines"))
+    files[machines] = "".join(f"{node.name}:{node.ranks}\n" for node in request.nodes)
+    flags = [
+        flag("-machinefile", machines, why="each host's number of ranks, in order"),
+        *_hydra(request, request.exports),
+        flag("-genv", *_INTEL_PINNING[request.bind], why=BINDINGS[request.bind]),
+        flag("-n", str(request.world_size), why="one process per rank"),
+    ]
+    return Command(str(mpi.program), tuple(flags), request.job, settings, files)
+
+
+_INTEL_PINNING = {
+    "none": ("I_MPI_PIN", "0"),
+    "numa": ("I_MPI_PIN_DOMAIN", "numa"),
+    "core": ("I_MPI_PIN_DOMAIN", "core"),
+}
+
+
+def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:
+    """What MPICH's and Intel's process managers have in common."""
+    flags = [
+        flag("-genvlist", ",".join(exports), why=f"only {EXPORT}"),
+        flag("-wdir", request.folder, why=WDIR),
+    ]
+    if len(request.nodes) > 1 and request.interface:
+        flags.append(flag("-iface", request.interface, why=NETWORK))
+    return flags

@@ -1,0 +1,36 @@
+"""The command line of Slurm's srun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mpiddp.launch.starters.command import Command, Request, flag
+from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.starters.shared import BINDINGS, EXPORT, WDIR
+
+
+def srun(mpi: Mpi, request: Request) -> Command:
+    hosts = ",".join(node.name for node in request.nodes for _ in range(node.ranks))
+    binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
+    flags = [
+        flag(f"--ntasks={request.world_size}", why="one process per rank"),
+        flag(
+            *("--distribution=arbitrary", f"--nodelist={hosts}"),
+            why="each rank's host, one by one",
+        ),
+        flag("--mpi=none", why="the ranks meet by Slurm's own variables, MPI is not needed"),
+        flag(f"--cpu-bind={binding}", why=BINDINGS[request.bind]),
+        flag("--kill-on-bad-exit=1", why="a rank that fails ends the job"),
+        flag("--quit-on-interrupt", why="one Ctrl-C is enough"),
+        flag(f"--chdir={request.folder}", why=WDIR),
+        flag(f"--export={','.join(_with_login(request))}", why=f"only {EXPORT}"),
+    ]
+    if cpus := request.env.get("SLURM_CPUS_PER_TASK"):
+        flags.append(flag(f"--cpus-per-task={cpus}", why="srun forgets what sbatch was asked for"))
+    return Command(str(mpi.program), tuple(flags), request.job, request.settings)
+
+
+def _with_login(request: Request) -> Iterable[str]:
+    """srun leaves out even what every login has."""
+    login = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys()
+    return sorted(login.union(request.exports))

@@ -1,0 +1,1 @@
+"""One attempt of a job, from its first process to its last."""

@@ -1,0 +1,176 @@
+"""One attempt at a job: a control channel, one mpirun, and the verdict over its end.
+
+A job has succeeded when every rank said so. mpirun's own exit code counts only where no rank has
+spoken: it is 0 after a killed daemon or a cut link, and 255 or 143 whatever the script returned.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.launch.starters.command import Request
+from mpiddp.launch.starters.compose import compose
+from mpiddp.launch.starters.detect import Mpi, with_own_folder
+from mpiddp.launch.supervise.control_server import Listener, Word
+from mpiddp.launch.supervise.job_state import Batch, Record
+from mpiddp.launch.supervise.supervisor import End, Limits, Supervisor
+from mpiddp.protocol import JOB
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The launcher's own exit code, what is to be said of it, and how the job could go on.
+
+    `resume` are arguments that the same command needs besides to go on where this one ended.
+    """
+
+    code: int
+    sentence: str = ""
+    resume: tuple[str, ...] = ()
+    batch: Batch | None = None
+    made_steps: bool = False
+    was_to_stop: bool = False  # somebody asked for it
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the same command goes on where this one was ended."""
+        return self.code == STOPPED or (self.code == INTERRUPTED and bool(self.resume))
+
+
+def attempt(
+    mpi: Mpi, request: Request, limits: Limits, say: Say, signals: socket.socket
+) -> Outcome:
+    """Run the job to its end, and leave nothing of it behind on any host that can be reached.
+
+    Args:
+        signals: where stops are asked for, see `mpiddp.launch.supervise.signals.heard`.
+    """
+    hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
+    record = Record(hosts)
+    job = os.urandom(8).hex()
+    with selectors.DefaultSelector() as selector:
+        listener = None
+        told = {JOB: job}
+        if request.control_address is not None:
+            listener = Listener(request.control_address, len(hosts), selector)
+            told |= listener.settings
+        request = replace(
+            request,
+            settings={**request.settings, **told},
+            exports=tuple(sorted({*request.exports, *told})),
+        )
+        supervisor = Supervisor(selector, listener, record, limits, say)
+        with _private_folder(needed=bool(compose(mpi, request).files)) as folder:
+            command = compose(mpi, replace(request, scratch=folder))
+            command.write_files()
+            env = {**with_own_folder(mpi.program, os.environ), **command.settings}
+            end = supervisor.run(command.argv, env, signals)
+        if listener is None:
+            outcome = _by_mpirun(mpi, end)
+        else:
+            listener.close()
+            outcome = _outcome(mpi, end, record, supervisor.verdict)
+    outcome = replace(
+        outcome,
+        resume=record.resume,
+        batch=record.batch,
+        made_steps=bool(record.steps),
+        was_to_stop=end.interrupted,
+    )
+    if outcome.code not in (DONE, BAD_INPUT, STOPPED) and mpi.flavour != "slurm":
+        from mpiddp.launch.remote.orphans import sweep
+
+        silent = record.silent_hosts()
+        nodes = [node for node in request.nodes if node.name not in silent]
+        sweep(nodes, job, request.job[0], say)
+    return outcome
+
+
+def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
+    if record.all_stopped:
+        return Outcome(STOPPED, "stopped on request.")
+    if verdict:
+        return Outcome(FAILED, verdict)
+    if end.failed_stopping and (first := record.first_failure()) and _says_why(first, record):
+        return _failed(mpi, end, record, first)
+    if end.interrupted and not (record.all_done and record.aware):
+        return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
+    if record.all_done:
+        return Outcome(DONE)
+    if end.was_killed:
+        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
+    first = record.first_failure()
+    if first is None:
+        if end.code in (DONE, BAD_INPUT, STOPPED) and not record.started:
+            return _silent_job(end)
+        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
+    return _failed(mpi, end, record, first)
+
+
+def _failed(mpi: Mpi, end: End, record: Record, first: Word) -> Outcome:
+    if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
+        return Outcome(first.facts["code"], record.unsaid(first))
+    return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)))
+
+
+def _says_why(first: Word, record: Record) -> bool:
+    """Whether a rank that was to save and stop has failed at that, not been stopped by the request."""
+    if first.kind != "failed" or first.rank not in record.aware:
+        return False
+    return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
+
+
+def _by_mpirun(mpi: Mpi, end: End) -> Outcome:
+    """The verdict where the ranks cannot reach this process."""
+    if end.interrupted:
+        return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
+    if end.code in (DONE, BAD_INPUT, STOPPED):
+        return Outcome(end.code)
+    return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
+
+
+def _silent_job(end: End) -> Outcome:
+    """mpirun ended without a complaint, but no rank ever reported: those that refuse may not have."""
+    if end.code == DONE:
+        return Outcome(FAILED, "the job failed: mpirun ended, but no rank has reported.")
+    return Outcome(end.code)
+
+
+def _cause(mpi: Mpi, code: int) -> str:
+    if code < 0:
+        return f"{mpi.program.name} was killed by {signal.Signals(-code).name}"
+    if name := _signal(mpi, code):
+        return f"a rank was killed by {name}"
+    return f"{mpi.program.name} ended with exit code {code}"
+
+
+def _signal(mpi: Mpi, code: int) -> str | None:
+    """The signal that mpirun says has killed a rank, "" if none has; None where it does not tell.
+
+    Elsewhere 128 + N may be a code that the launcher made up, or that of a rank it has ended.
+    """
+    if mpi.flavour != "openmpi":
+        return None
+    return signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
+
+
+@contextmanager
+def _private_folder(needed: bool) -> Iterator[str]:
+    if not needed:
+        yield "."
+        return
+    import tempfile  # costs 10 ms, and most jobs need no file
+
+    # Every mpirun cuts ssh's arguments at their blanks.
+    place = "/tmp" if " " in tempfile.gettempdir() else None
+    with tempfile.TemporaryDirectory(prefix="mpiddp-", dir=place) as folder:
+        yield folder

@@ -1,0 +1,234 @@
+"""The launcher's end of the control channel: who of the ranks is connected, and what they say.
+
+It listens on one address only. A connection that does not prove in time that it belongs to the job,
+or that sends what is not this protocol, is dropped, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.protocol import (
+    ADDRESS,
+    LINE_LIMIT,
+    MESSAGES,
+    SECRET,
+    URGENT,
+    dumps,
+    notice_silence,
+    proof,
+)
+
+PROOF_TIMEOUT_S = 10.0
+STRANGERS = 64  # connections without a proof, beyond one for each rank
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank said, at a time of `time.monotonic()`.
+
+    `kind` is one of the protocol's words, or "lost": the connection ended; then facts["silent"] says
+    whether that is because nothing at all came from its host any more. Or "frames": a line of the
+    stacks that a rank writes from native code.
+    """
+
+    rank: int
+    kind: str
+    facts: dict[str, Any]
+    at: float
+
+
+@dataclass(eq=False)
+class _Peer:
+    connection: socket.socket
+    challenge: str
+    since: float
+    rank: int | None = None
+    buffer: bytes = b""
+    unsent: bytes = b""
+    is_poked: bool = False
+
+
+class Listener:
+    """The server for `world_size` ranks, on a free port of `address`.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
+
+    def __init__(self, address: str, world_size: int, selector: selectors.BaseSelector) -> None:
+        self.world_size = world_size
+        self._selector = selector
+        self._secret = os.urandom(16).hex()
+        allow_open(2 * world_size + OPEN_BESIDES)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+        except OSError as error:
+            raise UserError(
+                f"this machine cannot listen on {address} ({error.strerror}). Name another --interface."
+            ) from None
+        self._socket.setblocking(False)
+        self._peers: set[_Peer] = set()
+        self._by_rank: dict[int, _Peer] = {}
+        selector.register(self._socket, selectors.EVENT_READ, self)
+        host, port = self._socket.getsockname()[:2]
+        # What the ranks need, as environment variables.
+        self.settings = {ADDRESS: f"{host}:{port}", SECRET: self._secret}
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self._drop(peer)
+        self._selector.unregister(self._socket)
+        self._socket.close()
+
+    @property
+    def connected(self) -> set[int]:
+        return set(self._by_rank)
+
+    def hear(self, data: object) -> list[Word]:
+        """What is new on one of the selector's ready sockets; `data` is what it was registered with."""
+        if data is self:
+            self._accept()
+            return []
+        assert isinstance(data, _Peer)
+        if data not in self._peers:  # dropped since the selector saw it
+            return []
+        if data.unsent:
+            self._send(data)
+        try:
+            chunk = data.connection.recv(65536)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            return self._lose(data, silent=not isinstance(error, ConnectionError))
+        if not chunk:
+            return self._lose(data, silent=False)
+        *lines, data.buffer = (data.buffer + chunk).split(b"\n")
+        words = []
+        for line in [*lines, data.buffer] if len(data.buffer) > LINE_LIMIT else lines:
+            try:
+                words += self._understand(data, line)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                return [*words, *self._lose(data, silent=False)]
+        return words
+
+    def tell(self, kind: str, **facts: object) -> None:
+        """Say something to every rank that is connected."""
+        for rank in list(self._by_rank):
+            self.tell_one(rank, kind, **facts)
+
+    def tell_one(self, rank: int, kind: str, **facts: object) -> None:
+        if peer := self._by_rank.get(rank):
+            peer.unsent += dumps(kind, **facts)
+            self._send(peer)
+
+    def poke(self, rank: int) -> None:
+        """Ask a rank that cannot answer for its stacks, by the kernel."""
+        peer = self._by_rank[rank]
+        peer.is_poked = True
+        with contextlib.suppress(OSError):  # reading will show that as well
+            peer.connection.send(URGENT, socket.MSG_OOB)
+
+    def lose_silent(self) -> list[Word]:
+        """Give up those ranks whose hosts do not even acknowledge what was sent to them."""
+        import fcntl
+
+        words = []
+        for peer in list(self._by_rank.values()):
+            unacknowledged = fcntl.ioctl(peer.connection, _SIOCOUTQ, bytes(4))
+            if any(unacknowledged):
+                words += self._lose(peer, silent=True)
+        return words
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # it has gone already
+            return
+        now = time.monotonic()
+        for peer in [peer for peer in self._peers if peer.rank is None]:
+            if now - peer.since > PROOF_TIMEOUT_S:
+                self._drop(peer)
+        strangers = [peer for peer in self._peers if peer.rank is None]
+        if len(strangers) >= self.world_size + STRANGERS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        notice_silence(connection)
+        peer = _Peer(connection, os.urandom(16).hex(), now)
+        self._peers.add(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        peer.unsent = dumps("challenge", challenge=peer.challenge)
+        self._send(peer)
+
+    def _understand(self, peer: _Peer, line: bytes) -> list[Word]:
+        """Raises ValueError, or whatever a strange value leads to, for what is not the protocol."""
+        if len(line) > LINE_LIMIT:
+            raise ValueError("too long")
+        if peer.is_poked and peer.rank is not None and not _is_json(line):
+            # Its stack, maybe in the middle of a word that it was about to say.
+            return [Word(peer.rank, "frames", {"text": line.decode()}, time.monotonic())]
+        facts = json.loads(line)
+        kind = facts.pop("type")
+        if not isinstance(kind, str) or (kind == "hello") == (peer.rank is not None):
+            raise ValueError(kind)
+        if peer.rank is not None:
+            for name, types in MESSAGES[kind].items():
+                if not isinstance(facts[name], types):
+                    raise ValueError(name)
+            return [Word(peer.rank, kind, facts, time.monotonic())]
+        rank = facts["rank"]
+        if type(rank) is not int or rank not in range(self.world_size) or rank in self._by_rank:
+            raise ValueError(rank)
+        # How long this comparison takes tells nothing: every connection has another challenge.
+        if facts["proof"] != proof(self._secret, peer.challenge, rank):
+            raise ValueError("no proof")
+        peer.rank = rank
+        self._by_rank[rank] = peer
+        return []
+
+    def _send(self, peer: _Peer) -> None:
+        """As much as the connection takes; the rest goes when it takes more."""
+        try:
+            sent = peer.connection.send(peer.unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # reading will show that as well
+            sent = len(peer.unsent)
+        peer.unsent = peer.unsent[sent:]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        self._selector.modify(peer.connection, events, peer)
+
+    def _lose(self, peer: _Peer, *, silent: bool) -> list[Word]:
+        self._drop(peer)
+        if peer.rank is None:
+            return []
+        return [Word(peer.rank, "lost", {"silent": silent}, time.monotonic())]
+
+    def _drop(self, peer: _Peer) -> None:
+        self._peers.discard(peer)
+        if peer.rank is not None:
+            del self._by_rank[peer.rank]
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+
+
+_SIOCOUTQ = 0x5411  # bytes that the other side has not acknowledged yet
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

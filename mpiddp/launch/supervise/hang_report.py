@@ -1,0 +1,86 @@
+"""Which ranks a job is waiting for, to make a step or to join, and where in their code they are."""
+
+from __future__ import annotations
+
+import re
+
+from mpiddp.launch.supervise.job_state import Record
+
+# The innermost frame of a rank that waits for others: torch, inside a collective or a backward pass.
+_WAITS = re.compile(r"/torch/")
+_FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
+
+# The first lines of what faulthandler writes of the main thread.
+_INNERMOST = re.compile(r'^Stack .*\n  File "([^"]+)", (.*)', re.MULTILINE)
+
+
+def sentences(record: Record, timeout_s: float) -> list[str]:
+    """A sentence for each stuck rank, its stacks behind it.
+
+    Stuck are those that do not even answer; else those that are behind; else those that are outside
+    of torch, where the others wait.
+    """
+    ranks = [rank for rank in range(record.world_size) if rank not in record.done]
+    steps = {rank: record.stacks[rank]["step"] for rank in ranks if rank in record.stacks}
+    furthest = max(steps.values(), default=0)
+    mute = [rank for rank in ranks if rank not in steps]
+    behind = [rank for rank, step in steps.items() if step < furthest]
+    outside = [rank for rank in steps if not _waits(record.stacks[rank]["text"])]
+    found = []
+    for rank in mute or behind or outside or ranks:
+        what = f"{record.name(rank)} has made no step for {timeout_s:g} s"
+        if rank in mute and rank in record.frames:
+            found.append(
+                f"{what}: native code keeps its interpreter. The others wait at step {furthest}. "
+                f"Its Python stack follows, the innermost call first.\n{record.frames[rank].rstrip()}"
+            )
+        elif rank in mute:
+            found.append(
+                f"{what} and does not answer: stopped, or stuck in native code. "
+                f"The others wait at step {furthest}."
+            )
+        else:
+            others = f" while the others wait at step {furthest}" if len(ranks) > 1 else ""
+            text = record.stacks[rank]["text"].rstrip()
+            found.append(f"{what}{others}. Its Python stack follows.\n{text}")
+    return found
+
+
+def _waits(text: str) -> bool:
+    """Whether the main thread is inside torch."""
+    frames = _main_frames(text)
+    return bool(frames) and bool(_WAITS.search(frames[-1][0]))
+
+
+def missing(record: Record, timeout_s: float) -> str:
+    """A sentence that names the ranks that did not join, with the last words of the first of them."""
+    ranks = record.missing
+    names = ", ".join(map(record.name, ranks))
+    owner = "Its last words" if len(ranks) == 1 else f"The last words of rank {ranks[0]}"
+    return (
+        f"only {len(record.joining)} of {record.world_size} ranks joined in {timeout_s:g} s. "
+        f"Missing: {names}. {owner}: {_last_words(record, ranks[0])}"
+    )
+
+
+def _last_words(record: Record, rank: int) -> str:
+    """Where its Python is: the innermost line that is not of Python's own way of importing."""
+    if rank not in record.started:
+        return "none: its Python has not started there."
+    if rank not in record.stacks and (top := _INNERMOST.search(record.frames.get(rank, ""))):
+        return f"in {top[1]}, {top[2]}, where native code keeps its interpreter."
+    if rank not in record.stacks:
+        pid = record.started[rank]["pid"]
+        return (
+            f"none: it started (pid {pid}) and does not answer: stopped, or stuck in native code."
+        )
+    frames = _main_frames(record.stacks[rank]["text"])
+    file, place, code = [frame for frame in frames if not frame[0].startswith("<frozen ")][-1]
+    return f"in {file}, {place}: {code}"
+
+
+def _main_frames(text: str) -> list[tuple[str, str, str]]:
+    """The main thread's frames, outermost first: file, "line 3, in work", and that line's code."""
+    # It comes last, and so is the one that is still there when the text had to be cut.
+    main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]
+    return _FRAME.findall(main)

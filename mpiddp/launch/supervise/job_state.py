@@ -1,0 +1,183 @@
+"""What the ranks have said so far, and the verdict that follows from it, whatever mpirun returns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpiddp.launch.supervise.control_server import Word
+
+# What a rank says when another one has gone. If that is really why, the other's end was noticed at
+# about the same time.
+_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
+_CONSEQUENCE_S = 0.3
+_FIRST_S = 5.0  # the others' words may overtake those of the rank that the store knows to be first
+_SILENCE_S = 15.0  # before a host is known to be gone
+_AT_ONCE_S = 0.1  # a rank that ends without a signal takes no others with it so soon
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images of one step over all ranks, and the most that a rank takes in one backward pass."""
+
+    images: int
+    per_pass: int
+
+
+@dataclass
+class Record:
+    """All that is known of a job's ranks. `hosts` are those that the ranks are wanted on."""
+
+    hosts: Sequence[str]
+    started: dict[int, dict[str, Any]] = field(default_factory=dict)
+    joining: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[int, Word] = field(default_factory=dict)  # failed or lost, the first of a rank
+    aware: set[int] = field(default_factory=set)
+    steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
+    stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    frames: dict[int, str] = field(default_factory=dict)  # stacks out of native code
+    logs: dict[int, str] = field(default_factory=dict)
+    batch: Batch | None = None
+    resume: tuple[str, ...] = ()  # what to add to the command, for it to go on
+
+    def note(self, word: Word) -> None:
+        rank, facts = word.rank, word.facts
+        match word.kind:
+            case "started":
+                self.started[rank] = facts
+            case "joining":
+                self.joining.add(rank)
+            case "aware":
+                self.aware.add(rank)
+            case "progress":
+                if self.steps.get(rank, (-1, 0.0))[0] < facts["step"]:
+                    self.steps[rank] = (facts["step"], word.at)
+            case "stacks":
+                self.stacks[rank] = facts
+            case "frames":
+                self.frames[rank] = f"{self.frames.get(rank, '')}{facts['text']}\n"
+            case "log":
+                self.logs[rank] = facts["path"]
+            case "resume":
+                self.resume = tuple(facts["arguments"])
+            case "batch":
+                self.batch = Batch(facts["images"], facts["per_pass"])
+            case "stopped":
+                self.stopped[rank] = facts
+            case "done":
+                self.done.add(rank)
+            case "failed" | "lost" if rank not in self.done:
+                self.failures.setdefault(rank, word)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come to meet the others."""
+        return [rank for rank in range(self.world_size) if rank not in self.joining]
+
+    @property
+    def newest_step_at(self) -> float | None:
+        """When a rank was last known to have made a step, in time.monotonic()'s seconds."""
+        return max((at for _, at in self.steps.values()), default=None)
+
+    @property
+    def all_done(self) -> bool:
+        return len(self.done) == self.world_size
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether the job ended early as it was asked to, with all that it had saved.
+
+        Some ranks may have had less to do than others, and been at their end already.
+        """
+        return self.all_done and bool(self.stopped)
+
+    def first_failure(self) -> Word | None:
+        """The rank that the others' trouble comes from.
+
+        One that vanished outranks the broken connections of its peers, and a host that fell silent
+        did so long before it was noticed.
+        """
+        return min(self.failures.values(), key=_began, default=None)
+
+    def silent_hosts(self) -> set[str]:
+        """Those of `hosts` that nothing comes from any more."""
+        return {self.hosts[rank] for rank, word in self.failures.items() if _is_silent(word)}
+
+    def host_of(self, rank: int) -> str:
+        """The name that the host has for itself, once it has said so."""
+        return str(self.started.get(rank, {}).get("host", self.hosts[rank]))
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} on {self.host_of(rank)}"
+
+    def sentence(self, first: Word, killed_by: str | None = None) -> str:
+        """Who failed first, of what, and where to read more.
+
+        Args:
+            killed_by: the signal that mpirun saw a rank end by, "" if there was none; None where it
+                does not tell.
+        """
+        others = " The other ranks were stopped." if self.world_size > 1 else ""
+        if first.kind == "lost" and first.facts["silent"]:
+            host = self.host_of(first.rank)
+            ranks = [r for r, word in self.failures.items() if _is_silent(word)]
+            there = sorted(r for r in ranks if self.host_of(r) == host)
+            names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
+            return f"lost {host} ({names}): no sign of life came from it any more.{others}"
+        if first.kind == "lost" and killed_by:
+            return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
+        if killed_by == "" and first.kind == "lost" and len(lost := self._lost_with(first)) > 1:
+            return (
+                f"the ranks on {', '.join(lost)} ended at once, without a word, as when MPI's daemon "
+                "on one of these hosts is killed."
+            )
+        if first.kind == "lost":
+            return (
+                f"{self.name(first.rank)} was the first to end, without a word: killed, crashed in "
+                f"native code, or by os._exit.{others}"
+            )
+        error, log = first.facts["error"], self.logs.get(first.rank)
+        if not first.facts["traceback"]:
+            words = f": {error}" if error else ""
+            code = first.facts["code"]
+            return f"{self.name(first.rank)} ended first, with exit code {code}{words}.{others}"
+        where = f" (its traceback: {log})" if log else ""
+        summary = error.strip().partition("\n")[0]
+        return f"{self.name(first.rank)} failed first: {summary}{where}.{others}"
+
+    def unsaid(self, refusal: Word) -> str:
+        """Why a rank refused, where none of those that did was to say so: see `errors.say_alone`."""
+        refused = (rank for rank, word in self.failures.items() if word.kind == "failed")
+        if any(self.hosts.index(self.hosts[rank]) == rank for rank in refused):
+            return ""
+        return str(refusal.facts["error"])
+
+    def _lost_with(self, first: Word) -> list[str]:
+        """The hosts of the ranks that vanished as `first` did, in the order of their ranks."""
+        ranks = [
+            rank
+            for rank, word in sorted(self.failures.items())
+            if word.kind == "lost" and word.at - first.at < _AT_ONCE_S
+        ]
+        return list(dict.fromkeys(self.host_of(rank) for rank in ranks))
+
+
+def _is_silent(word: Word) -> bool:
+    return word.kind == "lost" and bool(word.facts["silent"])
+
+
+def _began(word: Word) -> float:
+    """When the trouble of this rank began, as far as it can be told."""
+    if word.kind == "lost":
+        return word.at - (_SILENCE_S if word.facts["silent"] else 0.0)
+    if word.facts["traceback"] and _CONSEQUENCE.search(word.facts["error"]):
+        return word.at + _CONSEQUENCE_S
+    return word.at - (_FIRST_S if word.facts["first"] else 0.0)

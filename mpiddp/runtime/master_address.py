@@ -1,0 +1,229 @@
+"""Choosing the master address: the first address of rank 0's host that every other host reaches.
+
+Functions over the cards that the ranks gathered. Rank 0 then listens on every candidate before it is
+announced, and one rank of every other host tries them all.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
+from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve
+from mpiddp.world import World
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank tells the others about itself."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    hostname: str
+    machine: str  # tells two machines of one name apart
+    interfaces: tuple[Interface, ...]
+    addresses: tuple[str, ...] = ()  # IPv4, of all interfaces
+    own_address: str = ""  # what this host's own name resolves to on it: 127.0.1.1 on Debian
+
+    @classmethod
+    def of_this_process(cls, world: World) -> Card:
+        boot_id = Path("/proc/sys/kernel/random/boot_id")
+        return cls(
+            rank=world.rank,
+            local_rank=world.local_rank,
+            local_world_size=world.local_world_size,
+            hostname=world.hostname,
+            machine=boot_id.read_text().strip() if boot_id.exists() else "",
+            interfaces=tuple(interfaces()),
+            addresses=own_addresses(),
+            own_address=_own_address(),
+        )
+
+    @property
+    def host(self) -> tuple[str, str]:
+        return (self.hostname, self.machine)
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Card:
+        values = json.loads(text)
+        values["interfaces"] = tuple(Interface(**each) for each in values["interfaces"])
+        values["addresses"] = tuple(values["addresses"])
+        return cls(**values)
+
+    def interface_towards(self, address: str) -> str:
+        """The name of this host's interface that carries traffic to `address`, "" if unknown."""
+        target = ipaddress.ip_address(address)
+        for interface in self.interfaces:
+            if target in ipaddress.ip_network(interface.network):
+                return interface.name
+        family = socket.AF_INET6 if target.version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            try:
+                route.connect((address, 9))  # asks the routing table; sends nothing
+            except OSError:
+                return ""
+            source = route.getsockname()[0]
+        return next((i.name for i in self.interfaces if i.address == source), "")
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Where rank 0 could listen, best first, and who has to reach it."""
+
+    node_ranks: tuple[int, ...]  # [world_size]
+    probers: tuple[int, ...]  # the lowest rank of every host but rank 0's
+    addresses: tuple[str, ...]
+    reasons: tuple[str, ...]
+    port: int  # 0: any
+    hostnames: tuple[str, ...]  # [world_size]
+
+    @property
+    def num_nodes(self) -> int:
+        return max(self.node_ranks) + 1
+
+    def unreachable(self, reached: Sequence[Sequence[str]]) -> str:
+        blind = [rank for rank in self.probers if not reached[rank]] or list(self.probers)
+        return (
+            f"no address of {self.hostnames[0]} ({', '.join(self.addresses)}) is reached from "
+            f"{', '.join(self.hostnames[rank] for rank in blind)} within {PROBE_TIMEOUT_S:g} s: "
+            "a firewall, or networks that do not meet. Name the right one: --master-addr."
+        )
+
+
+def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Candidates:
+    """Candidates for the master address from all ranks' cards and the user's wishes in `env`.
+
+    MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured, and MPIDDP_NETWORKS, in which the
+    launcher names the networks that lead to the other hosts. On a single host the loopback is
+    taken: nothing else has to reach the store, and nobody else should. Over several hosts never a
+    loopback, never a bridge of containers, and an address that another host has as well is no
+    address of a host.
+
+    Raises:
+        UserError: for rank 0, which alone asks, to tell the others.
+    """
+    hosts = list(dict.fromkeys(card.host for card in cards))
+    node_ranks = tuple(hosts.index(card.host) for card in cards)
+    probers = tuple(node_ranks.index(node) for node in range(1, len(hosts)))
+    first_of_hosts = [cards[node_ranks.index(node)] for node in range(len(hosts))]
+    _check_local_ranks(first_of_hosts, cards)
+    port = port_in(env)
+    wished = wished_interface(env)
+    if env.get("MASTER_ADDR"):
+        found = _named(first_of_hosts, env["MASTER_ADDR"], wished)
+    elif len(hosts) == 1:
+        found = [(LOOPBACK, "all ranks are on one host, and no other can reach this address")]
+    else:
+        found = _shared(first_of_hosts, wished)
+    addresses, reasons = zip(*found, strict=True)
+    return Candidates(
+        node_ranks, probers, addresses, reasons, port, tuple(c.hostname for c in cards)
+    )
+
+
+def _check_local_ranks(first_of_hosts: Sequence[Card], cards: Sequence[Card]) -> None:
+    for card in first_of_hosts:
+        local_ranks = [other.local_rank for other in cards if other.host == card.host]
+        if sorted(local_ranks) != list(range(card.local_world_size)):
+            raise UserError(
+                f"{card.hostname} runs {len(local_ranks)} ranks with the local ranks "
+                f"{', '.join(map(str, local_ranks))}, but the launcher promised "
+                f"0 to {card.local_world_size - 1}: is one machine in the hostfile under two names?"
+            )
+
+
+def _named(first_of_hosts: Sequence[Card], name: str, wished: str | None) -> list[tuple[str, str]]:
+    """The address the user named; a host's own name may resolve to its loopback, which won't do."""
+    address = resolve(name)
+    if ipaddress.ip_address(address).is_loopback and len(first_of_hosts) > 1:
+        why = f"{name} resolves to {address}, which no other host can reach"
+        return [(own, f"{why}; {reason}") for own, reason in _shared(first_of_hosts, wished)]
+    return [(address, "MASTER_ADDR names it")]
+
+
+def wished_interface(env: Mapping[str, str]) -> str | None:
+    """What the user, or else the launcher, wants the ranks to use: see `Interface.matches`."""
+    return env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS")
+
+
+def check_interface(cards: Sequence[Card], wished: str) -> None:
+    """Raise a UserError unless every card's host has such an interface."""
+    for card in cards:
+        if not any(interface.matches(wished) for interface in card.interfaces):
+            names = " and ".join(interface.name for interface in card.interfaces)
+            raise UserError(
+                f'interface "{wished}" is not on {card.hostname}, which has {names or "none"}.'
+            )
+
+
+def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[str, str]]:
+    """Rank 0's addresses, those on a network that all other hosts are on as well first."""
+    master, *others = first_of_hosts
+    if wished:
+        check_interface(first_of_hosts, wished)
+    elsewhere = {i.address for card in others for i in card.interfaces}
+    ranked = []
+    for position, interface in enumerate(master.interfaces):
+        if interface.is_loopback:
+            continue
+        if wished:
+            if not interface.matches(wished):
+                continue
+        elif interface.is_virtual or interface.address in elsewhere:
+            continue
+        sharing = sum(
+            any(other.network == interface.network for other in card.interfaces) for card in others
+        )
+        reason = f"{interface.name} of {master.hostname} is on {interface.network}, " + (
+            "as is every other host" if sharing == len(others) else "which routes must reach"
+        )
+        if master.own_address.startswith("127."):
+            reason = (
+                f"{master.hostname}'s own name resolves to {master.own_address}, which no other host "
+                f"can reach. Using {interface.address} ({interface.name}); --master-addr overrides. "
+                f"{reason}"
+            )
+        ranked.append((-sharing, ":" in interface.address, position, interface.address, reason))
+    if not ranked:
+        raise UserError(
+            f"{master.hostname}, where rank 0 runs, has no address that other hosts could reach: "
+            f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
+            "Name one: --master-addr."
+        )
+    return [(address, reason) for *_, address, reason in sorted(ranked)]
+
+
+def listen(candidates: Candidates) -> list[socket.socket]:
+    """Rank 0: a listening socket for every candidate.
+
+    Raises:
+        UserError: the port is taken, or the address is not one of this host.
+    """
+    listeners: list[socket.socket] = []
+    try:
+        for address in candidates.addresses:
+            listeners.append(bind(address, candidates.port, candidates.hostnames[0]))
+    except UserError:
+        for each in listeners:
+            each.close()
+        raise
+    return listeners

@@ -1,0 +1,126 @@
+"""Where the ranks are, held against where the launcher wanted them.
+
+The launcher says in MPIDDP_PLACEMENT what the hostfile asks for: "node1:4,node2:2" means ranks 0 to 3
+on node1, 4 and 5 on node2.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpiddp.runtime.master_address import Card
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. `device` is torch's name of it: "cuda:1", "cpu".
+
+    `gpu` is what the whole host calls that device, "" where that is not known: "cuda:1" is another one
+    in each process that sees other GPUs.
+    """
+
+    card: Card
+    device: str
+    gpu: str = ""
+
+    @classmethod
+    def of_this_process(cls, card: Card, num_gpus: int, launcher: str) -> Place:
+        """Where this rank will compute with NCCL, of the `num_gpus` that it sees."""
+        if card.local_rank >= num_gpus:
+            return cls(card, "cpu")
+        if launcher == "slurm":  # whose cgroups number the GPUs of each task anew
+            return cls(card, f"cuda:{card.local_rank}")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        named = visible[card.local_rank].strip() if card.local_rank < len(visible) else ""
+        return cls(card, f"cuda:{card.local_rank}", named or str(card.local_rank))
+
+
+def expected_hosts(placement: str) -> list[str]:
+    """The host of each rank: [world_size]. IPv6 literals stand in brackets: "[fd00::1]:2"."""
+    hosts: list[str] = []
+    for part in placement.split(","):
+        name, _, count = part.rpartition(":")
+        hosts += [name.strip("[]")] * int(count)
+    return hosts
+
+
+def misplaced(places: Sequence[Place], placement: str) -> str:
+    """ "" if every rank is where `placement` wants it, else a sentence and a table."""
+    wanted = expected_hosts(placement)
+    short_names = Counter(name.partition(".")[0] for name in set(wanted))
+    pairs = {(name, place.card.host) for name, place in zip(wanted, places, strict=False)}
+    one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
+    named_right = all(
+        _is_on(place.card, name, short_names[name.partition(".")[0]] > 1)
+        for name, place in zip(wanted, places, strict=False)
+    )
+    if len(wanted) == len(places) and one_to_one and named_right:
+        return _shared_gpus(places)
+    return (
+        f"the ranks are not where the hostfile wants them ({placement}). Look at mpirun's own "
+        f"settings (environment, mca-params.conf), and at the hosts' names:\n"
+        f"{table(places, wanted)}"
+    )
+
+
+def _shared_gpus(places: Sequence[Place]) -> str:
+    users: dict[tuple[tuple[str, str], str], list[Place]] = {}
+    for place in places:
+        users.setdefault((place.card.host, place.gpu), []).append(place)
+    for (_, gpu), sharing in users.items():
+        if gpu and len(sharing) > 1:
+            ranks = " and ".join(str(place.card.rank) for place in sharing)
+            return (
+                f"ranks {ranks} would share GPU {gpu} of {sharing[0].card.hostname}: they see its GPUs in "
+                "different orders. Set CUDA_VISIBLE_DEVICES to the same for all ranks of a host.\n"
+                f"{table(places)}"
+            )
+    return ""
+
+
+def table(places: Sequence[Place], wanted: Sequence[str] = ()) -> str:
+    """A line for each rank: its host, local rank and device, and the host that was wanted."""
+    rows = [("rank", "host", "local rank", "device", *(["wanted host"] if wanted else []))]
+    for index, place in enumerate(places):
+        card = place.card
+        device = place.device
+        if place.gpu and device != f"cuda:{place.gpu}":
+            device += f" (GPU {place.gpu})"
+        row = [str(card.rank), card.hostname, str(card.local_rank), device]
+        if wanted:
+            row.append(wanted[index] if index < len(wanted) else "none")
+        rows.append(tuple(row))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _is_on(card: Card, name: str, is_ambiguous: bool) -> bool:
+    """Whether the card's host is what the hostfile calls `name`: a name, an alias or an address.
+
+    `is_ambiguous`: a.x.org and a.y.org are both in the hostfile, so "a" alone says nothing.
+    """
+    if name in ("localhost", card.hostname):
+        return True
+    if not is_ambiguous and name.partition(".")[0] == card.hostname.partition(".")[0]:
+        return True
+    own = {*card.addresses, *(interface.address for interface in card.interfaces)}
+    addresses = _addresses(name)
+    # A name that rank 0 cannot resolve proves nothing against it: mpirun has reached the host by it.
+    return not addresses or bool(addresses & own) or any(a.startswith("127.") for a in addresses)
+
+
+@functools.cache
+def _addresses(name: str) -> frozenset[str]:
+    """What `name` leads to. Where DNS does not answer, that costs 10 s."""
+    try:
+        return frozenset(str(info[4][0]) for info in socket.getaddrinfo(name, None))
+    except OSError:
+        return frozenset()

@@ -1,0 +1,130 @@
+"""The one store of a job: rank 0 serves it on a socket that is bound already, the others join it.
+
+Where no MPI carries the word (torchrun, srun, env://), the ranks find the store by an address that all
+of them know beforehand, and meet over it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.sockets import (
+    OPEN_BESIDES,
+    allow_open,
+    bind,
+    port_in,
+    resolve,
+    resolve_own,
+    wait_for,
+)
+from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.master_address import LOOPBACK, Card, check_interface, wished_interface
+from mpiddp.runtime.rendezvous import Meeting
+from mpiddp.runtime.slurm_address import slurm_address
+from mpiddp.world import World
+
+# The store that the ranks talk by, the one that each rank's watch looks into, a script's own, and one
+# to spare.
+SOCKETS_PER_RANK = 4
+
+
+def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float) -> Store:
+    """The store at `world.master_addr`: served by the rank that has a listener, joined by the others.
+
+    `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server as well.
+
+    Raises:
+        UserError: something else listens there.
+    """
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    if listener is not None:
+        allow_open(SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
+    try:
+        store = TCPStore(
+            world.master_addr,
+            world.master_port,
+            world.world_size,
+            is_master=listener is not None,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
+    except RuntimeError:
+        raise UserError(
+            f"rank {world.rank} on {world.hostname}: what listens on {world.master_addr} port "
+            f"{world.master_port} is not rank 0 of this job. Set MASTER_PORT to a free one."
+        ) from None
+    # torchrun's store outlives its workers: those that it restarts must not read the words of the
+    # ones before them.
+    return PrefixStore(f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socket | None]:
+    """The master address from the environment, or from what Slurm says; rank 0 listens there.
+
+    Raises:
+        UserError: no address, none that rank 0 can listen on, or nobody there within `timeout_s`.
+    """
+    env = os.environ
+    port = port_in(env)
+    if world.world_size == 1 and world.launcher.name != "torchrun":
+        address = LOOPBACK
+    elif world.launcher.name == "slurm":
+        address, port = slurm_address(world, env)
+    else:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+        if missing:
+            raise UserError(
+                f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set but "
+                f"{' and '.join(missing)} not: without MPI, ranks need both to find each other."
+            )
+        address = env["MASTER_ADDR"]
+    is_server = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    spans_hosts = world.world_size > world.local_world_size  # then 127.0.1.1 will not do
+    address = resolve_own(address) if spans_hosts else resolve(address)
+    listener = bind(address, port, world.hostname) if is_server else None
+    if listener is not None:
+        port = listener.getsockname()[1]
+    elif not wait_for(address, port, timeout_s):
+        raise UserError(
+            f"rank {world.rank} on {world.hostname} cannot reach rank 0 at {address} port {port} "
+            f"in {timeout_s:g} s. Is it running, and is no firewall between?"
+        )
+    return replace(world, master_addr=address, master_port=port), listener
+
+
+def meet_over_store(crew: Crew, timeout_s: float) -> Meeting:
+    """What MPI's gather tells the other jobs: who sits on which host, and which interface each uses.
+
+    That is the one wished for, else the one towards the master address, which was named beforehand.
+
+    Raises:
+        SystemExit: code 2, on every rank: a host has no such interface.
+    """
+    world = crew.world
+    texts = crew.exchange(Card.of_this_process(world).dumps(), timeout_s=timeout_s)
+    cards = tuple(Card.loads(text) for text in texts)
+    hosts = list(dict.fromkeys(card.host for card in cards))
+    own = cards[world.rank]
+    assert world.master_addr is not None
+    interface = own.interface_towards(world.master_addr)
+    wished = wished_interface(os.environ)
+    if wished and len(hosts) > 1:
+        with crew.together():
+            check_interface(cards, wished)
+        interface = next(each.name for each in own.interfaces if each.matches(wished))
+    return Meeting(
+        world=replace(world, node_rank=hosts.index(own.host), num_nodes=len(hosts)),
+        cards=cards,
+        interface=interface,
+        reason=f"{world.launcher.name} names it",
+        listener=None,
+    )
