@@ -21,8 +21,8 @@ from statistics import mean, median
 import torch
 import torch.distributed as dist
 
-from mpiddp.runtime.join import assemble
-from mpiddp.runtime.process_group import device_of, joined
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import parse, settle
 from mpiddp.train.engine import backward, build_optimizer, place
@@ -38,10 +38,10 @@ VARIANTS = ("no save", "in a thread", "at once")
 def main() -> None:
     options = _options()
     config = parse([f"--arch={options.arch}", "--batch-size=64", f"--backend={options.backend}"])
-    with assemble() as crew:
-        device = device_of(crew.world, options.backend)
-        config = settle(config, crew.world, on_gpu=device.type != "cpu", has_bf16=False)
-        with joined(crew, options.backend, device, timeout_s=600):
+    with join() as coordinator:
+        device = device_of(coordinator.world, options.backend)
+        config = settle(config, coordinator.world, on_gpu=device.type != "cpu", has_bf16=False)
+        with default_group(coordinator, options.backend, device, timeout_s=600):
             torch.manual_seed(0)
             size = options.image_size
             images = torch.randn(64, 3, size, size, device=device).to(
@@ -53,9 +53,9 @@ def main() -> None:
             optimizer = build_optimizer(model, config)
             scaler = torch.amp.GradScaler(device.type, enabled=False)
             ddp = wrap(model, config, (3, size, size))
-            root = Path(crew.agreed(tempfile.mkdtemp(dir=options.out)))
-            saver = Saver(root, [0], crew, model, optimizer, scaler, config, "synthetic")
-            step = Step((torch.arange(64),), 64 * crew.world.world_size, True)
+            root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.out)))
+            saver = Saver(root, [0], coordinator, model, optimizer, scaler, config, "synthetic")
+            step = Step((torch.arange(64),), 64 * coordinator.world.world_size, True)
 
             def block(variant: str, first: int) -> list[float]:
                 """The seconds of each step of a block."""
@@ -85,7 +85,7 @@ def main() -> None:
                     saver.finish()
                     cpu[variant].append(time.process_time() - start)
                     first += STEPS
-            if crew.world.rank == 0:
+            if coordinator.world.rank == 0:
                 shutil.rmtree(root)
                 print(_table(seconds, cpu))
 

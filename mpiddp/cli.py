@@ -7,7 +7,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, UserError, say_alone, silence_stdout
+from mpiddp.errors import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    UserError,
+    print_from_one_rank,
+    silence_stdout,
+)
 from mpiddp.world import likely_place
 
 # verb: (module with main(argv) -> int, what it is for)
@@ -43,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         # Of the ranks of a job one is to speak; a launcher's variables mean nothing to other verbs.
         place = likely_place(os.environ) if verb in RANKS else (0, 0)
-        say_alone(str(error), *place)
+        print_from_one_rank(str(error), *place)
         return BAD_INPUT
     except BrokenPipeError:
         if verb in RANKS:

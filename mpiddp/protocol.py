@@ -1,7 +1,7 @@
 """The control channel between a rank and its launcher, for both of its ends: JSON lines over TCP.
 
     launcher -> rank   challenge, stop, stacks, end; one urgent byte
-    rank -> launcher   hello, started, joining, log, resume, batch, aware, progress, stacks,
+    rank -> launcher   hello, started, joining, log, resume, batch, supports_stop, progress, stacks,
                         stopped, failed, done
 
 MPIDDP_CONTROL says where the launcher listens, MPIDDP_CONTROL_SECRET proves that both belong to one
@@ -26,7 +26,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "log": {"path": (str,)},  # where a traceback will be found
     "resume": {"arguments": (list,)},
     "batch": {"images": (int,), "per_pass": (int,)},
-    "aware": {},
+    "supports_stop": {},
     "progress": {"step": (int,)},
     "stacks": {"text": (str,), "step": (int,)},
     "stopped": {},

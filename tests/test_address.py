@@ -14,7 +14,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import bind, port_in, probe, resolve
-from mpiddp.runtime.master_address import Candidates, Card, choose, listen
+from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
@@ -28,16 +28,16 @@ def eth(host: int, name: str = "eth0", network: str = "10.0.0") -> Interface:
     return Interface(name, f"{network}.{host + 1}", f"{network}.0/24")
 
 
-def ranks_on(*hosts: tuple[Interface, ...], ranks: int = 1) -> list[Card]:
+def ranks_on(*hosts: tuple[Interface, ...], ranks: int = 1) -> list[RankInfo]:
     """The cards of `ranks` ranks on each host, which is given by its interfaces."""
     return [
-        Card(node * ranks + local, local, ranks, f"node{node}", f"boot-{node}", own)
+        RankInfo(node * ranks + local, local, ranks, f"node{node}", f"boot-{node}", own)
         for node, own in enumerate(hosts)
         for local in range(ranks)
     ]
 
 
-def addresses(cards: list[Card], env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def addresses(cards: list[RankInfo], env: Mapping[str, str] | None = None) -> tuple[str, ...]:
     return choose(cards, env or {}).addresses
 
 
@@ -54,7 +54,7 @@ def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
     a, b = ranks_on((LO, eth(0)), (LO, eth(1)), ranks=2)[::2]
     by_node = [b, a]  # rank 0 on node1, rank 1 on node0, and so on in turn
     cards = [
-        Card(rank, rank // 2, 2, by_node[rank % 2].hostname, "m", by_node[rank % 2].interfaces)
+        RankInfo(rank, rank // 2, 2, by_node[rank % 2].hostname, "m", by_node[rank % 2].interfaces)
         for rank in range(4)
     ]
     candidates = choose(cards, {})
@@ -69,12 +69,14 @@ def test_one_rank_of_every_other_host_probes() -> None:
 
 
 def test_two_machines_of_one_name_are_two_hosts() -> None:
-    cards = [Card(rank, 0, 1, "localhost", f"boot-{rank}", (LO, eth(rank))) for rank in range(2)]
+    cards = [
+        RankInfo(rank, 0, 1, "localhost", f"boot-{rank}", (LO, eth(rank))) for rank in range(2)
+    ]
     assert choose(cards, {}).num_nodes == 2
 
 
 def test_one_machine_under_two_names_is_noticed() -> None:
-    cards = [Card(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
+    cards = [RankInfo(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
     assert refusal(lambda: choose(cards, {})) == (
         "node0 runs 2 ranks with the local ranks 0, 0, but the launcher promised 0 to 0: "
         "is one machine in the hostfile under two names?"
@@ -284,7 +286,7 @@ def test_this_host_has_a_loopback_interface() -> None:
 
 def test_a_card_survives_its_journey() -> None:
     (card,) = ranks_on((LO, eth(0)))
-    assert Card.loads(card.dumps()) == card
+    assert RankInfo.loads(card.dumps()) == card
 
 
 def test_as_many_sockets_as_a_large_job_needs() -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from mpiddp.launch.supervise.control_server import Listener, Word
+from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.protocol import ADDRESS, LINE_LIMIT, SECRET, dumps, proof
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
@@ -38,8 +38,8 @@ class Launcher:
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.listener = Listener("127.0.0.1", 2, self.selector)
-        self.words: list[Word] = []
+        self.listener = ControlServer("127.0.0.1", 2, self.selector)
+        self.words: list[Message] = []
 
     @property
     def address(self) -> tuple[str, int]:
@@ -50,23 +50,23 @@ class Launcher:
     def connections(self) -> int:
         return len(self.selector.get_map()) - 1  # without the listening socket
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         for key, _ in self.selector.select(0.02):
-            self.words += self.listener.hear(key.data)
+            self.words += self.listener.receive(key.data)
 
     def hear_for(self, seconds: float, until: str = "") -> list[tuple[int, str]]:
         """All words so far; what has arrived before the call is among them."""
         deadline = time.monotonic() + seconds
-        self.hear()
+        self.receive()
         while time.monotonic() < deadline and until not in {word.kind for word in self.words}:
-            self.hear()
+            self.receive()
         return [(word.rank, word.kind) for word in self.words]
 
     def hear_until(self, is_so: Callable[[], bool]) -> list[tuple[int, str]]:
         deadline = time.monotonic() + PATIENCE_S
         while not is_so():
             assert time.monotonic() < deadline, self.words
-            self.hear()
+            self.receive()
         return [(word.rank, word.kind) for word in self.words]
 
     @contextmanager
@@ -132,7 +132,7 @@ def test_a_rank_ends_with_its_launcher(launcher: Launcher) -> None:
         launcher.hear_for(PATIENCE_S, until="started")
         launcher.listener.close()
         assert "the launcher is gone, so am I." in rank.communicate(timeout=PATIENCE_S)[1]
-    launcher.listener = Listener("127.0.0.1", 2, launcher.selector)
+    launcher.listener = ControlServer("127.0.0.1", 2, launcher.selector)
 
 
 def test_a_forked_child_does_not_hide_that_its_rank_is_gone(launcher: Launcher) -> None:
@@ -181,7 +181,7 @@ def test_a_rank_survives_being_asked_by_the_kernel_where_its_python_is(launcher:
         deadline = time.monotonic() + PATIENCE_S
         while min(answers(launcher)) <= 100:
             assert time.monotonic() < deadline, answers(launcher)
-            launcher.listener.poke(1)
+            launcher.listener.interrupt(1)
             assert (1, "lost") not in launcher.hear_for(0.01)
         assert rank.poll() is None
 
@@ -198,11 +198,11 @@ def test_a_rank_that_was_asked_twice_still_hears_its_launcher(launcher: Launcher
     with launcher.rank(f"{keeps_the_interpreter}\ntime.sleep(6000)") as rank:
         launcher.hear_for(PATIENCE_S, until="started")
         for _ in range(3):
-            launcher.listener.tell("stacks")
-            launcher.listener.poke(1)
+            launcher.listener.send_all("stacks")
+            launcher.listener.interrupt(1)
             launcher.hear_for(0.3)
         assert (1, "stacks") in launcher.hear_for(PATIENCE_S, until="stacks")
-        launcher.listener.tell("end", code=7)
+        launcher.listener.send_all("end", code=7)
         assert rank.wait(PATIENCE_S) == 7
 
 

@@ -19,8 +19,8 @@ from torch.distributed import TCPStore
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.sockets import bind
-from mpiddp.runtime.coordinator import Crew
-from mpiddp.runtime.store import meet_over_store
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.store import rendezvous_over_store
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
 from tests.ranks import mpirun, own_lines
@@ -28,7 +28,7 @@ from tests.ranks import mpirun, own_lines
 JOBS = Path(__file__).parent / "jobs"
 SENTENCE = "hosts.txt:3: one sentence."
 
-Body = Callable[[Crew], None]
+Body = Callable[[Coordinator], None]
 
 
 @dataclass(frozen=True)
@@ -81,41 +81,48 @@ def _be(rank: int, world_size: int, port: int, listener: int, logs: Path, body: 
         wait_for_workers=False,
         master_listen_fd=listener if rank == 0 else None,
     )
-    body(Crew(World(rank, world_size, rank, world_size), store))
+    body(Coordinator(World(rank, world_size, rank, world_size), store))
 
 
 # --- exchange ---
 
 
 def test_every_rank_hears_every_rank(ranks: Callable[..., list[End]]) -> None:
-    def body(crew: Crew) -> None:
+    def body(coordinator: Coordinator) -> None:
         for turn in range(3):
-            texts = crew.exchange(f"{turn} from {crew.world.rank}", timeout_s=60)
+            texts = coordinator.all_gather_json(
+                f"{turn} from {coordinator.world.rank}", timeout_s=60
+            )
             assert texts == [f"{turn} from {rank}" for rank in range(4)]
-        assert crew.agreed(f"as rank {crew.world.rank} has it") == "as rank 0 has it"
-        crew.leave()
+        assert (
+            coordinator.broadcast_json(f"as rank {coordinator.world.rank} has it")
+            == "as rank 0 has it"
+        )
+        coordinator.leave()
 
     assert ranks(4, body) == [End(0, "")] * 4
 
 
 def test_words_that_all_have_heard_are_forgotten(ranks: Callable[..., list[End]]) -> None:
-    def body(crew: Crew) -> None:
+    def body(coordinator: Coordinator) -> None:
         for _ in range(50):
-            crew.exchange("a word", timeout_s=60)
-        assert crew.store.num_keys() < 20
-        crew.leave()
+            coordinator.all_gather_json("a word", timeout_s=60)
+        assert coordinator.store.num_keys() < 20
+        coordinator.leave()
 
     assert ranks(4, body) == [End(0, "")] * 4
 
 
 def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
-    def body(crew: Crew) -> None:
-        if crew.world.world_size == 4:
-            crew.hostnames = ("node0", "node0", "node1", "node1")
-            if crew.world.rank == 0:
-                crew.store.wait(["exchange/1/1"], timedelta(seconds=PATIENCE_S))  # rank 1 is there
+    def body(coordinator: Coordinator) -> None:
+        if coordinator.world.world_size == 4:
+            coordinator.hostnames = ("node0", "node0", "node1", "node1")
+            if coordinator.world.rank == 0:
+                coordinator.store.wait(
+                    ["exchange/1/1"], timedelta(seconds=PATIENCE_S)
+                )  # rank 1 is there
         try:
-            crew.exchange("", timeout_s=0.3)
+            coordinator.all_gather_json("", timeout_s=0.3)
         except UserError as error:
             print(error, file=sys.stderr)
 
@@ -136,9 +143,9 @@ def test_a_refusal_is_said_once_by_rank_0_and_ends_all(
 ) -> None:
     refusing = {"all": range(world_size), "first": [0], "last": [world_size - 1]}[who]
 
-    def body(crew: Crew) -> None:
-        with crew.together(timeout_s=60):
-            if crew.world.rank in refusing:
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.all_or_none(timeout_s=60):
+            if coordinator.world.rank in refusing:
                 raise UserError(SENTENCE)
 
     shared = who == "all" or world_size == 1
@@ -150,21 +157,21 @@ def test_a_refusal_is_said_once_by_rank_0_and_ends_all(
 
 
 def test_different_refusals_are_all_said(ranks: Callable[..., list[End]]) -> None:
-    def body(crew: Crew) -> None:
-        with crew.together():
-            if crew.world.rank > 0:
-                raise UserError(f"no data on node{crew.world.rank // 2}.")
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.all_or_none():
+            if coordinator.world.rank > 0:
+                raise UserError(f"no data on node{coordinator.world.rank // 2}.")
 
     said = ranks(4, body)[0].stderr.splitlines()
     assert said == ["rank 1: no data on node0.", "rank 2: no data on node1."]
 
 
 def test_success_goes_on(ranks: Callable[..., list[End]]) -> None:
-    def body(crew: Crew) -> None:
+    def body(coordinator: Coordinator) -> None:
         for _ in range(3):
-            with crew.together():
+            with coordinator.all_or_none():
                 pass
-        crew.leave()
+        coordinator.leave()
 
     assert ranks(4, body) == [End(0, "")] * 4
 
@@ -173,11 +180,11 @@ def test_success_goes_on(ranks: Callable[..., list[End]]) -> None:
 
 
 def test_rank_0_keeps_the_store_alive_until_all_have_left(ranks: Callable[..., list[End]]) -> None:
-    def body(crew: Crew) -> None:
-        if crew.world.rank > 0:
-            time.sleep(0.5 * crew.world.rank)
-            crew.store.add("a late use", 1)
-        crew.leave()
+    def body(coordinator: Coordinator) -> None:
+        if coordinator.world.rank > 0:
+            time.sleep(0.5 * coordinator.world.rank)
+            coordinator.store.add("a late use", 1)
+        coordinator.leave()
 
     assert ranks(3, body) == [End(0, "")] * 3
 
@@ -188,12 +195,12 @@ def test_the_interface_wished_for_outranks_the_one_towards_rank_0(
     other = interfaces()[-1].name  # the store's is the loopback, which comes first
     monkeypatch.setenv("MPIDDP_INTERFACE", other)
 
-    def body(crew: Crew) -> None:
-        name = f"host{crew.world.rank}"
-        crew.world = replace(crew.world, hostname=name, master_addr="127.0.0.1")
-        assert meet_over_store(crew, 60).interface == other
+    def body(coordinator: Coordinator) -> None:
+        name = f"host{coordinator.world.rank}"
+        coordinator.world = replace(coordinator.world, hostname=name, master_addr="127.0.0.1")
+        assert rendezvous_over_store(coordinator, 60).interface == other
         os.environ["MPIDDP_INTERFACE"] = "ib0"
-        meet_over_store(crew, 60)
+        rendezvous_over_store(coordinator, 60)
 
     first, second = ranks(2, body)
     assert first.stderr.startswith('interface "ib0" is not on host0, which has lo')

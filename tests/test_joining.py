@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.supervise.control_server import Word
-from mpiddp.launch.supervise.hang_report import missing
-from mpiddp.launch.supervise.job_state import Record
+from mpiddp.launch.supervise.control_server import Message
+from mpiddp.launch.supervise.hang_report import missing_sentence
+from mpiddp.launch.supervise.job_state import JobState
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
 from tests.flavours import mpirun_of
@@ -153,7 +153,7 @@ def test_ranks_that_srun_has_started(hosts: Cluster, trouble: Path) -> None:
 
 def test_several_missing_ranks_are_all_named() -> None:
     """Python's own way of importing is not where a rank is, and other threads are not it."""
-    record = Record(["a", "a", "b", "b"])
+    record = JobState(["a", "a", "b", "b"])
     text = (
         "thread reader:\n"
         '  File "/x/reader.py", line 7, in read\n    wait()\n'
@@ -161,10 +161,10 @@ def test_several_missing_ranks_are_all_named() -> None:
         '  File "/x/train.py", line 3, in main\n    import torch\n'
         '  File "<frozen importlib._bootstrap>", line 1360, in _find_and_load\n'
     )
-    record.note(Word(1, "joining", {"timeout_s": 60.0}, 1.0))
-    record.note(Word(0, "started", {"host": "a", "pid": 5}, 1.0))
-    record.note(Word(0, "stacks", {"text": text, "step": 0}, 1.0))
-    assert missing(record, 60.0) == (
+    record.note(Message(1, "joining", {"timeout_s": 60.0}, 1.0))
+    record.note(Message(0, "started", {"host": "a", "pid": 5}, 1.0))
+    record.note(Message(0, "stacks", {"text": text, "step": 0}, 1.0))
+    assert missing_sentence(record, 60.0) == (
         "only 1 of 4 ranks joined in 60 s. Missing: rank 0 on a, rank 2 on b, rank 3 on b. "
         "The last words of rank 0: in /x/train.py, line 3, in main: import torch"
     )

@@ -359,7 +359,7 @@ def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
     code = (
         "import os, sys; from selectors import DefaultSelector\n"
         "from mpiddp.launch import job, supervisor; supervisor.SWEEP_S = 0.3\n"
-        "from mpiddp.launch.supervise.signals import heard\n"
+        "from mpiddp.launch.supervise.signals import signals_on_socket\n"
         "job = job.Supervisor(DefaultSelector(), None, job.Record([]), job.Limits(), print)\n"
         "with heard() as signals:\n"
         "    print(job.run(['sh', '-c', sys.argv[1]], os.environ, signals))"

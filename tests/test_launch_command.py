@@ -11,15 +11,15 @@ import pytest
 from mpiddp.hosts.nodes import Node
 from mpiddp.launch.starters.command import Command, Request
 from mpiddp.launch.starters.compose import compose
-from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.starters.environment import forwarded, parse_exports, without_secrets
 
-MPIS: dict[str, Mpi] = {
-    "openmpi5": Mpi("openmpi", "5.0.11", Path("/mpi/bin/mpirun")),
-    "openmpi4": Mpi("openmpi", "4.1.8", Path("/mpi/bin/mpirun")),
-    "mpich": Mpi("mpich", "5.0.2", Path("/mpi/bin/mpirun")),
-    "intelmpi": Mpi("intelmpi", "2021.18.1", Path("/mpi/bin/mpirun")),
-    "slurm": Mpi("slurm", "22.05.8", Path("/usr/bin/srun")),
+MPIS: dict[str, RankStarter] = {
+    "openmpi5": RankStarter("openmpi", "5.0.11", Path("/mpi/bin/mpirun")),
+    "openmpi4": RankStarter("openmpi", "4.1.8", Path("/mpi/bin/mpirun")),
+    "mpich": RankStarter("mpich", "5.0.2", Path("/mpi/bin/mpirun")),
+    "intelmpi": RankStarter("intelmpi", "2021.18.1", Path("/mpi/bin/mpirun")),
+    "slurm": RankStarter("slurm", "22.05.8", Path("/usr/bin/srun")),
 }
 JOB = ("/venv/bin/python", "train.py", "--lr", "0.1")
 UNEQUAL = Request((Node("node1", 2), Node("node0", 1)), JOB, "/home/me", exports=("PATH", "TOKEN"))

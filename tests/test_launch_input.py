@@ -13,10 +13,10 @@ from mpiddp.hosts.allocation import allocation
 from mpiddp.hosts.hostfile import Host, parse_host_list
 from mpiddp.hosts.nodes import Node, is_this_host, name_nodes, ranks_by_host
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
-from mpiddp.launch.network import link_to, wished_interfaces
+from mpiddp.launch.network import link_to, requested_interfaces
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.remote.gpus import asked_backend, count_gpus, fit_to_gpus
-from mpiddp.launch.starters.detect import Flavour, find_mpirun, find_srun, identify
+from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import parse_exports
 
 
@@ -67,11 +67,11 @@ def test_this_machine_goes_by_its_own_name() -> None:
 
 
 def test_the_network_is_the_one_wished_for_or_the_one_that_leads_to_all_hosts() -> None:
-    assert [each.name for each in wished_interfaces("127.0.0.1")] == ["lo"]
+    assert [each.name for each in requested_interfaces("127.0.0.1")] == ["lo"]
     with pytest.raises(
         UserError, match=r'interface "nope" is not on .*, which has lo \(127.0.0.1\)'
     ):
-        wished_interfaces("nope")
+        requested_interfaces("nope")
     assert link_to([]) is None
     assert link_to(["far.invalid"]) is None
     assert link_to(["127.0.0.1"]) is None  # nobody else gets here by that one
@@ -112,7 +112,7 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("answer", "flavour", "version"),
+    ("answer", "kind", "version"),
     [
         ("mpirun (Open MPI) 4.1.8", "openmpi", "4.1.8"),
         ("mpirun (Open MPI) 5.0.9rc1", "openmpi", "5.0.9rc1"),
@@ -125,9 +125,9 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
         ("slurm-wlm 22.05.8", "slurm", "22.05.8"),
     ],
 )
-def test_flavour_and_version(tmp_path: Path, answer: str, flavour: Flavour, version: str) -> None:
-    mpi = identify(fake_mpirun(tmp_path, answer), os.environ)
-    assert (mpi.flavour, mpi.version) == (flavour, version)
+def test_kind_and_version(tmp_path: Path, answer: str, kind: StarterKind, version: str) -> None:
+    starter = identify(fake_mpirun(tmp_path, answer), os.environ)
+    assert (starter.kind, starter.version) == (kind, version)
 
 
 def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Path) -> None:

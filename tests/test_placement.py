@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.runtime.master_address import Card
-from mpiddp.runtime.placement import Place, expected_hosts, misplaced, table
+from mpiddp.runtime.master_address import RankInfo
+from mpiddp.runtime.placement import RankPlacement, expected_hosts, misplaced, table
 from tests.ranks import mpirun, own_lines
 
 EXAMPLE = "examples/message_passing.py"
 
 
-def places(*hostnames: str) -> list[Place]:
+def places(*hostnames: str) -> list[RankPlacement]:
     """A rank on each, in order; the hosts have the addresses 10.0.0.<its number>."""
     found = []
     for rank, name in enumerate(hostnames):
         local_rank = hostnames[:rank].count(name)
         interface = Interface("eth0", f"10.0.0.{name[-1]}", "10.0.0.0/24")
-        card = Card(rank, local_rank, hostnames.count(name), name, f"boot-{name}", (interface,))
-        found.append(Place(card, f"cuda:{local_rank}"))
+        card = RankInfo(rank, local_rank, hostnames.count(name), name, f"boot-{name}", (interface,))
+        found.append(RankPlacement(card, f"cuda:{local_rank}"))
     return found
 
 
@@ -60,12 +60,15 @@ def test_each_rank_has_a_gpu_of_its_own(
     visible: str, gpus: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = [Place.of_this_process(place.card, 2, "openmpi") for place in places("node1", "node1")]
+    found = [
+        RankPlacement.of_this_process(place.card, 2, "openmpi")
+        for place in places("node1", "node1")
+    ]
     assert [place.gpu[-1] for place in found] == list(gpus)
     assert misplaced(found, "node1:2") == ""
     assert table(found).splitlines()[2].endswith(device)
-    assert Place.of_this_process(found[1].card, 1, "openmpi").device == "cpu"
-    assert Place.of_this_process(found[1].card, 2, "slurm").gpu == ""
+    assert RankPlacement.of_this_process(found[1].card, 1, "openmpi").device == "cpu"
+    assert RankPlacement.of_this_process(found[1].card, 2, "slurm").gpu == ""
 
 
 def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +76,7 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for card, visible in zip(cards, ("0,1", "1,0", "0,1"), strict=True):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        found.append(Place.of_this_process(card, 2, "openmpi"))
+        found.append(RankPlacement.of_this_process(card, 2, "openmpi"))
     sentence, *rows = misplaced(found, "node1:2,node2:1").splitlines()
     assert sentence.startswith("ranks 0 and 1 would share GPU 0 of node1: they see its GPUs in ")
     assert rows == table(found).splitlines()

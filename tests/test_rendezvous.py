@@ -192,8 +192,8 @@ def test_a_foreign_mpi_is_refused_once() -> None:
 def test_mpi_that_has_ended_already_is_refused() -> None:
     code = (
         "from mpi4py import MPI; MPI.Finalize()\n"
-        "from mpiddp.runtime.rendezvous import meet_over_mpi; from mpiddp.world import World\n"
-        "meet_over_mpi(World.from_env(), timeout_s=5)"
+        "from mpiddp.runtime.rendezvous import rendezvous_over_mpi; from mpiddp.world import World\n"
+        "rendezvous_over_mpi(World.from_env(), timeout_s=5)"
     )
     sentence = refusal(mpirun(2, "-c", code))
     assert sentence.startswith("MPI was finalized in this process before the ranks could meet")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpiddp import errors
-from mpiddp.errors import UserError, say_alone
+from mpiddp.errors import UserError, print_from_one_rank
 from mpiddp.runtime import run_script
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
@@ -273,8 +273,8 @@ def test_rank_0_has_the_word_first(
     """The first to end makes mpirun end the others: a rank that is silent must not be that one."""
     waits: list[float] = []
     monkeypatch.setattr(errors, "time", SimpleNamespace(sleep=waits.append))
-    say_alone("one sentence", 0, 0)
+    print_from_one_rank("one sentence", 0, 0)
     assert waits == []
-    say_alone("the same from its neighbour", 1, 1)
+    print_from_one_rank("the same from its neighbour", 1, 1)
     assert waits == [2.0]
     assert capsys.readouterr().err == "one sentence\n"

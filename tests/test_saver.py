@@ -17,9 +17,9 @@ import torch.distributed as dist
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints import save_schedule as due_module
 from mpiddp.checkpoints.directory import HashedFile
-from mpiddp.checkpoints.save_schedule import Due, Every, parse_every
-from mpiddp.checkpoints.snapshot import HostMemory
-from mpiddp.runtime.coordinator import Crew
+from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
+from mpiddp.checkpoints.snapshot import PinnedStaging
+from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
@@ -40,7 +40,7 @@ def test_a_kill_at_any_instant_leaves_the_newest_or_the_one_before(tmp_path: Pat
 def test_a_snapshot_stays_while_the_training_goes_on() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"a": weight, "b": [weight.T, (3, "word")], "c": {0: torch.tensor(7)}}
-    memory = HostMemory([weight], torch.device("cpu"))
+    memory = PinnedStaging([weight], torch.device("cpu"))
     first = memory.copy(state)
     expected = weight.clone()
     weight.zero_()
@@ -104,29 +104,29 @@ def test_only_valid_ones_are_kept_in_the_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "every"),
     [
-        ("20", Every(steps=20)),
-        ("30s", Every(seconds=30)),
-        ("0.5m", Every(seconds=30)),
-        ("10m", Every(seconds=600)),
-        ("1h", Every(seconds=3600)),
+        ("20", Interval(steps=20)),
+        ("30s", Interval(seconds=30)),
+        ("0.5m", Interval(seconds=30)),
+        ("10m", Interval(seconds=600)),
+        ("1h", Interval(seconds=3600)),
     ],
 )
-def test_intervals(text: str, every: Every) -> None:
-    assert parse_every(text) == every
+def test_intervals(text: str, every: Interval) -> None:
+    assert parse_interval(text) == every
 
 
 @pytest.mark.parametrize("text", ["0", "0s", "-1", "m", "1d", "1.5", "10 m", "1e3s", ".s", "²"])
 def test_no_intervals(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
-        parse_every(text)
+        parse_interval(text)
 
 
 def test_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow first steps, then quick ones: the saves are an interval apart."""
-    crew = Crew(World(0, 1, 0, 1), dist.HashStore())
+    coordinator = Coordinator(World(0, 1, 0, 1), dist.HashStore())
     now = 0.0
     monkeypatch.setattr(due_module, "time", SimpleNamespace(monotonic=lambda: now))
-    due = Due(Every(seconds=0.5), crew, 7, timeout_s=PATIENCE_S)
+    due = SaveSchedule(Interval(seconds=0.5), coordinator, 7, timeout_s=PATIENCE_S)
     saves = [now]
     step = 7
     while len(saves) < 4:

@@ -116,9 +116,9 @@ def test_all_ranks_stop_at_one_step(tmp_path: Path, flavour: str, number: int) -
     saved = stdout.split()
     assert len(saved) == 6, stdout
     assert len(set(saved)) == 2, stdout
-    goes_on = f"mpiddp: to go on: {shlex.join(['mpiddp', 'launch', *arguments])}"
+    resumes = f"mpiddp: to go on: {shlex.join(['mpiddp', 'launch', *arguments])}"
     # mpirun's own last words may end without a newline.
-    assert stderr.endswith(f"{goes_on}\n"), stderr
+    assert stderr.endswith(f"{resumes}\n"), stderr
 
 
 def test_a_terminal_that_is_gone_does_not_keep_the_ranks_from_saving(tmp_path: Path) -> None:
@@ -272,8 +272,8 @@ def test_the_clock_stops_a_training_and_the_printed_command_goes_on(tmp_path: Pa
     assert stopped, done.stdout
     saved = next(folder.glob("runs/*/checkpoints/step_*"))
     assert int(saved.name[5:]) == int(stopped[1]) < 40
-    goes_on = done.stderr.splitlines()[-1].partition("to go on: mpiddp ")[2]
-    words = shlex.split(goes_on)
+    resumes = done.stderr.splitlines()[-1].partition("to go on: mpiddp ")[2]
+    words = shlex.split(resumes)
     del words[words.index("--stop-after") : words.index("--stop-after") + 2]
     again = subprocess.run(
         [sys.executable, "-m", "mpiddp", *words],

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.supervise.control_server import Word
-from mpiddp.launch.supervise.hang_report import sentences
-from mpiddp.launch.supervise.job_state import Record
+from mpiddp.launch.supervise.control_server import Message
+from mpiddp.launch.supervise.hang_report import hang_sentences
+from mpiddp.launch.supervise.job_state import JobState
 from tests import cluster
 from tests.cluster import Cluster, Program
 from tests.flavours import PACKAGES, mpirun_of
@@ -292,13 +292,13 @@ def test_the_log_that_holds_the_traceback_is_named(tmp_path: Path) -> None:
 # --- who is to blame, without any process ---
 
 
-def failed(rank: int, at: float, error: str, first: bool | None = None) -> Word:
+def failed(rank: int, at: float, error: str, first: bool | None = None) -> Message:
     facts = {"code": 1, "error": error, "traceback": "…", "first": first}
-    return Word(rank, "failed", facts, at)
+    return Message(rank, "failed", facts, at)
 
 
-def lost(rank: int, at: float, silent: bool = False) -> Word:
-    return Word(rank, "lost", {"silent": silent}, at)
+def lost(rank: int, at: float, silent: bool = False) -> Message:
+    return Message(rank, "lost", {"silent": silent}, at)
 
 
 RESET = "RuntimeError: [gloo] Connection closed by peer"
@@ -315,8 +315,8 @@ RESET = "RuntimeError: [gloo] Connection closed by peer"
         ([failed(2, 1.0, "ConnectionError: no database"), lost(0, 2.0), lost(1, 2.0)], 2),
     ],
 )
-def test_who_was_first(words: list[Word], guilty: int) -> None:
-    record = Record(["a", "b", "c"])
+def test_who_was_first(words: list[Message], guilty: int) -> None:
+    record = JobState(["a", "b", "c"])
     for word in words:
         record.note(word)
     first = record.first_failure()
@@ -326,7 +326,7 @@ def test_who_was_first(words: list[Word], guilty: int) -> None:
 
 def test_a_refusal_is_said_where_no_rank_was_to_say_it() -> None:
     """Of each host one rank speaks, besides rank 0."""
-    record = Record(["a", "a", "b", "b"])
+    record = JobState(["a", "a", "b", "b"])
     refusal = failed(3, 1.0, "what is wrong")
     record.note(refusal)
     record.note(lost(0, 2.0))
@@ -336,7 +336,7 @@ def test_a_refusal_is_said_where_no_rank_was_to_say_it() -> None:
 
 
 def test_ranks_that_vanish_at_once() -> None:
-    record = Record(["a", "b", "b"])
+    record = JobState(["a", "b", "b"])
     record.note(lost(2, 1.0))
     record.note(lost(0, 1.05))
     first = record.first_failure()
@@ -350,10 +350,10 @@ def test_ranks_that_vanish_at_once() -> None:
 
 
 def test_the_rank_that_is_behind_is_the_one_that_hangs() -> None:
-    record = Record(["a", "b"])
+    record = JobState(["a", "b"])
     for rank, step in ((0, 7), (1, 6)):
-        record.note(Word(rank, "stacks", {"step": step, "text": f"stack {rank}"}, 1.0))
-    assert sentences(record, 60) == [
+        record.note(Message(rank, "stacks", {"step": step, "text": f"stack {rank}"}, 1.0))
+    assert hang_sentences(record, 60) == [
         "rank 1 on b has made no step for 60 s while the others wait at step 7. "
         "Its Python stack follows.\nstack 1"
     ]

@@ -44,11 +44,11 @@ def main() -> None:
         if options.only in name and options.rounds and all(name != each.fault for each in tallies):
             write(options.out, tally())
             print(name, file=sys.stderr, flush=True)
-    known = {(run.fault, run.flavour, run.round) for run in runs}
+    known = {(run.fault, run.kind, run.round) for run in runs}
     hosts = _Hosts()
     try:
-        for each in _plan(options.rounds, options.flavour.split(",")):
-            if options.only in each.fault and (each.fault, each.flavour, each.round) not in known:
+        for each in _plan(options.rounds, options.kind.split(",")):
+            if options.only in each.fault and (each.fault, each.kind, each.round) not in known:
                 _do(each, hosts, options.out)
     finally:
         hosts.give_up()
@@ -75,7 +75,7 @@ class _Hosts:
 
 
 def _do(planned: Planned, hosts: _Hosts, out: Path) -> None:
-    what = f"{planned.fault}, {planned.flavour}, round {planned.round}"
+    what = f"{planned.fault}, {planned.kind}, round {planned.round}"
     try:
         run = planned.measure(hosts.get())
     except (TimeoutError, AssertionError, LookupError, SubprocessError) as error:

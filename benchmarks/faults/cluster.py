@@ -124,7 +124,7 @@ def _kill(host: str, commands: dict[str, str]) -> Callable[[Job], None]:
     """kill -9 for a program that each MPI calls otherwise."""
 
     def do(job: Job) -> None:
-        pid = job.pid_of(host, commands[job.flavour])
+        pid = job.pid_of(host, commands[job.kind])
         job.hosts[host].run(["kill", "-KILL", str(pid)], check=True)
 
     return do
@@ -204,7 +204,7 @@ FAULTS = (
         "a host's link cut",
         LOST,
         do=_switch("down"),
-        mend=_switch("up"),
+        hint=_switch("up"),
         options=WITHOUT_ONE,
     ),
     Fault("a host's link cut for 3 s", do=_short_cut, code=0),
@@ -212,7 +212,7 @@ FAULTS = (
         "packets of a host vanish",
         LOST,
         do=_switch("nomaster"),
-        mend=_switch("master switch"),
+        hint=_switch("master switch"),
         options=WITHOUT_ONE,
     ),
     Fault(

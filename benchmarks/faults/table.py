@@ -70,7 +70,7 @@ def runs_table(runs: Iterable[Run], order: Iterable[str]) -> str:
     ]
     grouped: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
-        grouped[run.fault, run.flavour].append(run)
+        grouped[run.fault, run.kind].append(run)
     for fault in order:
         for flavour, name in NAMES.items():
             if group := grouped.get((fault, flavour)):

@@ -52,7 +52,7 @@ class Jobs:
     where: tuple[str, ...]
     slots: int
     per_host: int
-    mpi: str
+    starter: str
     timeout_s: float
 
     def run(self, name: str, *arguments: str, ranks: int) -> Finished:

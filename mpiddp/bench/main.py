@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         say(f"bench {name} ends here: a job failed with exit code {failure.code}.")
         return 2 if failure.code == 2 else 1
     print(benchmark.table(results))
-    environment = {"mpi": jobs.mpi, "hosts": results.pop("hosts", None) or [machine()]}
+    environment = {"mpi": jobs.starter, "hosts": results.pop("hosts", None) or [machine()]}
     _write(
         folder,
         name,
@@ -108,9 +108,11 @@ def _jobs(options: argparse.Namespace, benchmark: Benchmark, started_at: float) 
     job = ["-m", "mpiddp", "bench-rank", *getattr(options, "training", [])]
     if getattr(options, "backend", None):  # over gloo ranks need no GPU of their own
         job += ["--backend", options.backend]
-    mpi, request = make_request(parse_options([*where, *ranks, *job]), started_at, os.environ, say)
+    starter, request = make_request(
+        parse_options([*where, *ranks, *job]), started_at, os.environ, say
+    )
     per_host = max(node.ranks for node in request.nodes)
-    return Jobs(tuple(where), request.world_size, per_host, mpi.name, options.timeout)
+    return Jobs(tuple(where), request.world_size, per_host, starter.name, options.timeout)
 
 
 def _check_writable(folder: Path) -> None:

@@ -21,13 +21,13 @@ from torch import Tensor
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.coordinator import Coordinator
 
 CHUNK_BYTES = 16 << 20
 RECORDS = "metrics.jsonl"
 
 
-def find_keepers(crew: Crew, out: Path, *, timeout_s: float) -> list[int]:
+def find_writer_ranks(coordinator: Coordinator, out: Path, *, timeout_s: float) -> list[int]:
     """The ranks that write into `out`: one for each file system that it lies on, rank 0 first.
 
     All ranks must call this.
@@ -36,19 +36,19 @@ def find_keepers(crew: Crew, out: Path, *, timeout_s: float) -> list[int]:
         SystemExit: a host cannot write there; rank 0 has said so.
     """
     own = ""
-    with crew.together(timeout_s=timeout_s):
-        if crew.world.local_rank == 0:
-            own = f".seen-by-rank-{crew.world.rank}-{secrets.token_hex(8)}"
+    with coordinator.all_or_none(timeout_s=timeout_s):
+        if coordinator.world.local_rank == 0:
+            own = f".seen-by-rank-{coordinator.world.rank}-{secrets.token_hex(8)}"
             try:
                 (out / own).touch()
             except OSError as error:
                 raise UserError(
                     f"--out {out} cannot be written: {error.strerror}. Name another folder."
                 ) from None
-    marks = crew.exchange(own, timeout_s=timeout_s)
+    marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
     seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
     # The lowest rank that a host sees keeps the checkpoints for all hosts that see the same.
-    firsts = crew.exchange(str(seen[0]) if seen else "", timeout_s=timeout_s)
+    firsts = coordinator.all_gather_json(str(seen[0]) if seen else "", timeout_s=timeout_s)
     if own:
         (out / own).unlink()
     return [rank for rank, first in enumerate(firsts) if first == str(rank)]
@@ -59,7 +59,7 @@ def send_missing_checkpoint(
     holder: int,
     receivers: list[int],
     out: Path,
-    crew: Crew,
+    coordinator: Coordinator,
     device: torch.device,
     *,
     timeout_s: float,
@@ -69,10 +69,10 @@ def send_missing_checkpoint(
     A host that cannot take it is warned of: the training has it all the same. A collective: every
     rank must call it.
     """
-    is_receiver = crew.world.rank in receivers
+    is_receiver = coordinator.world.rank in receivers
     records = folder.parent.parent / RECORDS
-    own = _files(folder, records) if crew.world.rank == holder else []
-    files = json.loads(crew.exchange(json.dumps(own), timeout_s=timeout_s)[holder])
+    own = _files(folder, records) if coordinator.world.rank == holder else []
+    files = json.loads(coordinator.all_gather_json(json.dumps(own), timeout_s=timeout_s)[holder])
     problem = ""
 
     chunks = _chunks(holder, folder, files[:-1], device)
@@ -94,13 +94,13 @@ def send_missing_checkpoint(
             copy.close()
         except OSError as error:
             problem = problem or f"no copy of {RECORDS} is kept: {error}"
-    warn(crew, crew.exchange(problem, timeout_s=timeout_s))
+    warn(coordinator, coordinator.all_gather_json(problem, timeout_s=timeout_s))
 
 
-def warn(crew: Crew, problems: list[str]) -> None:
+def warn(coordinator: Coordinator, problems: list[str]) -> None:
     """Rank 0 prints each rank's problem, by the name of its host; "" is none."""
-    if crew.world.rank == 0:
-        for host, problem in zip(crew.hostnames, problems, strict=True):
+    if coordinator.world.rank == 0:
+        for host, problem in zip(coordinator.hostnames, problems, strict=True):
             if problem:
                 print(f"warning: {host}: {problem}", file=sys.stderr, flush=True)
 

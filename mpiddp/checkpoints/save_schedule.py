@@ -6,40 +6,42 @@ import re
 import time
 from dataclasses import dataclass
 
-from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.coordinator import Coordinator
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 LOOKS = 4  # at the clock, in every interval
 
 
 @dataclass(frozen=True)
-class Every:
+class Interval:
     """An interval between checkpoints: one of the two is None."""
 
     steps: int | None = None
     seconds: float | None = None
 
 
-def parse_every(text: str) -> Every:
+def parse_interval(text: str) -> Interval:
     """`20` is steps, `30s`, `10m` and `1.5h` are times. Raises ValueError for anything else."""
     if re.fullmatch(r"[0-9]+", text, re.ASCII) and int(text) > 0:
-        return Every(steps=int(text))
+        return Interval(steps=int(text))
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([smh])", text, re.ASCII)
     if match is None or not float(match[1]) > 0:
         raise ValueError(text)
-    return Every(seconds=float(match[1]) * _UNITS[match[2]])
+    return Interval(seconds=float(match[1]) * _UNITS[match[2]])
 
 
-class Due:
+class SaveSchedule:
     """Says after each step whether a checkpoint is due. Every rank must ask, at every step.
 
     A time is turned into steps: at a few agreed steps rank 0 looks at its clock, and says whether it
     is time or how many steps on to ask again. The steps between cost nothing.
     """
 
-    def __init__(self, every: Every | None, crew: Crew, step: int, *, timeout_s: float) -> None:
+    def __init__(
+        self, every: Interval | None, coordinator: Coordinator, step: int, *, timeout_s: float
+    ) -> None:
         self._every = every
-        self._crew = crew
+        self._coordinator = coordinator
         self._timeout_s = timeout_s
         self._start = step
         self._saved_at = time.monotonic()
@@ -53,8 +55,10 @@ class Due:
             return step % self._every.steps == 0
         if step < self._next_look:
             return False
-        own = self._look(step) if self._crew.world.rank == 0 else ""
-        is_due, pause = map(int, self._crew.exchange(own, timeout_s=self._timeout_s)[0].split())
+        own = self._look(step) if self._coordinator.world.rank == 0 else ""
+        is_due, pause = map(
+            int, self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0].split()
+        )
         self._next_look = step + pause
         return bool(is_due)
 

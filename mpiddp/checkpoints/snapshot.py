@@ -16,7 +16,7 @@ from torch import Tensor
 _Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
-class HostMemory:
+class PinnedStaging:
     """Copies of tensors on the CPU; the memory of one `copy` is used again by the next."""
 
     def __init__(self, expected: Iterable[Tensor], device: torch.device) -> None:

@@ -9,10 +9,10 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.slots import ranks_per_host
 from mpiddp.text import listed
 
-Mpi = Literal["openmpi", "mpich", "intelmpi"]
+MpiName = Literal["openmpi", "mpich", "intelmpi"]
 Form = Literal["openmpi", "mpich", "slurm"]
 
-MPI_NAMES: dict[Mpi, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
+MPI_NAMES: dict[MpiName, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 
 
 def render(hosts: Hosts, form: Form) -> str:
@@ -33,7 +33,7 @@ def render(hosts: Hosts, form: Form) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def render_host(hosts: Hosts, host: Host, mpi: Mpi) -> str:
+def render_host(hosts: Hosts, host: Host, mpi: MpiName) -> str:
     """The line of one host as this MPI's mpirun reads it; UserError for what it cannot say."""
     if mpi == "openmpi":
         keys = {"slots": host.slots, "max_slots": host.max_slots, "port": host.port}

@@ -88,7 +88,7 @@ def slots_of(hosts: Hosts, host: Host) -> int:
 
 
 def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
-    """Read a hostfile; UserError with file, line and mend for whatever is wrong with it.
+    """Read a hostfile; UserError with file, line and hint for whatever is wrong with it.
 
     `keep_fqdn` allows names that are equal up to their first dot: Open MPI, which cuts them there,
     must then be told not to.
@@ -103,8 +103,8 @@ def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
     except IsADirectoryError:
         raise UserError(f"{source} is a directory. Name a hostfile in it.") from None
     except PermissionError:
-        mend = f"chmod u+r {shlex.quote(source)}"
-        raise UserError(f"{source} cannot be read: permission denied. Run: {mend}") from None
+        hint = f"chmod u+r {shlex.quote(source)}"
+        raise UserError(f"{source} cannot be read: permission denied. Run: {hint}") from None
     except OSError as error:
         raise UserError(f"{source} cannot be read: {error.strerror}.") from None
     return parse_hostfile(data, source, keep_fqdn=keep_fqdn)

@@ -14,7 +14,7 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.hosts.formats import MPI_NAMES, Mpi, diff, render, render_host
+from mpiddp.hosts.formats import MPI_NAMES, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
 from mpiddp.text import counted
 
@@ -75,7 +75,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: Mpi) -> None:
+def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
     """UserError for a line that `mpiddp launch` understands but this MPI's own mpirun does not."""
     right = render_host(hosts, host, mpi)
     words, comment, _ = host.text.partition("#")

@@ -28,7 +28,7 @@ class Node:
     port: int | None = None
 
 
-class Unfit(UserError):
+class UnusableHosts(UserError):
     """Hosts that cannot be used, and for each a sentence with the command that mends it."""
 
     def __init__(self, complaints: Mapping[Host, str]) -> None:

@@ -18,7 +18,7 @@ from mpiddp.hosts.interfaces import interfaces
 
 
 def look(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Facts about this host as JSON, for `wanted`: "folder", "mpirun", "daemon" and the ranks' "path".
+    """HostInfo about this host as JSON, for `wanted`: "folder", "mpirun", "daemon" and the ranks' "path".
 
     "mpirun" is what it says of its version, None where it cannot be run.
     """

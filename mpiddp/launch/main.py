@@ -32,16 +32,16 @@ def main(argv: list[str]) -> int:
         from mpiddp.train.config import parse
 
         parse(options.command[2:])  # its ranks would only say what is wrong once they meet
-    mpi, request = make_request(options, started_at, os.environ, _say)
+    starter, request = make_request(options, started_at, os.environ, _say)
     if options.dry_run:
-        print(compose(mpi, request).explained())
+        print(compose(starter, request).explained())
         return 0
     from mpiddp.launch.restarts import run  # a dry run has no use for sockets and secrets
 
-    outcome = run(options, mpi, request, started_at, _say)
+    outcome = run(options, starter, request, started_at, _say)
     if outcome.sentence:
         _say(outcome.sentence)
-    if outcome.goes_on:
+    if outcome.resumes:
         _say(
             f"to go on: {shlex.join(['mpiddp', 'launch', *without_secrets(argv), *outcome.resume])}"
         )

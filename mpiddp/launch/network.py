@@ -12,7 +12,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces
 
 
-def wished_interfaces(wished: str) -> tuple[Interface, ...]:
+def requested_interfaces(wished: str) -> tuple[Interface, ...]:
     """This machine's interfaces that --interface means: by name, address or network.
 
     Raises:

@@ -16,16 +16,16 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import allocation
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.nodes import Node, Unfit, is_this_host, name_nodes, ranks_by_host
+from mpiddp.hosts.nodes import Node, UnusableHosts, is_this_host, name_nodes, ranks_by_host
 from mpiddp.hosts.slots import exclude, ranks_per_host
-from mpiddp.launch.network import address_towards, link_to, wished_interfaces
+from mpiddp.launch.network import address_towards, link_to, requested_interfaces
 from mpiddp.launch.remote.gpus import asked_backend, count_gpus, fit_to_gpus, usable
 from mpiddp.launch.starters.command import Request
-from mpiddp.launch.starters.detect import Mpi, find_mpirun, find_srun, identify
+from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import forwarded, parse_exports
 
 if TYPE_CHECKING:
-    from mpiddp.launch.remote.preflight import Facts
+    from mpiddp.launch.remote.preflight import HostInfo
 
 Say = Callable[[str], None]
 
@@ -37,7 +37,7 @@ def make_request(
     say: Say,
     *,
     most_ranks: int | None = None,
-) -> tuple[Mpi, Request]:
+) -> tuple[RankStarter, Request]:
     """The MPI to use and the request for it. `say` gets sentences for the user meanwhile.
 
     Args:
@@ -49,7 +49,7 @@ def make_request(
     """
     exports = parse_exports(options.x, env)
     asked = options.interface
-    wished = wished_interfaces(asked) if asked else ()
+    wished = requested_interfaces(asked) if asked else ()
     if asked in [each.address for each in wished]:  # other hosts have others there
         asked = ",".join(each.network for each in wished)
     # Not resolved: a virtual environment is known by the path of its own python.
@@ -57,17 +57,19 @@ def make_request(
 
     hosts, is_allocated = _hosts(options, env)
     uses_srun = is_allocated and options.mpirun is None
-    mpi = identify(find_srun(env) if uses_srun else find_mpirun(options.mpirun, python, env), env)
+    starter = identify(
+        find_srun(env) if uses_srun else find_mpirun(options.mpirun, python, env), env
+    )
     if options.verbose:
-        say(f"{mpi.name}, {mpi.program}")
+        say(f"{starter.name}, {starter.program}")
 
-    def look_at(hosts: Hosts) -> dict[Host, Facts]:
-        return _look(options, mpi, python, hosts, env, asked)
+    def look_at(hosts: Hosts) -> dict[Host, HostInfo]:
+        return _look(options, starter, python, hosts, env, asked)
 
     fit, facts = _fit(options, hosts, look_at, say)
     fewer = len(fit.hosts) < len(hosts.hosts)
     fitted = _with_slots(options, fit, facts, say)
-    nodes = _nodes(options, mpi, fitted, most_ranks, fewer=fewer)
+    nodes = _nodes(options, starter, fitted, most_ranks, fewer=fewer)
     if options.verbose or options.dry_run:  # --report shows what the ranks find
         for line in ranks_by_host(nodes):
             say(line)
@@ -79,19 +81,19 @@ def make_request(
     if control_address is None and not options.dry_run:
         say(
             f"no address is known by which {nodes[-1].name} reaches this machine: the job's end is what "
-            f"{mpi.program.name} says of it, and a stop ends it without a save. Name an --interface."
+            f"{starter.program.name} says of it, and a stop ends it without a save. Name an --interface."
         )
 
     settings = {name: value for name, value in exports.items() if value is not None}
     settings |= _settings(options, nodes, networks, asked, started_at)
-    if mpi.flavour == "slurm" and len(nodes) > 1 and is_this_host(nodes[0].name) and interface:
+    if starter.kind == "slurm" and len(nodes) > 1 and is_this_host(nodes[0].name) and interface:
         # srun carries no word of rank 0's address, and its host's name may lie in another network.
         settings.setdefault("MASTER_ADDR", env.get("MASTER_ADDR") or interface.address)
     # Beside its own python, mpi4py finds the library by itself.
-    if mpi.libmpi is not None and mpi.program.parent != python.parent:
+    if starter.libmpi is not None and starter.program.parent != python.parent:
         named = None if options.mpirun else env.get("MPI4PY_LIBMPI")
-        settings.setdefault("MPI4PY_LIBMPI", named or str(mpi.libmpi))
-    return mpi, Request(
+        settings.setdefault("MPI4PY_LIBMPI", named or str(starter.libmpi))
+    return starter, Request(
         nodes=nodes,
         job=_job(options, python),
         folder=_working_folder(env),
@@ -128,29 +130,29 @@ def _hosts(options: argparse.Namespace, env: Mapping[str, str]) -> tuple[Hosts, 
 
 def _look(
     options: argparse.Namespace,
-    mpi: Mpi,
+    starter: RankStarter,
     python: Path,
     hosts: Hosts,
     env: Mapping[str, str],
     interface: str | None,
-) -> dict[Host, Facts]:
+) -> dict[Host, HostInfo]:
     """What the hosts tell of themselves; {} where nobody is asked: Slurm has looked at its own.
 
     A host with slots=0 takes no rank, so it may be broken.
     """
     used = [host for host in hosts.hosts if host.slots != 0]
     local = [is_this_host(host.name) for host in used]
-    if all(local) or mpi.flavour == "slurm" or options.dry_run or not options.check:
+    if all(local) or starter.kind == "slurm" or options.dry_run or not options.check:
         return {}
     from mpiddp.launch.remote.preflight import (  # only jobs over several hosts pay for it
-        Wanted,
+        HostRequirements,
         look,
     )
 
-    wanted = Wanted(
+    wanted = HostRequirements(
         python=str(python),
-        mpirun=str(mpi.program),
-        daemon=str(mpi.daemon),
+        mpirun=str(starter.program),
+        daemon=str(starter.daemon),
         folder=_working_folder(env),
         path=env.get("PATH", os.defpath),
         interface=interface,
@@ -161,9 +163,9 @@ def _look(
 def _fit(
     options: argparse.Namespace,
     hosts: Hosts,
-    look_at: Callable[[Hosts], dict[Host, Facts]],
+    look_at: Callable[[Hosts], dict[Host, HostInfo]],
     say: Say,
-) -> tuple[Hosts, dict[Host, Facts]]:
+) -> tuple[Hosts, dict[Host, HostInfo]]:
     """The hosts that can be used, as far as the user can do with fewer than all, and their facts."""
     usable = sum(host.slots != 0 for host in hosts.hosts)
     if usable < (options.min_hosts or 1):
@@ -171,7 +173,7 @@ def _fit(
         raise UserError(f"only {usable} {named} named, and --min-hosts is {options.min_hosts}.")
     try:
         return hosts, look_at(hosts)
-    except Unfit as unfit:
+    except UnusableHosts as unfit:
         fit = tuple(host for host in hosts.hosts if host not in unfit.complaints)
         left = sum(host.slots != 0 for host in fit)
         if not options.can_shrink or left < (options.min_hosts or 1):
@@ -183,7 +185,7 @@ def _fit(
 
 
 def _with_slots(
-    options: argparse.Namespace, hosts: Hosts, facts: Mapping[Host, Facts], say: Say
+    options: argparse.Namespace, hosts: Hosts, facts: Mapping[Host, HostInfo], say: Say
 ) -> Hosts:
     """The hosts with known slot counts; what the user would not expect is said."""
 
@@ -208,7 +210,12 @@ def _with_slots(
 
 
 def _nodes(
-    options: argparse.Namespace, mpi: Mpi, hosts: Hosts, most_ranks: int | None, *, fewer: bool
+    options: argparse.Namespace,
+    starter: RankStarter,
+    hosts: Hosts,
+    most_ranks: int | None,
+    *,
+    fewer: bool,
 ) -> tuple[Node, ...]:
     """Args: fewer: some hosts were left out, so that there may be less than `-n` ranks."""
     n = options.n
@@ -221,10 +228,10 @@ def _nodes(
     if (n := sum(count for _, count in placed)) < (options.min_ranks or 1):
         ranks = "rank" if n == 1 else "ranks"
         raise UserError(f"only {n} {ranks} can be started, and --min-ranks is {options.min_ranks}.")
-    if mpi.flavour == "slurm":
+    if starter.kind == "slurm":
         return tuple(Node(host.name, ranks) for host, ranks in placed)
     own_name = socket.gethostname()
-    if mpi.flavour == "openmpi" and mpi.major < 5:  # which cuts its own name in any case
+    if starter.kind == "openmpi" and starter.major < 5:  # which cuts its own name in any case
         own_name = own_name.partition(".")[0]
     return name_nodes(hosts, placed, own_name)
 
@@ -233,7 +240,7 @@ def _network(
     nodes: Sequence[Node],
     wished: Sequence[Interface],
     asked: str | None,
-    facts: Collection[Facts],
+    facts: Collection[HostInfo],
 ) -> tuple[Interface | None, tuple[str, ...]]:
     """This machine's interface for the job, and what MPI has to keep to, if known, on all hosts.
 

@@ -16,10 +16,10 @@ from dataclasses import replace
 from mpiddp.errors import FAILED, INTERRUPTED, UserError
 from mpiddp.launch.plan import make_request
 from mpiddp.launch.starters.command import Request
-from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.supervise.attempt import Outcome, attempt
 from mpiddp.launch.supervise.job_state import Batch
-from mpiddp.launch.supervise.signals import heard, is_asked_to_stop
+from mpiddp.launch.supervise.signals import is_asked_to_stop, signals_on_socket
 from mpiddp.launch.supervise.supervisor import Limits
 from mpiddp.text import all_of
 
@@ -30,23 +30,23 @@ Say = Callable[[str], None]
 
 
 def run(
-    options: argparse.Namespace, mpi: Mpi, request: Request, started_at: float, say: Say
+    options: argparse.Namespace, starter: RankStarter, request: Request, started_at: float, say: Say
 ) -> Outcome:
     """Run the job, and again after each failure, `options.max_restarts` times at most."""
-    with heard() as signals:
-        return _run(options, mpi, request, started_at, say, signals)
+    with signals_on_socket() as signals:
+        return _run(options, starter, request, started_at, say, signals)
 
 
 def _run(
     options: argparse.Namespace,
-    mpi: Mpi,
+    starter: RankStarter,
     request: Request,
     started_at: float,
     say: Say,
     signals: socket.socket,
 ) -> Outcome:
     begun = time.monotonic() - (time.time() - started_at)
-    outcome = attempt(mpi, request, _limits(options, mpi, begun), say, signals)
+    outcome = attempt(starter, request, _limits(options, starter, begun), say, signals)
     resume, batch = outcome.resume, outcome.batch
     world_size = request.world_size  # of the attempt that has told its batch
     in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
@@ -60,7 +60,9 @@ def _run(
             return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
         try:
             most_ranks = max(1, batch.images // 2) if batch else None
-            mpi, request = make_request(options, started_at, os.environ, say, most_ranks=most_ranks)
+            starter, request = make_request(
+                options, started_at, os.environ, say, most_ranks=most_ranks
+            )
         except UserError as error:  # a host may need longer than this pause
             if is_asked_to_stop(signals, within_s=0.0):
                 return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
@@ -78,21 +80,21 @@ def _run(
                 f"{batch.images}."
             )
         request = replace(request, job=tuple(job))
-        outcome = attempt(mpi, request, _limits(options, mpi, begun), say, signals)
+        outcome = attempt(starter, request, _limits(options, starter, begun), say, signals)
         resume = resume or outcome.resume
         if batch is None:
             batch, world_size = outcome.batch, request.world_size
     return replace(outcome, resume=resume)
 
 
-def _limits(options: argparse.Namespace, mpi: Mpi, begun: float) -> Limits:
+def _limits(options: argparse.Namespace, starter: RankStarter, begun: float) -> Limits:
     """The clock of --stop-after runs on over restarts, from `begun` in time.monotonic()'s seconds."""
     stop_after_s = options.stop_after
     if stop_after_s is not None:
         stop_after_s = max(0.0, begun + stop_after_s - time.monotonic())
     # srun may have to wait for others' steps to end.
     starts_in = max(START_TIMEOUT_S, 2 * (options.timeout or 0))
-    start_timeout_s = None if mpi.flavour == "slurm" else starts_in
+    start_timeout_s = None if starter.kind == "slurm" else starts_in
     return Limits(options.grace, start_timeout_s, stop_after_s, options.hang_timeout)
 
 

@@ -37,18 +37,20 @@ _PR_SET_PDEATHSIG = 1
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # linux/fcntl.h
 
 
-class Channel:
-    """This rank's connection. `on` maps a word of the launcher's to what is done about it."""
+class ControlClient:
+    """This rank's connection. `on` maps a message of the launcher's to what is done about it."""
 
     def __init__(self, connection: socket.socket, incoming: Iterator[bytes], world: World) -> None:
         self.on: dict[str, Callable[[dict[str, Any]], None]] = {
-            "end": lambda word: os._exit(int(word["code"])),
-            "stop": lambda word: _ask_to_stop(),
-            "stacks": lambda word: self.say("stacks", text=stacks()[-TEXT_LIMIT:], step=self.step),
+            "end": lambda message: os._exit(int(message["code"])),
+            "stop": lambda message: _request_stop(),
+            "stacks": lambda message: self.send(
+                "stacks", text=stacks()[-TEXT_LIMIT:], step=self.step
+            ),
         }
         self.world = world
         self.step = 0  # how far this rank is
-        self.is_first: bool | None = None  # to fail, as far as the crew's store knows
+        self.is_first: bool | None = None  # to fail, as far as the coordinator's store knows
         self._said_progress_at = 0.0
         self._connection = connection
         self._incoming = incoming
@@ -59,7 +61,7 @@ class Channel:
         _answer_from_native_code(connection)
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def say(self, kind: str, **facts: object) -> None:
+    def send(self, kind: str, **facts: object) -> None:
         # Where nobody listens any more, the listening thread has noticed it as well.
         with self._lock, contextlib.suppress(OSError):
             self._connection.sendall(dumps(kind, **facts))
@@ -70,11 +72,11 @@ class Channel:
         now = time.monotonic()
         if now - self._said_progress_at >= PROGRESS_EVERY_S:
             self._said_progress_at = now
-            self.say("progress", step=step)
+            self.send("progress", step=step)
 
     def failed(self, code: int, error: str, trace: str = "") -> None:
         self._is_over = True
-        self.say(
+        self.send(
             "failed",
             code=code,
             error=error[:TEXT_LIMIT],  # its beginning is what counts
@@ -84,14 +86,14 @@ class Channel:
 
     def done(self) -> None:
         self._is_over = True
-        self.say("done")
+        self.send("done")
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
             for line in self._incoming:
-                word = json.loads(line)
-                if act := self.on.get(word["type"]):
-                    act(word)
+                message = json.loads(line)
+                if act := self.on.get(message["type"]):
+                    act(message)
         if not self._is_over:
             world = self.world
             sentence = f"rank {world.rank} on {world.hostname}: the launcher is gone, so am I.\n"
@@ -113,16 +115,16 @@ def _answer_from_native_code(connection: socket.socket) -> None:
 
 
 # This process's own, if its launcher gave it one. A child that was forked has none.
-channel: Channel | None = None
+channel: ControlClient | None = None
 
 
-def say(kind: str, **facts: object) -> None:
+def send(kind: str, **facts: object) -> None:
     """Tell the launcher, if there is one."""
     if channel is not None:
-        channel.say(kind, **facts)
+        channel.send(kind, **facts)
 
 
-def _ask_to_stop() -> None:
+def _request_stop() -> None:
     from mpiddp.runtime.stop_request import ask
 
     ask()
@@ -161,7 +163,7 @@ def reporting(world: World) -> Iterator[None]:
     channel = _connect(address, secret, world)
     os.register_at_fork(after_in_child=_forget)
     versions = {package: _version(package) for package in ("torch", "mpi4py")}
-    channel.say(
+    channel.send(
         "started",
         host=world.hostname,
         pid=os.getpid(),
@@ -177,7 +179,7 @@ def reporting(world: World) -> Iterator[None]:
         channel.done()
 
 
-def _report(channel: Channel, error: BaseException) -> None:
+def _report(channel: ControlClient, error: BaseException) -> None:
     """What ended this rank."""
     if isinstance(error, SystemExit):
         if error.code and not _stopped(error):
@@ -195,9 +197,9 @@ def _report(channel: Channel, error: BaseException) -> None:
 
 def _stopped(end: SystemExit) -> bool:
     """Whether this is the end that somebody asked for."""
-    from mpiddp.runtime.stop_request import is_asked_for
+    from mpiddp.runtime.stop_request import is_requested_end
 
-    return is_asked_for(end.code)
+    return is_requested_end(end.code)
 
 
 def describe(error: BaseException) -> str:
@@ -218,7 +220,7 @@ def stacks() -> str:
     return "\n".join(texts)
 
 
-def _connect(address: str, secret: str, world: World) -> Channel:
+def _connect(address: str, secret: str, world: World) -> ControlClient:
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
@@ -233,7 +235,7 @@ def _connect(address: str, secret: str, world: World) -> Channel:
             f"({error or 'no answer'}). Is it running, and is no firewall between?"
         ) from None
     connection.settimeout(None)
-    return Channel(connection, incoming, world)
+    return ControlClient(connection, incoming, world)
 
 
 def _lines(connection: socket.socket) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ class Refused(SystemExit):
         super().__init__(BAD_INPUT)
 
 
-class Crew:
+class Coordinator:
     """The ranks of `world`, and the key-value store that rank 0 (or torchrun's agent) serves."""
 
     def __init__(self, world: World, store: Store) -> None:
@@ -45,7 +45,7 @@ class Crew:
         self._round = 0
         self._published = ""  # rank 0's words to all, of the newest exchange
 
-    def exchange(self, text: str, *, timeout_s: float) -> list[str]:
+    def all_gather_json(self, text: str, *, timeout_s: float) -> list[str]:
         """Every rank's text, by rank: [world_size]. All ranks must call this.
 
         Rank 0 reads N keys and publishes one, so the load on the store grows linearly with the job.
@@ -55,7 +55,7 @@ class Crew:
         """
         if self.world.world_size == 1:
             return [text]
-        prefix = self.fresh("exchange")
+        prefix = self.unique_prefix("exchange")
         ranks = range(self.world.world_size)
         self.store.set(f"{prefix}/{self.world.rank}", text)
         if self.world.rank == 0:
@@ -79,25 +79,25 @@ class Crew:
             self._published = f"{prefix}/all"
         return texts
 
-    def agreed(self, text: str) -> str:
+    def broadcast_json(self, text: str) -> str:
         """Rank 0's text, on every rank. All ranks must call this."""
-        return self.exchange(text, timeout_s=AGREE_TIMEOUT_S)[0]
+        return self.all_gather_json(text, timeout_s=AGREE_TIMEOUT_S)[0]
 
-    def fresh(self, name: str) -> str:
+    def unique_prefix(self, name: str) -> str:
         """A prefix for keys, never used before and the same on every rank: all must call this."""
         self._round += 1
         return f"{name}/{self._round}"
 
-    def check_same(self, what: str, value: str, *, mend: str) -> None:
+    def require_equal(self, what: str, value: str, *, hint: str) -> None:
         """Raise a UserError on all ranks unless all have the same value. All ranks must call this."""
-        values = self.exchange(value, timeout_s=AGREE_TIMEOUT_S)
+        values = self.all_gather_json(value, timeout_s=AGREE_TIMEOUT_S)
         if len(set(values)) > 1:
             first = {value: self._name(values.index(value)) for value in values}
             shown = ", ".join(f"{value} ({name})" for value, name in first.items())
-            raise UserError(f"{what} differs: {shown}. {mend}")
+            raise UserError(f"{what} differs: {shown}. {hint}")
 
     @contextlib.contextmanager
-    def together(self, *, timeout_s: float = 600.0) -> Iterator[None]:
+    def all_or_none(self, *, timeout_s: float = 600.0) -> Iterator[None]:
         """A body that every rank runs, and that succeeds on all ranks or on none.
 
         A `UserError` of any rank is printed once, by rank 0, and ends every rank with exit code 2.
@@ -107,10 +107,10 @@ class Crew:
             yield
         except UserError as error:
             problem = str(error)
-        problems = self.exchange(problem, timeout_s=timeout_s)
+        problems = self.all_gather_json(problem, timeout_s=timeout_s)
         if not any(problems):
             return
-        spoken = self.fresh("spoken")
+        spoken = self.unique_prefix("spoken")
         if self.world.rank == 0:
             for sentence in self._sentences(problems):
                 print(sentence, file=sys.stderr, flush=True)
@@ -137,7 +137,7 @@ class Crew:
         """Say that this rank is at `place`, where each is once at most."""
         self.store.set(f"{place}/{self.world.rank}", "")
 
-    def await_all(self, place: str, *, timeout_s: float) -> None:
+    def wait_for_all(self, place: str, *, timeout_s: float) -> None:
         """Wait until every rank has arrived at `place`, or time is up."""
         ranks = range(self.world.world_size)
         self._absent([f"{place}/{rank}" for rank in ranks], timeout_s)
@@ -147,7 +147,7 @@ class Crew:
 
         All ranks must call this, when there is nothing left that needs the store.
         """
-        prefix = self.fresh("left")
+        prefix = self.unique_prefix("left")
         with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
             if self.world.rank > 0:
                 self.store.set(f"{prefix}/{self.world.rank}", "")

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, UserError
 from mpiddp.runtime import control_client, stop_request
-from mpiddp.runtime.coordinator import RANK_0_LEFT, Crew
+from mpiddp.runtime.coordinator import RANK_0_LEFT, Coordinator
 
 FAILED_KEY = "failed"  # in the store; its value is the exit code of the rank that failed first
 LOOK_EVERY_S = 0.5
@@ -24,15 +24,15 @@ AGREE_EVERY_S = 0.02  # where to stop, once somebody asked
 GRACE_S = 1.0  # for the launcher to end this rank first, in its own way
 
 
-class Watch:
+class FailureWatch:
     """Ends this process when another rank fails, and the other ranks when this one does."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._over = threading.Event()
         # The thread must not be inside torch when the interpreter ends, so it looks now and then
         # instead of waiting there.
-        self._store = crew.second_store
+        self._store = coordinator.second_store
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._show = sys.excepthook
 
@@ -54,20 +54,20 @@ class Watch:
         """Let the other ranks end with `code`; this process's own end is still to come."""
         self._over.set()
         with contextlib.suppress(RuntimeError):  # the store has gone with rank 0: all know already
-            self._crew.store.set(FAILED_KEY, str(code))
+            self._coordinator.store.set(FAILED_KEY, str(code))
 
     def exits(self, code: int) -> None:
         """The script ends this rank with a code other than 0: that is the job's code.
 
         Who refuses input has said why, and who stops on request has not failed.
         """
-        if self._crew.claim_first_failure() and code not in (BAD_INPUT, STOPPED):
+        if self._coordinator.claim_first_failure() and code not in (BAD_INPUT, STOPPED):
             self._tell(f"ended with exit code {code}")
         self.end_the_job(code)
 
     def refuse(self, error: UserError) -> None:
         """Bad input that shows only while the job runs: its sentence, and code 2 for all ranks."""
-        if self._crew.claim_first_failure():
+        if self._coordinator.claim_first_failure():
             print(error, file=sys.stderr, flush=True)
         else:
             self._await_the_end()
@@ -80,7 +80,7 @@ class Watch:
 
         The broken connections of the others are its consequence, and would only hide it.
         """
-        is_first = self._crew.claim_first_failure()
+        is_first = self._coordinator.claim_first_failure()
         if not is_first and isinstance(error, RuntimeError):
             self._await_the_end()
         self._show(kind, error, traceback)
@@ -91,7 +91,7 @@ class Watch:
     def _tell(self, what: str) -> None:
         if control_client.channel is not None:  # the launcher says it better, and once
             return
-        world = self._crew.world
+        world = self._coordinator.world
         print(f"rank {world.rank} on {world.hostname} {what}", file=sys.stderr, flush=True)
 
     def _await_the_end(self) -> None:
@@ -101,7 +101,7 @@ class Watch:
     def _look(self) -> None:
         stop_request.let_signals_in()
         request = stop_request.current()
-        world = self._crew.world
+        world = self._coordinator.world
         if world.world_size == 1:
             self._over.wait()
             return
@@ -116,7 +116,7 @@ class Watch:
                 request.look(self._store, world.rank, world.world_size)
             except RuntimeError:  # rank 0 is gone, and its store with it
                 code = "1"
-                if self._crew.world.local_rank == 0:
+                if self._coordinator.world.local_rank == 0:
                     self._tell("ends: rank 0 is gone, and the store with it")
         if code and not self._over.wait(GRACE_S):
             with contextlib.suppress(Exception):  # whatever the script has put there

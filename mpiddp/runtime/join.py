@@ -12,24 +12,24 @@ from collections.abc import Iterator
 
 from mpiddp.errors import BAD_INPUT, FAILED, UserError
 from mpiddp.runtime import control_client, stop_request
-from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Crew, Refused
-from mpiddp.runtime.failure_watch import Watch
+from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
+from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.name_service import no_dns
-from mpiddp.runtime.rendezvous import Meeting, end_mpi, meet_over_mpi
+from mpiddp.runtime.rendezvous import RendezvousResult, finalize_mpi, rendezvous_over_mpi
 from mpiddp.runtime.startup_checks import check_placement, time_the_start
-from mpiddp.runtime.store import find_by_address, meet_over_store, serve_or_join
+from mpiddp.runtime.store import find_by_address, rendezvous_over_store, serve_or_join
 from mpiddp.world import World
 
 JOIN_TIMEOUT_S = 60.0
 LAUNCHER_SPEAKS_S = 15.0  # it knows more of ranks that do not join, so it may speak first
 
 # A process is in one job, and its ranks meet once: MPI cannot be started again when it is finalized.
-_crew: Crew | None = None
+_coordinator: Coordinator | None = None
 _is_assembled = False
 
 
 @contextlib.contextmanager
-def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Crew]:
+def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coordinator]:
     """The ranks meet, share one store, and leave together at the end of the body.
 
     Afterwards os.environ holds what env:// scripts read: RANK, LOCAL_RANK, WORLD_SIZE,
@@ -44,48 +44,50 @@ def assemble(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[
         UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
         SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
     """
-    global _crew, _is_assembled
+    global _coordinator, _is_assembled
     if _is_assembled:  # by `mpiddp run`, whose script now asks for a group of its own
-        assert _crew is not None
-        yield _crew
+        assert _coordinator is not None
+        yield _coordinator
         return
-    if _crew is None:
-        _crew = _meet(world or World.from_env(), keep_mpi=keep_mpi)
-        time_the_start(_crew.world)
+    if _coordinator is None:
+        _coordinator = _meet(world or World.from_env(), keep_mpi=keep_mpi)
+        time_the_start(_coordinator.world)
     _is_assembled = True
-    watch = Watch(_crew)
+    watch = FailureWatch(_coordinator)
     watch.start()
     pid = os.getpid()
     try:
-        yield _crew
+        yield _coordinator
     except BaseException as error:
         if os.getpid() == pid:  # a child that was forked is none
-            _end_with(error, _crew, watch, keep_mpi)
+            _end_with(error, _coordinator, watch, keep_mpi)
         raise
     else:
         if os.getpid() == pid:
-            _leave(_crew, watch, keep_mpi)
+            _leave(_coordinator, watch, keep_mpi)
     finally:
         _is_assembled = False
 
 
-def _end_with(error: BaseException, crew: Crew, watch: Watch, keep_mpi: bool) -> None:
+def _end_with(
+    error: BaseException, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool
+) -> None:
     """Raises SystemExit in the place of a UserError, once it is said."""
     if isinstance(error, Refused):
         watch.stop()
     elif isinstance(error, SystemExit):
         if is_failure(error):
-            _tell_first(crew)
+            _tell_first(coordinator)
             watch.exits(error.code if isinstance(error.code, int) else 1)
         else:
-            _leave(crew, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
+            _leave(coordinator, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
     elif isinstance(error, UserError):
-        _tell_first(crew)
+        _tell_first(coordinator)
         watch.refuse(error)
         raise SystemExit(BAD_INPUT) from None
     else:
-        _tell_first(crew)
-        if isinstance(error, Exception) and crew.claim_first_failure():
+        _tell_first(coordinator)
+        if isinstance(error, Exception) and coordinator.claim_first_failure():
             watch.end_the_job(FAILED)  # also where the script catches it around its `with`
 
 
@@ -93,56 +95,58 @@ def is_failure(error: Exception | SystemExit) -> bool:
     """Whether it is more than a script's good end, or the end that somebody asked for."""
     if not isinstance(error, SystemExit):
         return True
-    return bool(error.code) and not stop_request.is_asked_for(error.code)
+    return bool(error.code) and not stop_request.is_requested_end(error.code)
 
 
-def _tell_first(crew: Crew) -> None:
+def _tell_first(coordinator: Coordinator) -> None:
     """The launcher will want to know; this says nothing where there is none."""
     if control_client.channel is not None:
-        control_client.channel.is_first = crew.claim_first_failure()
+        control_client.channel.is_first = coordinator.claim_first_failure()
 
 
-def _leave(crew: Crew, watch: Watch, keep_mpi: bool) -> None:
+def _leave(coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool) -> None:
     """At the end of a body that succeeded: after an error there is nobody to wait for."""
     with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
-        stop_request.current().promise(crew.store, crew.world.rank, 0)
-        crew.arrive("end")
+        stop_request.current().promise(coordinator.store, coordinator.world.rank, 0)
+        coordinator.arrive("end")
         if stop_request.current().has_stopped:
             # With a code other than 0 the first to leave ends the others, and these may still be saving.
-            crew.await_all("end", timeout_s=LEAVE_TIMEOUT_S)
-    crew.leave()
+            coordinator.wait_for_all("end", timeout_s=LEAVE_TIMEOUT_S)
+    coordinator.leave()
     watch.stop()
     if keep_mpi:
-        end_mpi()
+        finalize_mpi()
 
 
-def _meet(world: World, *, keep_mpi: bool) -> Crew:
+def _meet(world: World, *, keep_mpi: bool) -> Coordinator:
     timeout_s = _seconds("MPIDDP_TIMEOUT", JOIN_TIMEOUT_S)
     if control_client.channel is not None:
-        control_client.channel.say("joining", timeout_s=timeout_s)
+        control_client.channel.send("joining", timeout_s=timeout_s)
         timeout_s += LAUNCHER_SPEAKS_S
     if world.launcher.speaks_mpi and world.world_size > 1:
-        meeting = meet_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
-        crew = _connect(meeting.world, meeting.listener, timeout_s)
+        meeting = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
+        coordinator = _connect(meeting.world, meeting.listener, timeout_s)
     else:
-        crew = _connect(*find_by_address(world, timeout_s), timeout_s)
-        meeting = meet_over_store(crew, timeout_s)
-        crew.world = meeting.world
-    crew.hostnames = tuple(card.hostname for card in meeting.cards)
+        coordinator = _connect(*find_by_address(world, timeout_s), timeout_s)
+        meeting = rendezvous_over_store(coordinator, timeout_s)
+        coordinator.world = meeting.world
+    coordinator.hostnames = tuple(card.hostname for card in meeting.cards)
     _export(meeting)
-    check_placement(crew, meeting)
-    return crew
+    check_placement(coordinator, meeting)
+    return coordinator
 
 
-def _connect(world: World, listener: socket.socket | None, timeout_s: float) -> Crew:
-    """All ranks at one store. Raises what `serve_or_join` and `Crew.exchange` raise."""
+def _connect(world: World, listener: socket.socket | None, timeout_s: float) -> Coordinator:
+    """All ranks at one store. Raises what `serve_or_join` and `Coordinator.exchange` raise."""
     with no_dns():
-        crew = Crew(world, serve_or_join(world, listener, timeout_s))
-        crew.exchange("", timeout_s=timeout_s)  # rank 0 names every connection that it accepts
-    return crew
+        coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s))
+        coordinator.all_gather_json(
+            "", timeout_s=timeout_s
+        )  # rank 0 names every connection that it accepts
+    return coordinator
 
 
-def _export(meeting: Meeting) -> None:
+def _export(meeting: RendezvousResult) -> None:
     world = meeting.world
     os.environ.update(
         RANK=str(world.rank),

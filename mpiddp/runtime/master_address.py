@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Card:
+class RankInfo:
     """What a rank tells the others about itself."""
 
     rank: int
@@ -35,7 +35,7 @@ class Card:
     own_address: str = ""  # what this host's own name resolves to on it: 127.0.1.1 on Debian
 
     @classmethod
-    def of_this_process(cls, world: World) -> Card:
+    def of_this_process(cls, world: World) -> RankInfo:
         boot_id = Path("/proc/sys/kernel/random/boot_id")
         return cls(
             rank=world.rank,
@@ -56,7 +56,7 @@ class Card:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: str) -> Card:
+    def loads(cls, text: str) -> RankInfo:
         values = json.loads(text)
         values["interfaces"] = tuple(Interface(**each) for each in values["interfaces"])
         values["addresses"] = tuple(values["addresses"])
@@ -109,7 +109,7 @@ class Candidates:
         )
 
 
-def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Candidates:
+def choose(cards: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
     """Candidates for the master address from all ranks' cards and the user's wishes in `env`.
 
     MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured, and MPIDDP_NETWORKS, in which the
@@ -127,7 +127,7 @@ def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Candidates:
     first_of_hosts = [cards[node_ranks.index(node)] for node in range(len(hosts))]
     _check_local_ranks(first_of_hosts, cards)
     port = port_in(env)
-    wished = wished_interface(env)
+    wished = requested_interface(env)
     if env.get("MASTER_ADDR"):
         found = _named(first_of_hosts, env["MASTER_ADDR"], wished)
     elif len(hosts) == 1:
@@ -140,7 +140,7 @@ def choose(cards: Sequence[Card], env: Mapping[str, str]) -> Candidates:
     )
 
 
-def _check_local_ranks(first_of_hosts: Sequence[Card], cards: Sequence[Card]) -> None:
+def _check_local_ranks(first_of_hosts: Sequence[RankInfo], cards: Sequence[RankInfo]) -> None:
     for card in first_of_hosts:
         local_ranks = [other.local_rank for other in cards if other.host == card.host]
         if sorted(local_ranks) != list(range(card.local_world_size)):
@@ -151,7 +151,9 @@ def _check_local_ranks(first_of_hosts: Sequence[Card], cards: Sequence[Card]) ->
             )
 
 
-def _named(first_of_hosts: Sequence[Card], name: str, wished: str | None) -> list[tuple[str, str]]:
+def _named(
+    first_of_hosts: Sequence[RankInfo], name: str, wished: str | None
+) -> list[tuple[str, str]]:
     """The address the user named; a host's own name may resolve to its loopback, which won't do."""
     address = resolve(name)
     if ipaddress.ip_address(address).is_loopback and len(first_of_hosts) > 1:
@@ -160,12 +162,12 @@ def _named(first_of_hosts: Sequence[Card], name: str, wished: str | None) -> lis
     return [(address, "MASTER_ADDR names it")]
 
 
-def wished_interface(env: Mapping[str, str]) -> str | None:
+def requested_interface(env: Mapping[str, str]) -> str | None:
     """What the user, or else the launcher, wants the ranks to use: see `Interface.matches`."""
     return env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS")
 
 
-def check_interface(cards: Sequence[Card], wished: str) -> None:
+def check_interface(cards: Sequence[RankInfo], wished: str) -> None:
     """Raise a UserError unless every card's host has such an interface."""
     for card in cards:
         if not any(interface.matches(wished) for interface in card.interfaces):
@@ -175,7 +177,7 @@ def check_interface(cards: Sequence[Card], wished: str) -> None:
             )
 
 
-def _shared(first_of_hosts: Sequence[Card], wished: str | None) -> list[tuple[str, str]]:
+def _shared(first_of_hosts: Sequence[RankInfo], wished: str | None) -> list[tuple[str, str]]:
     """Rank 0's addresses, those on a network that all other hosts are on as well first."""
     master, *others = first_of_hosts
     if wished:

@@ -13,23 +13,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpiddp.runtime.master_address import Card
+from mpiddp.runtime.master_address import RankInfo
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """Where a rank is. `device` is torch's name of it: "cuda:1", "cpu".
 
     `gpu` is what the whole host calls that device, "" where that is not known: "cuda:1" is another one
     in each process that sees other GPUs.
     """
 
-    card: Card
+    card: RankInfo
     device: str
     gpu: str = ""
 
     @classmethod
-    def of_this_process(cls, card: Card, num_gpus: int, launcher: str) -> Place:
+    def of_this_process(cls, card: RankInfo, num_gpus: int, launcher: str) -> RankPlacement:
         """Where this rank will compute with NCCL, of the `num_gpus` that it sees."""
         if card.local_rank >= num_gpus:
             return cls(card, "cpu")
@@ -49,7 +49,7 @@ def expected_hosts(placement: str) -> list[str]:
     return hosts
 
 
-def misplaced(places: Sequence[Place], placement: str) -> str:
+def misplaced(places: Sequence[RankPlacement], placement: str) -> str:
     """ "" if every rank is where `placement` wants it, else a sentence and a table."""
     wanted = expected_hosts(placement)
     short_names = Counter(name.partition(".")[0] for name in set(wanted))
@@ -68,8 +68,8 @@ def misplaced(places: Sequence[Place], placement: str) -> str:
     )
 
 
-def _shared_gpus(places: Sequence[Place]) -> str:
-    users: dict[tuple[tuple[str, str], str], list[Place]] = {}
+def _shared_gpus(places: Sequence[RankPlacement]) -> str:
+    users: dict[tuple[tuple[str, str], str], list[RankPlacement]] = {}
     for place in places:
         users.setdefault((place.card.host, place.gpu), []).append(place)
     for (_, gpu), sharing in users.items():
@@ -83,7 +83,7 @@ def _shared_gpus(places: Sequence[Place]) -> str:
     return ""
 
 
-def table(places: Sequence[Place], wanted: Sequence[str] = ()) -> str:
+def table(places: Sequence[RankPlacement], wanted: Sequence[str] = ()) -> str:
     """A line for each rank: its host, local rank and device, and the host that was wanted."""
     rows = [("rank", "host", "local rank", "device", *(["wanted host"] if wanted else []))]
     for index, place in enumerate(places):
@@ -102,7 +102,7 @@ def table(places: Sequence[Place], wanted: Sequence[str] = ()) -> str:
     )
 
 
-def _is_on(card: Card, name: str, is_ambiguous: bool) -> bool:
+def _is_on(card: RankInfo, name: str, is_ambiguous: bool) -> bool:
     """Whether the card's host is what the hostfile calls `name`: a name, an alias or an address.
 
     `is_ambiguous`: a.x.org and a.y.org are both in the hostfile, so "a" alone says nothing.

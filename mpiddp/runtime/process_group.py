@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import Crew, Refused
-from mpiddp.runtime.join import assemble, is_failure
+from mpiddp.runtime.coordinator import Coordinator, Refused
+from mpiddp.runtime.join import is_failure, join
 from mpiddp.runtime.script_exit import observe
 from mpiddp.world import World
 
@@ -50,14 +50,16 @@ def process_group(
         UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
         SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
     """
-    with assemble(world, keep_mpi=keep_mpi) as crew:
-        with crew.together():
+    with join(world, keep_mpi=keep_mpi) as coordinator:
+        with coordinator.all_or_none():
             backend = choose_backend(backend)
-            device = device_of(crew.world, backend)
-        with crew.together():
-            crew.check_same("the backend", backend, mend="Name one: --backend gloo, or nccl.")
-        with joined(crew, backend, device, timeout_s=timeout_s):
-            yield replace(crew.world, backend=backend, device=str(device))
+            device = device_of(coordinator.world, backend)
+        with coordinator.all_or_none():
+            coordinator.require_equal(
+                "the backend", backend, hint="Name one: --backend gloo, or nccl."
+            )
+        with default_group(coordinator, backend, device, timeout_s=timeout_s):
+            yield replace(coordinator.world, backend=backend, device=str(device))
 
 
 def init(
@@ -86,15 +88,17 @@ def init(
 
 
 @contextlib.contextmanager
-def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) -> Iterator[None]:
-    """The default process group of torch.distributed over the crew's store, destroyed at the end."""
+def default_group(
+    coordinator: Coordinator, backend: str, device: torch.device, *, timeout_s: float
+) -> Iterator[None]:
+    """The default process group of torch.distributed over the coordinator's store, destroyed at the end."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL looks: else every rank opens a context on GPU 0
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(crew.fresh("group"), crew.store),
-        rank=crew.world.rank,
-        world_size=crew.world.world_size,
+        store=dist.PrefixStore(coordinator.unique_prefix("group"), coordinator.store),
+        rank=coordinator.world.rank,
+        world_size=coordinator.world.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
@@ -103,7 +107,7 @@ def joined(crew: Crew, backend: str, device: torch.device, *, timeout_s: float) 
         yield
     except (Exception, SystemExit) as error:
         if os.getpid() == pid and not isinstance(error, Refused) and is_failure(error):
-            crew.claim_first_failure()  # asked before the group's end lets the others fail as well
+            coordinator.claim_first_failure()  # asked before the group's end lets the others fail as well
             # NCCL's end would wait for the collective that the others are in, and nobody be told.
             destroys = backend != "nccl"
         raise

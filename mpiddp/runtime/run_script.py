@@ -17,7 +17,7 @@ from pathlib import Path
 from mpiddp.errors import UserError
 from mpiddp.runtime.arguments import RankParser
 from mpiddp.runtime.control_client import reporting
-from mpiddp.runtime.process_setup import tune
+from mpiddp.runtime.process_setup import configure_process
 from mpiddp.world import World
 
 _OURS = Path(__file__).parents[:2]  # the folders of all that leads to a script
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     world = World.from_env()
-    tune(world)
+    configure_process(world)
 
     sys.excepthook = _script_excepthook
     with reporting(world):
@@ -46,11 +46,11 @@ def main(argv: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, world: World) -> None:
-    from mpiddp.runtime.join import assemble  # with torch, which takes a while
+    from mpiddp.runtime.join import join  # with torch, which takes a while
 
     load = _load_module if options.is_module else _load_file
-    with assemble(world, keep_mpi=options.keep_mpi) as crew:
-        with crew.together():
+    with join(world, keep_mpi=options.keep_mpi) as coordinator:
+        with coordinator.all_or_none():
             code, main_module = load(options.script)
         file = str(main_module.__file__)
         sys.argv = [file if options.is_module else options.script, *options.args]

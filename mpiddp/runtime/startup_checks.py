@@ -11,32 +11,36 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import AGREE_TIMEOUT_S, Crew
-from mpiddp.runtime.placement import Place, misplaced, table
-from mpiddp.runtime.rendezvous import Meeting
+from mpiddp.runtime.coordinator import AGREE_TIMEOUT_S, Coordinator
+from mpiddp.runtime.placement import RankPlacement, misplaced, table
+from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.world import World
 
 
-def check_placement(crew: Crew, meeting: Meeting) -> None:
+def check_placement(coordinator: Coordinator, meeting: RendezvousResult) -> None:
     """Hold the ranks' places against the launcher's wishes, and print what was asked to be seen."""
     env = os.environ
     wanted = env.get("MPIDDP_PLACEMENT")
     if wanted or env.get("MPIDDP_REPORT"):
-        card = meeting.cards[crew.world.rank]
-        own = Place.of_this_process(card, torch.cuda.device_count(), crew.world.launcher.name)
-        devices = crew.exchange(f"{own.device} {own.gpu}", timeout_s=AGREE_TIMEOUT_S)
+        card = meeting.cards[coordinator.world.rank]
+        own = RankPlacement.of_this_process(
+            card, torch.cuda.device_count(), coordinator.world.launcher.name
+        )
+        devices = coordinator.all_gather_json(f"{own.device} {own.gpu}", timeout_s=AGREE_TIMEOUT_S)
         places = [
-            Place(card, *device.split(" "))
+            RankPlacement(card, *device.split(" "))
             for card, device in zip(meeting.cards, devices, strict=True)
         ]
-        problem = crew.agreed(misplaced(places, wanted) if wanted and crew.world.rank == 0 else "")
-        with crew.together():
+        problem = coordinator.broadcast_json(
+            misplaced(places, wanted) if wanted and coordinator.world.rank == 0 else ""
+        )
+        with coordinator.all_or_none():
             if problem:
                 raise UserError(problem)
-        if env.get("MPIDDP_REPORT") and crew.world.rank == 0:
+        if env.get("MPIDDP_REPORT") and coordinator.world.rank == 0:
             print(table(places), flush=True)
     if env.get("MPIDDP_VERBOSE"):
-        world = crew.world
+        world = coordinator.world
         if world.rank == 0:
             address = f"{world.master_addr} port {world.master_port}"
             print(f"master address {address}: {meeting.reason}", flush=True)

@@ -22,11 +22,11 @@ from mpiddp.runtime import control_client
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-ASKED, PROMISE, STEP = "stop/asked", "stop/promise", "stop/step"  # keys of the crew's store
+ASKED, PROMISE, STEP = "stop/asked", "stop/promise", "stop/step"  # keys of the coordinator's store
 AHEAD = 2  # steps, so that a rank need not wait where they take longer than the agreement does
 
 
-class Stop:
+class StopRequest:
     """What this process knows of a stop: its steps are its calls of `should_stop`."""
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Stop:
         self._decided = threading.Event()
         self.has_stopped = False  # this script ends early, as it was asked to
         self.is_asked = False  # a plain one: a handler that waited for a lock could wait for itself
-        self.is_aware = False  # whether the script will ask
+        self.supports_stop = False  # whether the script will ask
         self.is_alone = True  # until a watch looks after it
 
-    def be_aware(self) -> None:
-        if not self.is_aware:
-            self.is_aware = True
-            control_client.say("aware")
+    def declare_support(self) -> None:
+        if not self.supports_stop:
+            self.supports_stop = True
+            control_client.send("supports_stop")
 
     def count_from(self, step: int) -> None:
         """The run has made `step` steps before this process: what the launcher says counts them."""
@@ -56,7 +56,7 @@ class Stop:
         return self.is_asked and self._step is None
 
     def should_stop(self) -> bool:
-        self.be_aware()
+        self.declare_support()
         with self._lock:
             self._calls += 1
             if self.is_alone and self.is_asked and self._step is None:
@@ -74,7 +74,7 @@ class Stop:
     def stopped(self) -> None:
         if not self.has_stopped:
             self.has_stopped = True
-            control_client.say("stopped")
+            control_client.send("stopped")
 
     def look(self, store: Store, rank: int, world_size: int) -> None:
         """Take the next step of the agreement; the watch calls this now and then."""
@@ -105,15 +105,15 @@ class Stop:
         self._decided.set()
 
 
-_stop = Stop()
+_stop = StopRequest()
 
 
-def is_asked_for(code: object) -> bool:
+def is_requested_end(code: object) -> bool:
     """Whether an exit with this code is the early end that somebody asked for."""
     return code == STOPPED and current().has_stopped
 
 
-def current() -> Stop:
+def current() -> StopRequest:
     return _stop
 
 
@@ -132,14 +132,14 @@ def stopped() -> None:
     _stop.stopped()
 
 
-def will_ask() -> None:
+def declare_support() -> None:
     """This script will call `should_stop`: a request that comes earlier can wait for that."""
-    _stop.be_aware()
+    _stop.declare_support()
 
 
 def ask() -> None:
     """Somebody wants the job to stop. A script that does not ask for it gets SIGTERM instead."""
-    if _stop.is_aware:
+    if _stop.supports_stop:
         _stop.is_asked = True
     else:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -23,9 +23,9 @@ from mpiddp.hosts.sockets import (
     resolve_own,
     wait_for,
 )
-from mpiddp.runtime.coordinator import Crew
-from mpiddp.runtime.master_address import LOOPBACK, Card, check_interface, wished_interface
-from mpiddp.runtime.rendezvous import Meeting
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.master_address import LOOPBACK, RankInfo, check_interface, requested_interface
+from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.world import World
 
@@ -101,7 +101,7 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
     return replace(world, master_addr=address, master_port=port), listener
 
 
-def meet_over_store(crew: Crew, timeout_s: float) -> Meeting:
+def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> RendezvousResult:
     """What MPI's gather tells the other jobs: who sits on which host, and which interface each uses.
 
     That is the one wished for, else the one towards the master address, which was named beforehand.
@@ -109,19 +109,21 @@ def meet_over_store(crew: Crew, timeout_s: float) -> Meeting:
     Raises:
         SystemExit: code 2, on every rank: a host has no such interface.
     """
-    world = crew.world
-    texts = crew.exchange(Card.of_this_process(world).dumps(), timeout_s=timeout_s)
-    cards = tuple(Card.loads(text) for text in texts)
+    world = coordinator.world
+    texts = coordinator.all_gather_json(
+        RankInfo.of_this_process(world).dumps(), timeout_s=timeout_s
+    )
+    cards = tuple(RankInfo.loads(text) for text in texts)
     hosts = list(dict.fromkeys(card.host for card in cards))
     own = cards[world.rank]
     assert world.master_addr is not None
     interface = own.interface_towards(world.master_addr)
-    wished = wished_interface(os.environ)
+    wished = requested_interface(os.environ)
     if wished and len(hosts) > 1:
-        with crew.together():
+        with coordinator.all_or_none():
             check_interface(cards, wished)
         interface = next(each.name for each in own.interfaces if each.matches(wished))
-    return Meeting(
+    return RendezvousResult(
         world=replace(world, node_rank=hosts.index(own.host), num_nodes=len(hosts)),
         cards=cards,
         interface=interface,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.arguments import DefaultsShown, whole
-from mpiddp.checkpoints.save_schedule import Every, parse_every
+from mpiddp.checkpoints.save_schedule import Interval, parse_interval
 from mpiddp.errors import UserError
 from mpiddp.runtime.arguments import RankParser
 from mpiddp.text import counted
@@ -77,7 +77,7 @@ class TrainConfig:
     out: str | None
     resume: str
     go_on: bool
-    save_every: Every | None  # None: once an epoch
+    save_every: Interval | None  # None: once an epoch
     keep: int
     on_save_error: str
     log_every: int  # steps
@@ -220,9 +220,9 @@ def _number(low: float, high: float = float("inf"), *, above: bool = False) -> A
     return number
 
 
-def _every(text: str) -> Every:
+def _every(text: str) -> Interval:
     try:
-        return parse_every(text)
+        return parse_interval(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"expected a whole number, 1 or more, of steps, or a time such as 30s, 10m or 1h, "
@@ -363,7 +363,7 @@ def out_dir(config: TrainConfig, time: str) -> Path:
     return Path(config.out) if config.out else Path("runs") / f"{time}-{config.arch}"
 
 
-def to_go_on(config: TrainConfig, out: Path) -> list[str]:
+def resume_args(config: TrainConfig, out: Path) -> list[str]:
     """What the same command needs besides to go on where this run, in `out`, ends."""
     ours = [] if config.out else ["--out", str(out)]
     return ours if config.resume == "auto" or config.go_on else [*ours, "--go-on"]

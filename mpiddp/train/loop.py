@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.checkpoints import replicas
-from mpiddp.checkpoints.save_schedule import Due
+from mpiddp.checkpoints.save_schedule import SaveSchedule
 from mpiddp.errors import UserError
 from mpiddp.runtime import stop_request
-from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.stop_request import should_stop
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
-from mpiddp.train.config import TrainConfig, to_go_on
+from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
 from mpiddp.train.engine import backward, build_optimizer, place
@@ -59,7 +59,7 @@ class Plan:
         )
 
 
-def make_plan(config: TrainConfig, data: Data, crew: Crew) -> Plan:
+def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan:
     """Derive the plan. Raises UserError where the global batch is larger than the data set."""
     assert config.global_batch_size is not None
     assert config.epochs is not None
@@ -67,8 +67,8 @@ def make_plan(config: TrainConfig, data: Data, crew: Crew) -> Plan:
         num_samples=data.train.num_images,
         global_batch_size=config.global_batch_size,
         grad_accum_steps=config.grad_accum_steps,
-        rank=crew.world.rank,
-        world_size=crew.world.world_size,
+        rank=coordinator.world.rank,
+        world_size=coordinator.world.world_size,
         seed=config.seed,
         keep_tail=config.keep_tail,
         max_steps=config.steps_per_epoch,
@@ -93,11 +93,11 @@ def make_plan(config: TrainConfig, data: Data, crew: Crew) -> Plan:
 def train(
     config: TrainConfig,
     plan: Plan,
-    crew: Crew,
+    coordinator: Coordinator,
     data: Data,
     model: nn.Module,
     start: Start,
-    keepers: list[int],
+    writer_ranks: list[int],
     device: torch.device,
     out: Path,
     say: Callable[[str], None],
@@ -106,16 +106,22 @@ def train(
 
     Args:
         start: what to go on from.
-        keepers: the ranks that write into `out`, each for the hosts that share its file system.
+        writer_ranks: the ranks that write into `out`, each for the hosts that share its file system.
         say: prints on rank 0 and does nothing elsewhere.
     """
     started_at = time.monotonic()
     assert config.epochs is not None
     assert config.batch_size is not None
-    receivers = [rank for rank in start.lacking if rank in keepers]
+    receivers = [rank for rank in start.lacking if rank in writer_ranks]
     if start.folder is not None and receivers:
         replicas.send_missing_checkpoint(
-            start.folder, start.holder, receivers, out, crew, device, timeout_s=config.timeout
+            start.folder,
+            start.holder,
+            receivers,
+            out,
+            coordinator,
+            device,
+            timeout_s=config.timeout,
         )
     saved = checkpoint.broadcast(start.saved, start.holder)
     model = place(model, config, device)
@@ -123,22 +129,31 @@ def train(
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
 
     progress = saved.progress if saved else Progress()
-    set_newer_aside(start, progress.step, out, crew, keepers, say)
+    set_newer_aside(start, progress.step, out, coordinator, writer_ranks, say)
     if saved:
         model.load_state_dict(saved.model)
         checkpoint.restore_optimizer(optimizer, saved.trainer["optimizer"])
         scaler.load_state_dict(saved.trainer["scaler"])
     ddp = wrap(model, config, data.shape)
-    torch.manual_seed(config.seed + 1 + crew.world.rank)
+    torch.manual_seed(config.seed + 1 + coordinator.world.rank)
     if saved:
         checkpoint.restore_rank(model, saved.ranks)
 
     stop_request.current().count_from(progress.step)
-    due = Due(config.save_every, crew, progress.step, timeout_s=config.timeout)
+    due = SaveSchedule(config.save_every, coordinator, progress.step, timeout_s=config.timeout)
     saver = Saver(
-        out / "checkpoints", keepers, crew, model, optimizer, scaler, config, data.contents
+        out / "checkpoints",
+        writer_ranks,
+        coordinator,
+        model,
+        optimizer,
+        scaler,
+        config,
+        data.contents,
     )
-    records = Records(out / "metrics.jsonl" if crew.world.rank in keepers else None, progress.step)
+    records = Records(
+        out / "metrics.jsonl" if coordinator.world.rank in writer_ranks else None, progress.step
+    )
     timer = StepTimer(device)
     images_of_steps: list[int] = []
     evaluation_batch = max(config.batch_size, default_batch_size(data.shape))
@@ -206,7 +221,7 @@ def train(
             if is_last:
                 saver.finish()
             if stops:
-                extra = to_go_on(config, out)
+                extra = resume_args(config, out)
                 again = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
                 say(f"stopped at step {progress.step}; {again} goes on.")
                 return None
@@ -224,9 +239,9 @@ def train(
         dataset=data.name,
         arch=str(config.arch),
         num_parameters=sum(p.numel() for p in model.parameters()),
-        world_size=crew.world.world_size,
-        num_nodes=crew.world.num_nodes or 1,
-        hosts=dict(Counter(crew.hostnames)),
+        world_size=coordinator.world.world_size,
+        num_nodes=coordinator.world.num_nodes or 1,
+        hosts=dict(Counter(coordinator.hostnames)),
         global_batch_size=plan.shards.global_batch_size,
         epochs=config.epochs,
         steps=progress.step,

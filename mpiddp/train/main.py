@@ -19,10 +19,10 @@ from pathlib import Path
 from mpiddp.errors import DONE, STOPPED, UserError, silence_stdout
 from mpiddp.runtime import control_client
 from mpiddp.runtime.control_client import reporting
-from mpiddp.runtime.process_setup import tune
-from mpiddp.runtime.stop_request import listen_when_alone, stopped, will_ask
+from mpiddp.runtime.process_setup import configure_process
+from mpiddp.runtime.stop_request import declare_support, listen_when_alone, stopped
 from mpiddp.text import counted
-from mpiddp.train.config import TrainConfig, out_dir, parse, settle, to_go_on
+from mpiddp.train.config import TrainConfig, out_dir, parse, resume_args, settle
 from mpiddp.world import World
 
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
@@ -41,17 +41,17 @@ def main(argv: list[str]) -> int:
         if world.world_size == 1:
             raise
         config = error  # for all ranks to hear, once they have met
-    tune(world)
+    configure_process(world)
     with reporting(world):
-        will_ask()
+        declare_support()
         return _train(config, world)
 
 
 def _train(config: TrainConfig | UserError, world: World) -> int:
     # Only now torch: --help and a wrong option answer at once.
     from mpiddp.checkpoints import replicas
-    from mpiddp.runtime.join import assemble
-    from mpiddp.runtime.process_group import choose_backend, device_of, joined
+    from mpiddp.runtime.join import join
+    from mpiddp.runtime.process_group import choose_backend, default_group, device_of
     from mpiddp.train import flight_recorder, resume
     from mpiddp.train.data import open_data, prepare
     from mpiddp.train.engine import build_model, choose_kernels, computes_in_bf16
@@ -60,8 +60,8 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
     from mpiddp.train.parallel import check_compression
     from mpiddp.train.records import save_json
 
-    with assemble(world) as crew:
-        world = crew.world
+    with join(world) as coordinator:
+        world = coordinator.world
 
         def say(text: str) -> None:
             if world.rank == 0:
@@ -70,7 +70,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                 except BrokenPipeError:  # no reason to end
                     silence_stdout()
 
-        with crew.together():
+        with coordinator.all_or_none():
             if isinstance(config, UserError):
                 raise config
             backend = choose_backend(config.backend)
@@ -79,37 +79,37 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                 config, world, on_gpu=device.type != "cpu", has_bf16=computes_in_bf16(device)
             )
             check_compression(config, device)
-        with crew.together():
-            crew.check_same(
+        with coordinator.all_or_none():
+            coordinator.require_equal(
                 "what the ranks chose",
                 f"{backend}, {config.arch}, amp {config.amp}, {config.batch_size} images a rank",
-                mend="Name it: --backend, --arch, --amp, --batch-size.",
+                hint="Name it: --backend, --arch, --amp, --batch-size.",
             )
         if world.launcher.name == "none":
             say("no launcher: training alone, as rank 0 of 1. For more: mpiddp launch --help")
-        with crew.together(timeout_s=PREPARE_TIMEOUT_S):
+        with coordinator.all_or_none(timeout_s=PREPARE_TIMEOUT_S):
             if world.local_rank == 0:
                 prepare(config)
-        out = out_dir(config, crew.agreed(time.strftime("%Y%m%d-%H%M%S")))
-        with crew.together():
+        out = out_dir(config, coordinator.broadcast_json(time.strftime("%Y%m%d-%H%M%S")))
+        with coordinator.all_or_none():
             data = open_data(config, world, device)
-        with crew.together():
-            crew.check_same(
-                "the data of the ranks", data.contents, mend="Give every host the same --data-dir."
+        with coordinator.all_or_none():
+            coordinator.require_equal(
+                "the data of the ranks", data.contents, hint="Give every host the same --data-dir."
             )
-        with crew.together():
-            plan = make_plan(config, data, crew)
+        with coordinator.all_or_none():
+            plan = make_plan(config, data, coordinator)
             model = build_model(config, data)
-        start = resume.find(crew, config, data.contents, out, say)
+        start = resume.find(coordinator, config, data.contents, out, say)
         shards = plan.shards
-        control_client.say("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
-        control_client.say("resume", arguments=to_go_on(config, out))
-        with crew.together(), _writing(out):  # all is well: only now something is written
+        control_client.send("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
+        control_client.send("resume", arguments=resume_args(config, out))
+        with coordinator.all_or_none(), _writing(out):  # all is well: only now something is written
             for folder in (out / "logs", out / "checkpoints"):  # on every host
                 folder.mkdir(parents=True, exist_ok=True)
-        keepers = replicas.find_keepers(crew, out, timeout_s=config.timeout)
-        with crew.together(), _writing(out):
-            if world.rank in keepers:
+        writer_ranks = replicas.find_writer_ranks(coordinator, out, timeout_s=config.timeout)
+        with coordinator.all_or_none(), _writing(out):
+            if world.rank in writer_ranks:
                 save_json(out / "config.json", config.as_json())
                 (out / "metrics.jsonl").touch()
 
@@ -117,7 +117,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             os.environ.update(flight_recorder.settings(out / "logs", os.environ))
         choose_kernels(config)
         with (
-            joined(crew, backend, device, timeout_s=config.timeout),
+            default_group(coordinator, backend, device, timeout_s=config.timeout),
             _log(out, world),
         ):
             say(
@@ -128,7 +128,9 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             )
             if world.launcher.name == "none":
                 listen_when_alone()
-            summary = train(config, plan, crew, data, model, start, keepers, device, out, say)
+            summary = train(
+                config, plan, coordinator, data, model, start, writer_ranks, device, out, say
+            )
 
         if summary is None:
             stopped()
@@ -164,7 +166,7 @@ class _log:
         logging.raiseExceptions = False  # a full disk: the checkpoints tell of it
         self._logger = logging.Logger("mpiddp")
         path = out / "logs" / f"rank_{world.rank:05d}.log"
-        control_client.say("log", path=str(path))
+        control_client.send("log", path=str(path))
         handler = logging.FileHandler(path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(handler)

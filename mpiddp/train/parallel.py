@@ -29,7 +29,7 @@ def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> 
     ddp = DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb, **keep_own
     )
-    settle_buckets(ddp, config, shape)
+    freeze_buckets(ddp, config, shape)
     compress(ddp, config)
     if config.compile != "off":
         return torch.compile(ddp, mode=config.compile)  # type: ignore[return-value]
@@ -59,7 +59,7 @@ def clear_gradients(ddp: nn.Module, config: TrainConfig) -> None:
     ddp.zero_grad(set_to_none=not keeps)
 
 
-def settle_buckets(
+def freeze_buckets(
     ddp: DistributedDataParallel, config: TrainConfig, shape: tuple[int, int, int]
 ) -> None:
     """Run two throw-away steps, and leave no trace but DDP's final buckets.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mpiddp.checkpoints import directory
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Saved
 from mpiddp.train.config import TrainConfig
@@ -44,7 +44,7 @@ class _Found:
 
 
 def find(
-    crew: Crew, config: TrainConfig, data: str, out: Path, say: Callable[[str], None]
+    coordinator: Coordinator, config: TrainConfig, data: str, out: Path, say: Callable[[str], None]
 ) -> Start:
     """Look on all hosts. Nothing is written. All ranks must call this.
 
@@ -56,28 +56,30 @@ def find(
             does not fit what `out` holds; rank 0 has said so.
     """
     own: _Found | None = None
-    with crew.together(timeout_s=LOOK_TIMEOUT_S):
-        if crew.world.local_rank == 0:
+    with coordinator.all_or_none(timeout_s=LOOK_TIMEOUT_S):
+        if coordinator.world.local_rank == 0:
             own = _look(config, out)
-    words = crew.exchange(json.dumps(asdict(own)) if own else "", timeout_s=LOOK_TIMEOUT_S)
+    words = coordinator.all_gather_json(
+        json.dumps(asdict(own)) if own else "", timeout_s=LOOK_TIMEOUT_S
+    )
     finds = {rank: _Found(**json.loads(text)) for rank, text in enumerate(words) if text}
     holder = max(finds, key=lambda rank: (finds[rank].step, -rank))
     best = finds[holder]
-    for sentence in _complaints(finds, best, crew):
+    for sentence in _complaints(finds, best, coordinator):
         say(sentence)
     if not best.folder:
-        with crew.together():
+        with coordinator.all_or_none():
             if own and own.problem:
                 raise UserError(own.problem)
         return Start()
 
     folder = Path(best.folder)
     saved = None
-    with crew.together():
-        if crew.world.rank == holder:
+    with coordinator.all_or_none():
+        if coordinator.world.rank == holder:
             saved = checkpoint.read(folder, config, data)
-    where = "" if holder == 0 else f" on {crew.hostnames[holder]}"
-    progress = crew.exchange(
+    where = "" if holder == 0 else f" on {coordinator.hostnames[holder]}"
+    progress = coordinator.all_gather_json(
         f"step {saved.progress.step}, epoch {saved.progress.epoch}" if saved else "",
         timeout_s=LOOK_TIMEOUT_S,
     )[holder]
@@ -88,7 +90,12 @@ def find(
 
 
 def set_newer_aside(
-    start: Start, step: int, out: Path, crew: Crew, keepers: list[int], say: Callable[[str], None]
+    start: Start,
+    step: int,
+    out: Path,
+    coordinator: Coordinator,
+    writer_ranks: list[int],
+    say: Callable[[str], None],
 ) -> None:
     """Where --resume names an older checkpoint of `out`, those of later steps count no more.
 
@@ -97,7 +104,7 @@ def set_newer_aside(
 
     Args:
         step: where the run goes on.
-        keepers: the ranks that write into `out`.
+        writer_ranks: the ranks that write into `out`.
 
     Raises:
         SystemExit: they cannot be renamed; rank 0 has said so.
@@ -106,8 +113,8 @@ def set_newer_aside(
     if not start.goes_back:
         return
     moved: list[Path] = []
-    with crew.together():
-        if crew.world.rank in keepers:
+    with coordinator.all_or_none():
+        if coordinator.world.rank in writer_ranks:
             try:
                 moved = directory.set_aside(root, step)
             except OSError as error:
@@ -118,7 +125,7 @@ def set_newer_aside(
         say(f"set aside as {folder.name}: it is of a later step than this run goes on from")
 
 
-def _complaints(finds: dict[int, _Found], best: _Found, crew: Crew) -> list[str]:
+def _complaints(finds: dict[int, _Found], best: _Found, coordinator: Coordinator) -> list[str]:
     """A sentence for each broken checkpoint that is newer than what is gone on from, or equals it.
 
     Hosts that share a file system see the same ones: each is told once.
@@ -127,7 +134,11 @@ def _complaints(finds: dict[int, _Found], best: _Found, crew: Crew) -> list[str]
     sentences: dict[str, str] = {}
     for rank, found in finds.items():
         for step, complaint in found.broken:
-            host = f" ({crew.hostnames[rank]})" if (crew.world.num_nodes or 1) > 1 else ""
+            host = (
+                f" ({coordinator.hostnames[rank]})"
+                if (coordinator.world.num_nodes or 1) > 1
+                else ""
+            )
             is_lost = step > best.step
             rest = directory.consequence(step, newest) if is_lost else "another host has it whole"
             sentences.setdefault(complaint, f"{complaint}{host}; {rest}.")

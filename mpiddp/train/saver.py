@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.replicas import warn
-from mpiddp.checkpoints.snapshot import HostMemory
+from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
@@ -36,8 +36,8 @@ class Saver:
     def __init__(
         self,
         root: Path,
-        keepers: list[int],
-        crew: Crew,
+        writer_ranks: list[int],
+        coordinator: Coordinator,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
@@ -47,12 +47,12 @@ class Saver:
         """
         Args:
             root: the folder of checkpoints.
-            keepers: the ranks that write there, rank 0 first.
+            writer_ranks: the ranks that write there, rank 0 first.
             data: the contents of the data set, see `Data`.
         """
         self._root = root
-        self._keepers = keepers
-        self._crew = crew
+        self._writer_ranks = writer_ranks
+        self._coordinator = coordinator
         self._model = model
         self._optimizer = optimizer
         self._scaler = scaler
@@ -60,11 +60,11 @@ class Saver:
         self._data = data
         self._is_valid: dict[Path, bool] = {}  # of those that were read, or written here
         self._pending: Future[str] | None = None
-        self._is_keeper = crew.world.rank in keepers
-        if self._is_keeper:
+        self._is_writer = coordinator.world.rank in writer_ranks
+        if self._is_writer:
             parameters = list(model.parameters())
             expected = [*model.state_dict().values(), *parameters]  # and as much of momentum
-            self._memory = HostMemory(expected, parameters[0].device)
+            self._memory = PinnedStaging(expected, parameters[0].device)
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, progress: Progress) -> None:
@@ -73,10 +73,10 @@ class Saver:
         Raises:
             SystemExit: the one before has failed, and --on-save-error is stop; rank 0 has said so.
         """
-        self._settle(must_succeed=self._config.on_save_error == "stop")
+        self._wait_for_save(must_succeed=self._config.on_save_error == "stop")
         ranks = self._gathered(checkpoint.rank_state(self._model))
         with averaged_buffers(self._model):
-            if not self._is_keeper:
+            if not self._is_writer:
                 return
             trainer = {
                 "optimizer": self._optimizer.state_dict(),
@@ -91,25 +91,25 @@ class Saver:
         Raises:
             SystemExit: it has failed, whatever --on-save-error: its results would be lost.
         """
-        self._settle(must_succeed=True)
+        self._wait_for_save(must_succeed=True)
 
-    def _settle(self, *, must_succeed: bool) -> None:
+    def _wait_for_save(self, *, must_succeed: bool) -> None:
         """The end of the save in flight, for all ranks to hear."""
         problem = self._pending.result() if self._pending else ""
         self._pending = None
         timeout_s = max(WRITE_TIMEOUT_S, self._config.timeout)
-        problems = self._crew.exchange(problem, timeout_s=timeout_s)
+        problems = self._coordinator.all_gather_json(problem, timeout_s=timeout_s)
         if must_succeed and any(problems):
-            with self._crew.together():
+            with self._coordinator.all_or_none():
                 if problem:
                     raise UserError(problem)
-        warn(self._crew, problems)
+        warn(self._coordinator, problems)
 
     def _gathered(self, state: dict[str, Any]) -> list[Any]:
-        """Every rank's state on the keepers: [world_size]."""
-        states: list[Any] = [None] * self._crew.world.world_size
-        if self._keepers == [0]:
-            dist.gather_object(state, states if self._is_keeper else None)
+        """Every rank's state on the writer_ranks: [world_size]."""
+        states: list[Any] = [None] * self._coordinator.world.world_size
+        if self._writer_ranks == [0]:
+            dist.gather_object(state, states if self._is_writer else None)
         else:
             dist.all_gather_object(states, state)
         return states

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mpiddp.runtime.join import assemble
-from mpiddp.runtime.process_group import joined
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import default_group
 from mpiddp.train import parallel
 from mpiddp.train.config import COMPRESSIONS, parse
 
@@ -23,8 +23,11 @@ STEPS = parallel.POWERSGD_FROM_STEP + 100
 
 def main() -> None:
     found = {}
-    with assemble() as crew, joined(crew, "gloo", torch.device("cpu"), timeout_s=60):
-        torch.manual_seed(1 + crew.world.rank)
+    with (
+        join() as coordinator,
+        default_group(coordinator, "gloo", torch.device("cpu"), timeout_s=60),
+    ):
+        torch.manual_seed(1 + coordinator.world.rank)
         inputs = torch.randn(32, 3, 8, 8)
         for kind in COMPRESSIONS:
             torch.manual_seed(0)
@@ -44,14 +47,14 @@ def main() -> None:
                 optimizer.zero_grad(set_to_none=True)
                 losses.append(loss.item())
             weights = torch.cat([p.detach().view(-1) for p in model.parameters()])
-            everyone = [torch.empty_like(weights) for _ in range(crew.world.world_size)]
+            everyone = [torch.empty_like(weights) for _ in range(coordinator.world.world_size)]
             dist.all_gather(everyone, weights)
             found[kind] = {
                 "first_gradient": first.view(-1).tolist(),
                 "losses": losses,
                 "ranks_agree": all(torch.equal(each, weights) for each in everyone),
             }
-        if crew.world.rank == 0:
+        if coordinator.world.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(found))
 
 

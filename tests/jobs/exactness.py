@@ -21,8 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from mpiddp.runtime.join import assemble
-from mpiddp.runtime.process_group import joined
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import default_group
 from mpiddp.train import checkpoint
 from mpiddp.train.config import TrainConfig, parse
 from mpiddp.train.data.source import Batch
@@ -173,7 +173,7 @@ def draws_after_restoring() -> bool:
 def main() -> None:
     config = replace(parse([]), amp="off")
     smoothed = replace(config, label_smoothing=0.1)
-    with assemble() as crew, joined(crew, "gloo", CPU, timeout_s=60):
+    with join() as coordinator, default_group(coordinator, "gloo", CPU, timeout_s=60):
         results = {
             "errors": {
                 f"{kind.label_smoothing} {accum} {num_images} {batch}": largest_errors(
@@ -191,7 +191,7 @@ def main() -> None:
             "draws_after_restoring": draws_after_restoring(),
             "scores": [score(config, num_images) for num_images in (37, 3)],
         }
-        if crew.world.rank == 0:
+        if coordinator.world.rank == 0:
             Path(sys.argv[1]).write_text(json.dumps(results))
 
 

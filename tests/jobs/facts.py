@@ -7,13 +7,13 @@ import os
 import sys
 from dataclasses import asdict
 
-from mpiddp.runtime.join import assemble
+from mpiddp.runtime.join import join
 from tests.jobs.listening import listening_addresses
 
 before = dict(os.environ)
-with assemble(keep_mpi="keep-mpi" in sys.argv) as crew:
+with join(keep_mpi="keep-mpi" in sys.argv) as coordinator:
     MPI = sys.modules.get("mpi4py.MPI")
-    world = asdict(crew.world)
+    world = asdict(coordinator.world)
     facts = {
         "world": {name: value for name, value in world.items() if name != "launcher"},
         "launcher": world["launcher"]["name"],

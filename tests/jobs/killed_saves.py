@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.checkpoints import directory
-from mpiddp.runtime.coordinator import Crew
+from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import parse
 from mpiddp.train.saver import Saver
@@ -32,12 +32,12 @@ def save_for_ever(root: Path, start: int, told: int) -> None:
     """Begin a save at each step after `start`, and write the step into the pipe `told` then."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    crew = Crew(World(0, 1, 0, 1), store)
-    crew.hostnames = ("here",)
+    coordinator = Coordinator(World(0, 1, 0, 1), store)
+    coordinator.hostnames = ("here",)
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    saver = Saver(root, [0], crew, model, optimizer, scaler, parse([]), "no data")
+    saver = Saver(root, [0], coordinator, model, optimizer, scaler, parse([]), "no data")
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():

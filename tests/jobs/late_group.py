@@ -7,10 +7,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from mpiddp.runtime.join import assemble
+from mpiddp.runtime.join import join
 
-with assemble() as crew:
-    rank = crew.world.rank
+with join() as coordinator:
+    rank = coordinator.world.rank
     dist.init_process_group("gloo")  # env://, as any script would
     total = torch.ones(1)
     dist.all_reduce(total)

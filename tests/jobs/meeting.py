@@ -21,5 +21,5 @@ if "MPIDDP_TEST_DEAF" in os.environ:
     signal.signal(signal.SIGTERM, lambda *_: print("saved"))
 rendezvous.SPEAK_APART_S = 5.0
 timeout_s = 2.0 if "MPIDDP_TEST_SLEEPER" in os.environ else 60.0
-meeting = rendezvous.meet_over_mpi(world, timeout_s=timeout_s)
+meeting = rendezvous.rendezvous_over_mpi(world, timeout_s=timeout_s)
 print(meeting.world.master_addr, meeting.world.master_port, meeting.listener is not None)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mpiddp.checkpoints import directory, replicas
-from mpiddp.runtime.join import assemble
-from mpiddp.runtime.process_group import device_of, joined
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train import resume
 from mpiddp.train.config import parse, settle
 from mpiddp.train.data.source import Batch, Data
@@ -58,11 +58,11 @@ class Noted:
 def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
     config = parse(argv)
     out = Path(str(config.out))
-    with assemble() as crew:
-        rank, ranks = crew.world.rank, crew.world.world_size
-        device = device_of(crew.world, "gloo")
-        config = settle(config, crew.world, on_gpu=False, has_bf16=False)
-        start = resume.find(crew, config, CONTENTS, out, lambda text: None)
+    with join() as coordinator:
+        rank, ranks = coordinator.world.rank, coordinator.world.world_size
+        device = device_of(coordinator.world, "gloo")
+        config = settle(config, coordinator.world, on_gpu=False, has_bf16=False)
+        start = resume.find(coordinator, config, CONTENTS, out, lambda text: None)
         step = directory.step_of(start.folder) if start.folder else 0
         dies = rank == 0 and die_at_step >= 0  # the one that has a batch at every step, and saves
         source = Noted(
@@ -71,11 +71,22 @@ def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
             {"start": step, "ranks": ranks},
         )
         data = Data("numbered", 10, SHAPE, source, None)
-        plan, model = make_plan(config, data, crew), build_model(config, data)
+        plan, model = make_plan(config, data, coordinator), build_model(config, data)
         out.mkdir(exist_ok=True)
-        keepers = replicas.find_keepers(crew, out, timeout_s=60)
-        with joined(crew, "gloo", device, timeout_s=60):
-            train(config, plan, crew, data, model, start, keepers, device, out, lambda text: None)
+        writer_ranks = replicas.find_writer_ranks(coordinator, out, timeout_s=60)
+        with default_group(coordinator, "gloo", device, timeout_s=60):
+            train(
+                config,
+                plan,
+                coordinator,
+                data,
+                model,
+                start,
+                writer_ranks,
+                device,
+                out,
+                lambda text: None,
+            )
 
 
 if __name__ == "__main__":

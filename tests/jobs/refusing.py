@@ -10,7 +10,7 @@ import sys
 import time
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.join import assemble
+from mpiddp.runtime.join import join
 
 who, slow_s = sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else 0.0
 write = sys.stderr.write
@@ -22,6 +22,6 @@ def slowly(text: str) -> int:
 
 
 sys.stderr.write = slowly  # type: ignore[method-assign]
-with assemble() as crew, crew.together():
-    if who in ("all", str(crew.world.rank)):
+with join() as coordinator, coordinator.all_or_none():
+    if who in ("all", str(coordinator.world.rank)):
         raise UserError("hosts.txt:3: one sentence.")

@@ -17,27 +17,27 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mpiddp.cli import main
-from mpiddp.runtime.join import assemble
+from mpiddp.runtime.join import join
 
 
 def take_turns(commands: list[list[str]]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each command on this rank."""
     seen = []
-    with assemble() as crew:
-        store = crew.store
+    with join() as coordinator:
+        store = coordinator.store
         for turn, command in enumerate(commands):
-            crew.store = dist.PrefixStore(f"turn{turn}", store)
+            coordinator.store = dist.PrefixStore(f"turn{turn}", store)
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 try:
                     code = main(["train", *command])
                 except SystemExit as exit:
                     code = int(exit.code or 0)
-            everyone = crew.exchange(f"{code} {err.getvalue()}", timeout_s=60)
+            everyone = coordinator.all_gather_json(f"{code} {err.getvalue()}", timeout_s=60)
             assert len({text.partition(" ")[0] for text in everyone}) == 1, everyone
             seen.append((code, out.getvalue(), "".join(t.partition(" ")[2] for t in everyone)))
-        crew.store = store
-        if crew.world.rank == 0:
+        coordinator.store = store
+        if coordinator.world.rank == 0:
             Path(sys.argv[1]).with_name("TURNS.json").write_text(json.dumps(seen))
     return seen
 

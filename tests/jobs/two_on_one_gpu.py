@@ -13,24 +13,24 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mpiddp.runtime.join import assemble
-from mpiddp.runtime.process_group import joined
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import default_group
 
 
 def main() -> None:
     device = torch.device("cuda", 0)
-    with assemble() as crew:
-        os.environ["NCCL_HOSTID"] = f"host{crew.world.rank}"
+    with join() as coordinator:
+        os.environ["NCCL_HOSTID"] = f"host{coordinator.world.rank}"
         try:
-            with joined(crew, "nccl", device, timeout_s=60):
-                values = torch.full((4,), float(crew.world.rank + 1), device=device)
+            with default_group(coordinator, "nccl", device, timeout_s=60):
+                values = torch.full((4,), float(coordinator.world.rank + 1), device=device)
                 dist.all_reduce(values)
                 model = DistributedDataParallel(torch.nn.Linear(4, 1).to(device))
                 model(values).sum().backward()
                 answer = f"the sum is {values[0].item():g}, and DDP has averaged its gradients"
         except RuntimeError as error:  # torch.distributed.DistBackendError is one
             answer = f"NCCL refuses: {str(error).splitlines()[-1]}"
-        if crew.world.rank == 0:
+        if coordinator.world.rank == 0:
             print(answer, flush=True)
 
 

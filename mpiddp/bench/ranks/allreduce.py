@@ -10,8 +10,8 @@ import torch.distributed as dist
 from mpiddp.bench.allreduce import rank_options
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
 from mpiddp.bench.words import emit
-from mpiddp.runtime.join import assemble
-from mpiddp.runtime.process_group import BACKENDS, choose_backend, device_of, joined
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import BACKENDS, choose_backend, default_group, device_of
 from mpiddp.train.metrics import StepTimer, slowest
 from mpiddp.world import World
 
@@ -20,22 +20,22 @@ WARMUP = 3
 
 def run(world: World, argv: list[str]) -> None:
     options = rank_options().parse_args(argv)
-    with assemble(world) as crew:
-        with crew.together():
+    with join(world) as coordinator:
+        with coordinator.all_or_none():
             backends = (
                 [choose_backend(options.backend)]
                 if options.backend
                 else [each for each in reversed(BACKENDS) if each == "gloo" or _has_gpu()]
             )
-            devices = [device_of(crew.world, backend) for backend in backends]
-        hosts = hosts_of(crew)
+            devices = [device_of(coordinator.world, backend) for backend in backends]
+        hosts = hosts_of(coordinator)
         found = []
         for backend, device in zip(backends, devices, strict=True):
-            with joined(crew, backend, device, timeout_s=EXCHANGE_TIMEOUT_S):
+            with default_group(coordinator, backend, device, timeout_s=EXCHANGE_TIMEOUT_S):
                 for size in options.sizes:
                     seconds = _time(size, device, options.seconds, options.repeats)
                     found.append({"backend": backend, "bytes": size, "seconds": seconds})
-        if crew.world.rank == 0:
+        if coordinator.world.rank == 0:
             emit({"sums": found, "hosts": hosts})
 
 

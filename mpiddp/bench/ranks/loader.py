@@ -27,8 +27,8 @@ from mpiddp.bench.ranks.training import (
 )
 from mpiddp.bench.words import emit
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import Crew
-from mpiddp.runtime.join import assemble
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.join import join
 from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data import open_data
@@ -59,19 +59,19 @@ class Opened:
 
 def run(world: World, argv: list[str]) -> None:
     options, training = rank_options().parse_known_args(argv)
-    with assemble(world) as crew, _generated(crew, options.images) as folder:
-        opened, missing = _open_all(crew, training, folder, options.workers)
-        hosts = hosts_of(crew)
+    with join(world) as coordinator, _generated(coordinator, options.images) as folder:
+        opened, missing = _open_all(coordinator, training, folder, options.workers)
+        hosts = hosts_of(coordinator)
         shapes = {each.data.shape: each for each in opened}
-        needs = {shape: _model_images_per_s(crew, each) for shape, each in shapes.items()}
+        needs = {shape: _model_images_per_s(coordinator, each) for shape, each in shapes.items()}
         speeds: list[list[float]] = [[] for _ in opened]
         for epoch in range(options.rounds + 1):
             turns = list(zip(opened, speeds, strict=True))
             for each, seen in turns if epoch % 2 else reversed(turns):
-                speed = _images_per_s(crew, each, options.batches, epoch)
+                speed = _images_per_s(coordinator, each, options.batches, epoch)
                 if epoch > 0:
                     seen.append(speed)
-        if crew.world.rank == 0:
+        if coordinator.world.rank == 0:
             found = [
                 {
                     "source": each.name,
@@ -86,10 +86,10 @@ def run(world: World, argv: list[str]) -> None:
 
 
 def _open_all(
-    crew: Crew, training: Sequence[str], generated: Path, workers: Sequence[int]
+    coordinator: Coordinator, training: Sequence[str], generated: Path, workers: Sequence[int]
 ) -> tuple[list[Opened], dict[str, str]]:
     """The sources that there are, and why the others are not. All ranks must call this."""
-    config, _, _ = settled(crew, training)
+    config, _, _ = settled(coordinator, training)
     is_named = config.dataset == "image-folder" and config.data_dir is not None
     folder = config.data_dir if is_named else generated
     elsewhere = ["--data-dir", str(default_data_dir())] if is_named else []
@@ -105,7 +105,7 @@ def _open_all(
         sources[name] = [*words, "--num-workers", str(count)]
     opened, missing = [], {}
     for name, words in sources.items():
-        found = _open(crew, name, [*training, *words])
+        found = _open(coordinator, name, [*training, *words])
         if isinstance(found, Opened):
             opened.append(found)
         else:
@@ -113,47 +113,49 @@ def _open_all(
     return opened, missing
 
 
-def _open(crew: Crew, name: str, training: Sequence[str]) -> Opened | str:
+def _open(coordinator: Coordinator, name: str, training: Sequence[str]) -> Opened | str:
     """The source, or why a rank does not have it. All ranks must call this."""
-    config, _, device = settled(crew, training)
+    config, _, device = settled(coordinator, training)
     data: Data | None = None
     problem = ""
     try:
-        data = open_data(config, crew.world, device)
+        data = open_data(config, coordinator.world, device)
     except UserError as error:
         problem = str(error)
-    problems = [text for text in crew.exchange(problem, timeout_s=EXCHANGE_TIMEOUT_S) if text]
+    problems = [
+        text for text in coordinator.all_gather_json(problem, timeout_s=EXCHANGE_TIMEOUT_S) if text
+    ]
     if data is None or problems:
         return problems[0]
     return Opened(name, data, config, device)
 
 
-def _images_per_s(crew: Crew, opened: Opened, count: int, epoch: int) -> float:
+def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: int) -> float:
     """Over all ranks, which read at the same time; the slowest counts. All ranks must call this."""
-    world, size, source = crew.world, opened.batch_size, opened.data.train
+    world, size, source = coordinator.world, opened.batch_size, opened.data.train
     numbers = torch.arange(world.rank, count * size * world.world_size, world.world_size)
     order = numbers % source.num_images
     batches = prefetched(source.batches(order.split(size), epoch=epoch), opened.device)
-    crew.exchange("ready", timeout_s=EXCHANGE_TIMEOUT_S)
+    coordinator.all_gather_json("ready", timeout_s=EXCHANGE_TIMEOUT_S)
     timer = StepTimer(opened.device)
     timer.resume()
     for _ in batches:
         timer.tick()
     own = f"{sum(timer.read())}"
-    slowest = max(map(float, crew.exchange(own, timeout_s=EXCHANGE_TIMEOUT_S)))
+    slowest = max(map(float, coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
     return count * size * world.world_size / slowest
 
 
-def _model_images_per_s(crew: Crew, opened: Opened) -> float:
+def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
     """What the model takes on all ranks, given one batch again and again. All ranks must call this.
 
     Steps without communication: with it, it takes no more.
     """
     config, device = replace(opened.config, use_syn=True), opened.device
-    synthetic = open_data(config, crew.world, device)
-    parts = build_bare(crew, config, synthetic, device)
+    synthetic = open_data(config, coordinator.world, device)
+    parts = build_bare(coordinator, config, synthetic, device)
     images, labels = next(synthetic.train.batches([torch.arange(opened.batch_size)], epoch=0))
-    crew.exchange("ready", timeout_s=EXCHANGE_TIMEOUT_S)
+    coordinator.all_gather_json("ready", timeout_s=EXCHANGE_TIMEOUT_S)
     bare_step(parts, config, images, labels)
     timer = StepTimer(device)
     timer.resume()
@@ -164,21 +166,21 @@ def _model_images_per_s(crew: Crew, opened: Opened) -> float:
             timer.tick()
         count *= 2
     own = f"{opened.batch_size / median(timer.read())}"
-    return sum(map(float, crew.exchange(own, timeout_s=EXCHANGE_TIMEOUT_S)))
+    return sum(map(float, coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
 
 
 @contextlib.contextmanager
-def _generated(crew: Crew, count: int) -> Iterator[Path]:
+def _generated(coordinator: Coordinator, count: int) -> Iterator[Path]:
     """A folder of that many JPEGs on this host, for as long as this lasts. All ranks must enter."""
     with contextlib.ExitStack() as stack:
         own = ""
-        if crew.world.local_rank == 0:
+        if coordinator.world.local_rank == 0:
             own = stack.enter_context(tempfile.TemporaryDirectory(prefix="mpiddp-bench-"))
             _fill(Path(own), count)
-        folders = crew.exchange(own, timeout_s=EXCHANGE_TIMEOUT_S)
-        on_hosts = zip(crew.hostnames, folders, strict=True)
-        yield next(Path(f) for host, f in on_hosts if f and host == crew.world.hostname)
-        crew.exchange("read", timeout_s=EXCHANGE_TIMEOUT_S)  # by all, before it goes
+        folders = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
+        on_hosts = zip(coordinator.hostnames, folders, strict=True)
+        yield next(Path(f) for host, f in on_hosts if f and host == coordinator.world.hostname)
+        coordinator.all_gather_json("read", timeout_s=EXCHANGE_TIMEOUT_S)  # by all, before it goes
 
 
 def _fill(folder: Path, count: int) -> None:

@@ -11,7 +11,7 @@ from importlib import import_module
 
 from mpiddp.runtime.arguments import RankParser
 from mpiddp.runtime.control_client import reporting
-from mpiddp.runtime.process_setup import tune
+from mpiddp.runtime.process_setup import configure_process
 from mpiddp.world import World
 
 RANK_SIDES = ("scaling", "allreduce", "step", "loader", "meeting")
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="its own options")
     options = parser.parse_args(argv)
     world = World.from_env()
-    tune(replace(world, local_world_size=max(world.local_world_size, options.share)))
+    configure_process(replace(world, local_world_size=max(world.local_world_size, options.share)))
     with reporting(world):
         import_module(f"mpiddp.bench.ranks.{options.name}").run(world, options.rest)
     return 0

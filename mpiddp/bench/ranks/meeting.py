@@ -12,21 +12,21 @@ from pathlib import Path
 
 from mpiddp.bench.machine import peak_bytes
 from mpiddp.bench.rendezvous import rank_options
-from mpiddp.runtime.rendezvous import meet_over_mpi
+from mpiddp.runtime.rendezvous import rendezvous_over_mpi
 from mpiddp.world import World
 
 
 def run(world: World, argv: list[str]) -> None:
     options = rank_options().parse_args(argv)
     if options.torch:
-        from mpiddp.runtime.join import assemble
+        from mpiddp.runtime.join import join
 
         ready_at = time.time()
-        with assemble(world):
+        with join(world):
             _tell(world, ready_at, options.to)
         return
     ready_at = time.time()
-    meeting = meet_over_mpi(world, timeout_s=float(os.environ["MPIDDP_TIMEOUT"]))
+    meeting = rendezvous_over_mpi(world, timeout_s=float(os.environ["MPIDDP_TIMEOUT"]))
     _tell(world, ready_at, options.to)
     if meeting.listener is not None:
         meeting.listener.close()

@@ -42,7 +42,7 @@ def run(world: World, argv: list[str]) -> None:
                 {
                     "step_s": seconds,
                     "total_s": total,
-                    "num_hosts": job.crew.world.num_nodes,
+                    "num_hosts": job.coordinator.world.num_nodes,
                     "global_batch_size": job.config.global_batch_size,
                     "settings": settings(job),
                     "hosts": job.hosts,

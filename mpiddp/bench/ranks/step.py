@@ -46,7 +46,7 @@ def run(world: World, argv: list[str]) -> None:
     options, training = rank_options().parse_known_args(argv)
     count = STARTUP_STEPS + options.steps
     with synthetic_job(world, training) as job:
-        with job.crew.together():
+        with job.coordinator.all_or_none():
             if job.config.grad_accum_steps != 1:
                 raise UserError("a step of mpiddp bench is one backward pass: no accumulation.")
             if job.config.stop_at_step is not None:
@@ -58,13 +58,13 @@ def run(world: World, argv: list[str]) -> None:
         with _folder(job) as folder:
             loops = _loops(job, data, folder, count, options.rounds)
         phases = _phases(job, phases_data, count, options.rounds)
-        everyone = job.crew.exchange(json.dumps(phases), timeout_s=EXCHANGE_TIMEOUT_S)
+        everyone = job.coordinator.all_gather_json(json.dumps(phases), timeout_s=EXCHANGE_TIMEOUT_S)
         if job.speaks:
             emit(
                 {
                     "loops": loops,
                     "phases": [json.loads(text) for text in everyone],
-                    "hostnames": list(job.crew.hostnames),
+                    "hostnames": list(job.coordinator.hostnames),
                     "data": phases_data.name,
                     "settings": settings(job),
                     "hosts": job.hosts,
@@ -101,7 +101,7 @@ def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
     summary = train(
         config,
         plan,
-        job.crew,
+        job.coordinator,
         data,
         build_model(config, data),
         Start(),
@@ -189,7 +189,7 @@ TICKS = 5  # of the timer in one step
 def _numbers(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
     """The images of `count` batches of this rank: some of all that there are, in any order."""
     assert job.config.batch_size is not None
-    generator = torch.Generator().manual_seed(job.crew.world.rank)
+    generator = torch.Generator().manual_seed(job.coordinator.world.rank)
     for _ in range(count):
         high = data.train.num_images
         yield torch.randint(high, (job.config.batch_size,), generator=generator)
@@ -198,7 +198,11 @@ def _numbers(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
 @contextlib.contextmanager
 def _folder(job: Job) -> Iterator[Path]:
     """Where the runner's loop leaves its records and checkpoints: on rank 0's host, for a while."""
-    path = Path(job.crew.agreed(tempfile.mkdtemp(prefix="mpiddp-bench-") if job.speaks else ""))
+    path = Path(
+        job.coordinator.broadcast_json(
+            tempfile.mkdtemp(prefix="mpiddp-bench-") if job.speaks else ""
+        )
+    )
     try:
         yield path
     finally:

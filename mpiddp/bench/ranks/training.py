@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpiddp.bench.machine import machine
-from mpiddp.runtime.coordinator import Crew
-from mpiddp.runtime.join import assemble
-from mpiddp.runtime.process_group import choose_backend, device_of, joined
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import choose_backend, default_group, device_of
 from mpiddp.train.config import TrainConfig, parse, settle
 from mpiddp.train.data import open_data
 from mpiddp.train.data.source import Data
@@ -38,7 +38,7 @@ EXCHANGE_TIMEOUT_S = 600.0
 class Job:
     """The ranks in their process group, with the settings they share. `hosts` is one entry a host."""
 
-    crew: Crew
+    coordinator: Coordinator
     config: TrainConfig
     backend: str
     device: torch.device
@@ -47,7 +47,7 @@ class Job:
     @property
     def speaks(self) -> bool:
         """Whether this is the rank that tells the launching process."""
-        return self.crew.world.rank == 0
+        return self.coordinator.world.rank == 0
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,23 @@ class Parts:
 @contextlib.contextmanager
 def synthetic_job(world: World, training: Sequence[str]) -> Iterator[Job]:
     """The job of `mpiddp train TRAINING --use-syn`, up to its process group."""
-    with assemble(world) as crew:
-        config, backend, device = settled(crew, [*training, "--use-syn"])
-        hosts = hosts_of(crew)
-        with joined(crew, backend, device, timeout_s=config.timeout):
-            yield Job(crew, config, backend, device, hosts)
+    with join(world) as coordinator:
+        config, backend, device = settled(coordinator, [*training, "--use-syn"])
+        hosts = hosts_of(coordinator)
+        with default_group(coordinator, backend, device, timeout_s=config.timeout):
+            yield Job(coordinator, config, backend, device, hosts)
 
 
-def settled(crew: Crew, training: Sequence[str]) -> tuple[TrainConfig, str, torch.device]:
+def settled(
+    coordinator: Coordinator, training: Sequence[str]
+) -> tuple[TrainConfig, str, torch.device]:
     """The configuration, the backend and the device that `mpiddp train TRAINING` would have."""
-    with crew.together():
+    with coordinator.all_or_none():
         config = parse(list(training))
         backend = choose_backend(config.backend)
-        device = device_of(crew.world, backend)
+        device = device_of(coordinator.world, backend)
         on_gpu = device.type != "cpu"
-        config = settle(config, crew.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device))
+        config = settle(config, coordinator.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device))
         check_compression(config, device)
     if on_gpu:
         torch.cuda.set_device(device)  # a source has no process group that would do so
@@ -84,12 +86,12 @@ def settled(crew: Crew, training: Sequence[str]) -> tuple[TrainConfig, str, torc
     return config, backend, device
 
 
-def hosts_of(crew: Crew) -> list[dict[str, Any]]:
+def hosts_of(coordinator: Coordinator) -> list[dict[str, Any]]:
     """Each host's machine, with its number of ranks. All ranks must call this."""
-    own = json.dumps(machine()) if crew.world.local_rank == 0 else ""
-    found = crew.exchange(own, timeout_s=EXCHANGE_TIMEOUT_S)
+    own = json.dumps(machine()) if coordinator.world.local_rank == 0 else ""
+    found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
     return [
-        {**json.loads(text), "ranks": crew.hostnames.count(json.loads(text)["host"])}
+        {**json.loads(text), "ranks": coordinator.hostnames.count(json.loads(text)["host"])}
         for text in found
         if text
     ]
@@ -97,19 +99,21 @@ def hosts_of(crew: Crew) -> list[dict[str, Any]]:
 
 def open_source(job: Job) -> Data:
     """The data of the configuration. All ranks must call this."""
-    with job.crew.together():
-        return open_data(job.config, job.crew.world, job.device)
+    with job.coordinator.all_or_none():
+        return open_data(job.config, job.coordinator.world, job.device)
 
 
 def build(job: Job, data: Data) -> Parts:
     """A fresh model with all that trains it, as `mpiddp train` makes them. All ranks must call this."""
-    bare = build_bare(job.crew, job.config, data, job.device)
+    bare = build_bare(job.coordinator, job.config, data, job.device)
     return replace(bare, model=wrap(bare.model, job.config, data.shape))
 
 
-def build_bare(crew: Crew, config: TrainConfig, data: Data, device: torch.device) -> Parts:
+def build_bare(
+    coordinator: Coordinator, config: TrainConfig, data: Data, device: torch.device
+) -> Parts:
     """The same without DDP, so that it needs no process group. All ranks must call this."""
-    with crew.together():
+    with coordinator.all_or_none():
         model = build_model(config, data)
     model = place(model, config, device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
@@ -131,7 +135,7 @@ def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
     assert job.config.global_batch_size is not None
     data.train.num_images = count * job.config.global_batch_size
     config = replace(job.config, epochs=1, steps_per_epoch=count)
-    return make_plan(config, data, job.crew)
+    return make_plan(config, data, job.coordinator)
 
 
 def settings(job: Job) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mpiddp.hosts import interfaces as interfaces_module
 from mpiddp.hosts import probe
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.nodes import Unfit
+from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, in_sh, require_ssh, ssh_to
 from mpiddp.launch.remote.gpus import no_nvidia_smi
@@ -53,7 +53,7 @@ print(json.dumps({{"has_python": True, **sys.modules["probe"].look(wanted)}}))
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostInfo:
     """What one host told of itself, see `mpiddp.hosts.probe.look`."""
 
     host: Host
@@ -65,7 +65,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HostRequirements:
     """What has to be on every host. Paths are absolute."""
 
     python: str
@@ -76,11 +76,13 @@ class Wanted:
     interface: str | None = None  # by name, address or network
 
 
-def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[Host, Facts]:
+def look(
+    hosts: Sequence[Host], local: Sequence[bool], wanted: HostRequirements
+) -> dict[Host, HostInfo]:
     """Ask every host at once. `local` says which of them is this machine, which needs no ssh.
 
     Raises:
-        Unfit: hosts that cannot be used.
+        UnusableHosts: hosts that cannot be used.
         UserError: hosts that do not fit together.
     """
     allow_open(PIPES_PER_HOST * len(hosts) + OPEN_BESIDES)
@@ -94,7 +96,7 @@ def look(hosts: Sequence[Host], local: Sequence[bool], wanted: Wanted) -> dict[H
     _converse(asked)
     unfit = {each.host: complaint for each in asked if (complaint := each.complaint(wanted))}
     if unfit:
-        raise Unfit(unfit)
+        raise UnusableHosts(unfit)
     facts = [each.facts() for each in asked]
     if complaints := _disagreements(facts, wanted):
         raise UserError("\n".join(complaints))
@@ -107,7 +109,7 @@ def _command(host: Host, is_local: bool) -> list[str]:
     return [*ssh_to(host), in_sh(_FAR_SHELL)]
 
 
-def _far_python(wanted: Wanted) -> str:
+def _far_python(wanted: HostRequirements) -> str:
     sources = {
         "mpiddp": "",
         "mpiddp.hosts": "",
@@ -133,7 +135,7 @@ class _Asked:
         self.output = {"stdout": b"", "stderr": b""}
         self.timed_out = False
 
-    def complaint(self, wanted: Wanted) -> str | None:
+    def complaint(self, wanted: HostRequirements) -> str | None:
         """What is wrong with this host alone, as one sentence; None if nothing is."""
         name, errors = self.host.name, self.output["stderr"].decode(errors="replace")
         answer = self._answer()
@@ -167,10 +169,10 @@ class _Asked:
             )
         return None
 
-    def facts(self) -> Facts:
+    def facts(self) -> HostInfo:
         answer = self._answer()
         assert answer is not None
-        return Facts(
+        return HostInfo(
             host=self.host,
             torch=answer["torch"],
             mpi4py=answer["mpi4py"],
@@ -250,7 +252,7 @@ def _port(host: Host) -> str:
     return f"-p {host.port} " if host.port else ""
 
 
-def _disagreements(facts: Sequence[Facts], wanted: Wanted) -> list[str]:
+def _disagreements(facts: Sequence[HostInfo], wanted: HostRequirements) -> list[str]:
     """What differs between hosts that each look right alone."""
     complaints = []
     for package in ("torch", "mpi4py"):

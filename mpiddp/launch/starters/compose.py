@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpiddp.launch.starters.command import Command, Request
-from mpiddp.launch.starters.detect import Flavour, Mpi
+from mpiddp.launch.starters.detect import RankStarter, StarterKind
 from mpiddp.launch.starters.hydra import intel_mpi, mpich
 from mpiddp.launch.starters.openmpi import open_mpi
 from mpiddp.launch.starters.srun import srun
 
-_COMPOSERS: dict[Flavour, Callable[[Mpi, Request], Command]] = {
+_COMPOSERS: dict[StarterKind, Callable[[RankStarter, Request], Command]] = {
     "openmpi": open_mpi,
     "mpich": mpich,
     "intelmpi": intel_mpi,
@@ -18,6 +18,6 @@ _COMPOSERS: dict[Flavour, Callable[[Mpi, Request], Command]] = {
 }
 
 
-def compose(mpi: Mpi, request: Request) -> Command:
+def compose(starter: RankStarter, request: Request) -> Command:
     """The command that starts `request` with `mpi`."""
-    return _COMPOSERS[mpi.flavour](mpi, request)
+    return _COMPOSERS[starter.kind](starter, request)

@@ -19,9 +19,9 @@ from typing import Literal
 
 from mpiddp.errors import UserError
 
-Flavour = Literal["openmpi", "mpich", "intelmpi", "slurm"]
+StarterKind = Literal["openmpi", "mpich", "intelmpi", "slurm"]
 
-NAMES: dict[Flavour, str] = {
+NAMES: dict[StarterKind, str] = {
     "openmpi": "Open MPI",
     "mpich": "MPICH",
     "intelmpi": "Intel MPI",
@@ -29,7 +29,7 @@ NAMES: dict[Flavour, str] = {
 }
 
 # What the program's --version says about it. Hydra is MPICH's mpirun and also that of its relatives.
-_VERSIONS: tuple[tuple[Flavour, re.Pattern[str]], ...] = (
+_VERSIONS: tuple[tuple[StarterKind, re.Pattern[str]], ...] = (
     ("openmpi", re.compile(r"\(Open MPI\) (\d[\w.]*)")),
     ("intelmpi", re.compile(r"Intel\(R\) MPI Library.* Version (\d[\w.]*)")),
     ("mpich", re.compile(r"HYDRA build details:\s+Version:\s+(\d[\w.]*)")),
@@ -37,7 +37,7 @@ _VERSIONS: tuple[tuple[Flavour, re.Pattern[str]], ...] = (
 )
 
 # The library's file name is its binary interface: .so.40 is Open MPI's, .so.12 is MPICH's and Intel's.
-_LIBRARIES: dict[Flavour, str] = {
+_LIBRARIES: dict[StarterKind, str] = {
     "openmpi": "libmpi.so.40",
     "mpich": "libmpi.so.12",
     "intelmpi": "libmpi.so.12",
@@ -45,17 +45,17 @@ _LIBRARIES: dict[Flavour, str] = {
 
 
 @dataclass(frozen=True)
-class Mpi:
+class RankStarter:
     """One installed MPI. `program` is absolute; `libmpi` is None where mpi4py has to search itself."""
 
-    flavour: Flavour
+    kind: StarterKind
     version: str
     program: Path
     libmpi: Path | None = None
 
     @property
     def name(self) -> str:
-        return f"{NAMES[self.flavour]} {self.version}"
+        return f"{NAMES[self.kind]} {self.version}"
 
     @property
     def major(self) -> int:
@@ -65,7 +65,7 @@ class Mpi:
     def daemon(self) -> Path:
         """The program that mpirun starts on every other host, over ssh."""
         open_mpi = "orted" if self.major < 5 else "prted"
-        name = {"openmpi": open_mpi, "intelmpi": "hydra_bstrap_proxy"}.get(self.flavour)
+        name = {"openmpi": open_mpi, "intelmpi": "hydra_bstrap_proxy"}.get(self.kind)
         return self.program.with_name(name or "hydra_pmi_proxy")
 
 
@@ -104,7 +104,7 @@ def find_srun(env: Mapping[str, str]) -> Path:
     return Path(found).absolute()
 
 
-def identify(program: Path, env: Mapping[str, str]) -> Mpi:
+def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
     """Ask `program` for its version (a few milliseconds) and look for its library beside it.
 
     Raises:
@@ -124,7 +124,7 @@ def identify(program: Path, env: Mapping[str, str]) -> Mpi:
         raise UserError(f"{program} --version does not run: {error}") from error
     for flavour, pattern in _VERSIONS:
         if match := pattern.search(answer):
-            return Mpi(flavour, match[1], program, _find_library(flavour, program))
+            return RankStarter(flavour, match[1], program, _find_library(flavour, program))
     first_line = answer.strip().partition("\n")[0]
     raise UserError(
         f'{program} --version says "{first_line}": neither Open MPI, MPICH nor Intel MPI. '
@@ -140,8 +140,8 @@ def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "PATH": os.pathsep.join([*folders, str(program.parent)])}
 
 
-def _find_library(flavour: Flavour, program: Path) -> Path | None:
-    file = _LIBRARIES.get(flavour)
+def _find_library(kind: StarterKind, program: Path) -> Path | None:
+    file = _LIBRARIES.get(kind)
     if file is None:
         return None
     for prefix in dict.fromkeys([program.parent.parent, program.resolve().parent.parent]):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from mpiddp.launch.starters.command import Command, Flag, Request, flag
-from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.starters.shared import BINDINGS, EXPORT, NETWORK, WDIR, ssh_arguments, ssh_config
 
 
-def mpich(mpi: Mpi, request: Request) -> Command:
+def mpich(starter: RankStarter, request: Request) -> Command:
     hosts = ",".join(f"{node.name}:{node.ranks}" for node in request.nodes)
     files = ssh_config(request)
     settings = dict(request.settings)
@@ -28,10 +28,10 @@ def mpich(mpi: Mpi, request: Request) -> Command:
         *_hydra(request, exports),
         flag("-n", str(request.world_size), why="one process per rank"),
     ]
-    return Command(str(mpi.program), tuple(flags), request.job, settings, files)
+    return Command(str(starter.program), tuple(flags), request.job, settings, files)
 
 
-def intel_mpi(mpi: Mpi, request: Request) -> Command:
+def intel_mpi(starter: RankStarter, request: Request) -> Command:
     files = ssh_config(request)
     settings = dict(request.settings)
     if files:
@@ -45,7 +45,7 @@ def intel_mpi(mpi: Mpi, request: Request) -> Command:
         flag("-genv", *_INTEL_PINNING[request.bind], why=BINDINGS[request.bind]),
         flag("-n", str(request.world_size), why="one process per rank"),
     ]
-    return Command(str(mpi.program), tuple(flags), request.job, settings, files)
+    return Command(str(starter.program), tuple(flags), request.job, settings, files)
 
 
 _INTEL_PINNING = {

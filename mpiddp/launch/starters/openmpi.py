@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mpiddp.launch.starters.command import Command, Request, flag
-from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.starters.shared import (
     BINDINGS,
     EXPORT,
@@ -23,7 +23,7 @@ _LOGINS_FROM_HERE = "all logins come from this host: the others need not know on
 _WHOLE_NAMES = "names stay whole: cut at the first dot, as is usual, ssh may not know them"
 
 
-def open_mpi(mpi: Mpi, request: Request) -> Command:
+def open_mpi(starter: RankStarter, request: Request) -> Command:
     flags = []
     if request.as_root:
         flags.append(flag("--allow-run-as-root", why="you are root, as is usual in a container"))
@@ -54,7 +54,7 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
                 ("oob_tcp_if_include", include, NETWORK),
             ]
     if any("." in node.name and not _is_address(node.name) for node in request.nodes):
-        runtime = "orte" if mpi.major < 5 else "prte"
+        runtime = "orte" if starter.major < 5 else "prte"
         parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _WHOLE_NAMES))
     if files:
         parameters.append(("plm_rsh_args", ssh_arguments(files), SSH_CONFIG))
@@ -65,7 +65,7 @@ def open_mpi(mpi: Mpi, request: Request) -> Command:
             flags.append(flag("--mca", name, value, why=why))
     flags.append(flag("--wdir", request.folder, why=WDIR))
     flags += [flag("-x", name, why=EXPORT) for name in request.exports]
-    return Command(str(mpi.program), tuple(flags), request.job, request.settings, files)
+    return Command(str(starter.program), tuple(flags), request.job, request.settings, files)
 
 
 def _is_address(name: str) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mpiddp.launch.starters.command import Command, Request, flag
-from mpiddp.launch.starters.detect import Mpi
+from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.starters.shared import BINDINGS, EXPORT, WDIR
 
 
-def srun(mpi: Mpi, request: Request) -> Command:
+def srun(starter: RankStarter, request: Request) -> Command:
     hosts = ",".join(node.name for node in request.nodes for _ in range(node.ranks))
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
     flags = [
@@ -27,7 +27,7 @@ def srun(mpi: Mpi, request: Request) -> Command:
     ]
     if cpus := request.env.get("SLURM_CPUS_PER_TASK"):
         flags.append(flag(f"--cpus-per-task={cpus}", why="srun forgets what sbatch was asked for"))
-    return Command(str(mpi.program), tuple(flags), request.job, request.settings)
+    return Command(str(starter.program), tuple(flags), request.job, request.settings)
 
 
 def _with_login(request: Request) -> Iterable[str]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.compose import compose
-from mpiddp.launch.starters.detect import Mpi, with_own_folder
-from mpiddp.launch.supervise.control_server import Listener, Word
-from mpiddp.launch.supervise.job_state import Batch, Record
-from mpiddp.launch.supervise.supervisor import End, Limits, Supervisor
+from mpiddp.launch.starters.detect import RankStarter, with_own_folder
+from mpiddp.launch.supervise.control_server import ControlServer, Message
+from mpiddp.launch.supervise.job_state import Batch, JobState
+from mpiddp.launch.supervise.supervisor import Limits, MpirunEnd, Supervisor
 from mpiddp.protocol import JOB
 
 Say = Callable[[str], None]
@@ -41,124 +41,124 @@ class Outcome:
     was_to_stop: bool = False  # somebody asked for it
 
     @property
-    def goes_on(self) -> bool:
+    def resumes(self) -> bool:
         """Whether the same command goes on where this one was ended."""
         return self.code == STOPPED or (self.code == INTERRUPTED and bool(self.resume))
 
 
 def attempt(
-    mpi: Mpi, request: Request, limits: Limits, say: Say, signals: socket.socket
+    starter: RankStarter, request: Request, limits: Limits, say: Say, signals: socket.socket
 ) -> Outcome:
     """Run the job to its end, and leave nothing of it behind on any host that can be reached.
 
     Args:
-        signals: where stops are asked for, see `mpiddp.launch.supervise.signals.heard`.
+        signals: where stops are asked for, see `mpiddp.launch.supervise.signals.signals_on_socket`.
     """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
-    record = Record(hosts)
+    state = JobState(hosts)
     job = os.urandom(8).hex()
     with selectors.DefaultSelector() as selector:
-        listener = None
+        server = None
         told = {JOB: job}
         if request.control_address is not None:
-            listener = Listener(request.control_address, len(hosts), selector)
-            told |= listener.settings
+            server = ControlServer(request.control_address, len(hosts), selector)
+            told |= server.settings
         request = replace(
             request,
             settings={**request.settings, **told},
             exports=tuple(sorted({*request.exports, *told})),
         )
-        supervisor = Supervisor(selector, listener, record, limits, say)
-        with _private_folder(needed=bool(compose(mpi, request).files)) as folder:
-            command = compose(mpi, replace(request, scratch=folder))
+        supervisor = Supervisor(selector, server, state, limits, say)
+        with _private_folder(needed=bool(compose(starter, request).files)) as folder:
+            command = compose(starter, replace(request, scratch=folder))
             command.write_files()
-            env = {**with_own_folder(mpi.program, os.environ), **command.settings}
+            env = {**with_own_folder(starter.program, os.environ), **command.settings}
             end = supervisor.run(command.argv, env, signals)
-        if listener is None:
-            outcome = _by_mpirun(mpi, end)
+        if server is None:
+            outcome = _by_mpirun(starter, end)
         else:
-            listener.close()
-            outcome = _outcome(mpi, end, record, supervisor.verdict)
+            server.close()
+            outcome = _outcome(starter, end, state, supervisor.verdict)
     outcome = replace(
         outcome,
-        resume=record.resume,
-        batch=record.batch,
-        made_steps=bool(record.steps),
+        resume=state.resume,
+        batch=state.batch,
+        made_steps=bool(state.steps),
         was_to_stop=end.interrupted,
     )
-    if outcome.code not in (DONE, BAD_INPUT, STOPPED) and mpi.flavour != "slurm":
+    if outcome.code not in (DONE, BAD_INPUT, STOPPED) and starter.kind != "slurm":
         from mpiddp.launch.remote.orphans import sweep
 
-        silent = record.silent_hosts()
+        silent = state.silent_hosts()
         nodes = [node for node in request.nodes if node.name not in silent]
         sweep(nodes, job, request.job[0], say)
     return outcome
 
 
-def _outcome(mpi: Mpi, end: End, record: Record, verdict: str) -> Outcome:
-    if record.all_stopped:
+def _outcome(starter: RankStarter, end: MpirunEnd, state: JobState, verdict: str) -> Outcome:
+    if state.all_stopped:
         return Outcome(STOPPED, "stopped on request.")
     if verdict:
         return Outcome(FAILED, verdict)
-    if end.failed_stopping and (first := record.first_failure()) and _says_why(first, record):
-        return _failed(mpi, end, record, first)
-    if end.interrupted and not (record.all_done and record.aware):
+    if end.failed_stopping and (first := state.first_failure()) and _says_why(first, state):
+        return _failed(starter, end, state, first)
+    if end.interrupted and not (state.all_done and state.supports_stop):
         return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
-    if record.all_done:
+    if state.all_done:
         return Outcome(DONE)
     if end.was_killed:
-        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
-    first = record.first_failure()
+        return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
+    first = state.first_failure()
     if first is None:
-        if end.code in (DONE, BAD_INPUT, STOPPED) and not record.started:
+        if end.code in (DONE, BAD_INPUT, STOPPED) and not state.started:
             return _silent_job(end)
-        return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
-    return _failed(mpi, end, record, first)
+        return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
+    return _failed(starter, end, state, first)
 
 
-def _failed(mpi: Mpi, end: End, record: Record, first: Word) -> Outcome:
+def _failed(starter: RankStarter, end: MpirunEnd, state: JobState, first: Message) -> Outcome:
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Outcome(first.facts["code"], record.unsaid(first))
-    return Outcome(FAILED, record.sentence(first, _signal(mpi, end.code)))
+        return Outcome(first.facts["code"], state.unsaid(first))
+    return Outcome(FAILED, state.sentence(first, _signal(starter, end.code)))
 
 
-def _says_why(first: Word, record: Record) -> bool:
+def _says_why(first: Message, state: JobState) -> bool:
     """Whether a rank that was to save and stop has failed at that, not been stopped by the request."""
-    if first.kind != "failed" or first.rank not in record.aware:
+    if first.kind != "failed" or first.rank not in state.supports_stop:
         return False
     return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
 
 
-def _by_mpirun(mpi: Mpi, end: End) -> Outcome:
+def _by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
     """The verdict where the ranks cannot reach this process."""
     if end.interrupted:
         return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
     if end.code in (DONE, BAD_INPUT, STOPPED):
         return Outcome(end.code)
-    return Outcome(FAILED, f"the job failed: {_cause(mpi, end.code)}.")
+    return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
 
 
-def _silent_job(end: End) -> Outcome:
+def _silent_job(end: MpirunEnd) -> Outcome:
     """mpirun ended without a complaint, but no rank ever reported: those that refuse may not have."""
     if end.code == DONE:
         return Outcome(FAILED, "the job failed: mpirun ended, but no rank has reported.")
     return Outcome(end.code)
 
 
-def _cause(mpi: Mpi, code: int) -> str:
+def _cause(starter: RankStarter, code: int) -> str:
     if code < 0:
-        return f"{mpi.program.name} was killed by {signal.Signals(-code).name}"
-    if name := _signal(mpi, code):
+        return f"{starter.program.name} was killed by {signal.Signals(-code).name}"
+    if name := _signal(starter, code):
         return f"a rank was killed by {name}"
-    return f"{mpi.program.name} ended with exit code {code}"
+    return f"{starter.program.name} ended with exit code {code}"
 
 
-def _signal(mpi: Mpi, code: int) -> str | None:
+def _signal(starter: RankStarter, code: int) -> str | None:
     """The signal that mpirun says has killed a rank, "" if none has; None where it does not tell.
 
     Elsewhere 128 + N may be a code that the launcher made up, or that of a rank it has ended.
     """
-    if mpi.flavour != "openmpi":
+    if starter.kind != "openmpi":
         return None
     return signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
 

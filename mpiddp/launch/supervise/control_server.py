@@ -33,10 +33,10 @@ STRANGERS = 64  # connections without a proof, beyond one for each rank
 
 
 @dataclass(frozen=True)
-class Word:
+class Message:
     """What a rank said, at a time of `time.monotonic()`.
 
-    `kind` is one of the protocol's words, or "lost": the connection ended; then facts["silent"] says
+    `kind` is one of the protocol's messages, or "lost": the connection ended; then facts["silent"] says
     whether that is because nothing at all came from its host any more. Or "frames": a line of the
     stacks that a rank writes from native code.
     """
@@ -55,10 +55,10 @@ class _Peer:
     rank: int | None = None
     buffer: bytes = b""
     unsent: bytes = b""
-    is_poked: bool = False
+    was_interrupted: bool = False
 
 
-class Listener:
+class ControlServer:
     """The server for `world_size` ranks, on a free port of `address`.
 
     Raises:
@@ -95,7 +95,7 @@ class Listener:
     def connected(self) -> set[int]:
         return set(self._by_rank)
 
-    def hear(self, data: object) -> list[Word]:
+    def receive(self, data: object) -> list[Message]:
         """What is new on one of the selector's ready sockets; `data` is what it was registered with."""
         if data is self:
             self._accept()
@@ -114,41 +114,41 @@ class Listener:
         if not chunk:
             return self._lose(data, silent=False)
         *lines, data.buffer = (data.buffer + chunk).split(b"\n")
-        words = []
+        messages = []
         for line in [*lines, data.buffer] if len(data.buffer) > LINE_LIMIT else lines:
             try:
-                words += self._understand(data, line)
+                messages += self._understand(data, line)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                return [*words, *self._lose(data, silent=False)]
-        return words
+                return [*messages, *self._lose(data, silent=False)]
+        return messages
 
-    def tell(self, kind: str, **facts: object) -> None:
+    def send_all(self, kind: str, **facts: object) -> None:
         """Say something to every rank that is connected."""
         for rank in list(self._by_rank):
-            self.tell_one(rank, kind, **facts)
+            self.send(rank, kind, **facts)
 
-    def tell_one(self, rank: int, kind: str, **facts: object) -> None:
+    def send(self, rank: int, kind: str, **facts: object) -> None:
         if peer := self._by_rank.get(rank):
             peer.unsent += dumps(kind, **facts)
             self._send(peer)
 
-    def poke(self, rank: int) -> None:
+    def interrupt(self, rank: int) -> None:
         """Ask a rank that cannot answer for its stacks, by the kernel."""
         peer = self._by_rank[rank]
-        peer.is_poked = True
+        peer.was_interrupted = True
         with contextlib.suppress(OSError):  # reading will show that as well
             peer.connection.send(URGENT, socket.MSG_OOB)
 
-    def lose_silent(self) -> list[Word]:
+    def drop_silent_hosts(self) -> list[Message]:
         """Give up those ranks whose hosts do not even acknowledge what was sent to them."""
         import fcntl
 
-        words = []
+        messages = []
         for peer in list(self._by_rank.values()):
             unacknowledged = fcntl.ioctl(peer.connection, _SIOCOUTQ, bytes(4))
             if any(unacknowledged):
-                words += self._lose(peer, silent=True)
-        return words
+                messages += self._lose(peer, silent=True)
+        return messages
 
     def _accept(self) -> None:
         try:
@@ -171,13 +171,13 @@ class Listener:
         peer.unsent = dumps("challenge", challenge=peer.challenge)
         self._send(peer)
 
-    def _understand(self, peer: _Peer, line: bytes) -> list[Word]:
+    def _understand(self, peer: _Peer, line: bytes) -> list[Message]:
         """Raises ValueError, or whatever a strange value leads to, for what is not the protocol."""
         if len(line) > LINE_LIMIT:
             raise ValueError("too long")
-        if peer.is_poked and peer.rank is not None and not _is_json(line):
-            # Its stack, maybe in the middle of a word that it was about to say.
-            return [Word(peer.rank, "frames", {"text": line.decode()}, time.monotonic())]
+        if peer.was_interrupted and peer.rank is not None and not _is_json(line):
+            # Its stack, maybe in the middle of a message that it was about to say.
+            return [Message(peer.rank, "frames", {"text": line.decode()}, time.monotonic())]
         facts = json.loads(line)
         kind = facts.pop("type")
         if not isinstance(kind, str) or (kind == "hello") == (peer.rank is not None):
@@ -186,7 +186,7 @@ class Listener:
             for name, types in MESSAGES[kind].items():
                 if not isinstance(facts[name], types):
                     raise ValueError(name)
-            return [Word(peer.rank, kind, facts, time.monotonic())]
+            return [Message(peer.rank, kind, facts, time.monotonic())]
         rank = facts["rank"]
         if type(rank) is not int or rank not in range(self.world_size) or rank in self._by_rank:
             raise ValueError(rank)
@@ -209,11 +209,11 @@ class Listener:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         self._selector.modify(peer.connection, events, peer)
 
-    def _lose(self, peer: _Peer, *, silent: bool) -> list[Word]:
+    def _lose(self, peer: _Peer, *, silent: bool) -> list[Message]:
         self._drop(peer)
         if peer.rank is None:
             return []
-        return [Word(peer.rank, "lost", {"silent": silent}, time.monotonic())]
+        return [Message(peer.rank, "lost", {"silent": silent}, time.monotonic())]
 
     def _drop(self, peer: _Peer) -> None:
         self._peers.discard(peer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mpiddp.launch.supervise.job_state import Record
+from mpiddp.launch.supervise.job_state import JobState
 
 # The innermost frame of a rank that waits for others: torch, inside a collective or a backward pass.
 _WAITS = re.compile(r"/torch/")
@@ -14,25 +14,25 @@ _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 _INNERMOST = re.compile(r'^Stack .*\n  File "([^"]+)", (.*)', re.MULTILINE)
 
 
-def sentences(record: Record, timeout_s: float) -> list[str]:
+def hang_sentences(state: JobState, timeout_s: float) -> list[str]:
     """A sentence for each stuck rank, its stacks behind it.
 
     Stuck are those that do not even answer; else those that are behind; else those that are outside
     of torch, where the others wait.
     """
-    ranks = [rank for rank in range(record.world_size) if rank not in record.done]
-    steps = {rank: record.stacks[rank]["step"] for rank in ranks if rank in record.stacks}
+    ranks = [rank for rank in range(state.world_size) if rank not in state.done]
+    steps = {rank: state.stacks[rank]["step"] for rank in ranks if rank in state.stacks}
     furthest = max(steps.values(), default=0)
     mute = [rank for rank in ranks if rank not in steps]
     behind = [rank for rank, step in steps.items() if step < furthest]
-    outside = [rank for rank in steps if not _waits(record.stacks[rank]["text"])]
+    outside = [rank for rank in steps if not _waits(state.stacks[rank]["text"])]
     found = []
     for rank in mute or behind or outside or ranks:
-        what = f"{record.name(rank)} has made no step for {timeout_s:g} s"
-        if rank in mute and rank in record.frames:
+        what = f"{state.name(rank)} has made no step for {timeout_s:g} s"
+        if rank in mute and rank in state.frames:
             found.append(
                 f"{what}: native code keeps its interpreter. The others wait at step {furthest}. "
-                f"Its Python stack follows, the innermost call first.\n{record.frames[rank].rstrip()}"
+                f"Its Python stack follows, the innermost call first.\n{state.frames[rank].rstrip()}"
             )
         elif rank in mute:
             found.append(
@@ -41,7 +41,7 @@ def sentences(record: Record, timeout_s: float) -> list[str]:
             )
         else:
             others = f" while the others wait at step {furthest}" if len(ranks) > 1 else ""
-            text = record.stacks[rank]["text"].rstrip()
+            text = state.stacks[rank]["text"].rstrip()
             found.append(f"{what}{others}. Its Python stack follows.\n{text}")
     return found
 
@@ -52,29 +52,29 @@ def _waits(text: str) -> bool:
     return bool(frames) and bool(_WAITS.search(frames[-1][0]))
 
 
-def missing(record: Record, timeout_s: float) -> str:
-    """A sentence that names the ranks that did not join, with the last words of the first of them."""
-    ranks = record.missing
-    names = ", ".join(map(record.name, ranks))
-    owner = "Its last words" if len(ranks) == 1 else f"The last words of rank {ranks[0]}"
+def missing_sentence(state: JobState, timeout_s: float) -> str:
+    """A sentence that names the ranks that did not join, with the last messages of the first of them."""
+    ranks = state.missing
+    names = ", ".join(map(state.name, ranks))
+    owner = "Its last messages" if len(ranks) == 1 else f"The last messages of rank {ranks[0]}"
     return (
-        f"only {len(record.joining)} of {record.world_size} ranks joined in {timeout_s:g} s. "
-        f"Missing: {names}. {owner}: {_last_words(record, ranks[0])}"
+        f"only {len(state.joining)} of {state.world_size} ranks joined in {timeout_s:g} s. "
+        f"Missing: {names}. {owner}: {_last_line(state, ranks[0])}"
     )
 
 
-def _last_words(record: Record, rank: int) -> str:
+def _last_line(state: JobState, rank: int) -> str:
     """Where its Python is: the innermost line that is not of Python's own way of importing."""
-    if rank not in record.started:
+    if rank not in state.started:
         return "none: its Python has not started there."
-    if rank not in record.stacks and (top := _INNERMOST.search(record.frames.get(rank, ""))):
+    if rank not in state.stacks and (top := _INNERMOST.search(state.frames.get(rank, ""))):
         return f"in {top[1]}, {top[2]}, where native code keeps its interpreter."
-    if rank not in record.stacks:
-        pid = record.started[rank]["pid"]
+    if rank not in state.stacks:
+        pid = state.started[rank]["pid"]
         return (
             f"none: it started (pid {pid}) and does not answer: stopped, or stuck in native code."
         )
-    frames = _main_frames(record.stacks[rank]["text"])
+    frames = _main_frames(state.stacks[rank]["text"])
     file, place, code = [frame for frame in frames if not frame[0].startswith("<frozen ")][-1]
     return f"in {file}, {place}: {code}"
 

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpiddp.launch.supervise.control_server import Word
+from mpiddp.launch.supervise.control_server import Message
 
 # What a rank says when another one has gone. If that is really why, the other's end was noticed at
 # about the same time.
 _CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
 _CONSEQUENCE_S = 0.3
-_FIRST_S = 5.0  # the others' words may overtake those of the rank that the store knows to be first
+_FIRST_S = (
+    5.0  # the others' messages may overtake those of the rank that the store knows to be first
+)
 _SILENCE_S = 15.0  # before a host is known to be gone
 _AT_ONCE_S = 0.1  # a rank that ends without a signal takes no others with it so soon
 
@@ -27,7 +29,7 @@ class Batch:
 
 
 @dataclass
-class Record:
+class JobState:
     """All that is known of a job's ranks. `hosts` are those that the ranks are wanted on."""
 
     hosts: Sequence[str]
@@ -35,8 +37,10 @@ class Record:
     joining: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
-    failures: dict[int, Word] = field(default_factory=dict)  # failed or lost, the first of a rank
-    aware: set[int] = field(default_factory=set)
+    failures: dict[int, Message] = field(
+        default_factory=dict
+    )  # failed or lost, the first of a rank
+    supports_stop: set[int] = field(default_factory=set)
     steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
     stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
     frames: dict[int, str] = field(default_factory=dict)  # stacks out of native code
@@ -44,18 +48,18 @@ class Record:
     batch: Batch | None = None
     resume: tuple[str, ...] = ()  # what to add to the command, for it to go on
 
-    def note(self, word: Word) -> None:
-        rank, facts = word.rank, word.facts
-        match word.kind:
+    def note(self, message: Message) -> None:
+        rank, facts = message.rank, message.facts
+        match message.kind:
             case "started":
                 self.started[rank] = facts
             case "joining":
                 self.joining.add(rank)
-            case "aware":
-                self.aware.add(rank)
+            case "supports_stop":
+                self.supports_stop.add(rank)
             case "progress":
                 if self.steps.get(rank, (-1, 0.0))[0] < facts["step"]:
-                    self.steps[rank] = (facts["step"], word.at)
+                    self.steps[rank] = (facts["step"], message.at)
             case "stacks":
                 self.stacks[rank] = facts
             case "frames":
@@ -71,7 +75,7 @@ class Record:
             case "done":
                 self.done.add(rank)
             case "failed" | "lost" if rank not in self.done:
-                self.failures.setdefault(rank, word)
+                self.failures.setdefault(rank, message)
 
     @property
     def world_size(self) -> int:
@@ -99,7 +103,7 @@ class Record:
         """
         return self.all_done and bool(self.stopped)
 
-    def first_failure(self) -> Word | None:
+    def first_failure(self) -> Message | None:
         """The rank that the others' trouble comes from.
 
         One that vanished outranks the broken connections of its peers, and a host that fell silent
@@ -109,7 +113,7 @@ class Record:
 
     def silent_hosts(self) -> set[str]:
         """Those of `hosts` that nothing comes from any more."""
-        return {self.hosts[rank] for rank, word in self.failures.items() if _is_silent(word)}
+        return {self.hosts[rank] for rank, message in self.failures.items() if _is_silent(message)}
 
     def host_of(self, rank: int) -> str:
         """The name that the host has for itself, once it has said so."""
@@ -118,7 +122,7 @@ class Record:
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.host_of(rank)}"
 
-    def sentence(self, first: Word, killed_by: str | None = None) -> str:
+    def sentence(self, first: Message, killed_by: str | None = None) -> str:
         """Who failed first, of what, and where to read more.
 
         Args:
@@ -128,7 +132,7 @@ class Record:
         others = " The other ranks were stopped." if self.world_size > 1 else ""
         if first.kind == "lost" and first.facts["silent"]:
             host = self.host_of(first.rank)
-            ranks = [r for r, word in self.failures.items() if _is_silent(word)]
+            ranks = [r for r, message in self.failures.items() if _is_silent(message)]
             there = sorted(r for r in ranks if self.host_of(r) == host)
             names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
             return f"lost {host} ({names}): no sign of life came from it any more.{others}"
@@ -136,48 +140,48 @@ class Record:
             return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
         if killed_by == "" and first.kind == "lost" and len(lost := self._lost_with(first)) > 1:
             return (
-                f"the ranks on {', '.join(lost)} ended at once, without a word, as when MPI's daemon "
+                f"the ranks on {', '.join(lost)} ended at once, without a message, as when MPI's daemon "
                 "on one of these hosts is killed."
             )
         if first.kind == "lost":
             return (
-                f"{self.name(first.rank)} was the first to end, without a word: killed, crashed in "
+                f"{self.name(first.rank)} was the first to end, without a message: killed, crashed in "
                 f"native code, or by os._exit.{others}"
             )
         error, log = first.facts["error"], self.logs.get(first.rank)
         if not first.facts["traceback"]:
-            words = f": {error}" if error else ""
+            messages = f": {error}" if error else ""
             code = first.facts["code"]
-            return f"{self.name(first.rank)} ended first, with exit code {code}{words}.{others}"
+            return f"{self.name(first.rank)} ended first, with exit code {code}{messages}.{others}"
         where = f" (its traceback: {log})" if log else ""
         summary = error.strip().partition("\n")[0]
         return f"{self.name(first.rank)} failed first: {summary}{where}.{others}"
 
-    def unsaid(self, refusal: Word) -> str:
-        """Why a rank refused, where none of those that did was to say so: see `errors.say_alone`."""
-        refused = (rank for rank, word in self.failures.items() if word.kind == "failed")
+    def unsaid(self, refusal: Message) -> str:
+        """Why a rank refused, if `errors.print_from_one_rank` chose none of those that did."""
+        refused = (rank for rank, message in self.failures.items() if message.kind == "failed")
         if any(self.hosts.index(self.hosts[rank]) == rank for rank in refused):
             return ""
         return str(refusal.facts["error"])
 
-    def _lost_with(self, first: Word) -> list[str]:
+    def _lost_with(self, first: Message) -> list[str]:
         """The hosts of the ranks that vanished as `first` did, in the order of their ranks."""
         ranks = [
             rank
-            for rank, word in sorted(self.failures.items())
-            if word.kind == "lost" and word.at - first.at < _AT_ONCE_S
+            for rank, message in sorted(self.failures.items())
+            if message.kind == "lost" and message.at - first.at < _AT_ONCE_S
         ]
         return list(dict.fromkeys(self.host_of(rank) for rank in ranks))
 
 
-def _is_silent(word: Word) -> bool:
-    return word.kind == "lost" and bool(word.facts["silent"])
+def _is_silent(message: Message) -> bool:
+    return message.kind == "lost" and bool(message.facts["silent"])
 
 
-def _began(word: Word) -> float:
+def _began(message: Message) -> float:
     """When the trouble of this rank began, as far as it can be told."""
-    if word.kind == "lost":
-        return word.at - (_SILENCE_S if word.facts["silent"] else 0.0)
-    if word.facts["traceback"] and _CONSEQUENCE.search(word.facts["error"]):
-        return word.at + _CONSEQUENCE_S
-    return word.at - (_FIRST_S if word.facts["first"] else 0.0)
+    if message.kind == "lost":
+        return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
+    if message.facts["traceback"] and _CONSEQUENCE.search(message.facts["error"]):
+        return message.at + _CONSEQUENCE_S
+    return message.at - (_FIRST_S if message.facts["first"] else 0.0)

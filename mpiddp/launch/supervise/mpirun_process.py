@@ -24,7 +24,7 @@ KILL_S = 5.0  # for the system to end what was killed: not where a disk or a dri
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Mpirun:
+class MpirunProcess:
     """One mpirun, on this process's own stdin, stdout and stderr, and all that it starts on this host."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
@@ -69,7 +69,7 @@ class Mpirun:
         _signal_all(self._left(), signal.SIGKILL)
 
     def sweep(self, grace_s: float) -> list[int]:
-        """End what the job has left on this host: politely first, and after `grace_s` for certain.
+        """MpirunEnd what the job has left on this host: politely first, and after `grace_s` for certain.
 
         Returns what cannot be ended.
         """

@@ -12,7 +12,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextmanager
-def heard() -> Iterator[socket.socket]:
+def signals_on_socket() -> Iterator[socket.socket]:
     """A socket with one byte for each of STOP_SIGNALS that arrives: its number.
 
     Not for those that whoever started us wants ignored: `nohup` does so with SIGHUP.
@@ -34,8 +34,8 @@ def heard() -> Iterator[socket.socket]:
 
 
 @contextmanager
-def ends_of_children_heard() -> Iterator[None]:
-    """Within `heard`: there is a byte for the end of a child as well."""
+def child_exits_on_socket() -> Iterator[None]:
+    """Within `signals_on_socket`: there is a byte for the end of a child as well."""
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         yield

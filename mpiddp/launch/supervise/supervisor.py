@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpiddp.launch.supervise.control_server import Listener, Word
-from mpiddp.launch.supervise.job_state import Record
-from mpiddp.launch.supervise.mpirun_process import SWEEP_S, Mpirun
-from mpiddp.launch.supervise.signals import STOP_SIGNALS, ends_of_children_heard
+from mpiddp.launch.supervise.control_server import ControlServer, Message
+from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.launch.supervise.mpirun_process import SWEEP_S, MpirunProcess
+from mpiddp.launch.supervise.signals import STOP_SIGNALS, child_exits_on_socket
 
 STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
 SPREAD_S = 3.0  # for a failure to reach all ranks by itself
 FAREWELL_S = 10.0  # for mpirun to end when no rank is left
-STACKS_S, POKED_S = 4.0, 1.0  # for ranks to answer, and for those that need to be poked
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to answer, and for those that need to be poked
 END_S = 2.0  # for ranks that were told to end
-SILENCE_S = 1.0  # for a host to acknowledge a word
+SILENCE_S = 1.0  # for a host to acknowledge a message
 LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
 
 Say = Callable[[str], None]
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class End:
+class MpirunEnd:
     """How mpirun ended: its code (-N when signal N killed it), and whether we were told to stop.
 
     `was_killed`: by a signal that was not ours. `failed_stopping`: a rank failed after it was asked to
@@ -53,19 +53,19 @@ class End:
 
 
 class Supervisor:
-    """One job. `listener` is None where the ranks cannot reach this process: then mpirun's word counts."""
+    """One job. `server` is None where the ranks cannot reach this process: then mpirun's message counts."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        listener: Listener | None,
-        record: Record,
+        server: ControlServer | None,
+        state: JobState,
         limits: Limits,
         say: Say,
     ) -> None:
         self._selector = selector
-        self._listener = listener
-        self._record = record
+        self._server = server
+        self._state = state
         self._limits = limits
         self._say = say
         self._agenda: list[tuple[float, Callable[[], None]]] = []  # the next one first
@@ -75,32 +75,32 @@ class Supervisor:
         self._is_ending = False
         self.verdict = ""  # why the job was ended from here, if it was
 
-    def run(self, argv: Sequence[str], env: Mapping[str, str], signals: socket.socket) -> End:
+    def run(self, argv: Sequence[str], env: Mapping[str, str], signals: socket.socket) -> MpirunEnd:
         """Run mpirun until it and all its ranks have ended.
 
-        The first of the `signals` (see `mpiddp.launch.supervise.signals.heard`) asks the ranks to
+        The first of the `signals` (see `mpiddp.launch.supervise.signals.signals_on_socket`) asks the ranks to
         stop; the second kills all that the job has on this host, whereupon its daemons on other hosts
         end too.
         """
-        with ends_of_children_heard():
+        with child_exits_on_socket():
             self._selector.register(signals, selectors.EVENT_READ, signals)
-            self._mpirun = Mpirun(argv, env)
+            self._mpirun = MpirunProcess(argv, env)
             if self._limits.stop_after_s is not None:
                 self._in(self._limits.stop_after_s, self._stop_by_the_clock)
-            if self._limits.start_timeout_s is not None and self._listener is not None:
-                self._in(self._limits.start_timeout_s, self._look_for_a_start)
+            if self._limits.start_timeout_s is not None and self._server is not None:
+                self._in(self._limits.start_timeout_s, self._check_start)
             if self._limits.hang_timeout_s is not None:
-                self._in(1.0, self._look_for_hangs)
+                self._in(1.0, self._check_for_hangs)
             while self._mpirun.code is None:
                 self._wait(signals)
-            self._await_last_words(signals)
+            self._receive_last_messages(signals)
             self._selector.unregister(signals)
             if left := self._mpirun.sweep(0.0 if self._stops > 1 else SWEEP_S):
                 self._say(f"cannot be killed, for the system holds them: processes {left}.")
         code = self._mpirun.code
         assert code is not None
         was_killed = code < 0 and not self._is_ending
-        return End(code, self._stops > 0, was_killed, self._failed_stopping)
+        return MpirunEnd(code, self._stops > 0, was_killed, self._failed_stopping)
 
     def _in(self, seconds: float, action: Callable[[], None]) -> None:
         self._agenda.append((time.monotonic() + seconds, action))
@@ -114,10 +114,10 @@ class Supervisor:
             timeout = until if timeout is None else min(until, timeout)
         ready = [key.data for key, _ in self._selector.select(timeout)]
         for data in ready:
-            if data is not signals and self._listener is not None:
-                for word in self._listener.hear(data):
-                    self._on_word(word)
-        if signals in ready:  # after the words: who sends one may have seen what the ranks said
+            if data is not signals and self._server is not None:
+                for message in self._server.receive(data):
+                    self._on_message(message)
+        if signals in ready:  # after the messages: who sends one may have seen what the ranks said
             for number in signals.recv(64):
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
@@ -131,45 +131,45 @@ class Supervisor:
             return  # a terminal that goes may be told of twice, by the shell and by the kernel
         self._stops += 1
         if self._stops == 1:
-            self._ask_to_stop(signal.Signals(number).name)
+            self._request_stop(signal.Signals(number).name)
         else:
             self._mpirun.kill_all()
 
-    def _on_word(self, word: Word) -> None:
-        self._record.note(word)
-        if word.kind == "started" and self._stops and self._listener is not None:
-            self._listener.tell_one(word.rank, "stop")
-        if word.kind == "joining" and len(self._record.joining) == 1:
-            timeout_s = word.facts["timeout_s"]
-            self._in(timeout_s, lambda: self._look_for_the_missing(timeout_s))
-        if word.rank in self._record.failures and not self._is_failing:
+    def _on_message(self, message: Message) -> None:
+        self._state.note(message)
+        if message.kind == "started" and self._stops and self._server is not None:
+            self._server.send(message.rank, "stop")
+        if message.kind == "joining" and len(self._state.joining) == 1:
+            timeout_s = message.facts["timeout_s"]
+            self._in(timeout_s, lambda: self._check_for_missing_ranks(timeout_s))
+        if message.rank in self._state.failures and not self._is_failing:
             self._is_failing = True
             self._failed_stopping = self._stops == 1 and not self._is_ending
             # Most launchers end the other ranks by then, and the ranks' own watch does under all;
             # but nobody else notices that a host has fallen silent.
-            spread_s = 0.0 if word.facts.get("silent") else SPREAD_S
-            self._in(spread_s, lambda: self._tell("end", code=1))
+            spread_s = 0.0 if message.facts.get("silent") else SPREAD_S
+            self._in(spread_s, lambda: self._send_all("end", code=1))
             self._in(spread_s + 1.0, self._stop_mpirun)
-        if self._listener is not None and not self._listener.connected and self._record.done:
+        if self._server is not None and not self._server.connected and self._state.done:
             self._in(FAREWELL_S, self._stop_mpirun)
 
-    def _tell(self, kind: str, **facts: object) -> None:
-        if self._listener is not None:
-            self._listener.tell(kind, **facts)
+    def _send_all(self, kind: str, **facts: object) -> None:
+        if self._server is not None:
+            self._server.send_all(kind, **facts)
 
-    def _ask_to_stop(self, reason: str) -> None:
+    def _request_stop(self, reason: str) -> None:
         self._stops = max(self._stops, 1)
-        if self._listener is None or not self._listener.connected:
+        if self._server is None or not self._server.connected:
             self._stop_mpirun()
             return
-        self._tell("stop")
+        self._send_all("stop")
         self._in(self._limits.grace_s, self._stop_mpirun)
-        if self._record.aware:
+        if self._state.supports_stop:
             self._say(f"{reason}: the ranks save and stop; another signal ends them at once.")
 
     def _stop_by_the_clock(self) -> None:
         if not self._stops:
-            self._ask_to_stop("--stop-after")
+            self._request_stop("--stop-after")
 
     def _stop_mpirun(self) -> None:
         if not self._is_ending:
@@ -178,74 +178,74 @@ class Supervisor:
             # A rank that hangs in a collective hears nothing, nor does an mpirun whose link is cut.
             self._in(STOP_S, self._mpirun.kill_all)
 
-    def _await_last_words(self, signals: socket.socket) -> None:
+    def _receive_last_messages(self, signals: socket.socket) -> None:
         """What the ranks said last may still be on its way, and a host that was cut off says no more."""
-        if self._listener is None:
+        if self._server is None:
             return
         deadline = time.monotonic() + SILENCE_S
-        self._tell("end", code=1)
-        while self._listener.connected and time.monotonic() < deadline:
+        self._send_all("end", code=1)
+        while self._server.connected and time.monotonic() < deadline:
             self._wait(signals, deadline - time.monotonic())
-        for word in self._listener.lose_silent():
-            self._record.note(word)
+        for message in self._server.drop_silent_hosts():
+            self._state.note(message)
 
-    def _look_for_a_start(self) -> None:
+    def _check_start(self) -> None:
         """No rank at all has come: then it is mpirun that hangs, and nobody else would ever say so."""
-        if not self._record.started and not self._is_failing and not self._stops:
+        if not self._state.started and not self._is_failing and not self._stops:
             self._end(
                 f"no rank has started in {self._limits.start_timeout_s:g} s: mpirun hangs, or its "
                 "logins on other hosts do. Where starting takes that long: --timeout."
             )
 
-    def _look_for_hangs(self) -> None:
+    def _check_for_hangs(self) -> None:
         """Without a step for too long, all ranks are asked for their stacks, then one is blamed."""
         timeout_s = self._limits.hang_timeout_s
         assert timeout_s is not None
-        newest = self._record.newest_step_at
-        if self._is_failing or self._record.all_done or self._stops:
+        newest = self._state.newest_step_at
+        if self._is_failing or self._state.all_done or self._stops:
             return
         if newest is None or time.monotonic() - newest < timeout_s:
-            self._in(min(1.0, timeout_s), self._look_for_hangs)
+            self._in(min(1.0, timeout_s), self._check_for_hangs)
             return
-        self._ask_for_stacks(lambda: self._blame(newest))
+        self._ask_for_stacks(lambda: self._report_hang(newest))
 
     def _ask_for_stacks(self, then: Callable[[], None]) -> None:
-        self._record.stacks.clear()
-        self._record.frames.clear()
-        self._tell("stacks")
-        self._in(STACKS_S, self._poke_the_mute)
-        self._in(STACKS_S + POKED_S, then)
+        self._state.stacks.clear()
+        self._state.frames.clear()
+        self._send_all("stacks")
+        self._in(STACKS_S, self._interrupt_silent_ranks)
+        self._in(STACKS_S + INTERRUPTED_S, then)
 
-    def _poke_the_mute(self) -> None:
-        if self._listener is not None:
-            for rank in self._listener.connected - self._record.stacks.keys():
-                self._listener.poke(rank)
+    def _interrupt_silent_ranks(self) -> None:
+        if self._server is not None:
+            for rank in self._server.connected - self._state.stacks.keys():
+                self._server.interrupt(rank)
 
-    def _blame(self, newest: float) -> None:
-        if self._record.newest_step_at != newest:  # so it was only slow
-            self._look_for_hangs()
+    def _report_hang(self, newest: float) -> None:
+        if self._state.newest_step_at != newest:  # so it was only slow
+            self._check_for_hangs()
             return
-        if self._is_failing or self._record.all_done or self._stops:
+        if self._is_failing or self._state.all_done or self._stops:
             return
-        from mpiddp.launch.supervise.hang_report import sentences
+        from mpiddp.launch.supervise.hang_report import hang_sentences
 
-        for sentence in sentences(self._record, self._limits.hang_timeout_s or 0.0):
+        for sentence in hang_sentences(self._state, self._limits.hang_timeout_s or 0.0):
             self._say(sentence)
         self._end("the ranks that hang were stopped.")
 
-    def _look_for_the_missing(self, timeout_s: float) -> None:
+    def _check_for_missing_ranks(self, timeout_s: float) -> None:
         """Some ranks wait for others that have not come: these are asked for their stacks first."""
-        if self._record.missing and not self._is_failing and not self._stops:
-            self._ask_for_stacks(lambda: self._blame_the_missing(timeout_s))
+        if self._state.missing and not self._is_failing and not self._stops:
+            self._ask_for_stacks(lambda: self._report_missing_ranks(timeout_s))
 
-    def _blame_the_missing(self, timeout_s: float) -> None:
-        if self._record.missing and not self._is_failing and not self._stops:
-            from mpiddp.launch.supervise.hang_report import missing
+    def _report_missing_ranks(self, timeout_s: float) -> None:
+        if self._state.missing and not self._is_failing and not self._stops:
+            from mpiddp.launch.supervise.hang_report import missing_sentence
 
-            self._end(missing(self._record, timeout_s))
+            self._end(missing_sentence(self._state, timeout_s))
 
     def _end(self, verdict: str) -> None:
         self.verdict = verdict
         self._is_failing = True
-        self._tell("end", code=1)
+        self._send_all("end", code=1)
         self._in(END_S, self._stop_mpirun)

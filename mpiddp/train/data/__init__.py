@@ -52,11 +52,11 @@ def data_dir(config: TrainConfig) -> Path:
         return default_data_dir()
     folder = Path(config.data_dir)
     if not folder.is_dir():
-        what, mend = (
+        what, hint = (
             ("is no folder", "Name one") if folder.exists() else ("is missing", "Create it")
         )
         rest = "." if config.dataset == "image-folder" else ", or leave the option out."
-        raise UserError(f"--data-dir {folder} {what} (looked in {Path.cwd()}). {mend}{rest}")
+        raise UserError(f"--data-dir {folder} {what} (looked in {Path.cwd()}). {hint}{rest}")
     return folder
 
 
