@@ -56,7 +56,7 @@ def missing_sentence(state: JobState, timeout_s: float) -> str:
     """A sentence that names the ranks that did not join, with the last messages of the first of them."""
     ranks = state.missing
     names = ", ".join(map(state.name, ranks))
-    owner = "Its last messages" if len(ranks) == 1 else f"The last messages of rank {ranks[0]}"
+    owner = "Its last words" if len(ranks) == 1 else f"The last words of rank {ranks[0]}"
     return (
         f"only {len(state.joining)} of {state.world_size} ranks joined in {timeout_s:g} s. "
         f"Missing: {names}. {owner}: {_last_line(state, ranks[0])}"

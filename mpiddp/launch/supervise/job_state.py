@@ -140,12 +140,12 @@ class JobState:
             return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
         if killed_by == "" and first.kind == "lost" and len(lost := self._lost_with(first)) > 1:
             return (
-                f"the ranks on {', '.join(lost)} ended at once, without a message, as when MPI's daemon "
+                f"the ranks on {', '.join(lost)} ended at once, without a word, as when MPI's daemon "
                 "on one of these hosts is killed."
             )
         if first.kind == "lost":
             return (
-                f"{self.name(first.rank)} was the first to end, without a message: killed, crashed in "
+                f"{self.name(first.rank)} was the first to end, without a word: killed, crashed in "
                 f"native code, or by os._exit.{others}"
             )
         error, log = first.facts["error"], self.logs.get(first.rank)
