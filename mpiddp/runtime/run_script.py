@@ -16,8 +16,8 @@ from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.runtime.arguments import RankParser
-from mpiddp.runtime.control_client import reporting
 from mpiddp.runtime.process_setup import configure_process
+from mpiddp.runtime.session import reporting
 from mpiddp.world import World
 
 _OURS = Path(__file__).parents[:2]  # the folders of all that leads to a script
