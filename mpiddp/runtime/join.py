@@ -1,4 +1,4 @@
-"""The ranks of a job meet, whoever started them, share one store, and leave together.
+"""The ranks of a job join, whoever started them, share one store, and leave together.
 
 Everything that needs all ranks at once, be it a process group or a refusal, begins with `join`.
 """
@@ -27,7 +27,7 @@ LAUNCHER_SPEAKS_S = 15.0  # it knows more of ranks that do not join, so it may s
 
 @contextlib.contextmanager
 def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coordinator]:
-    """The ranks meet, share one store, and leave together at the end of the body.
+    """Join the ranks: they share one store, and leave together at the end of the body.
 
     Afterwards os.environ holds what env:// scripts read: RANK, LOCAL_RANK, WORLD_SIZE,
     LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, besides GLOO_SOCKET_IFNAME and
@@ -121,30 +121,29 @@ def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
         session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += LAUNCHER_SPEAKS_S
     if world.launcher.speaks_mpi and world.world_size > 1:
-        meeting = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
-        coordinator = _connect(meeting.world, meeting.listener, timeout_s)
+        result = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
+        coordinator = _connect(result.world, result.listener, timeout_s)
     else:
         coordinator = _connect(*find_by_address(world, timeout_s), timeout_s)
-        meeting = rendezvous_over_store(coordinator, timeout_s)
-        coordinator.world = meeting.world
-    coordinator.hostnames = tuple(card.hostname for card in meeting.cards)
-    _export(meeting)
-    check_placement(coordinator, meeting)
+        result = rendezvous_over_store(coordinator, timeout_s)
+        coordinator.world = result.world
+    coordinator.hostnames = tuple(info.hostname for info in result.infos)
+    _export(result)
+    check_placement(coordinator, result)
     return coordinator
 
 
 def _connect(world: World, listener: socket.socket | None, timeout_s: float) -> Coordinator:
-    """All ranks at one store. Raises what `serve_or_join` and `Coordinator.exchange` raise."""
+    """All ranks at one store. Raises what `serve_or_join` and `Coordinator.all_gather_json` raise."""
     with no_dns():
         coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s))
-        coordinator.all_gather_json(
-            "", timeout_s=timeout_s
-        )  # rank 0 names every connection that it accepts
+        # Rank 0 names every connection that it accepts.
+        coordinator.all_gather_json(None, timeout_s=timeout_s)
     return coordinator
 
 
-def _export(meeting: RendezvousResult) -> None:
-    world = meeting.world
+def _export(result: RendezvousResult) -> None:
+    world = result.world
     os.environ.update(
         RANK=str(world.rank),
         LOCAL_RANK=str(world.local_rank),
@@ -154,11 +153,11 @@ def _export(meeting: RendezvousResult) -> None:
         MASTER_ADDR=str(world.master_addr),
         MASTER_PORT=str(world.master_port),
     )
-    if meeting.interface:
+    if result.interface:
         # gloo takes the address of the host's own name, which Debian maps to 127.0.1.1; NCCL takes
         # the first interface it likes. "=" asks NCCL for this name and none that begins like it.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={meeting.interface}")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", result.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={result.interface}")
 
 
 def _seconds(name: str, default: float) -> float:

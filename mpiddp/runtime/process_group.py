@@ -117,15 +117,15 @@ def default_group(
             dist.destroy_process_group()
 
 
-def choose_backend(wished: str | None) -> str:
-    """The backend to use: `wished`, or nccl where there is a GPU, else gloo."""
+def choose_backend(requested: str | None) -> str:
+    """The backend to use: `requested`, or nccl where there is a GPU, else gloo."""
     has_gpu = torch.cuda.is_available()
-    if wished == "nccl" and not has_gpu:
+    if requested == "nccl" and not has_gpu:
         raise UserError(
             f"--backend nccl needs a GPU, and torch {torch.__version__} sees none on "
             f"{socket.gethostname()}. Use --backend gloo, or look at nvidia-smi there."
         )
-    return wished or ("nccl" if has_gpu else "gloo")
+    return requested or ("nccl" if has_gpu else "gloo")
 
 
 def device_of(world: World, backend: str | None = None) -> torch.device:

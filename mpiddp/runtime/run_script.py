@@ -1,6 +1,6 @@
 """`mpiddp run`: one rank of a job runs an unmodified env:// script, as torchrun would have it.
 
-The ranks meet, the store that MASTER_ADDR and MASTER_PORT point at is up, and the script finds
+The ranks join, the store that MASTER_ADDR and MASTER_PORT point at is up, and the script finds
 sys.argv, `__main__`, its folder on sys.path, exit codes and tracebacks as if python had started it.
 """
 

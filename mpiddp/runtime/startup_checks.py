@@ -1,4 +1,4 @@
-"""What is looked at once all ranks have met: where they are, how they talk, how long it took."""
+"""The startup checks, once all ranks have joined: where they are, how they talk, how long it took."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.world import World
 
 
-def check_placement(coordinator: Coordinator, meeting: RendezvousResult) -> None:
-    """Hold the ranks' places against the launcher's wishes, and print what was asked to be seen."""
+def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
+    """Compare where the ranks are with the hostfile, and print what the launcher's options request."""
     env = os.environ
     wanted = env.get("MPIDDP_PLACEMENT")
     if wanted or env.get("MPIDDP_REPORT"):
-        card = meeting.cards[coordinator.world.rank]
+        info = result.infos[coordinator.world.rank]
         own = RankPlacement.of_this_process(
-            card, torch.cuda.device_count(), coordinator.world.launcher.name
+            info, torch.cuda.device_count(), coordinator.world.launcher.name
         )
-        devices = coordinator.all_gather_json(f"{own.device} {own.gpu}", timeout_s=AGREE_TIMEOUT_S)
-        places = [
-            RankPlacement(card, *device.split(" "))
-            for card, device in zip(meeting.cards, devices, strict=True)
+        devices = coordinator.all_gather_json([own.device, own.gpu], timeout_s=AGREE_TIMEOUT_S)
+        placements = [
+            RankPlacement(info, device, gpu)
+            for info, (device, gpu) in zip(result.infos, devices, strict=True)
         ]
         problem = coordinator.broadcast_json(
-            misplaced(places, wanted) if wanted and coordinator.world.rank == 0 else ""
+            misplaced(placements, wanted) if wanted and coordinator.world.rank == 0 else ""
         )
         with coordinator.all_or_none():
             if problem:
                 raise UserError(problem)
         if env.get("MPIDDP_REPORT") and coordinator.world.rank == 0:
-            print(table(places), flush=True)
+            print(table(placements), flush=True)
     if env.get("MPIDDP_VERBOSE"):
         world = coordinator.world
         if world.rank == 0:
             address = f"{world.master_addr} port {world.master_port}"
-            print(f"master address {address}: {meeting.reason}", flush=True)
-        print(f"rank {world.rank} on {world.hostname} uses {meeting.interface}", flush=True)
+            print(f"master address {address}: {result.reason}", flush=True)
+        print(f"rank {world.rank} on {world.hostname} uses {result.interface}", flush=True)
 
 
 def time_the_start(world: World) -> None:
