@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 
 from mpiddp.errors import BAD_INPUT, FAILED, UserError
+from mpiddp.protocol import TIMEOUT
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.name_service import no_dns
@@ -116,7 +117,7 @@ def _leave(
 
 
 def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
-    timeout_s = _seconds("MPIDDP_TIMEOUT", JOIN_TIMEOUT_S)
+    timeout_s = _seconds(TIMEOUT, JOIN_TIMEOUT_S)
     if session.channel is not None:
         session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += LAUNCHER_SPEAKS_S

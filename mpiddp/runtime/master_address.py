@@ -16,6 +16,7 @@ from typing import Any
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve
+from mpiddp.protocol import INTERFACE, NETWORKS
 from mpiddp.world import World
 
 LOOPBACK = "127.0.0.1"
@@ -161,7 +162,7 @@ def _named(
 
 def requested_interface(env: Mapping[str, str]) -> str | None:
     """What the user, or else the launcher, wants the ranks to use: see `Interface.matches`."""
-    return env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS")
+    return env.get(INTERFACE) or env.get(NETWORKS)
 
 
 def check_interface(infos: Sequence[RankInfo], requested: str) -> None:

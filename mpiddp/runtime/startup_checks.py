@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.errors import UserError
+from mpiddp.protocol import LAUNCHED_AT, PLACEMENT, REPORT, VERBOSE
 from mpiddp.runtime.coordinator import AGREE_TIMEOUT_S, Coordinator
 from mpiddp.runtime.placement import RankPlacement, misplaced, table
 from mpiddp.runtime.rendezvous import RendezvousResult
@@ -20,8 +21,8 @@ from mpiddp.world import World
 def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
     """Compare where the ranks are with the hostfile, and print what the launcher's options request."""
     env = os.environ
-    wanted = env.get("MPIDDP_PLACEMENT")
-    if wanted or env.get("MPIDDP_REPORT"):
+    wanted = env.get(PLACEMENT)
+    if wanted or env.get(REPORT):
         info = result.infos[coordinator.world.rank]
         own = RankPlacement.of_this_process(
             info, torch.cuda.device_count(), coordinator.world.launcher.name
@@ -37,9 +38,9 @@ def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
         with coordinator.all_or_none():
             if problem:
                 raise UserError(problem)
-        if env.get("MPIDDP_REPORT") and coordinator.world.rank == 0:
+        if env.get(REPORT) and coordinator.world.rank == 0:
             print(table(placements), flush=True)
-    if env.get("MPIDDP_VERBOSE"):
+    if env.get(VERBOSE):
         world = coordinator.world
         if world.rank == 0:
             address = f"{world.master_addr} port {world.master_port}"
@@ -50,8 +51,8 @@ def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
 def time_the_start(world: World) -> None:
     """At -v: the first process group, be it a script's own, does one all-reduce before all else, and
     rank 0 prints the seconds from the launcher's start to its end."""
-    start = os.environ.get("MPIDDP_LAUNCHED_AT")
-    if start is None or not os.environ.get("MPIDDP_VERBOSE"):
+    start = os.environ.get(LAUNCHED_AT)
+    if start is None or not os.environ.get(VERBOSE):
         return
     form = dist.init_process_group
 
