@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import socket
-from _blake2 import blake2b
 from dataclasses import dataclass
+
+from mpiddp.blake2 import blake2b
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
@@ -118,7 +119,7 @@ def dumps(kind: str, **facts: object) -> bytes:
 
 def proof(secret: str, challenge: str, rank: int) -> str:
     """What only somebody who has the secret can answer to `challenge`."""
-    # A keyed BLAKE2 is a MAC. By way of hashlib it would load OpenSSL, which is 4 MB.
+    # A keyed BLAKE2 is a MAC.
     return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
 
 

@@ -14,10 +14,12 @@ from mpiddp.errors import BAD_INPUT, FAILED, UserError
 from mpiddp.protocol import TIMEOUT
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
+from mpiddp.runtime.first_all_reduce import time_first_all_reduce
+from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.name_service import no_dns
 from mpiddp.runtime.rendezvous import RendezvousResult, finalize_mpi, rendezvous_over_mpi
 from mpiddp.runtime.session import Session, current
-from mpiddp.runtime.startup_checks import check_placement, time_the_start
+from mpiddp.runtime.startup_checks import check_placement
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.store import find_by_address, rendezvous_over_store, serve_or_join
 from mpiddp.world import World
@@ -48,8 +50,10 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         yield session.coordinator
         return
     if session.coordinator is None:
-        session.coordinator = _join(session, world or World.from_env(), keep_mpi=keep_mpi)
-        time_the_start(session.coordinator.world)
+        world = world or World.from_env()
+        log_to_console(world.rank)
+        session.coordinator = _join(session, world, keep_mpi=keep_mpi)
+        time_first_all_reduce(session.coordinator.world)
     coordinator = session.coordinator
     watch = FailureWatch(coordinator, session.stop, has_launcher=session.channel is not None)
     session.watch = watch

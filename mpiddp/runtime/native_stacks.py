@@ -1,10 +1,10 @@
-"""The Python stack of a rank whose native code keeps the interpreter's lock, written by the kernel's help.
+"""The Python stack of a rank whose native code keeps the interpreter's lock.
 
 The launcher sends one urgent byte of TCP. The kernel turns it into SIGURG, and faulthandler's handler
 writes the main thread's stack to the connection. No Python code runs for that.
 
-A plain message is not enough: the thread that would read it waits for the lock. test_native_stacks.py
-shows both, with CPython 3.11 on Linux 6.
+A plain message is not enough: the thread that would read it waits for the lock (CPython 3.11;
+not where it is built without the lock). tests/test_still_needed.py fails on the day that it does not.
 """
 
 from __future__ import annotations

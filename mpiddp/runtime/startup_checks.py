@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import time
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mpiddp.errors import UserError
-from mpiddp.protocol import LAUNCHED_AT, PLACEMENT, REPORT, VERBOSE
+from mpiddp.protocol import PLACEMENT, REPORT, VERBOSE
 from mpiddp.runtime.coordinator import AGREE_TIMEOUT_S, Coordinator
+from mpiddp.runtime.log import log
 from mpiddp.runtime.placement import RankPlacement, misplaced, table
 from mpiddp.runtime.rendezvous import RendezvousResult
-from mpiddp.world import World
 
 
 def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
@@ -39,39 +35,11 @@ def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
             if problem:
                 raise UserError(problem)
         if env.get(REPORT) and coordinator.world.rank == 0:
-            print(table(placements), flush=True)
+            log.info(table(placements))
     if env.get(VERBOSE):
         world = coordinator.world
         if world.rank == 0:
             address = f"{world.master_addr} port {world.master_port}"
-            print(f"master address {address}: {result.reason}", flush=True)
+            log.info(f"master address {address}: {result.reason}")
+        # Every rank, not rank 0 alone.
         print(f"rank {world.rank} on {world.hostname} uses {result.interface}", flush=True)
-
-
-def time_the_start(world: World) -> None:
-    """At -v: the first process group, be it a script's own, does one all-reduce before all else, and
-    rank 0 prints the seconds from the launcher's start to its end."""
-    start = os.environ.get(LAUNCHED_AT)
-    if start is None or not os.environ.get(VERBOSE):
-        return
-    form = dist.init_process_group
-
-    @functools.wraps(form)
-    def form_and_time(*args: Any, **kwargs: Any) -> None:
-        form(*args, **kwargs)
-        if dist.init_process_group is form:  # a name that was imported still leads here
-            return
-        dist.init_process_group = form
-        device = torch.device("cpu")
-        if "cpu:" not in dist.get_backend_config():  # "cuda:nccl"
-            all_visible = world.local_rank < torch.cuda.device_count()
-            index = world.local_rank if all_visible else torch.cuda.current_device()
-            device = torch.device("cuda", index)
-        one = torch.ones(1, device=device)
-        dist.all_reduce(one)
-        assert one.item() == dist.get_world_size()
-        if dist.get_rank() == 0:
-            seconds = time.time() - float(start)
-            print(f"first all-reduce {seconds:.2f} s after the command", flush=True)
-
-    dist.init_process_group = form_and_time
