@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, UserError
-from mpiddp.runtime.log import log
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ class Coordinator:
         spoken = self.unique_prefix("spoken")
         if self.world.rank == 0:
             for sentence in self._sentences(problems):
-                log.error(sentence)
+                # Not by the log: a script's logging.config may have switched that off.
+                print(sentence, file=sys.stderr, flush=True)
             self.store.set(spoken, "")
         else:  # the first to end makes mpirun end rank 0 as well, be it in mid-sentence
             self._absent([spoken], AGREE_TIMEOUT_S)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.protocol import LAUNCHED_AT, VERBOSE
-from mpiddp.runtime.log import log
 from mpiddp.world import World
 
 
@@ -40,7 +39,9 @@ def time_first_all_reduce(world: World) -> None:
         dist.init_process_group = init_process_group
         _all_reduce(world)
         if dist.get_rank() == 0:
-            log.info(f"first all-reduce {time.time() - float(start):.2f} s after the command")
+            seconds = time.time() - float(start)
+            # Not by the log: the script's logging.config may have switched that off.
+            print(f"first all-reduce {seconds:.2f} s after the command", flush=True)
 
     dist.init_process_group = init_and_time
 

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 from mpiddp.errors import BAD_INPUT, UserError, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import probe
-from mpiddp.runtime.log import log
 from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen, requested_interface
 from mpiddp.world import World
 
@@ -73,7 +72,7 @@ def rendezvous_over_mpi(
             return _exchange(world, comm)
         except UserError as error:  # the same one on every rank
             if world.rank == 0:
-                log.error(error)
+                print(error, file=sys.stderr, flush=True)
             comm.Barrier()  # the first to exit makes mpirun end the others
             raise SystemExit(BAD_INPUT) from None
         except BaseException:
