@@ -7,12 +7,10 @@ others. A host that comes without the newest checkpoint is sent it, and holds it
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,10 +46,10 @@ def find_writer_ranks(coordinator: Coordinator, out: Path, *, timeout_s: float) 
     marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
     seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
     # The lowest rank that a host sees keeps the checkpoints for all hosts that see the same.
-    firsts = coordinator.all_gather_json(str(seen[0]) if seen else "", timeout_s=timeout_s)
+    firsts = coordinator.all_gather_json(seen[0] if seen else None, timeout_s=timeout_s)
     if own:
         (out / own).unlink()
-    return [rank for rank, first in enumerate(firsts) if first == str(rank)]
+    return [rank for rank, first in enumerate(firsts) if first == rank]
 
 
 def send_missing_checkpoint(
@@ -72,7 +70,7 @@ def send_missing_checkpoint(
     is_receiver = coordinator.world.rank in receivers
     records = folder.parent.parent / RECORDS
     own = _files(folder, records) if coordinator.world.rank == holder else []
-    files = json.loads(coordinator.all_gather_json(json.dumps(own), timeout_s=timeout_s)[holder])
+    files = coordinator.all_gather_json(own, timeout_s=timeout_s)[holder]
     problem = ""
 
     chunks = _chunks(holder, folder, files[:-1], device)
@@ -119,7 +117,7 @@ def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
 
 
 def _chunks(
-    source: int, folder: Path, files: list[list[Any]], device: torch.device
+    source: int, folder: Path, files: list[tuple[str, int]], device: torch.device
 ) -> Iterator[tuple[str, memoryview]]:
     """Each file (name and bytes) in pieces, on every rank; each step of this iterator is a broadcast."""
     for name, size in files:

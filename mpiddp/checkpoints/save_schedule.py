@@ -55,14 +55,12 @@ class SaveSchedule:
             return step % self._every.steps == 0
         if step < self._next_look:
             return False
-        own = self._look(step) if self._coordinator.world.rank == 0 else ""
-        is_due, pause = map(
-            int, self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0].split()
-        )
+        own = self._look(step) if self._coordinator.world.rank == 0 else (False, 0)
+        is_due, pause = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0]
         self._next_look = step + pause
-        return bool(is_due)
+        return is_due
 
-    def _look(self, step: int) -> str:
+    def _look(self, step: int) -> tuple[bool, int]:
         """Rank 0: whether it is time, and the steps until the next look."""
         assert self._every is not None
         assert self._every.seconds is not None
@@ -77,4 +75,4 @@ class SaveSchedule:
         pause = int(min(left_s, self._every.seconds / LOOKS) / step_s)
         # The first steps tell little: a GPU has only been given them, not done them.
         pause = min(pause, 2 * (step - self._start))
-        return f"{int(is_due)} {max(1, pause)}"
+        return is_due, max(1, pause)

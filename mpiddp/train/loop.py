@@ -17,9 +17,8 @@ from torch import nn
 from mpiddp.checkpoints import replicas
 from mpiddp.checkpoints.save_schedule import SaveSchedule
 from mpiddp.errors import UserError
-from mpiddp.runtime import stop_request
 from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.stop_request import should_stop
+from mpiddp.runtime.session import current, should_stop
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig, resume_args
@@ -139,7 +138,7 @@ def train(
     if saved:
         checkpoint.restore_rank(model, saved.ranks)
 
-    stop_request.current().count_from(progress.step)
+    current().stop.count_from(progress.step)
     due = SaveSchedule(config.save_every, coordinator, progress.step, timeout_s=config.timeout)
     saver = Saver(
         out / "checkpoints",

@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpiddp.errors import DONE, STOPPED, UserError, silence_stdout
-from mpiddp.runtime import control_client
-from mpiddp.runtime.control_client import reporting
 from mpiddp.runtime.process_setup import configure_process
-from mpiddp.runtime.stop_request import declare_support, listen_when_alone, stopped
+from mpiddp.runtime.session import Session, current, reporting
+from mpiddp.runtime.stop_signals import listen_when_alone
 from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig, out_dir, parse, resume_args, settle
 from mpiddp.world import World
@@ -42,12 +41,12 @@ def main(argv: list[str]) -> int:
             raise
         config = error  # for all ranks to hear, once they have met
     configure_process(world)
-    with reporting(world):
-        declare_support()
-        return _train(config, world)
+    with reporting(world) as session:
+        session.stop.declare_support()
+        return _train(config, world, session)
 
 
-def _train(config: TrainConfig | UserError, world: World) -> int:
+def _train(config: TrainConfig | UserError, world: World, session: Session) -> int:
     # Only now torch: --help and a wrong option answer at once.
     from mpiddp.checkpoints import replicas
     from mpiddp.runtime.join import join
@@ -102,8 +101,8 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             model = build_model(config, data)
         start = resume.find(coordinator, config, data.contents, out, say)
         shards = plan.shards
-        control_client.send("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
-        control_client.send("resume", arguments=resume_args(config, out))
+        session.send("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
+        session.send("resume", arguments=resume_args(config, out))
         with coordinator.all_or_none(), _writing(out):  # all is well: only now something is written
             for folder in (out / "logs", out / "checkpoints"):  # on every host
                 folder.mkdir(parents=True, exist_ok=True)
@@ -127,13 +126,13 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                 f"(--lr {config.lr:g}{' scaled by batch/256' if config.lr_scaling else ''})"
             )
             if world.launcher.name == "none":
-                listen_when_alone()
+                listen_when_alone(session.stop)
             summary = train(
                 config, plan, coordinator, data, model, start, writer_ranks, device, out, say
             )
 
         if summary is None:
-            stopped()
+            session.stop.stopped()
             return STOPPED
         if world.rank == 0:
             path = out / "summary.json"
@@ -166,7 +165,7 @@ class _log:
         logging.raiseExceptions = False  # a full disk: the checkpoints tell of it
         self._logger = logging.Logger("mpiddp")
         path = out / "logs" / f"rank_{world.rank:05d}.log"
-        control_client.send("log", path=str(path))
+        current().send("log", path=str(path))
         handler = logging.FileHandler(path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger.addHandler(handler)

@@ -6,7 +6,6 @@ holds what is gone on from, and which hosts lack it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -59,10 +58,8 @@ def find(
     with coordinator.all_or_none(timeout_s=LOOK_TIMEOUT_S):
         if coordinator.world.local_rank == 0:
             own = _look(config, out)
-    words = coordinator.all_gather_json(
-        json.dumps(asdict(own)) if own else "", timeout_s=LOOK_TIMEOUT_S
-    )
-    finds = {rank: _Found(**json.loads(text)) for rank, text in enumerate(words) if text}
+    gathered = coordinator.all_gather_json(asdict(own) if own else None, timeout_s=LOOK_TIMEOUT_S)
+    finds = {rank: _Found(**values) for rank, values in enumerate(gathered) if values}
     holder = max(finds, key=lambda rank: (finds[rank].step, -rank))
     best = finds[holder]
     for sentence in _complaints(finds, best, coordinator):

@@ -141,8 +141,8 @@ def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: i
     timer.resume()
     for _ in batches:
         timer.tick()
-    own = f"{sum(timer.read())}"
-    slowest = max(map(float, coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
+    own = sum(timer.read())
+    slowest = max(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
     return count * size * world.world_size / slowest
 
 
@@ -165,8 +165,8 @@ def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
             bare_step(parts, config, images, labels)
             timer.tick()
         count *= 2
-    own = f"{opened.batch_size / median(timer.read())}"
-    return sum(map(float, coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
+    own = opened.batch_size / median(timer.read())
+    return sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ machines do meets all of them alike. The loops begin each block with a fresh mod
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -58,12 +57,12 @@ def run(world: World, argv: list[str]) -> None:
         with _folder(job) as folder:
             loops = _loops(job, data, folder, count, options.rounds)
         phases = _phases(job, phases_data, count, options.rounds)
-        everyone = job.coordinator.all_gather_json(json.dumps(phases), timeout_s=EXCHANGE_TIMEOUT_S)
+        everyone = job.coordinator.all_gather_json(phases, timeout_s=EXCHANGE_TIMEOUT_S)
         if job.speaks:
             emit(
                 {
                     "loops": loops,
-                    "phases": [json.loads(text) for text in everyone],
+                    "phases": everyone,
                     "hostnames": list(job.coordinator.hostnames),
                     "data": phases_data.name,
                     "settings": settings(job),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,13 +87,9 @@ def settled(
 
 def hosts_of(coordinator: Coordinator) -> list[dict[str, Any]]:
     """Each host's machine, with its number of ranks. All ranks must call this."""
-    own = json.dumps(machine()) if coordinator.world.local_rank == 0 else ""
+    own = machine() if coordinator.world.local_rank == 0 else None
     found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
-    return [
-        {**json.loads(text), "ranks": coordinator.hostnames.count(json.loads(text)["host"])}
-        for text in found
-        if text
-    ]
+    return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
 
 
 def open_source(job: Job) -> Data:
