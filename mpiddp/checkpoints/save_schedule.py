@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 
 from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.text import parse_duration
 
-_UNITS = {"s": 1, "m": 60, "h": 3600}
 LOOKS = 4  # at the clock, in every interval
 
 
@@ -22,12 +21,11 @@ class Interval:
 
 def parse_interval(text: str) -> Interval:
     """`20` is steps, `30s`, `10m` and `1.5h` are times. Raises ValueError for anything else."""
-    if re.fullmatch(r"[0-9]+", text, re.ASCII) and int(text) > 0:
+    if text.isascii() and text.isdigit() and int(text) > 0:
         return Interval(steps=int(text))
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([smh])", text, re.ASCII)
-    if match is None or not float(match[1]) > 0:
+    if not text.endswith(("s", "m", "h")):
         raise ValueError(text)
-    return Interval(seconds=float(match[1]) * _UNITS[match[2]])
+    return Interval(seconds=parse_duration(text))
 
 
 class SaveSchedule:

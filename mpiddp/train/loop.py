@@ -20,6 +20,7 @@ from mpiddp.errors import UserError
 from mpiddp.runtime import stop_request
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.stop_request import should_stop
+from mpiddp.text import percentile
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig, resume_args
@@ -27,7 +28,7 @@ from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
 from mpiddp.train.engine import backward, build_optimizer, place
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
-from mpiddp.train.metrics import StepTimer, Summary, percentile, slowest
+from mpiddp.train.metrics import StepTimer, Summary, slowest
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.records import Records
 from mpiddp.train.resume import Start, set_newer_aside
@@ -249,7 +250,7 @@ def train(
         test_accuracy=score.accuracy if score else None,
         test_images=score.num_images if score else None,
         images_per_s=images / seconds if seconds_of_steps else None,
-        step_time_p50_s=percentile(seconds_of_steps, 50),
-        step_time_p95_s=percentile(seconds_of_steps, 95),
+        step_time_p50_s=percentile(seconds_of_steps, 50) if seconds_of_steps else None,
+        step_time_p95_s=percentile(seconds_of_steps, 95) if seconds_of_steps else None,
         wall_s=time.monotonic() - started_at,
     )

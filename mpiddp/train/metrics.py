@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpiddp.text import counted
+from mpiddp.text import align_columns, counted
 
 
 class StepTimer:
@@ -81,15 +80,6 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     return times
 
 
-def percentile(seconds: list[float], percent: int) -> float | None:
-    """The value that `percent` of all do not exceed, interpolated; None of nothing."""
-    if not seconds:
-        return None
-    if len(seconds) == 1:
-        return seconds[0]
-    return statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
-
-
 def table(summary: Summary, out: Path) -> str:
     """The few lines that a run ends with."""
     hosts = ", ".join(f"{name} {count}" for name, count in summary.hosts.items())
@@ -107,8 +97,7 @@ def table(summary: Summary, out: Path) -> str:
         "wall time": f"{summary.wall_s:.0f} s",
         "run folder": str(out),
     }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+    return align_columns(list(rows.items()))
 
 
 def _or_dash(value: float | None, form: str) -> str:
