@@ -257,6 +257,7 @@ def test_weight_decay_spares_batch_norm_and_biases() -> None:
 
 def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
     """The fused kernels pair up what lies side by side, whatever it is."""
+    torch.manual_seed(0)
     image = torch.randn(2, 3, 8, 8)
     stepped = []
     for later in (torch.channels_last, torch.contiguous_format):
@@ -271,7 +272,9 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
         model(image).square().sum().backward()
         resumed.step()
         stepped.append(model.weight.detach().clone())
-    torch.testing.assert_close(*stepped)
+    # Weights of some hundreds, each a sum whose order depends on the layout: a small one may have lost
+    # all its digits, while a momentum that is out of place changes the weights by their own size.
+    torch.testing.assert_close(*stepped, rtol=0, atol=1e-5 * stepped[0].abs().max().item())
 
 
 def test_gradients_stay_in_place_where_a_cuda_graph_adds_to_them() -> None:
