@@ -26,7 +26,7 @@ from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
-from mpiddp.train.engine import backward, build_optimizer, place
+from mpiddp.train.engine import backward, build_optimizer, to_device
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, slowest
 from mpiddp.train.parallel import clear_gradients, wrap
@@ -62,8 +62,6 @@ class Plan:
 
 def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan:
     """Derive the plan. Raises UserError where the global batch is larger than the data set."""
-    assert config.global_batch_size is not None
-    assert config.epochs is not None
     shards = Shards(
         num_samples=data.train.num_images,
         global_batch_size=config.global_batch_size,
@@ -111,8 +109,6 @@ def train(
         say: prints on rank 0 and does nothing elsewhere.
     """
     started_at = time.monotonic()
-    assert config.epochs is not None
-    assert config.batch_size is not None
     receivers = [rank for rank in start.lacking if rank in writer_ranks]
     if start.folder is not None and receivers:
         replicas.send_missing_checkpoint(
@@ -125,7 +121,7 @@ def train(
             timeout_s=config.timeout,
         )
     saved = checkpoint.broadcast(start.saved, start.holder)
-    model = place(model, config, device)
+    model = to_device(model, config, device)
     optimizer = build_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
 
@@ -238,7 +234,7 @@ def train(
     images = sum(images_of_steps[-len(seconds_of_steps) :])
     return Summary(
         dataset=data.name,
-        arch=str(config.arch),
+        arch=config.arch,
         num_parameters=sum(p.numel() for p in model.parameters()),
         world_size=coordinator.world.world_size,
         num_nodes=coordinator.world.num_nodes or 1,

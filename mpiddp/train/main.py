@@ -22,7 +22,8 @@ from mpiddp.runtime.control_client import reporting
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.stop_request import declare_support, listen_when_alone, stopped
 from mpiddp.text import counted
-from mpiddp.train.config import TrainConfig, out_dir, parse, resume_args, settle
+from mpiddp.train.config import out_dir, resolve_defaults, resume_args
+from mpiddp.train.options import TrainOptions, parse
 from mpiddp.world import World
 
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
@@ -36,18 +37,18 @@ def main(argv: list[str]) -> int:
     """
     world = World.from_env()
     try:
-        config: TrainConfig | UserError = parse(argv)
+        options: TrainOptions | UserError = parse(argv)
     except UserError as error:
         if world.world_size == 1:
             raise
-        config = error  # for all ranks to hear, once they have met
+        options = error  # for all ranks to hear, once they have met
     configure_process(world)
     with reporting(world):
         declare_support()
-        return _train(config, world)
+        return _train(options, world)
 
 
-def _train(config: TrainConfig | UserError, world: World) -> int:
+def _train(options: TrainOptions | UserError, world: World) -> int:
     # Only now torch: --help and a wrong option answer at once.
     from mpiddp.checkpoints import replicas
     from mpiddp.runtime.join import join
@@ -71,12 +72,12 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                     silence_stdout()
 
         with coordinator.all_or_none():
-            if isinstance(config, UserError):
-                raise config
-            backend = choose_backend(config.backend)
+            if isinstance(options, UserError):
+                raise options
+            backend = choose_backend(options.backend)
             device = device_of(world, backend)
-            config = settle(
-                config, world, on_gpu=device.type != "cpu", has_bf16=computes_in_bf16(device)
+            config = resolve_defaults(
+                options, world, on_gpu=device.type != "cpu", has_bf16=computes_in_bf16(device)
             )
             check_compression(config, device)
         with coordinator.all_or_none():

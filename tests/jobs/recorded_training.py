@@ -22,10 +22,11 @@ from mpiddp.checkpoints import directory, replicas
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train import resume
-from mpiddp.train.config import parse, settle
+from mpiddp.train.config import resolve_defaults
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.engine import build_model
 from mpiddp.train.loop import make_plan, train
+from mpiddp.train.options import parse
 
 NUM_IMAGES = 101
 SHAPE = (3, 8, 8)
@@ -56,12 +57,12 @@ class Noted:
 
 
 def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
-    config = parse(argv)
-    out = Path(str(config.out))
+    options = parse(argv)
+    out = Path(str(options.out))
     with join() as coordinator:
         rank, ranks = coordinator.world.rank, coordinator.world.world_size
         device = device_of(coordinator.world, "gloo")
-        config = settle(config, coordinator.world, on_gpu=False, has_bf16=False)
+        config = resolve_defaults(options, coordinator.world, on_gpu=False, has_bf16=False)
         start = resume.find(coordinator, config, CONTENTS, out, lambda text: None)
         step = directory.step_of(start.folder) if start.folder else 0
         dies = rank == 0 and die_at_step >= 0  # the one that has a batch at every step, and saves

@@ -188,7 +188,6 @@ TICKS = 5  # of the timer in one step
 
 def _numbers(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
     """The images of `count` batches of this rank: some of all that there are, in any order."""
-    assert job.config.batch_size is not None
     generator = torch.Generator().manual_seed(job.coordinator.world.rank)
     for _ in range(count):
         high = data.train.num_images
