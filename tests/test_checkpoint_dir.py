@@ -342,5 +342,5 @@ def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> Non
 def test_prune_counts_by_sizes_or_by_every_byte(tmp_path: Path) -> None:
     folders = several(tmp_path, 1, 2, 3)
     (folders[2] / "model.pt").write_bytes(bytes(5000))
-    assert directory.prune(tmp_path, 2, counts=directory.is_valid) == []
+    assert directory.prune(tmp_path, 2, counts_as_kept=directory.is_valid) == []
     assert directory.prune(tmp_path, 2) == [folders[0]]

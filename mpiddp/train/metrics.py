@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpiddp.text import align_columns, counted
+from mpiddp.text import align_columns, counted, percentile
+
+STARTUP_STEPS = 3  # their times hold page faults and kernel choices, not the training
 
 
 class StepTimer:
@@ -78,6 +80,31 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
     times: list[float] = all_ranks.tolist()
     return times
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast the steps were on the slowest rank; None where none were made."""
+
+    images_per_s: float | None
+    step_time_p50_s: float | None
+    step_time_p95_s: float | None
+
+
+def measure_speed(timer: StepTimer, images_of_steps: Sequence[int], device: torch.device) -> Speed:
+    """The speed of all steps but the first few. A collective.
+
+    Args:
+        images_of_steps: the images of each timed step, over all ranks.
+    """
+    own = timer.read()
+    if len(own) > 2 * STARTUP_STEPS:
+        own = own[STARTUP_STEPS:]
+    *step_times, total = slowest([*own, sum(own)], device)
+    if not step_times:
+        return Speed(None, None, None)
+    images = sum(images_of_steps[-len(step_times) :])
+    return Speed(images / total, percentile(step_times, 50), percentile(step_times, 95))
 
 
 def table(summary: Summary, out: Path) -> str:

@@ -32,12 +32,14 @@ from mpiddp.bench.ranks.training import (
 )
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
 from mpiddp.bench.words import emit
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import UserError
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.engine import autocast, build_model
-from mpiddp.train.loop import STARTUP_STEPS, Plan, train
-from mpiddp.train.metrics import StepTimer, slowest
+from mpiddp.train.loop import TrainInputs, train
+from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
+from mpiddp.train.plan import Plan
 from mpiddp.train.resume import Start
 from mpiddp.world import World
 
@@ -96,19 +98,12 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
 def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
     """What `mpiddp train` itself says of these steps."""
     config = replace(job.config, epochs=1, out=str(out))
+    run = RunDir(out)
     if job.speaks:
-        (out / "checkpoints").mkdir(parents=True)
+        run.checkpoints.mkdir(parents=True)
+    model = build_model(config, data)
     summary = train(
-        config,
-        plan,
-        job.coordinator,
-        data,
-        build_model(config, data),
-        Start(),
-        [0],
-        job.device,
-        out,
-        lambda text: None,
+        TrainInputs(config, plan, data, model, Start(), job.coordinator, [0], job.device, run)
     )
     assert summary is not None
     assert summary.images_per_s is not None

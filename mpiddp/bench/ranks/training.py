@@ -27,9 +27,9 @@ from mpiddp.train.engine import (
     computes_in_bf16,
     to_device,
 )
-from mpiddp.train.loop import Plan, make_plan
 from mpiddp.train.options import parse
 from mpiddp.train.parallel import check_compression, wrap
+from mpiddp.train.plan import Plan, make_plan
 from mpiddp.world import World
 
 EXCHANGE_TIMEOUT_S = 600.0
