@@ -133,7 +133,7 @@ def test_the_configuration(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
     assert set(config) == set(configured().as_json())
     assert (config["batch_size"], config["global_batch_size"]) == (2, 8)
-    assert config["amp"] in ("bf16", "off")  # settled, no longer "auto"
+    assert config["amp"] in ("bf16", "off")  # resolved, no longer "auto"
     assert config["epochs"] == 2
 
 
