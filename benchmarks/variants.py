@@ -30,8 +30,10 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.process_group import process_group
 from mpiddp.runtime.process_setup import keep_freed_memory
 from mpiddp.train import parallel
-from mpiddp.train.config import parse
+from mpiddp.train.config import TrainConfig, resolve_defaults
+from mpiddp.train.options import parse
 from mpiddp.train.resnet import ARCHS
+from mpiddp.world import World
 
 RANKS = 2  # of each variant
 BATCH = 64  # images per rank
@@ -90,6 +92,11 @@ COMPILED = {
 }
 
 
+def _config(variant: Variant) -> TrainConfig:
+    options = parse([f"--grad-compression={variant.compression}"])
+    return resolve_defaults(options, World(0, RANKS, 0, RANKS), on_gpu=False, has_bf16=False)
+
+
 def stepper(variant: Variant, stem: str, group: dist.ProcessGroup) -> Callable[[], None]:
     """One step of the variant, on a model, an optimizer and a batch of its own."""
     if variant.keeps_memory:
@@ -111,7 +118,7 @@ def stepper(variant: Variant, stem: str, group: dist.ProcessGroup) -> Callable[[
         bucket_cap_mb=variant.bucket_mb,
         **sync,  # type: ignore[arg-type]
     )
-    parallel.compress(ddp, replace(parse([]), grad_compression=variant.compression))
+    parallel.compress(ddp, _config(variant))
     optimizer = torch.optim.SGD(
         ddp.parameters(), 0.01, momentum=0.9, weight_decay=5e-4, fused=variant.fused
     )

@@ -12,7 +12,7 @@ import torch
 
 from mpiddp.checkpoints import directory
 from mpiddp.train.data import cifar10
-from mpiddp.train.resnet import resnet20
+from mpiddp.train.resnet import ARCHS
 from tests import tiny_data
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
 from tests.training import Command, Turn, records, summary, train, turns
@@ -54,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels.write_bytes(labels.read_bytes()[:30])
     shutil.rmtree(tiny_data.image_folder(place / "images", 4, 2) / "val")
 
-    weights = resnet20().state_dict()
+    weights = ARCHS["resnet20"]().state_dict()
     torch.save({name: weights[name] for name in list(weights)[:3]}, place / "part.pt")
     (place / "blocked").mkdir()
     (place / "blocked" / "checkpoints").write_text("a file in the way")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.benchmark import Benchmark
-from mpiddp.train.config import parse as parse_training
+from mpiddp.train.options import parse as parse_training
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 

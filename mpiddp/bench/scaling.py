@@ -18,7 +18,7 @@ from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, percentile, shown, spread
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.config import parse as parse_training
+from mpiddp.train.options import parse as parse_training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

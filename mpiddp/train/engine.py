@@ -29,7 +29,6 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     Raises:
         UserError: --weights names a file that does not fit, or the batches are too small for BatchNorm.
     """
-    assert config.arch is not None
     channels, height, _ = data.shape
     stem = config.stem
     if stem == "auto":
@@ -94,7 +93,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(body, strict=False)
 
 
-def place(model: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
+def to_device(model: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
     """The model on the device, its convolutions in the memory layout of the images."""
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]

@@ -15,7 +15,7 @@ from mpiddp.bench.machine import machine
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import choose_backend, default_group, device_of
-from mpiddp.train.config import TrainConfig, parse, settle
+from mpiddp.train.config import TrainConfig, resolve_defaults
 from mpiddp.train.data import open_data
 from mpiddp.train.data.source import Data
 from mpiddp.train.engine import (
@@ -24,10 +24,11 @@ from mpiddp.train.engine import (
     build_optimizer,
     choose_kernels,
     computes_in_bf16,
-    place,
+    to_device,
 )
-from mpiddp.train.loop import Plan, make_plan
+from mpiddp.train.options import parse
 from mpiddp.train.parallel import check_compression, wrap
+from mpiddp.train.plan import Plan, make_plan
 from mpiddp.world import World
 
 EXCHANGE_TIMEOUT_S = 600.0
@@ -73,11 +74,13 @@ def settled(
 ) -> tuple[TrainConfig, str, torch.device]:
     """The configuration, the backend and the device that `mpiddp train TRAINING` would have."""
     with coordinator.all_or_none():
-        config = parse(list(training))
-        backend = choose_backend(config.backend)
+        options = parse(list(training))
+        backend = choose_backend(options.backend)
         device = device_of(coordinator.world, backend)
         on_gpu = device.type != "cpu"
-        config = settle(config, coordinator.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device))
+        config = resolve_defaults(
+            options, coordinator.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device)
+        )
         check_compression(config, device)
     if on_gpu:
         torch.cuda.set_device(device)  # a source has no process group that would do so
@@ -110,7 +113,7 @@ def build_bare(
     """The same without DDP, so that it needs no process group. All ranks must call this."""
     with coordinator.all_or_none():
         model = build_model(config, data)
-    model = place(model, config, device)
+    model = to_device(model, config, device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
     return Parts(model, build_optimizer(model, config), scaler)
 
@@ -127,7 +130,6 @@ def bare_step(parts: Parts, config: TrainConfig, images: Tensor, labels: Tensor)
 
 def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
     """`count` steps in one epoch of a synthetic source, which has as many images as that takes."""
-    assert job.config.global_batch_size is not None
     data.train.num_images = count * job.config.global_batch_size
     config = replace(job.config, epochs=1, steps_per_epoch=count)
     return make_plan(config, data, job.coordinator)
