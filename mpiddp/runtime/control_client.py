@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpiddp.errors import BAD_INPUT, UserError
+from mpiddp.hosts.versions import package_version
 from mpiddp.protocol import ADDRESS, SECRET, TEXT_LIMIT, URGENT, dumps, notice_silence, proof
 from mpiddp.world import World
 
@@ -162,7 +163,7 @@ def reporting(world: World) -> Iterator[None]:
         return
     channel = _connect(address, secret, world)
     os.register_at_fork(after_in_child=_forget)
-    versions = {package: _version(package) for package in ("torch", "mpi4py")}
+    versions = {package: package_version(package) for package in ("torch", "mpi4py")}
     channel.send(
         "started",
         host=world.hostname,
@@ -245,12 +246,3 @@ def _lines(connection: socket.socket) -> Iterator[bytes]:
         # The kernel takes an urgent byte out of the stream only if it is read before the next one.
         *whole, buffer = (buffer + chunk.replace(URGENT, b"")).split(b"\n")
         yield from whole
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
