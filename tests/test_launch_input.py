@@ -15,7 +15,7 @@ from mpiddp.hosts.nodes import Node, is_this_host, name_nodes, ranks_by_host
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 from mpiddp.launch.network import link_to, requested_interfaces
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.remote.gpus import asked_backend, count_gpus, fit_to_gpus
+from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, requested_backend
 from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import parse_exports
 
@@ -51,9 +51,9 @@ def test_gpus_are_counted_by_nvidia_smi_and_narrowed_by_cuda_visible_devices(
 
 
 def test_the_backend_among_the_scripts_arguments() -> None:
-    assert asked_backend(["--lr", "1", "--backend", "nccl"]) == "nccl"
-    assert asked_backend(["--backend=gloo"]) == "gloo"
-    assert asked_backend(["--backend"]) is None
+    assert requested_backend(["--lr", "1", "--backend", "nccl"]) == "nccl"
+    assert requested_backend(["--backend=gloo"]) == "gloo"
+    assert requested_backend(["--backend"]) is None
 
 
 def test_this_machine_goes_by_its_own_name() -> None:
