@@ -58,15 +58,15 @@ def test_the_backend_among_the_scripts_arguments() -> None:
 
 def test_this_machine_goes_by_its_own_name() -> None:
     hosts = parse_host_list("far.invalid:1,localhost:2")
-    placed = [(hosts.hosts[0], 1), (hosts.hosts[1], 2)]
-    nodes = name_nodes(hosts, placed, "me")
+    ranks_of_hosts = [(hosts.hosts[0], 1), (hosts.hosts[1], 2)]
+    nodes = name_nodes(hosts, ranks_of_hosts, "me")
     assert nodes == (Node("far.invalid", 1), Node("me", 2))
     assert ranks_by_host(nodes) == ["far.invalid: rank 0", "me: ranks 1-2"]
     assert is_this_host("127.0.0.1")
     assert not is_this_host("192.0.2.1")  # an address of documentation
 
 
-def test_the_network_is_the_one_wished_for_or_the_one_that_leads_to_all_hosts() -> None:
+def test_the_network_is_the_requested_one_or_the_one_that_leads_to_all_hosts() -> None:
     assert [each.name for each in requested_interfaces("127.0.0.1")] == ["lo"]
     with pytest.raises(
         UserError, match=r'interface "nope" is not on .*, which has lo \(127.0.0.1\)'

@@ -1,4 +1,4 @@
-"""What a host tells of itself before a job starts there. Runs on the far side of an ssh connection.
+"""What the preflight needs to know of a host. Runs there, on the far side of an ssh connection.
 
 The launcher sends the text of this file and of the modules of this package that it imports, so a host
 needs nothing but a Python 3; see `mpiddp.launch.remote.preflight`.

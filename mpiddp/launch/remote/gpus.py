@@ -88,16 +88,16 @@ def fit_to_gpus(
 ) -> tuple[Hosts, list[str]]:
     """`hosts` with every slot count known, and sentences about what the user would not expect.
 
-    A bare host gets a slot per GPU, or one without GPUs. A host has no more slots than GPUs, for
-    ranks that share one stop NCCL; without any GPU its slots stay as they are written.
+    A bare host gets a slot per GPU, or one without GPUs. A host has no more slots than GPUs,
+    because NCCL fails where ranks share one; without any GPU its slots stay as they are written.
 
     Args:
         backend: the script's --backend. Ranks over gloo need no GPU of their own.
-        known: the hosts whose GPUs `count` tells without reaching for them once more.
+        known: the hosts whose GPUs `count` knows without ssh.
 
     Raises:
-        UserError: fewer GPUs than slots. This machine alone gets fewer ranks instead, which is said,
-            unless the backend is nccl.
+        UserError: fewer GPUs than slots. This machine alone gets fewer ranks instead, with a
+            note, unless the backend is nccl.
     """
     notes: list[str] = []
     fitted: list[Host] = []

@@ -53,7 +53,7 @@ class HostRequirements:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What one host told of itself, see `mpiddp.hosts.probe.host_info`."""
+    """What the probe found on one host, see `mpiddp.hosts.probe.host_info`."""
 
     host: Host
     has_folder: bool
@@ -66,7 +66,7 @@ class HostInfo:
 
 
 def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[Host, HostInfo]:
-    """What every host told of itself. All of them can be used, and fit together.
+    """Check every host: all of them can be used, and fit together.
 
     Raises:
         UnusableHosts: hosts that cannot be used.
@@ -101,7 +101,7 @@ def look(
 
 
 def probe_program(requirements: HostRequirements) -> str:
-    """A Python program that prints what a host tells of itself. It needs the standard library alone."""
+    """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     # The names that the probe imports by, with empty packages above them.
     sources = {"mpiddp": "", "mpiddp.hosts": ""}
     for module in TRAVELLING:
@@ -197,7 +197,7 @@ def _port(host: Host) -> str:
 
 
 def _disagreements(infos: Iterable[HostInfo], requirements: HostRequirements) -> list[str]:
-    """What differs between hosts that each look right alone."""
+    """What differs between hosts that can each be used alone."""
     complaints = []
     for package in ("torch", "mpi4py"):
         versions = {info.host.name: getattr(info, package) or "missing" for info in infos}
