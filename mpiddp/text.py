@@ -8,15 +8,15 @@ from collections.abc import Collection, Sequence
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
-def listed(words: Sequence[str], most: int = 8) -> str:
-    """The first of many words, as an error may show them."""
-    more = f", and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """ "a, b, and 7 more": the first of many, short enough for an error."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
-def all_of(words: Sequence[str]) -> str:
+def all_of(names: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def counted(number: int, noun: str) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import socket
-import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from mpiddp.hosts.nvidia_smi import gpu_names
+from mpiddp.hosts.versions import package_version
 
 
 def machine() -> dict[str, Any]:
@@ -20,10 +20,10 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 1024**3, 1),
-        "gpus": _gpus(),
+        "gpus": gpu_names() or [],
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "mpi4py": _version("mpi4py"),
+        "torch": package_version("torch"),
+        "mpi4py": package_version("mpi4py"),
     }
 
 
@@ -63,19 +63,3 @@ def _cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()  # ARM has no such line
-
-
-def _gpus() -> list[str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 
 from mpiddp.errors import BAD_INPUT, UserError
+from mpiddp.hosts.versions import package_version
 from mpiddp.protocol import ADDRESS, SECRET
 from mpiddp.runtime.control_client import ControlClient, connect
 from mpiddp.runtime.coordinator import Coordinator
@@ -104,7 +105,7 @@ def reporting(world: World) -> Iterator[Session]:
         yield session
         return
     session.channel = connect(address, secret, world, session.stop.request)
-    versions = {package: _version(package) for package in ("torch", "mpi4py")}
+    versions = {package: package_version(package) for package in ("torch", "mpi4py")}
     session.send(
         "started",
         host=world.hostname,
@@ -140,12 +141,3 @@ def _report(channel: ControlClient, error: BaseException, stop: StopRequest) -> 
 def _describe(error: BaseException) -> str:
     """ "RuntimeError: a bug", or "KeyError" for an error without a text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version  # not for a job without a launcher
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
