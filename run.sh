@@ -6,7 +6,8 @@ usage() {
 Sets everything up once (in .venv, without root), then trains over a hostfile, or runs the tests.
 
   ./run.sh [HOSTFILE] [train options]     default: hostfiles/local, CIFAR-10
-  ./run.sh test [pytest options]
+  ./run.sh test [pytest options]          the quick tests: no root, no cluster, one MPI, under 3 minutes
+  ./run.sh test all [pytest options]      every test; those of a cluster need root and skip without it
   ./run.sh setup                          only set up (on the other hosts of a cluster)
 
   MPIDDP_PYTHON=/path/to/python   build on this Python, and use its torch and numpy as they are
@@ -24,6 +25,7 @@ record="$venv/.set-up" # the lines of `now`, those that are already true
 log="$venv/setup.log"
 lock="$root/.venv.lock"
 LOCK_WAIT_S=1800
+QUICK="not cluster and not frameworks and not slow and (quick or not ranks)" # pyproject.toml has the markers
 PATH=${PATH/"$venv/bin:"/} # where .venv is active, python3 is to be the one below it
 
 say() {
@@ -191,7 +193,11 @@ case ${1:-} in
   test)
     shift
     cd "$root"
-    exec "$venv/bin/python" -m pytest "$@"
+    if [[ ${1:-} == all ]]; then
+      shift
+      exec "$venv/bin/python" -m pytest "$@"
+    fi
+    exec "$venv/bin/python" -m pytest -m "$QUICK" "$@"
     ;;
 esac
 

@@ -89,6 +89,7 @@ def refusal(folder: Path, *sources: Mirror) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_npm_package_gives_the_official_arrays(scratch: Path) -> None:
     said: list[str] = []
     try:
