@@ -214,7 +214,10 @@ def test_the_interface_wished_for_outranks_the_one_towards_rank_0(
 # --- under the real mpirun, which kills all ranks as soon as one has ended badly ---
 
 
-@pytest.mark.parametrize(("world_size", "who", "slow"), [(2, "1", "1"), (3, "all", "0.5")])
+@pytest.mark.parametrize(
+    ("world_size", "who", "slow"),
+    [pytest.param(2, "1", "1", marks=pytest.mark.quick), (3, "all", "0.5")],
+)
 def test_mpirun_does_not_swallow_the_sentence(world_size: int, who: str, slow: str) -> None:
     job = mpirun(world_size, str(JOBS / "refusing.py"), who, *slow.split())
     (said,) = own_lines(job.stderr)

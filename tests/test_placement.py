@@ -90,6 +90,7 @@ def test_the_table() -> None:
     ]
 
 
+@pytest.mark.quick
 def test_real_ranks_in_wrong_places_end_with_the_table_once() -> None:
     done = mpirun(2, EXAMPLE, env={"MPIDDP_PLACEMENT": "nodeA:1,nodeB:1"})
     assert (done.returncode, done.stdout) == (2, "")

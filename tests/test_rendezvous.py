@@ -46,7 +46,7 @@ def reserved(address: str) -> socket.socket:
 # --- the rendezvous ---
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.quick)])
 def test_every_rank_knows_its_place_and_where_rank_0_listens(ranks: int) -> None:
     told = facts(ranks)
     addr, port = told[0]["world"]["master_addr"], told[0]["world"]["master_port"]

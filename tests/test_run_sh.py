@@ -201,6 +201,7 @@ def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
     return tree
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_named_and_how_to_go_on(
     tree: Path, failed: subprocess.CompletedProcess[str]
 ) -> None:
@@ -212,6 +213,7 @@ def test_a_step_that_fails_is_named_and_how_to_go_on(
     assert "ERROR: " in failed.stderr  # pip's own, from the end of the log
 
 
+@pytest.mark.slow
 def test_an_environment_for_something_else_is_removed_and_it_is_said(
     tree: Path, failed: subprocess.CompletedProcess[str]
 ) -> None:
@@ -222,10 +224,12 @@ def test_an_environment_for_something_else_is_removed_and_it_is_said(
     assert not (tree / ".venv" / "of the other").exists()
 
 
+@pytest.mark.slow
 def test_what_was_begun_is_gone_on_with(ready: Path) -> None:
     assert (ready / ".venv" / "kept").exists()
 
 
+@pytest.mark.slow
 def test_a_second_set_up_does_nothing_and_remembers(ready: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
     done = run_sh(ready, "setup", cwd=tmp_path)
@@ -233,6 +237,7 @@ def test_a_second_set_up_does_nothing_and_remembers(ready: Path, tmp_path: Path)
     assert {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
     with (ready / "setup.py").open("a") as file:
         file.write("# changed\n")
@@ -240,6 +245,7 @@ def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "run.sh: install mpiddp …\n")
 
 
+@pytest.mark.slow
 def test_it_trains_from_another_folder_with_what_it_remembers(ready: Path, tmp_path: Path) -> None:
     done = run_sh(ready, *TRAINING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ from tests.ranks import ROOT, clean_env
 from tests.training import Command, train
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_instant_leaves_the_newest_or_the_one_before(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.jobs.killed_saves", tmp_path, "40"],

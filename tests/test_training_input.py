@@ -231,6 +231,7 @@ def test_a_refused_job_leaves_the_run_as_it_was(
 # The same as a user sees it: a job of its own, which ends at once
 
 
+@pytest.mark.quick
 def test_bad_usage_ends_the_job(tmp_path: Path) -> None:
     job = train(2, "--epochs=0", "--out", tmp_path / "out")
     assert job.returncode == 2
