@@ -16,7 +16,7 @@ from mpiddp.errors import (
     print_from_one_rank,
     silence_stdout,
 )
-from mpiddp.world import likely_place
+from mpiddp.world import likely_ranks
 
 # verb: (module with main(argv) -> int, what it is for)
 VERBS = {
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if verb not in RANKS and sys.stdout is not None:  # it may have been closed
                 sys.stdout.flush()  # here, where it can be told that nobody reads any more
     except UserError as error:
-        # Of the ranks of a job one is to speak; a launcher's variables mean nothing to other verbs.
-        place = likely_place(os.environ) if verb in RANKS else (0, 0)
-        print_from_one_rank(str(error), *place)
+        # One rank of a job prints it; a launcher's variables mean nothing to other verbs.
+        rank, local_rank = likely_ranks(os.environ) if verb in RANKS else (0, 0)
+        print_from_one_rank(str(error), rank, local_rank)
         return BAD_INPUT
     except BrokenPipeError:
         if verb in RANKS:

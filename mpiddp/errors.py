@@ -1,4 +1,4 @@
-"""The one exception that people read: a sentence about their input, never a traceback.
+"""The one exception that people read as a sentence about their input, never as a traceback.
 
 Everything else that is raised is a bug or a failed job, and keeps its traceback.
 """
@@ -12,12 +12,12 @@ import time
 DONE = 0
 FAILED = 1
 BAD_INPUT = 2
-STOPPED = 75  # EX_TEMPFAIL: on request, after a checkpoint; the same command goes on
+STOPPED = 75  # EX_TEMPFAIL: on request, after a checkpoint; the same command resumes
 INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
 
 class UserError(Exception):
-    """Bad input: one sentence with what was found, what was expected and what mends it.
+    """Bad input: one sentence with what was found, what was expected and how to fix it.
 
     The command line prints it on stderr, once per job, and exits with code 2.
     """

@@ -155,7 +155,7 @@ class World:
         return cls(rank, world_size, local_rank, local_world_size, launcher)
 
 
-def likely_place(env: Mapping[str, str]) -> tuple[int, int]:
+def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     """Rank and local rank, as far as a launcher tells; (0, 0) where none does.
 
     Good enough to decide which of several ranks speaks, where `World.from_env` may have failed.

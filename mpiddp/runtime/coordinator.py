@@ -141,14 +141,14 @@ class Coordinator:
                 self._is_first = self.world.rank == 0
         return self._is_first
 
-    def arrive(self, place: str) -> None:
-        """Say that this rank is at `place`, where each is once at most."""
-        self.store.set(f"{place}/{self.world.rank}", "")
+    def arrive(self, point: str) -> None:
+        """Say that this rank is at `point`, where each arrives once at most. Does not wait."""
+        self.store.set(f"{point}/{self.world.rank}", "")
 
-    def wait_for_all(self, place: str, *, timeout_s: float) -> None:
-        """Wait until every rank has arrived at `place`, or time is up."""
+    def wait_for_all(self, point: str, *, timeout_s: float) -> None:
+        """Wait until every rank has arrived at `point`, or time is up."""
         ranks = range(self.world.world_size)
-        self._absent([f"{place}/{rank}" for rank in ranks], timeout_s)
+        self._absent([f"{point}/{rank}" for rank in ranks], timeout_s)
 
     def leave(self) -> None:
         """Say goodbye; rank 0, whose process is the store, stays until all have or time is up.

@@ -2,7 +2,7 @@
 
 Open MPI and srun end the other ranks after a non-zero exit, MPICH only after a signal, Intel MPI after
 neither once MPI is finalized; and a rank inside an NCCL collective notices nothing by itself. So
-every rank has a thread that looks into the store now and then.
+every rank has a thread that checks the store now and then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import listen_to_sigusr1, unblock_sigusr1
 
 FAILED_KEY = "failed"  # in the store; its value is the exit code of the rank that failed first
-LOOK_EVERY_S = 0.5
+CHECK_EVERY_S = 0.5
 AGREE_EVERY_S = 0.02  # where to stop, once somebody asked
 GRACE_S = 1.0  # for the launcher to end this rank first, in its own way
 
@@ -39,10 +39,10 @@ class FailureWatch:
         self._stop = stop
         self._has_launcher = has_launcher
         self._over = threading.Event()
-        # The thread must not be inside torch when the interpreter ends, so it looks now and then
+        # The thread must not be inside torch when the interpreter ends, so it checks now and then
         # instead of waiting there.
         self._store = coordinator.second_store
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._show = sys.excepthook
 
     def start(self) -> None:
@@ -105,9 +105,9 @@ class FailureWatch:
 
     def _await_the_end(self) -> None:
         if self._thread.is_alive():
-            self._thread.join(LOOK_EVERY_S + 2 * GRACE_S)
+            self._thread.join(CHECK_EVERY_S + 2 * GRACE_S)
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         unblock_sigusr1()
         world = self._coordinator.world
         if world.world_size == 1:
@@ -116,7 +116,7 @@ class FailureWatch:
         self._stop.is_alone = False
         code = ""
         while not code:
-            if self._over.wait(AGREE_EVERY_S if self._stop.is_undecided else LOOK_EVERY_S):
+            if self._over.wait(AGREE_EVERY_S if self._stop.is_undecided else CHECK_EVERY_S):
                 break
             try:
                 if self._store.check([FAILED_KEY]):
