@@ -23,6 +23,7 @@ HEAVY = ("torch", "mpi4py", "numpy", "PIL")
 STDLIB_ROOMS = (
     "mpiddp",
     "mpiddp.runtime.master_address",
+    "mpiddp.checkpoints.main",
     "mpiddp.cli",
     "mpiddp.runtime.coordinator",
     "mpiddp.hosts.hostfile",
@@ -30,6 +31,7 @@ STDLIB_ROOMS = (
     "mpiddp.runtime.rendezvous",
     "mpiddp.runtime.run_script",
     "mpiddp.runtime.slurm_address",
+    "mpiddp.train.main",
     "mpiddp.world",
 )
 

@@ -1,7 +1,8 @@
 """A checkpoint is a folder that appears whole, proves itself when read, and is never overwritten.
 
-Written beside its place: files, a manifest with their SHA-256, COMPLETE with the manifest's, each
-flushed to the disk, then one rename. torch.load notices no flipped bit; the manifest does.
+Everything is written into a hidden folder beside it: the files, a manifest with their SHA-256, COMPLETE
+with the manifest's, each flushed to the disk. Then one rename makes it the checkpoint. torch.load
+notices no flipped bit; the manifest does.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def is_valid(folder: Path) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files are there in their full size: a glance, where `is_valid` reads every byte."""
+    """Whether all files are there in their full size; `is_valid` reads every byte instead."""
     try:
         _check(folder, lambda path, entry: True)
     except BrokenCheckpoint:

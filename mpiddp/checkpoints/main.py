@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def _line(folder: Path) -> str:
-    """Name, size, time and whether it is whole at a glance."""
+    """Name, size, time, and whether all files have their full size."""
     files = [path.stat() for path in folder.iterdir()]
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))

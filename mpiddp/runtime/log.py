@@ -1,4 +1,4 @@
-"""The log of a rank: `logging.getLogger("mpiddp")`, and the handlers that write what it is told.
+"""The log of a rank: `logging.getLogger("mpiddp")`, and the handlers that write its records.
 
 `log_to_console` prints INFO on stdout, of rank 0 alone, and warnings on stderr, of every rank.
 `log_to_file` keeps a logger's records in a file. No handler ever ends the run: neither a reader that is
@@ -31,7 +31,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class FileHandler(logging.FileHandler):
-    """Appends each record with its time. What cannot be written is left out without a word."""
+    """Appends each record with its time. A record that cannot be written is lost silently."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -52,7 +52,11 @@ def log_to_console(rank: int) -> None:
 
 @contextlib.contextmanager
 def log_to_file(logger: logging.Logger, path: Path) -> Iterator[None]:
-    """Append what `logger` is told to the file while the body runs. Raises OSError if it cannot be opened."""
+    """Append the records of `logger` to the file while the body runs.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
     handler = FileHandler(path)
     logger.addHandler(handler)
     try:

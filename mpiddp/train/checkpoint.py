@@ -159,9 +159,9 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies on the CPU, by one transfer for each dtype: every one of them waits for the device."""
     copies: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        flat = torch.cat([tensors[place].reshape(-1) for place in places]).cpu()
-        sizes = [tensors[place].numel() for place in places]
-        for place, values in zip(places, flat.split(sizes), strict=True):
-            copies[place] = values.clone().view_as(tensors[place])
-    return [copies[place] for place in range(len(tensors))]
+        indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[index].reshape(-1) for index in indices]).cpu()
+        sizes = [tensors[index].numel() for index in indices]
+        for index, values in zip(indices, flat.split(sizes), strict=True):
+            copies[index] = values.clone().view_as(tensors[index])
+    return [copies[index] for index in range(len(tensors))]

@@ -59,7 +59,7 @@ class _Parts:
 
 
 def train(inputs: TrainInputs) -> Summary | None:
-    """Train to the end, or until asked to stop: then a checkpoint is saved and None returned."""
+    """Train to the end, or until a stop is requested: then save a checkpoint and return None."""
     started_at = time.monotonic()
     config, plan, data, device = inputs.config, inputs.plan, inputs.data, inputs.device
     coordinator, run = inputs.coordinator, inputs.run

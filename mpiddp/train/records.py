@@ -1,6 +1,6 @@
 """The small files of a run: metrics.jsonl, a record a line, and JSON that is there whole or not at all.
 
-The training is worth more than they are: what cannot be written is warned of and left out.
+The training is worth more than they are: a record that cannot be written costs a warning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpiddp.runtime.log import log
 class Records:
     """metrics.jsonl, each record on the disk as it comes. Without a path nothing is written.
 
-    What a run that goes on from `step` had written beyond it is dropped: those steps come again.
+    A run that resumes at `step` drops the records of later steps: it makes these steps again.
     """
 
     def __init__(self, path: Path | None, step: int = 0) -> None:

@@ -1,7 +1,7 @@
-"""What --resume goes on from: the newest valid checkpoint over all hosts, wherever it lies.
+"""The checkpoint that --resume means: the newest valid one over all hosts, wherever it lies.
 
-Each host looks at its own disk, for it may be the only one that has it; all ranks then know which rank
-holds what is gone on from, and which hosts lack it.
+Each host searches its own disk, because it may be the only one that has the checkpoint. All ranks then
+know which rank holds it, and which hosts lack it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Saved
 from mpiddp.train.config import TrainConfig
 
-LOOK_TIMEOUT_S = 1800.0  # to read every byte of a checkpoint on a slow disk
+SEARCH_TIMEOUT_S = 1800.0  # to read every byte of a checkpoint on a slow disk
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Start:
     """Where a run starts; but for `saved` the same on every rank."""
 
     holder: int = 0  # the rank that has the checkpoint
-    folder: Path | None = None  # on the holder's host; None: there is nothing to go on from
+    folder: Path | None = None  # on the holder's host; None: there is nothing to resume from
     lacking: tuple[int, ...] = ()  # one rank of each host whose --out should have it, and has not
     saved: Saved | None = None  # its contents, on the holder alone
     goes_back: bool = False  # to one of this run's own that the user has named
@@ -44,7 +44,7 @@ class _Found:
 
 
 def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) -> Start:
-    """Look on all hosts. Nothing is written. All ranks must call this.
+    """Search all hosts. Nothing is written. All ranks must call this.
 
     Args:
         data: the contents of the data set, see `Data`.
@@ -54,10 +54,10 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
             does not fit what the run's folder holds; rank 0 has said so.
     """
     own: _Found | None = None
-    with coordinator.all_or_none(timeout_s=LOOK_TIMEOUT_S):
+    with coordinator.all_or_none(timeout_s=SEARCH_TIMEOUT_S):
         if coordinator.world.local_rank == 0:
-            own = _look(config, run)
-    gathered = coordinator.all_gather_json(asdict(own) if own else None, timeout_s=LOOK_TIMEOUT_S)
+            own = _search(config, run)
+    gathered = coordinator.all_gather_json(asdict(own) if own else None, timeout_s=SEARCH_TIMEOUT_S)
     finds = {rank: _Found(**values) for rank, values in enumerate(gathered) if values}
     holder = max(finds, key=lambda rank: (finds[rank].step, -rank))
     best = finds[holder]
@@ -77,7 +77,7 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
     where = "" if holder == 0 else f" on {coordinator.hostnames[holder]}"
     progress = coordinator.all_gather_json(
         f"step {saved.progress.step}, epoch {saved.progress.epoch}" if saved else "",
-        timeout_s=LOOK_TIMEOUT_S,
+        timeout_s=SEARCH_TIMEOUT_S,
     )[holder]
     log.info(f"going on from {folder}{where}: {progress}")
     lacking = [rank for rank, found in finds.items() if found.step < best.step]
@@ -92,13 +92,12 @@ def set_newer_aside(
     coordinator: Coordinator,
     writer_ranks: list[int],
 ) -> None:
-    """Where --resume names an older checkpoint of this run, those of later steps count no more.
+    """Where --resume names an older checkpoint of this run, rename those of later steps.
 
-    Else the newest of them would be what a restart goes on from, and the last one the result. All
-    ranks must call this.
+    Otherwise a restart would resume from the newest of them. All ranks must call this.
 
     Args:
-        step: where the run goes on.
+        step: where the run resumes.
         writer_ranks: the ranks that write into the run's folder.
 
     Raises:
@@ -121,9 +120,9 @@ def set_newer_aside(
 
 
 def _complaints(finds: dict[int, _Found], best: _Found, coordinator: Coordinator) -> list[str]:
-    """A sentence for each broken checkpoint that is newer than what is gone on from, or equals it.
+    """A sentence for each broken checkpoint that is as new as the one to resume from, or newer.
 
-    Hosts that share a file system see the same ones: each is told once.
+    Hosts that share a file system see the same ones: each gets one sentence.
     """
     newest = Path(best.folder) if best.folder else None
     sentences: dict[str, str] = {}
@@ -140,11 +139,11 @@ def _complaints(finds: dict[int, _Found], best: _Found, coordinator: Coordinator
     return list(sentences.values())
 
 
-def _look(config: TrainConfig, run: RunDir) -> _Found:
-    """What this host has of what --resume means, or with --go-on of what this run has saved since.
+def _search(config: TrainConfig, run: RunDir) -> _Found:
+    """The checkpoint on this host that --resume means; with --go-on, the newest that this run has saved.
 
     Raises:
-        UserError: what another host may have would not mend it.
+        UserError: bad input, whatever the other hosts have.
     """
     root, resume = run.checkpoints, config.resume
     if config.go_on:

@@ -27,7 +27,7 @@ RECORD_BYTES = 1 + 3 * 32 * 32
 # official archive's (data_batch_1.bin: cee91656…, test_batch.bin: 8e2eb146…).
 SHA256 = "6b3883dca6c867f1e58def548c063d1865569b8575fcbce06b3e468a89f9895a"
 
-_MEND = "remove {} and run again to fetch it anew."
+_HINT = "remove {} and run again to fetch it anew."
 
 # Labels [10000] and pixels [10000, 3 × 1024], the planes red, green and blue one after another.
 _Batch = tuple[NDArray[Any], NDArray[np.uint8]]
@@ -72,7 +72,7 @@ def load(folder: Path) -> ArrayDataset:
     if digest != SHA256:
         raise UserError(
             f"{place}: its images and labels have the SHA-256 {digest}, "
-            f"CIFAR-10's have {SHA256}; {_MEND.format(place)}"
+            f"CIFAR-10's have {SHA256}; {_HINT.format(place)}"
         )
     return dataset
 
@@ -84,7 +84,7 @@ def read(place: Path, layout: Layout) -> ArrayDataset:
         train = _assemble([layout.read_batch(file) for file in files[: len(TRAIN_BATCHES)]])
         test = _assemble([layout.read_batch(file) for file in files[len(TRAIN_BATCHES) :]])
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; {_MEND.format(place)}") from None
+        raise UserError(f"{error.filename}: {error.strerror}; {_HINT.format(place)}") from None
     return ArrayDataset(name=NAME, num_classes=10, train=train, test=test)
 
 
@@ -104,7 +104,7 @@ def _read_bin_batch(file: Path) -> _Batch:
     if records.size != expected:
         raise UserError(
             f"{file} has {records.size:,} bytes instead of {expected:,}; "
-            f"{_MEND.format(file.parent)}"
+            f"{_HINT.format(file.parent)}"
         )
     records = records.reshape(IMAGES_PER_BATCH, RECORD_BYTES)
     return records[:, 0], records[:, 1:]
@@ -119,12 +119,12 @@ def _read_py_batch(file: Path) -> _Batch:
         labels, pixels = np.array(batch[b"labels"], np.int64), _as_array(batch[b"data"])
     except (pickle.UnpicklingError, MemoryError, *damaged) as error:
         raise UserError(
-            f"{file}: not one of CIFAR-10's batches ({error}); {_MEND.format(file.parent)}"
+            f"{file}: not one of CIFAR-10's batches ({error}); {_HINT.format(file.parent)}"
         ) from None
     if labels.shape != (IMAGES_PER_BATCH,) or pixels.shape != (IMAGES_PER_BATCH, 3 * 32 * 32):
         raise UserError(
             f"{file} has {labels.shape} labels and {pixels.shape} pixels instead of (10000,) "
-            f"and (10000, 3072); {_MEND.format(file.parent)}"
+            f"and (10000, 3072); {_HINT.format(file.parent)}"
         )
     return labels, pixels
 

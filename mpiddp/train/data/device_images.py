@@ -18,7 +18,7 @@ PAD = 4  # pixels: the shift of He et al. 2015, section 4.2; the border is mirro
 
 
 class DeviceImages:
-    """Images [N, H, W, C] and labels [N] on `device`; augmented by shift and flip if asked."""
+    """Images [N, H, W, C] and labels [N] on `device`; shifted and flipped if `augment`."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ class SyntheticImages:
     """Standard normal images and uniform labels; other ones on every rank.
 
     Whatever images are asked for, one of a pool of POOL_BATCHES batches is delivered. The number of
-    the first image says which, so that a run that goes on in mid-epoch sees what it would have seen.
+    the first image says which, so that a run that resumes in mid-epoch sees what it would have seen.
     """
 
     def __init__(
