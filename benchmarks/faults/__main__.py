@@ -2,7 +2,7 @@
 
     python -m tests.flavours install
     python -m benchmarks.faults --rounds 5 --out faults.jsonl        # some 50 minutes on 2 cores
-    python -m benchmarks.faults --rounds 1 --flavour openmpi5 --only "a rank" --out some.jsonl
+    python -m benchmarks.faults --rounds 1 --starter openmpi5 --only "a rank" --out some.jsonl
 
 Each run is a line of --out as soon as it is over: the same command goes on where it was interrupted.
 A run that did not come as far as its fault is said on stderr, and is tried again then.
@@ -31,7 +31,7 @@ FAULTS = (*on_cluster.FAULTS, *stops.REQUESTS, *saves.DISK_FAULTS)
 @dataclass(frozen=True)
 class Planned:
     fault: str
-    flavour: str
+    starter: str
     round: int
     measure: Callable[[Cluster], Run]
     ends_host: bool = False
@@ -44,11 +44,11 @@ def main() -> None:
         if options.only in name and options.rounds and all(name != each.fault for each in tallies):
             write(options.out, tally())
             print(name, file=sys.stderr, flush=True)
-    known = {(run.fault, run.kind, run.round) for run in runs}
+    known = {(run.fault, run.starter, run.round) for run in runs}
     hosts = _Hosts()
     try:
-        for each in _plan(options.rounds, options.kind.split(",")):
-            if options.only in each.fault and (each.fault, each.kind, each.round) not in known:
+        for each in _plan(options.rounds, options.starter.split(",")):
+            if options.only in each.fault and (each.fault, each.starter, each.round) not in known:
                 _do(each, hosts, options.out)
     finally:
         hosts.give_up()
@@ -75,7 +75,7 @@ class _Hosts:
 
 
 def _do(planned: Planned, hosts: _Hosts, out: Path) -> None:
-    what = f"{planned.fault}, {planned.kind}, round {planned.round}"
+    what = f"{planned.fault}, {planned.starter}, round {planned.round}"
     try:
         run = planned.measure(hosts.get())
     except (TimeoutError, AssertionError, LookupError, SubprocessError) as error:
@@ -92,28 +92,28 @@ def _do(planned: Planned, hosts: _Hosts, out: Path) -> None:
         print(run.said, file=sys.stderr, flush=True)
 
 
-def _plan(rounds: int, flavours: list[str]) -> Iterator[Planned]:
+def _plan(rounds: int, starters: list[str]) -> Iterator[Planned]:
     """Round by round, so that what else the machine does meets all faults alike."""
     for number in range(1, rounds + 1):
-        for flavour in flavours:
+        for starter in starters:
             for fault in on_cluster.FAULTS:
-                if flavour in fault.flavours:
-                    run = partial(on_cluster.measure, fault, flavour=flavour, number=number)
-                    yield Planned(fault.name, flavour, number, run, fault.ends_host)
-            if flavour in on_cluster.OPEN_MPI:
+                if starter in fault.starters:
+                    run = partial(on_cluster.measure, fault, starter=starter, number=number)
+                    yield Planned(fault.name, starter, number, run, fault.ends_host)
+            if starter in on_cluster.OPEN_MPI:
                 for request in stops.REQUESTS:
-                    run = partial(stops.measure, request, flavour=flavour, number=number)
-                    yield Planned(request.name, flavour, number, run)
-            if flavour == flavours[0]:  # a disk does not know of MPI
+                    run = partial(stops.measure, request, starter=starter, number=number)
+                    yield Planned(request.name, starter, number, run)
+            if starter == starters[0]:  # a disk does not know of MPI
                 for disk in saves.DISK_FAULTS:
-                    run = partial(saves.measure, disk, flavour=flavour, number=number)
-                    yield Planned(disk.name, flavour, number, run)
+                    run = partial(saves.measure, disk, starter=starter, number=number)
+                    yield Planned(disk.name, starter, number, run)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure every fault on a cluster of three hosts.")
     parser.add_argument("--rounds", type=int, default=5, help="0: print the table of --out")
-    parser.add_argument("--flavour", default=",".join(on_cluster.EVERY), help="which MPIs")
+    parser.add_argument("--starter", default=",".join(on_cluster.EVERY), help="which MPIs")
     parser.add_argument("--only", default="", help="faults with this in their name")
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each run")
     return parser.parse_args()

@@ -42,7 +42,7 @@ class Job:
     """A job of one rank on each host; `folder` is seen by all of them and holds what it writes."""
 
     hosts: Cluster
-    flavour: str
+    starter: str
     folder: Path
     launcher: Program
     words: Sequence[str]  # behind `mpiddp`
@@ -130,16 +130,16 @@ class Job:
         return directory.step_of(newest) if newest else 0
 
 
-def mpirun_of(flavour: str) -> str:
-    path = find_mpirun() if flavour == "openmpi5" else find(flavour)
-    assert path is not None, f"{flavour} is not installed: python -m tests.flavours install"
+def mpirun_of(starter: str) -> str:
+    path = find_mpirun() if starter == "openmpi5" else find(starter)
+    assert path is not None, f"{starter} is not installed: python -m tests.flavours install"
     return str(path)
 
 
 def launch(
     hosts: Cluster,
     folder: Path,
-    flavour: str,
+    starter: str,
     where: str,
     options: Sequence[str],
     job: Sequence[str],
@@ -147,7 +147,7 @@ def launch(
 ) -> Job:
     """`mpiddp launch -H WHERE OPTIONS JOB` on node0; `cwd` where node0 has another name for `folder`."""
     folder.mkdir(exist_ok=True)
-    words = ["launch", "--mpirun", mpirun_of(flavour), "-H", where, *options, *job]
+    words = ["launch", "--mpirun", mpirun_of(starter), "-H", where, *options, *job]
     with (folder / "stdout").open("a") as stdout:
         launcher = hosts["node0"].popen(
             [sys.executable, "-m", "mpiddp", *words],
@@ -155,4 +155,4 @@ def launch(
             env=ENV,
             stdout=stdout.fileno(),
         )
-    return Job(hosts, flavour, folder, launcher, words)
+    return Job(hosts, starter, folder, launcher, words)

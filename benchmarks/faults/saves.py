@@ -128,7 +128,7 @@ def _forbid(host: Host) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class DiskFault:
-    """`do` returns what mends it."""
+    """`do` returns what undoes it."""
 
     name: str
     says: str
@@ -141,7 +141,7 @@ DISK_FAULTS = (
 )
 
 
-def measure(fault: DiskFault, hosts: Cluster, flavour: str, number: int) -> Run:
+def measure(fault: DiskFault, hosts: Cluster, starter: str, number: int) -> Run:
     """Break a disk that a training of one rank saves to at every step, in the midst of that.
 
     In an odd `number` of round it goes on with a warning, and saves again once the disk is mended;
@@ -151,12 +151,12 @@ def measure(fault: DiskFault, hosts: Cluster, flavour: str, number: int) -> Run:
     host.run(["mkdir", "-p", SAVES], check=True)
     host.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", SAVES], check=True)
     options = ["--on-save-error", "warn" if may_go_on else "stop", "--out", OUT]
-    job = launch(hosts, host.path(OUT), flavour, "localhost:1", (), [*TRAIN, *options], cwd=OUT)
+    job = launch(hosts, host.path(OUT), starter, "localhost:1", (), [*TRAIN, *options], cwd=OUT)
     resumed_at = None
     try:
         at = random.randint(2, 12)
         job.await_that(lambda: job.newest_checkpoint() >= at, f"the checkpoint of step {at}")
-        mend = fault.do(host)
+        undo = fault.do(host)
         since = time.time()
         try:
             job.await_that(lambda: fault.says in job.said(), "its warning")
@@ -164,7 +164,7 @@ def measure(fault: DiskFault, hosts: Cluster, flavour: str, number: int) -> Run:
                 job.end()
             kept = job.newest_checkpoint()
         finally:
-            mend()
+            undo()
         if may_go_on:
             job.await_that(lambda: job.newest_checkpoint() > kept, "another checkpoint")
             resumed_at = time.time()
@@ -180,7 +180,7 @@ def measure(fault: DiskFault, hosts: Cluster, flavour: str, number: int) -> Run:
     failed = re.search(r"step (\d+)", warning.text)
     return Run(
         fault.name,
-        flavour,
+        starter,
         number,
         detected_s=warning.at - since,
         ended_s=None if may_go_on else ended_at - since,

@@ -43,14 +43,14 @@ REQUESTS = (
 )
 
 
-def measure(request: Request, hosts: Cluster, flavour: str, number: int) -> Run:
+def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
     """Stop a training once; in an odd `number` of round let it go on to its end, and time that.
 
     Raises:
         TimeoutError: the job did not come as far as the request.
     """
     folder = hosts.shared / f"train-{os.urandom(4).hex()}"
-    job = launch(hosts, folder, flavour, HOSTS, (), TRAIN)
+    job = launch(hosts, folder, starter, HOSTS, (), TRAIN)
     try:
         at = random.randint(EARLIEST, LATEST)
         job.await_that(lambda: _last_step(job) >= at, f"step {at}")
@@ -71,7 +71,7 @@ def measure(request: Request, hosts: Cluster, flavour: str, number: int) -> Run:
         is_right = is_right and _last_step(job) == STEPS and (folder / "summary.json").exists()
     return Run(
         request.name,
-        flavour,
+        starter,
         number,
         detected_s=named[0].at - since if named else None,
         ended_s=ended_at - since,

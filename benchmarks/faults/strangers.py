@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.faults.job import Job
-from mpiddp.runtime.control_client import ADDRESS, LINE_LIMIT
+from mpiddp.protocol import ADDRESS, LINE_LIMIT
 
 # Each text, given as an expression, on a connection of its own; the last one stays open in the middle of
 # a line while the job goes on.

@@ -23,7 +23,7 @@ class Run:
     """One fault, once. Times are seconds since the fault; None: there was nothing of the kind."""
 
     fault: str
-    flavour: str
+    starter: str
     round: int
     detected_s: float | None = None  # to the sentence that names it
     ended_s: float | None = None  # to the launcher's end, where nothing was started again
@@ -70,10 +70,10 @@ def runs_table(runs: Iterable[Run], order: Iterable[str]) -> str:
     ]
     grouped: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
-        grouped[run.fault, run.kind].append(run)
+        grouped[run.fault, run.starter].append(run)
     for fault in order:
-        for flavour, name in NAMES.items():
-            if group := grouped.get((fault, flavour)):
+        for starter, name in NAMES.items():
+            if group := grouped.get((fault, starter)):
                 right = sum(run.is_code_right for run in group)
                 named = sum(run.is_named for run in group)
                 lost = [run.steps_lost for run in group if run.steps_lost is not None]
