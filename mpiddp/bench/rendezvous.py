@@ -1,7 +1,7 @@
-"""`mpiddp bench rendezvous`: how the ranks' meeting grows with their number, on this machine.
+"""`mpiddp bench rendezvous`: how the time of the ranks' rendezvous grows with their number.
 
 "MPI alone" is what two allgathers and a broadcast cost, without torch. "With torch" is all
-that comes before a process group: the import, the same meeting, and the store that rank 0 serves.
+that comes before a process group: the import, the same rendezvous, and the store that rank 0 serves.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import JobFailed, Jobs, progress, say
 from mpiddp.bench.machine import available_bytes
-from mpiddp.bench.options import add_rounds, counts
+from mpiddp.bench.options import add_rounds, counts, picked
 from mpiddp.bench.report import aligned, shown, spread
 
 if TYPE_CHECKING:
@@ -28,31 +29,50 @@ TORCH_RANK_BYTES = 260e6  # of a rank that has imported torch and met the others
 SERIES = {"MPI alone": (), "with torch": ("--torch",)}
 
 
-def rank_options() -> argparse.ArgumentParser:
-    parser = OneSentenceParser(prog="mpiddp bench-rank meeting", allow_abbrev=False)
+@dataclass(frozen=True)
+class Options:
+    ranks: tuple[int, ...]
+    no_torch: bool
+    rounds: int
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    torch: bool
+    to: Path
+
+
+def rank_options(argv: list[str]) -> RankOptions:
+    parser = OneSentenceParser(prog="mpiddp bench-rank rendezvous", allow_abbrev=False)
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--to", type=Path)
     # Read by the launcher: over gloo ranks need no GPU of their own.
     parser.add_argument("--backend")
-    return parser
+    return picked(RankOptions, parser.parse_args(argv))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=counts(2), default="2,4,8,16,32,64,128", metavar="2,4", help="to start"
+        "--ranks",
+        type=counts(2),
+        default="2,4,8,16,32,64,128",
+        metavar="2,4",
+        help="jobs of so many ranks",
     )
     parser.add_argument("--no-torch", action="store_true", help="measure MPI alone")
     add_rounds(parser, default=3)
 
 
-def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
+def measure(options: Options, jobs: Jobs) -> Results:
     points = []
     for ranks in options.ranks:
-        for name, words in SERIES.items():
-            if words and (options.no_torch or not _fits(ranks)):
+        for name, arguments in SERIES.items():
+            if arguments and (options.no_torch or not _fits(ranks)):
                 continue
             try:
-                points.append({"series": name, **_point(name, words, ranks, options.rounds, jobs)})
+                points.append(
+                    {"series": name, **_point(name, arguments, ranks, options.rounds, jobs)}
+                )
             except JobFailed as failure:
                 if not points:
                     raise
@@ -69,11 +89,9 @@ def _fits(ranks: int) -> bool:
     return needed <= there
 
 
-def _point(
-    name: str, words: tuple[str, ...], ranks: int, rounds: int, jobs: Jobs
-) -> dict[str, Any]:
-    wall, meeting, cpu, peak, peak_of_rank_0 = [], [], [], [], []
-    job = ("-m", "mpiddp", "bench-rank", "meeting", *words, "--backend", "gloo")
+def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs: Jobs) -> Results:
+    wall, rendezvous, cpu, peak, peak_of_rank_0 = [], [], [], [], []
+    job = ("-m", "mpiddp", "bench-rank", "rendezvous", *arguments, "--backend", "gloo")
     for number in range(rounds):
         with tempfile.TemporaryDirectory(prefix="mpiddp-bench-") as folder:
             finished = jobs.run_here(ranks, *job, "--to", folder)
@@ -82,7 +100,7 @@ def _point(
         assert len(met) == ranks
         last_met = max(found["met_at"] for found in met)
         wall.append(last_met - finished.started_at)
-        meeting.append(last_met - max(found["ready_at"] for found in met))
+        rendezvous.append(last_met - max(found["ready_at"] for found in met))
         cpu.append(finished.cpu_s / ranks)
         peak.append(median(found["peak_mb"] for found in met))
         peak_of_rank_0 += [found["peak_mb"] for found in met if found["rank"] == 0]
@@ -90,7 +108,7 @@ def _point(
     return {
         "ranks": ranks,
         "wall_s": spread(wall),
-        "meeting_s": spread(meeting),
+        "meeting_s": spread(rendezvous),
         "cpu_s_per_rank": spread(cpu),
         "rank_peak_mb": max(peak),
         "rank_0_peak_mb": max(peak_of_rank_0),
@@ -112,7 +130,7 @@ def table(results: Results) -> str:
         ]
         for point in results["points"]
     ]
-    return f"The ranks' meeting by their number, all on this machine\n\n{aligned(head, rows)}"
+    return f"The ranks' rendezvous by their number, all on this machine\n\n{aligned(head, rows)}"
 
 
 def draw(results: Results, figure: Figure) -> None:
@@ -141,7 +159,16 @@ def draw(results: Results, figure: Figure) -> None:
         on.set_xlabel("ranks")
         on.set_ylabel(label)
         charts.legend_above(on)
-    figure.suptitle("The ranks' meeting: medians, lowest to highest", fontsize=10)
+    figure.suptitle("The ranks' rendezvous: medians, lowest to highest", fontsize=10)
 
 
-BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(12, 4.5), takes_hosts=False)
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    draw,
+    size=(12, 4.5),
+    takes_hosts=False,
+    example="--ranks 2,8,32 --no-torch",
+)

@@ -38,6 +38,12 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same for a page of docs/."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
 def size_name(num_bytes: int) -> str:
     """ "1 KiB", "64 MiB"."""
     for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):

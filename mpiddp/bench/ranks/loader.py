@@ -25,7 +25,8 @@ from mpiddp.bench.ranks.training import (
     hosts_of,
     settled,
 )
-from mpiddp.bench.words import emit
+from mpiddp.bench.result_lines import emit
+from mpiddp.bench.rounds import turns
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
@@ -58,28 +59,26 @@ class Opened:
 
 
 def run(world: World, argv: list[str]) -> None:
-    options, training = rank_options().parse_known_args(argv)
+    options, training = rank_options(argv)
     with join(world) as coordinator, _generated(coordinator, options.images) as folder:
         opened, missing = _open_all(coordinator, training, folder, options.workers)
         hosts = hosts_of(coordinator)
         shapes = {each.data.shape: each for each in opened}
         needs = {shape: _model_images_per_s(coordinator, each) for shape, each in shapes.items()}
-        speeds: list[list[float]] = [[] for _ in opened]
-        for epoch in range(options.rounds + 1):
-            turns = list(zip(opened, speeds, strict=True))
-            for each, seen in turns if epoch % 2 else reversed(turns):
-                speed = _images_per_s(coordinator, each, options.batches, epoch)
-                if epoch > 0:
-                    seen.append(speed)
+        speeds: dict[str, list[float]] = {each.name: [] for each in opened}
+        for epoch, each in turns(opened, options.rounds, warmup=1):
+            speed = _images_per_s(coordinator, each, options.batches, epoch)
+            if epoch > 0:
+                speeds[each.name].append(speed)
         if coordinator.world.rank == 0:
             found = [
                 {
                     "source": each.name,
                     "batch_size": each.batch_size,
-                    "images_per_s": seen,
+                    "images_per_s": speeds[each.name],
                     "model_images_per_s": needs[each.data.shape],
                 }
-                for each, seen in zip(opened, speeds, strict=True)
+                for each in opened
             ]
             arch = opened[0].config.arch
             emit({"arch": arch, "sources": found, "missing": missing, "hosts": hosts})
