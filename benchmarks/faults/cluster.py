@@ -85,7 +85,7 @@ def measure(fault: Fault, hosts: Cluster, starter: str, number: int) -> Run:
         ended_at = time.time()
     finally:
         fault.undo(job)
-        orphans = job.sweep()
+        orphans = job.kill_orphans()
 
     restarted_at = next((line.at for line in job.lines if RESTARTS in line.text), None)
     next_try_at = done_at if fault.code == 0 else restarted_at or ended_at
@@ -94,9 +94,9 @@ def measure(fault: Fault, hosts: Cluster, starter: str, number: int) -> Run:
     resumed = next((step for step in steps if step.at > next_try_at), None)
     own = [line for line in job.lines if "mpiddp: " in line.text]
     named = [line for line in own if fault.says and re.search(fault.says, line.text)]
-    went_on_from = job.newest_checkpoint()
+    resumed_from = job.newest_checkpoint()
     if resumed is not None:
-        went_on_from = reached if fault.code == 0 else resumed.first
+        resumed_from = reached if fault.code == 0 else resumed.first
     return Run(
         fault.name,
         starter,
@@ -108,7 +108,7 @@ def measure(fault: Fault, hosts: Cluster, starter: str, number: int) -> Run:
         is_code_right=code == (0 if may_restart else fault.code),
         is_named=bool(named) if fault.says else not own,
         orphans=len(orphans),
-        steps_lost=reached - went_on_from,
+        steps_lost=reached - resumed_from,
         said=job.said()[-2000:] + "".join(f"\nleft: {process.command}" for process in orphans),
         load=os.getloadavg()[0],
     )
@@ -135,12 +135,12 @@ def _kill_host(job: Job) -> None:
     proc.kill_and_wait(pid, proc.start_time(pid))
 
 
-def _switch(words: str) -> Callable[[Job], None]:
+def _switch(change: str) -> Callable[[Job], None]:
     """What becomes of node1's end of its cable at the switch."""
 
     def do(job: Job) -> None:
         host = job.hosts["node1"]
-        configure(host.hub_pid, [f"link set {host.port} {words}"])
+        configure(host.hub_pid, [f"link set {host.port} {change}"])
 
     return do
 
