@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from benchmarks.harness import start_benchmark
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import add_rounds, as_arguments, picked
+from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios
 from mpiddp.text import counted
@@ -39,9 +39,7 @@ class Options:
 
 
 def rank_options(argv: list[str]) -> Options:
-    parser = OneSentenceParser(prog="benchmarks.ranks.saving", allow_abbrev=False)
-    _add_options(parser)
-    return picked(Options, parser.parse_args(argv))
+    return parse_rank_options("benchmarks.ranks.saving", Options, _add_options, argv)[0]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import run_ranks, start_benchmark
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import add_rounds, as_arguments, picked
+from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options, picked
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios
 from mpiddp.errors import UserError
@@ -109,9 +109,7 @@ class Options(RankOptions):
 
 
 def rank_options(argv: list[str]) -> RankOptions:
-    parser = OneSentenceParser(prog="benchmarks.ranks.variants", allow_abbrev=False)
-    _add_rank_options(parser)
-    return picked(RankOptions, parser.parse_args(argv))
+    return parse_rank_options("benchmarks.ranks.variants", RankOptions, _add_rank_options, argv)[0]
 
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +143,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
         variants = options.variants()
         ranks = RANKS * len(variants)
         say(f"variants: {len(variants)}, on {ranks} ranks")
-        of_ranks = as_arguments(picked(RankOptions, argparse.Namespace(**vars(options))))
+        of_ranks = as_arguments(picked(RankOptions, options))
         job = ("-m", "benchmarks.ranks.variants", *of_ranks)
         [found] = run_ranks(ranks, *job, timeout_s=jobs.timeout_s).results
         with file.open("a") as lines:

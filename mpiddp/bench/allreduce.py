@@ -11,11 +11,11 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import as_arguments, counts, picked, seconds, size_bytes
+from mpiddp.bench.options import as_arguments, counts, parse_rank_options, seconds, size_bytes
 from mpiddp.bench.report import aligned, percentile, size_name
 from mpiddp.errors import UserError
 
@@ -43,12 +43,16 @@ class RankOptions:
 
 
 def rank_options(argv: list[str]) -> RankOptions:
-    parser = OneSentenceParser(prog="mpiddp bench-rank allreduce", allow_abbrev=False)
+    return parse_rank_options("mpiddp bench-rank allreduce", RankOptions, _add_rank_options, argv)[
+        0
+    ]
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=counts(1))
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--backend")
-    return picked(RankOptions, parser.parse_args(argv))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mpiddp.bench.jobs import Jobs
+from mpiddp.bench.result_lines import Result
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from matplotlib.figure import Figure
 
-Results = dict[str, Any]  # what goes into the JSON file: numbers, texts, lists and dicts
+Results = Result  # what goes into the JSON file: numbers, texts, lists and dicts
 Options = TypeVar("Options", bound="DataclassInstance")
 
 

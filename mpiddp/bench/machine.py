@@ -9,10 +9,27 @@ import socket
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 
-def machine() -> dict[str, Any]:
+class Machine(TypedDict):
+    host: str
+    cpu: str
+    cores: int | None
+    memory_gib: float
+    gpus: list[str]
+    python: str
+    torch: str | None
+    mpi4py: str | None
+
+
+class JobHost(Machine):
+    """A machine of a job, with its number of ranks."""
+
+    ranks: int
+
+
+def machine() -> Machine:
     """This host as it is now, by the standard library alone."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
@@ -27,7 +44,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def one_line(host: dict[str, Any]) -> str:
+def one_line(host: Machine) -> str:
     """The machine as a chart's footnote has it."""
     gpus = f", {len(host['gpus'])} × {host['gpus'][0]}" if host["gpus"] else ""
     return f"{host['cores']} × {host['cpu']}{gpus}, torch {host['torch']}"

@@ -84,8 +84,21 @@ def parse(
     return picked(SharedOptions, values), picked(benchmark.options, values), training
 
 
-def picked(record: type[Record], values: argparse.Namespace) -> Record:
-    """The record of those values that its fields name."""
+def parse_rank_options(
+    prog: str,
+    record: type[Record],
+    add_options: Callable[[argparse.ArgumentParser], None],
+    argv: list[str],
+) -> tuple[Record, list[str]]:
+    """The options that a job's ranks get, and the rest, which is for the training."""
+    parser = OneSentenceParser(prog=prog, allow_abbrev=False)
+    add_options(parser)
+    values, training = parser.parse_known_args(argv)
+    return picked(record, values), training
+
+
+def picked(record: type[Record], values: object) -> Record:
+    """The record of those attributes of `values` that its fields name."""
     there = vars(values)
     return record(**{each.name: there[each.name] for each in fields(record) if each.name in there})
 

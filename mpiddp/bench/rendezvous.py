@@ -14,12 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import JobFailed, Jobs, progress, say
 from mpiddp.bench.machine import available_bytes
-from mpiddp.bench.options import add_rounds, counts, picked
+from mpiddp.bench.options import add_rounds, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 
 if TYPE_CHECKING:
@@ -43,12 +42,16 @@ class RankOptions:
 
 
 def rank_options(argv: list[str]) -> RankOptions:
-    parser = OneSentenceParser(prog="mpiddp bench-rank rendezvous", allow_abbrev=False)
+    return parse_rank_options("mpiddp bench-rank rendezvous", RankOptions, _add_rank_options, argv)[
+        0
+    ]
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--to", type=Path)
     # Read by the launcher: over gloo ranks need no GPU of their own.
     parser.add_argument("--backend")
-    return picked(RankOptions, parser.parse_args(argv))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ mpirun carries stdout from every host, so the hosts need to share nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 Result = dict[str, Any]  # JSON, whose keys the two ends of a benchmark agree on
@@ -14,7 +14,7 @@ Result = dict[str, Any]  # JSON, whose keys the two ends of a benchmark agree on
 _MARK = "mpiddp-bench: "
 
 
-def emit(result: Mapping[str, Any]) -> None:
+def emit(result: Result) -> None:
     print(_MARK + json.dumps(result), flush=True)
 
 

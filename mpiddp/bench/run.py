@@ -11,7 +11,6 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Options, Results
@@ -112,7 +111,7 @@ def _write(folder: Path, name: str, benchmark: Benchmark[Options], record: Resul
     print(f"\n{' and '.join(files)}")
 
 
-def _footnotes(record: dict[str, Any]) -> list[str]:
+def _footnotes(record: Results) -> list[str]:
     hosts = record["environment"]["hosts"]
     others = f" and {len(hosts) - 1} more" if len(hosts) > 1 else ""
     return [f"{one_line(hosts[0])}{others}, {record['environment']['mpi']}", record["command"]]

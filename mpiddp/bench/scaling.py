@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, progress
-from mpiddp.bench.options import add_rounds, as_arguments, counts, picked
+from mpiddp.bench.options import add_rounds, as_arguments, counts, parse_rank_options, picked
 from mpiddp.bench.report import aligned, percentile, shown, spread
 from mpiddp.bench.result_lines import Result
 from mpiddp.bench.rounds import ratios, turns
@@ -42,11 +42,7 @@ class Options(RankOptions):
 
 
 def rank_options(argv: list[str]) -> tuple[RankOptions, list[str]]:
-    """The options of the ranks; what else they get is for the training."""
-    parser = OneSentenceParser(prog="mpiddp bench-rank scaling", allow_abbrev=False)
-    _add_steps(parser)
-    values, training = parser.parse_known_args(argv)
-    return picked(RankOptions, values), training
+    return parse_rank_options("mpiddp bench-rank scaling", RankOptions, _add_steps, argv)
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +67,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: Options, jobs: Jobs) -> Results:
     sizes = _sizes(options, jobs)
-    arguments = as_arguments(RankOptions(options.steps, options.warmup))
+    arguments = as_arguments(picked(RankOptions, options))
     runs: dict[int, list[Result]] = {ranks: [] for ranks in sizes}
     for number, ranks in turns(sizes, options.rounds):
         [run] = jobs.run("scaling", *arguments, ranks=ranks).results

@@ -11,11 +11,11 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import add_rounds, as_arguments, picked
+from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.bench.rounds import ratios
 from mpiddp.text import counted
@@ -38,11 +38,7 @@ class Options:
 
 
 def rank_options(argv: list[str]) -> tuple[Options, list[str]]:
-    """The options of the ranks; what else they get is for the training."""
-    parser = OneSentenceParser(prog="mpiddp bench-rank step", allow_abbrev=False)
-    _add_options(parser)
-    values, training = parser.parse_known_args(argv)
-    return picked(Options, values), training
+    return parse_rank_options("mpiddp bench-rank step", Options, _add_options, argv)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -6,13 +6,13 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpiddp.bench.machine import machine
+from mpiddp.bench.machine import JobHost, Machine, machine
+from mpiddp.bench.result_lines import Result
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import choose_backend, default_group, device_of
@@ -42,7 +42,7 @@ class Job:
     config: TrainConfig
     backend: str
     device: torch.device
-    hosts: list[dict[str, Any]]
+    hosts: list[JobHost]
 
     @property
     def speaks(self) -> bool:
@@ -86,15 +86,12 @@ def settled(
     return config, backend, device
 
 
-def hosts_of(coordinator: Coordinator) -> list[dict[str, Any]]:
+def hosts_of(coordinator: Coordinator) -> list[JobHost]:
     """Each host's machine, with its number of ranks. All ranks must call this."""
     own = json.dumps(machine()) if coordinator.world.local_rank == 0 else ""
     found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
-    return [
-        {**json.loads(text), "ranks": coordinator.hostnames.count(json.loads(text)["host"])}
-        for text in found
-        if text
-    ]
+    machines: list[Machine] = [json.loads(text) for text in found if text]
+    return [{**each, "ranks": coordinator.hostnames.count(each["host"])} for each in machines]
 
 
 def open_source(job: Job) -> Data:
@@ -138,6 +135,6 @@ def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
     return make_plan(config, data, job.coordinator)
 
 
-def settings(job: Job) -> dict[str, Any]:
+def settings(job: Job) -> Result:
     """What decides the speed of a step, as results show it."""
     return {**job.config.as_json(), "backend": job.backend, "device": job.device.type}
