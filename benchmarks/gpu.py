@@ -20,7 +20,7 @@ from statistics import median
 from benchmarks.harness import run_ranks, start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, run, say
+from mpiddp.bench.jobs import JobFailed, Jobs, note, run
 from mpiddp.bench.machine import machine
 from mpiddp.bench.options import add_rounds
 from mpiddp.bench.report import markdown
@@ -66,7 +66,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 def _row(what: str, options: Options, jobs: Jobs) -> str:
     """What was measured, or why it was not: the other rows still can be."""
-    say(f"gpu: {what}")
+    note(f"gpu: {what}")
     _, measure_row = ROWS[what]
     try:
         return measure_row(options, jobs)
@@ -139,7 +139,7 @@ def _settings(options: Options, jobs: Jobs) -> dict[str, list[float]]:
     speeds: dict[str, list[float]] = {name: [] for name in SETTINGS}
     settings = (*IMAGENET, "--epochs=1", f"--steps-per-epoch={options.steps}")
     for number, name in turns(list(SETTINGS), options.rounds):
-        say(f"gpu: {name}, round {number} of {options.rounds}")
+        note(f"gpu: {name}, round {number} of {options.rounds}")
         with contextlib.suppress(JobFailed):
             speeds[name].append(_train(jobs, *settings, *SETTINGS[name])["images_per_s"])
     return speeds

@@ -17,7 +17,7 @@ from statistics import mean, median
 from benchmarks.harness import start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, say
+from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios
@@ -60,7 +60,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
-    say(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
+    note(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
     job = ("-m", "benchmarks.ranks.saving", *as_arguments(options))
     [found] = jobs.run_job(*job, ranks=jobs.slots).results
     return found

@@ -21,7 +21,7 @@ from statistics import median
 from benchmarks.harness import run_ranks, start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, say
+from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options, picked
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios
@@ -142,7 +142,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
     if options.rounds:
         variants = options.variants()
         ranks = RANKS * len(variants)
-        say(f"variants: {len(variants)}, on {ranks} ranks")
+        note(f"variants: {len(variants)}, on {ranks} ranks")
         of_ranks = as_arguments(picked(RankOptions, options))
         job = ("-m", "benchmarks.ranks.variants", *of_ranks)
         [found] = run_ranks(ranks, *job, timeout_s=jobs.timeout_s).results

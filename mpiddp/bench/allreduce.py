@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, say
+from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import as_arguments, counts, parse_rank_options, seconds, size_bytes
 from mpiddp.bench.report import aligned, percentile, size_name
 from mpiddp.errors import UserError
@@ -77,7 +77,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
     sizes = [MIN_BYTES]
     while sizes[-1] * STEP <= options.max_size:
         sizes.append(sizes[-1] * STEP)
-    say(f"allreduce: {ranks} ranks, {size_name(sizes[0])} to {size_name(sizes[-1])}")
+    note(f"allreduce: {ranks} ranks, {size_name(sizes[0])} to {size_name(sizes[-1])}")
     of_ranks = RankOptions(tuple(sizes), options.seconds, options.repeats, options.backend)
     [found] = jobs.run("allreduce", *as_arguments(of_ranks), ranks=ranks).results
     on_links = 2 * (ranks - 1) / ranks

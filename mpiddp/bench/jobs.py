@@ -186,9 +186,9 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def say(sentence: str) -> None:
+def note(sentence: str) -> None:
     print(f"mpiddp: {sentence}", file=sys.stderr, flush=True)
 
 
 def progress(name: str, ranks: int, round_number: int, rounds: int, measured: str) -> None:
-    say(f"{name}: {counted(ranks, 'rank')}, round {round_number} of {rounds}: {measured}")
+    note(f"{name}: {counted(ranks, 'rank')}, round {round_number} of {rounds}: {measured}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, progress, run, say
+from mpiddp.bench.jobs import JobFailed, Jobs, note, progress, run
 from mpiddp.bench.machine import children, peak_bytes
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, shown, spread
@@ -27,7 +27,7 @@ from mpiddp.bench.rounds import ratios, turns
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# No ranks shall be left out where they are more than the GPUs.
+# Over gloo, there may be more ranks than GPUs.
 JOB = (str(Path(__file__).with_name("ranks") / "first_all_reduce.py"), "--backend", "gloo")
 LAUNCHERS = ("mpiddp", "torchrun")
 
@@ -71,7 +71,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
         except JobFailed as failure:
             if not points:
                 raise
-            say(f"launch: left out, for a job of {ranks} ranks failed: {failure}")
+            note(f"launch: left out: a job of {ranks} ranks failed: {failure}")
     return {"points": points}
 
 
@@ -176,11 +176,11 @@ def draw(results: Results, figure: Figure) -> None:
         series = {each: [point[each][name] for point in points] for each in LAUNCHERS}
         charts.bars(on, groups, series, label)
         ratios = [point[f"{name}_ratio"]["median"] for point in points]
-        for place, (point, ratio) in enumerate(zip(points, ratios, strict=True)):
+        for index, (point, ratio) in enumerate(zip(points, ratios, strict=True)):
             top = point["mpiddp"][name]["high"]
             on.annotate(
                 f"{ratio:.2f}×",
-                (place - 0.2, top),
+                (index - 0.2, top),
                 (0, 4),
                 textcoords="offset points",
                 ha="center",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, say
+from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import add_rounds, as_arguments, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.errors import UserError
@@ -48,12 +48,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: Options, jobs: Jobs) -> Results:
     if parse_training(list(jobs.training)).use_syn:
         raise UserError("mpiddp bench loader measures synthetic images anyway: no --use-syn.")
-    say(
+    note(
         f"loader: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')} of every source"
     )
     [found] = jobs.run("loader", *as_arguments(options), ranks=jobs.slots).results
     for name, reason in found["missing"].items():
-        say(f"loader: without {name}: {reason}")
+        note(f"loader: without {name}: {reason}")
     return {
         "ranks": jobs.slots,
         "arch": found["arch"],

@@ -55,7 +55,7 @@ class SharedOptions:
             options += ["-H", self.host_list]
         if self.interface is not None:
             options += ["--interface", self.interface]
-        return options + [word for export in self.x for word in ("-x", export)]
+        return options + [option for export in self.x for option in ("-x", export)]
 
 
 def parse(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, progress, say
+from mpiddp.bench.jobs import JobFailed, Jobs, note, progress
 from mpiddp.bench.machine import available_bytes
 from mpiddp.bench.options import add_rounds, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
@@ -24,7 +24,7 @@ from mpiddp.bench.report import aligned, shown, spread
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TORCH_RANK_BYTES = 260e6  # of a rank that has imported torch and met the others
+TORCH_RANK_BYTES = 260e6  # of a rank that has imported torch and joined the others
 SERIES = {"MPI alone": (), "with torch": ("--torch",)}
 
 
@@ -79,14 +79,14 @@ def measure(options: Options, jobs: Jobs) -> Results:
             except JobFailed as failure:
                 if not points:
                     raise
-                say(f"rendezvous, {name}: left out, for a job of {ranks} ranks failed: {failure}")
+                note(f"rendezvous, {name}: left out: a job of {ranks} ranks failed: {failure}")
     return {"points": points}
 
 
 def _fits(ranks: int) -> bool:
     needed, there = ranks * TORCH_RANK_BYTES / 1e9, available_bytes() / 1e9
     if needed > there:
-        say(
+        note(
             f"rendezvous, with torch: {ranks} ranks left out: {needed:.0f} GB, of {there:.0f} free."
         )
     return needed <= there
@@ -99,14 +99,14 @@ def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs:
         with tempfile.TemporaryDirectory(prefix="mpiddp-bench-") as folder:
             finished = jobs.run_here(ranks, *job, "--to", folder)
             files = Path(folder).iterdir()
-            met = [json.loads(file.read_text()) for file in files]
-        assert len(met) == ranks
-        last_met = max(found["met_at"] for found in met)
+            found = [json.loads(file.read_text()) for file in files]
+        assert len(found) == ranks
+        last_met = max(each["met_at"] for each in found)
         wall.append(last_met - finished.started_at)
-        rendezvous.append(last_met - max(found["ready_at"] for found in met))
+        rendezvous.append(last_met - max(each["ready_at"] for each in found))
         cpu.append(finished.cpu_s / ranks)
-        peak.append(median(found["peak_mb"] for found in met))
-        peak_of_rank_0 += [found["peak_mb"] for found in met if found["rank"] == 0]
+        peak.append(median(each["peak_mb"] for each in found))
+        peak_of_rank_0 += [each["peak_mb"] for each in found if each["rank"] == 0]
         progress(f"rendezvous, {name}", ranks, number + 1, rounds, f"{wall[-1]:.2f} s")
     return {
         "ranks": ranks,
@@ -119,7 +119,7 @@ def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs:
 
 
 def table(results: Results) -> str:
-    times = ("command to all met, s", "all there to all met, s", "CPU s a rank")
+    times = ("command to all joined, s", "all there to all joined, s", "CPU s a rank")
     head = ("ranks", "series", *times, "MB a rank", "MB of rank 0")
     rows = [
         [
@@ -138,8 +138,8 @@ def table(results: Results) -> str:
 
 def draw(results: Results, figure: Figure) -> None:
     panels = (
-        ("wall_s", "command to all ranks met, s"),
-        ("meeting_s", "last rank there to all ranks met, s"),
+        ("wall_s", "command to all ranks joined, s"),
+        ("meeting_s", "last rank there to all ranks joined, s"),
         ("cpu_s_per_rank", "CPU time of each rank, s"),
     )
     ranks = sorted({point["ranks"] for point in results["points"]})

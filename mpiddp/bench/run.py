@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Options, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, say
+from mpiddp.bench.jobs import JobFailed, Jobs, note
 from mpiddp.bench.machine import machine, one_line
 from mpiddp.bench.options import SharedOptions, name_of, parse
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
@@ -44,7 +44,7 @@ def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: 
         results = benchmark.measure(options, jobs)
     except JobFailed as failure:
         print(failure, file=sys.stderr)
-        say(f"bench {name} ends here: a job failed with exit code {failure.code}.")
+        note(f"bench {name} ends here: a job failed with exit code {failure.code}.")
         return BAD_INPUT if failure.code == BAD_INPUT else FAILED
     print(benchmark.table(results))
     environment = {"mpi": jobs.starter, "hosts": results.pop("hosts", None) or [machine()]}
@@ -77,7 +77,7 @@ def _jobs(
     if backend:  # over gloo ranks need no GPU of their own
         job += ["--backend", backend]
     starter, request = make_request(
-        parse_options([*where, *ranks, *job]), started_at, os.environ, say
+        parse_options([*where, *ranks, *job]), started_at, os.environ, note
     )
     per_host = max(node.ranks for node in request.nodes)
     return Jobs(

@@ -152,18 +152,18 @@ def _title(results: Results) -> str:
 def draw(results: Results, figure: Figure) -> None:
     points = results["points"]
     [on] = charts.axes(figure)
-    places = range(len(points))
+    positions = range(len(points))
     speeds = [point["images_per_s"] for point in points]
     reached = [speed["median"] for speed in speeds]
     lost = [max(0.0, p["ideal_images_per_s"] - r) for p, r in zip(points, reached, strict=True)]
-    on.bar(places, reached, 0.7, color=charts.BLUE, label="reached")
-    on.bar(places, lost, 0.7, bottom=reached, color=charts.LOST, label="lost")
-    on.errorbar(places, reached, charts.whiskers(speeds), **charts.WHISKER)
-    for place, point in zip(places, points, strict=True):
+    on.bar(positions, reached, 0.7, color=charts.BLUE, label="reached")
+    on.bar(positions, lost, 0.7, bottom=reached, color=charts.LOST, label="lost")
+    on.errorbar(positions, reached, charts.whiskers(speeds), **charts.WHISKER)
+    for position, point in zip(positions, points, strict=True):
         top = max(point["images_per_s"]["high"], point["ideal_images_per_s"])
         text = f"{point['efficiency']['median']:.1%}"
-        on.annotate(text, (place, top), (0, 4), textcoords="offset points", ha="center")
-    on.set_xticks(places, [f"{p['ranks']}\n{counted(p['num_hosts'], 'host')}" for p in points])
+        on.annotate(text, (position, top), (0, 4), textcoords="offset points", ha="center")
+    on.set_xticks(positions, [f"{p['ranks']}\n{counted(p['num_hosts'], 'host')}" for p in points])
     on.set_xlabel("ranks")
     on.set_ylabel("images/s over all ranks")
     on.set_ylim(0, on.get_ylim()[1] * 1.06)

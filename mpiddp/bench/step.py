@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, say
+from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.bench.rounds import ratios
@@ -54,7 +54,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: Options, jobs: Jobs) -> Results:
     ranks, rounds = counted(jobs.slots, "rank"), counted(options.rounds, "round")
-    say(f"step: {ranks}, {rounds} of 5 blocks of {options.steps} steps")
+    note(f"step: {ranks}, {rounds} of 5 blocks of {options.steps} steps")
     [found] = jobs.run("step", *as_arguments(options), ranks=jobs.slots).results
     loops = found["loops"]
     return {
@@ -115,12 +115,12 @@ def draw(results: Results, figure: Figure) -> None:
     _draw_parts(parts, results["ranks"][:MAX_BARS])
     others = [each for each in results["loops"] if each["loop"] != BARE]
     bare_s = next(each["rounds_s"] for each in results["loops"] if each["loop"] == BARE)
-    for place, (each, colour) in enumerate(zip(others, (charts.BLUE, charts.GREY), strict=True)):
+    for index, (each, colour) in enumerate(zip(others, (charts.BLUE, charts.GREY), strict=True)):
         each_round = ratios(each["rounds_s"], bare_s)
-        loops.plot([place] * len(each_round), each_round, "o", color=colour, alpha=0.5)
+        loops.plot([index] * len(each_round), each_round, "o", color=colour, alpha=0.5)
         middle = each["to_bare"]["median"]
-        loops.plot([place - 0.25, place + 0.25], [middle, middle], color=colour, linewidth=2)
-        loops.annotate(f"{middle:.3f}", (place + 0.28, middle), va="center")
+        loops.plot([index - 0.25, index + 0.25], [middle, middle], color=colour, linewidth=2)
+        loops.annotate(f"{middle:.3f}", (index + 0.28, middle), va="center")
     loops.axhline(1, color="#222222", linewidth=0.8)
     loops.set_xticks(range(len(others)), [f"{each['loop']} / {BARE}" for each in others])
     loops.set_xlim(-0.6, len(others) - 0.2)

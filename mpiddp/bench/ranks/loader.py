@@ -99,12 +99,12 @@ def _open_all(
         "Fashion-MNIST": ["--dataset", "fashion-mnist", *elsewhere],
     }
     for count in workers:
-        words = ["--dataset", "image-folder", "--data-dir", str(folder)]
+        options = ["--dataset", "image-folder", "--data-dir", str(folder)]
         name = f"image folder, {counted(count, 'worker')}"
-        sources[name] = [*words, "--num-workers", str(count)]
+        sources[name] = [*options, "--num-workers", str(count)]
     opened, missing = [], {}
-    for name, words in sources.items():
-        found = _open(coordinator, name, [*training, *words])
+    for name, options in sources.items():
+        found = _open(coordinator, name, [*training, *options])
         if isinstance(found, Opened):
             opened.append(found)
         else:

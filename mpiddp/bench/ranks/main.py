@@ -18,7 +18,7 @@ RANK_SIDES = ("scaling", "allreduce", "step", "loader", "rendezvous")
 
 
 def main(argv: list[str]) -> int:
-    """Be one rank of the job that the first word names.
+    """Be one rank of the job that the first argument names.
 
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.

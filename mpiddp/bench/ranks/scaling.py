@@ -37,7 +37,7 @@ def run(world: World, argv: list[str]) -> None:
             timer.tick()
         own = timer.read()[options.warmup :]
         *seconds, total = slowest([*own, sum(own)], job.device)
-        if job.speaks:
+        if job.is_rank_0:
             emit(
                 {
                     "step_s": seconds,

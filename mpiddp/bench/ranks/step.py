@@ -58,7 +58,7 @@ def run(world: World, argv: list[str]) -> None:
             loops = _loops(job, data, folder, count, options.rounds)
         phases = _phases(job, phases_data, count, options.rounds)
         everyone = job.coordinator.all_gather_json(json.dumps(phases), timeout_s=EXCHANGE_TIMEOUT_S)
-        if job.speaks:
+        if job.is_rank_0:
             emit(
                 {
                     "loops": loops,
@@ -88,9 +88,9 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
 
 
 def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
-    """What `mpiddp train` itself says of these steps."""
+    """What `mpiddp train` itself measures of these steps."""
     config = replace(job.config, epochs=1, out=str(out))
-    if job.speaks:
+    if job.is_rank_0:
         (out / "checkpoints").mkdir(parents=True)
     summary = train(
         config,
@@ -194,11 +194,11 @@ def _folder(job: Job) -> Iterator[Path]:
     """Where the runner's loop leaves its records and checkpoints: on rank 0's host, for a while."""
     path = Path(
         job.coordinator.broadcast_json(
-            tempfile.mkdtemp(prefix="mpiddp-bench-") if job.speaks else ""
+            tempfile.mkdtemp(prefix="mpiddp-bench-") if job.is_rank_0 else ""
         )
     )
     try:
         yield path
     finally:
-        if job.speaks:
+        if job.is_rank_0:
             shutil.rmtree(path)

@@ -45,8 +45,8 @@ class Job:
     hosts: list[JobHost]
 
     @property
-    def speaks(self) -> bool:
-        """Whether this is the rank that tells the launching process."""
+    def is_rank_0(self) -> bool:
+        """Whether this is the rank that sends the results."""
         return self.coordinator.world.rank == 0
 
 
