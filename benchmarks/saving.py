@@ -22,7 +22,7 @@ from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios
 from mpiddp.text import counted
-from mpiddp.train.config import ARCHS
+from mpiddp.train.architectures import ARCHITECTURES
 
 NO_SAVE, IN_THREAD, AT_ONCE = "no save", "in a thread", "at once"
 VARIANTS = (NO_SAVE, IN_THREAD, AT_ONCE)
@@ -45,7 +45,7 @@ def rank_options(argv: list[str]) -> Options:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser, default=5)
     parser.add_argument(
-        "--arch", default="resnet18", choices=ARCHS, metavar="NAME", help="a ResNet"
+        "--arch", default="resnet18", choices=ARCHITECTURES, metavar="NAME", help="a ResNet"
     )
     parser.add_argument(
         "--stem", default="cifar", choices=("cifar", "imagenet"), help="of the ResNet"

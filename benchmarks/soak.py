@@ -181,7 +181,7 @@ def _options() -> Options:
         formatter_class=DefaultsShown,
     )
     parser.add_argument(
-        "--minutes", type=seconds, default=20.0, metavar="M", help="of the disturbed run, about"
+        "--minutes", type=float, default=20.0, metavar="M", help="of the disturbed run, about"
     )
     parser.add_argument(
         "--kill-every", type=seconds, default=60.0, metavar="S", help="seconds, on average"

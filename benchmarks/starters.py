@@ -1,4 +1,4 @@
-"""Measures every MPI beside torchrun and prints docs/flavours.md's table.
+"""Measures every MPI beside torchrun and prints docs/mpi-implementations.md's table.
 
     python -m tests.flavours install
     python -m benchmarks.starters --rounds 5       # some 5 minutes on 2 cores; as root

@@ -1,4 +1,4 @@
-"""The first example of most multi-node guides: rank 0 sends a tensor to every rank, and each answers.
+"""Rank 0 sends a tensor to every rank, and each answers: the first example of most multi-node guides.
 
     mpiddp launch --hostfile hostfiles/two_nodes examples/message_passing.py --backend gloo
 

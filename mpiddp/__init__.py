@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpiddp.errors import UserError
     from mpiddp.runtime.process_group import init, process_group
-    from mpiddp.runtime.stop_request import should_stop
+    from mpiddp.runtime.session import should_stop
     from mpiddp.world import World
 
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ _ROOMS = {
     "World": "mpiddp.world",
     "init": "mpiddp.runtime.process_group",
     "process_group": "mpiddp.runtime.process_group",
-    "should_stop": "mpiddp.runtime.stop_request",
+    "should_stop": "mpiddp.runtime.session",
 }
 
 

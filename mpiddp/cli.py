@@ -37,11 +37,11 @@ RANKS = ("run", "train", "bench-rank")  # the verbs that every rank of a job cal
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is 2, and one sentence stands on stderr, for bad input."""
-    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if words[0].startswith(("--local-rank", "--local_rank")):
+    args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if args[0].startswith(("--local-rank", "--local_rank")):
         # torch.distributed.launch puts it before all that the user wrote; the environment has it too.
-        del words[0]
-    verb, *rest = words or ["--help"]
+        del args[0]
+    verb, *rest = args or ["--help"]
     try:
         try:
             return _call(verb, rest)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _call(verb: str, words: list[str]) -> int:
+def _call(verb: str, args: list[str]) -> int:
     if verb in ("-h", "--help"):
         print(usage())
         return DONE
@@ -76,7 +76,7 @@ def _call(verb: str, words: list[str]) -> int:
         return DONE
     if verb not in VERBS:
         raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
-    code: int = import_module(VERBS[verb][0]).main(words)
+    code: int = import_module(VERBS[verb][0]).main(args)
     return code
 
 

@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 def print_from_one_rank(sentence: str, rank: int, local_rank: int) -> None:
-    """Print what every rank may have to say, where no word can pass between them; then it is to exit.
+    """Print what every rank may have to say, where they cannot talk to each other; then it is to exit.
 
     Rank 0 speaks at once, and its end makes most launchers end the others. One rank of each host
     that is still there then speaks too: the trouble may be that host's alone.

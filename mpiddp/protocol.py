@@ -12,9 +12,82 @@ from __future__ import annotations
 
 import json
 import socket
-from _blake2 import blake2b
+from dataclasses import dataclass
+
+from mpiddp.blake2 import blake2b
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
+PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
+TIMEOUT, LAUNCHED_AT = "MPIDDP_TIMEOUT", "MPIDDP_LAUNCHED_AT"
+REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable of this project, in words for docs/environment.md."""
+
+    name: str
+    set_by: str
+    read_by: str
+    holds: str
+
+
+# Every one that there is. tests/test_environment.py finds those that are missing here.
+VARIABLES = (
+    Variable(
+        INTERFACE,
+        "the user, or `launch --interface`",
+        "every rank",
+        "the network of the job's own traffic: an interface's name, an address, or a network such as "
+        "10.0.0.0/24; several with commas",
+    ),
+    Variable(
+        TIMEOUT,
+        "the user, or `launch --timeout`",
+        "every rank",
+        "how many seconds the ranks may take to join (60)",
+    ),
+    Variable(DATA, "the user", "`train`, `bench`", "the folder of data sets, as `--data-dir` does"),
+    Variable("MPIDDP_PYTHON", "the user", "`run.sh`", "the Python to build on, with its torch"),
+    Variable(
+        "MPIDDP_MPIRUN", "the user", "`run.sh`", "the mpirun to use instead of Open MPI's wheel"
+    ),
+    Variable(
+        PLACEMENT,
+        "`launch`",
+        "every rank",
+        "the hosts that the hostfile names, with their ranks: node1:4,node2:2",
+    ),
+    Variable(
+        NETWORKS,
+        "`launch`",
+        "every rank",
+        "the networks that lead to the other hosts, unless an interface is named",
+    ),
+    Variable(REPORT, "`launch --report`", "every rank", "1: rank 0 prints where each rank is"),
+    Variable(
+        VERBOSE,
+        "`launch -v`",
+        "every rank",
+        "1: print the master address, each rank's interface, and the time of the first all-reduce",
+    ),
+    Variable(
+        LAUNCHED_AT, "`launch`", "every rank", "when the command was given, in seconds since 1970"
+    ),
+    Variable(JOB, "`launch`", "`launch`", "the job's id, by which it finds what is left of a job"),
+    Variable(
+        ADDRESS,
+        "`launch`",
+        "every rank, which removes it",
+        "where the launcher listens to the ranks: ADDRESS:PORT",
+    ),
+    Variable(
+        SECRET,
+        "`launch`",
+        "every rank, which removes it",
+        "what proves that a rank belongs to the job, as hex digits",
+    ),
+)
 URGENT = b"!"  # in no word of a launcher's
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 TEXT_LIMIT = 16 * 1024  # characters of a text; JSON may need 12 bytes for one
@@ -46,7 +119,7 @@ def dumps(kind: str, **facts: object) -> bytes:
 
 def proof(secret: str, challenge: str, rank: int) -> str:
     """What only somebody who has the secret can answer to `challenge`."""
-    # A keyed BLAKE2 is a MAC. By way of hashlib it would load OpenSSL, which is 4 MB.
+    # A keyed BLAKE2 is a MAC.
     return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
 
 
@@ -64,3 +137,14 @@ def notice_silence(connection: socket.socket) -> None:
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def variables_table() -> str:
+    """The table of docs/environment.md, which `python -m mpiddp.protocol` prints."""
+    head = "| variable | set by | read by | holds |\n|---|---|---|---|\n"
+    rows = (f"| `{v.name}` | {v.set_by} | {v.read_by} | {v.holds} |\n" for v in VARIABLES)
+    return head + "".join(rows)
+
+
+if __name__ == "__main__":
+    print(variables_table(), end="")

@@ -1,21 +1,57 @@
-"""Several names, or a number of things, in a sentence."""
+"""Text that several parts of the program read or print: lists, counts, durations, tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
-def listed(words: Sequence[str], most: int = 8) -> str:
-    """The first of many words, as an error may show them."""
-    more = f", and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """ "a, b, and 7 more": the first of many, short enough for an error."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
-def all_of(words: Sequence[str]) -> str:
+def all_of(names: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def counted(number: int, noun: str) -> str:
     """ "1 host", "2 hosts"."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def parse_duration(text: str) -> float:
+    """The seconds in "90", "90s", "55m" or "1.5h". Raises ValueError for all else, and for 0."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([smh]?)", text, re.ASCII)
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not seconds > 0:
+        raise ValueError(f"{text!r} is not a duration such as 90, 90s, 55m or 1.5h")
+    return seconds
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value that `percent` of all values do not exceed, interpolated linearly.
+
+    Written by hand because `statistics` takes 10 ms to import. Raises IndexError for no values.
+    """
+    ordered = sorted(values)
+    index, rest = divmod(percent * (len(ordered) - 1), 100)
+    if rest == 0:
+        return ordered[index]
+    return (ordered[index] * (100 - rest) + ordered[index + 1] * rest) / 100
+
+
+def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """A table, one line a row, two spaces between columns. `right`: the columns to align right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

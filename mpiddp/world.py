@@ -90,9 +90,10 @@ class World:
     """This process's place in the job. The fields that default to None need the others to be known.
 
     rank in [0, world_size), local_rank in [0, local_world_size) among the ranks of this host.
-    node_rank in [0, num_nodes) numbers the hosts in the order of their lowest rank; it and the master
-    address are None until the ranks have met (see `mpiddp.runtime.rendezvous`), backend and device (torch's
-    name of it: "cuda:1", "cpu") until their process group stands (see `mpiddp.runtime.process_group`).
+    node_rank in [0, num_nodes) numbers the hosts in the order of their lowest rank. It and the master
+    address are None until the ranks have joined, see `mpiddp.runtime.rendezvous`. backend and device
+    (torch's name of it: "cuda:1", "cpu") are None until there is a process group, see
+    `mpiddp.runtime.process_group`.
     """
 
     rank: int

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.data_cache import official_batches
 
 
@@ -22,3 +23,9 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
     """A folder for copies of the data set, which pytest would keep for three runs."""
     yield tmp_path
     shutil.rmtree(tmp_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function):
+            tiers.mark(item)

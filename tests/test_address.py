@@ -1,12 +1,14 @@
-"""Where rank 0 listens: chosen from cards made by hand, bound and probed with real sockets on loopback."""
+"""Where rank 0 listens: chosen from RankInfos made by hand, bound and probed on real loopback sockets."""
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 
 import pytest
 
@@ -29,7 +31,7 @@ def eth(host: int, name: str = "eth0", network: str = "10.0.0") -> Interface:
 
 
 def ranks_on(*hosts: tuple[Interface, ...], ranks: int = 1) -> list[RankInfo]:
-    """The cards of `ranks` ranks on each host, which is given by its interfaces."""
+    """What `ranks` ranks on each host say of themselves, which is given by its interfaces."""
     return [
         RankInfo(node * ranks + local, local, ranks, f"node{node}", f"boot-{node}", own)
         for node, own in enumerate(hosts)
@@ -37,8 +39,8 @@ def ranks_on(*hosts: tuple[Interface, ...], ranks: int = 1) -> list[RankInfo]:
     ]
 
 
-def addresses(cards: list[RankInfo], env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    return choose(cards, env or {}).addresses
+def addresses(infos: list[RankInfo], env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    return choose(infos, env or {}).addresses
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -53,11 +55,11 @@ def refusal(call: Callable[[], object]) -> str:
 def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
     a, b = ranks_on((LO, eth(0)), (LO, eth(1)), ranks=2)[::2]
     by_node = [b, a]  # rank 0 on node1, rank 1 on node0, and so on in turn
-    cards = [
+    infos = [
         RankInfo(rank, rank // 2, 2, by_node[rank % 2].hostname, "m", by_node[rank % 2].interfaces)
         for rank in range(4)
     ]
-    candidates = choose(cards, {})
+    candidates = choose(infos, {})
     assert candidates.node_ranks == (0, 1, 0, 1)
     assert (candidates.num_nodes, candidates.probers) == (2, (1,))
     assert candidates.addresses == (eth(1).address,)
@@ -69,15 +71,15 @@ def test_one_rank_of_every_other_host_probes() -> None:
 
 
 def test_two_machines_of_one_name_are_two_hosts() -> None:
-    cards = [
+    infos = [
         RankInfo(rank, 0, 1, "localhost", f"boot-{rank}", (LO, eth(rank))) for rank in range(2)
     ]
-    assert choose(cards, {}).num_nodes == 2
+    assert choose(infos, {}).num_nodes == 2
 
 
 def test_one_machine_under_two_names_is_noticed() -> None:
-    cards = [RankInfo(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
-    assert refusal(lambda: choose(cards, {})) == (
+    infos = [RankInfo(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
+    assert refusal(lambda: choose(infos, {})) == (
         "node0 runs 2 ranks with the local ranks 0, 0, but the launcher promised 0 to 0: "
         "is one machine in the hostfile under two names?"
     )
@@ -97,8 +99,8 @@ def test_over_two_hosts_never_a_loopback() -> None:
 
 @pytest.mark.parametrize("decoy", [DOCKER0, DOCKER0_RENAMED])
 def test_a_bridge_with_one_address_on_every_host_is_passed_over(decoy: Interface) -> None:
-    cards = ranks_on((LO, decoy, eth(0)), (LO, decoy, eth(1)))
-    assert addresses(cards) == ("10.0.0.1",)
+    infos = ranks_on((LO, decoy, eth(0)), (LO, decoy, eth(1)))
+    assert addresses(infos) == ("10.0.0.1",)
 
 
 def test_of_two_networks_the_one_that_all_hosts_share_comes_first() -> None:
@@ -116,9 +118,9 @@ def test_two_shared_networks_are_both_candidates_for_the_probe() -> None:
 
 
 def test_interface_names_may_differ_between_hosts() -> None:
-    cards = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
-    (address,) = addresses(cards)
-    assert [card.interface_towards(address) for card in cards] == ["eth0", "ens5"]
+    infos = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    (address,) = addresses(infos)
+    assert [info.interface_towards(address) for info in infos] == ["eth0", "ens5"]
 
 
 def test_ipv6_is_taken_where_there_is_nothing_else() -> None:
@@ -146,19 +148,19 @@ def test_no_candidate_that_all_hosts_reach_names_the_blind_host() -> None:
 # --- the user's wishes ---
 
 
-@pytest.mark.parametrize("wished", ["eth1", "10.9.0.0/24", "10.9.0.0/16", "10.9.0.77/24"])
-def test_a_wished_interface_or_network(wished: str) -> None:
+@pytest.mark.parametrize("requested", ["eth1", "10.9.0.0/24", "10.9.0.0/16", "10.9.0.77/24"])
+def test_a_requested_interface_or_network(requested: str) -> None:
     hosts = [(LO, eth(node), eth(node, "eth1", "10.9.0")) for node in range(2)]
-    assert addresses(ranks_on(*hosts), {"MPIDDP_INTERFACE": wished}) == ("10.9.0.1",)
+    assert addresses(ranks_on(*hosts), {"MPIDDP_INTERFACE": requested}) == ("10.9.0.1",)
 
 
 def test_a_wished_network_suits_hosts_whose_interfaces_have_other_names() -> None:
-    cards = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
-    assert addresses(cards, {"MPIDDP_INTERFACE": "10.0.0.0/24"}) == ("10.0.0.1",)
+    infos = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    assert addresses(infos, {"MPIDDP_INTERFACE": "10.0.0.0/24"}) == ("10.0.0.1",)
 
 
 @pytest.mark.parametrize(
-    ("wished", "sentence"),
+    ("requested", "sentence"),
     [
         ("ib0", 'interface "ib0" is not on node0, which has lo and eth0.'),
         ("eth0", 'interface "eth0" is not on node1, which has lo and ens5.'),
@@ -167,9 +169,9 @@ def test_a_wished_network_suits_hosts_whose_interfaces_have_other_names() -> Non
         ("lo", "node0, where rank 0 runs, has no address that other hosts could reach: "),
     ],
 )
-def test_a_wish_that_cannot_be_fulfilled(wished: str, sentence: str) -> None:
-    cards = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
-    refused = refusal(lambda: choose(cards, {"MPIDDP_INTERFACE": wished}))
+def test_a_requested_interface_that_a_host_lacks(requested: str, sentence: str) -> None:
+    infos = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    refused = refusal(lambda: choose(infos, {"MPIDDP_INTERFACE": requested}))
     assert refused.startswith(sentence)
 
 
@@ -285,8 +287,8 @@ def test_this_host_has_a_loopback_interface() -> None:
 
 
 def test_a_card_survives_its_journey() -> None:
-    (card,) = ranks_on((LO, eth(0)))
-    assert RankInfo.loads(card.dumps()) == card
+    (info,) = ranks_on((LO, eth(0)))
+    assert RankInfo.from_json(json.loads(json.dumps(asdict(info)))) == info
 
 
 def test_as_many_sockets_as_a_large_job_needs() -> None:

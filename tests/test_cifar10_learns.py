@@ -20,6 +20,7 @@ ROWS = (
 )
 
 
+@pytest.mark.slow
 def test_half_an_epoch_with_the_defaults_learns(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = [f"--data-dir={fetched_cifar10()}", "--epochs=1", "--steps-per-epoch=200"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpiddp.train.config import COMPRESSIONS
+from mpiddp.train.options import COMPRESSIONS
 from tests.ranks import mpirun
 
 

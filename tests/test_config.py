@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.train import resnet
-from mpiddp.train.config import ARCHS, FREE_TO_CHANGE, TrainConfig, differences, parse, settle
+from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.config import FREE_TO_CHANGE, TrainConfig, differences
+from mpiddp.train.options import parse
 from mpiddp.train.schedule import SCHEDULES, learning_rate, scaled_lr
-from mpiddp.world import World
-
-
-def settled(*options: str, ranks: int = 1, on_gpu: bool = False, bf16: bool = False) -> TrainConfig:
-    world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
-    return settle(parse(list(options)), world, on_gpu=on_gpu, has_bf16=bf16)
+from tests.training import configured
 
 
 def refusal(*options: str, ranks: int = 1) -> str:
     with pytest.raises(UserError) as caught:
-        settled(*options, ranks=ranks)
+        configured(*options, ranks=ranks)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -60,10 +56,6 @@ def test_switches() -> None:
     assert parse([]).lr_scaling
 
 
-def test_archs_are_those_of_the_models() -> None:
-    assert tuple(resnet.ARCHS) == ARCHS
-
-
 def test_help_names_every_arch_without_torch() -> None:
     program = (
         "import sys; from mpiddp.cli import main\n"
@@ -74,19 +66,19 @@ def test_help_names_every_arch_without_torch() -> None:
     shown = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert all(arch in shown.stdout for arch in ARCHS)
+    assert all(arch in shown.stdout for arch in ARCHITECTURES)
 
 
 # Batch sizes
 
 
 def test_a_batch_size_per_rank() -> None:
-    config = settled("--batch-size=8", "--grad-accum-steps=2", ranks=3)
+    config = configured("--batch-size=8", "--grad-accum-steps=2", ranks=3)
     assert (config.batch_size, config.global_batch_size) == (8, 48)
 
 
 def test_a_global_batch_size_is_dealt() -> None:
-    config = settled("--global-batch-size=48", "--grad-accum-steps=2", ranks=3)
+    config = configured("--global-batch-size=48", "--grad-accum-steps=2", ranks=3)
     assert (config.batch_size, config.global_batch_size) == (8, 48)
 
 
@@ -105,7 +97,7 @@ def test_a_global_batch_size_that_does_not_divide() -> None:
 
 
 def test_a_global_batch_size_may_be_dealt_unevenly() -> None:
-    config = settled("--global-batch-size=50", "--grad-accum-steps=2", "--uneven", ranks=3)
+    config = configured("--global-batch-size=50", "--grad-accum-steps=2", "--uneven", ranks=3)
     assert (config.batch_size, config.global_batch_size) == (9, 50)
 
 
@@ -118,7 +110,7 @@ def test_what_the_refusal_proposes_works(ranks: int) -> None:
         message = refusal(f"--global-batch-size={size}", *options, ranks=ranks)
         proposals = message.rpartition(": ")[2].removesuffix(" would.").split(" or ")
         for proposal in proposals:
-            config = settled(f"--global-batch-size={proposal}", *options, ranks=ranks)
+            config = configured(f"--global-batch-size={proposal}", *options, ranks=ranks)
             assert config.global_batch_size == int(proposal)
 
 
@@ -132,17 +124,17 @@ def test_both_batch_sizes() -> None:
 
 
 def test_defaults_follow_the_machine() -> None:
-    cpu, gpu = settled(), settled(on_gpu=True, bf16=True, ranks=8)
+    cpu, gpu = configured(), configured(on_gpu=True, bf16=True, ranks=8)
     assert (cpu.arch, cpu.amp, cpu.batch_size) == ("resnet20", "off", 64)
     assert (gpu.arch, gpu.amp, gpu.batch_size) == ("resnet18", "bf16", 256)
     assert gpu.global_batch_size == 2048
-    assert settled(bf16=True).amp == "bf16"
-    assert settled("--amp=fp16", bf16=True).amp == "fp16"
-    assert settled("--arch=resnet50", "--epochs=7").arch == "resnet50"
+    assert configured(bf16=True).amp == "bf16"
+    assert configured("--amp=fp16", bf16=True).amp == "fp16"
+    assert configured("--arch=resnet50", "--epochs=7").arch == "resnet50"
 
 
 def test_sync_bn_needs_gpus() -> None:
-    assert settled("--sync-bn", on_gpu=True).sync_bn
+    assert configured("--sync-bn", on_gpu=True).sync_bn
     assert refusal("--sync-bn").startswith("--sync-bn needs GPUs")
     assert refusal("--sync-bn", "--keep-tail").startswith("--keep-tail and --sync-bn exclude")
 
@@ -219,26 +211,34 @@ def saved(config: TrainConfig) -> dict[str, Any]:
 
 
 def test_the_same_configuration_differs_in_nothing() -> None:
-    config = settled("--lr=0.1", "--warmup-epochs=0.3", "--steps-per-epoch=7")
+    config = configured("--lr=0.1", "--warmup-epochs=0.3", "--steps-per-epoch=7")
     assert differences(saved(config), config) == []
 
 
 def test_the_same_global_batch_may_be_dealt_otherwise() -> None:
-    before = settled("--global-batch-size=64", ranks=1)
-    after = settled("--global-batch-size=64", "--grad-accum-steps=2", ranks=4)
+    before = configured("--global-batch-size=64", ranks=1)
+    after = configured("--global-batch-size=64", "--grad-accum-steps=2", ranks=4)
     assert before.batch_size != after.batch_size
     assert differences(saved(before), after) == []
 
 
+def test_a_config_json_has_every_option_in_order() -> None:
+    options = parse(["--save-every=20"])
+    assert list(configured("--save-every=20").as_json()) == list(vars(options))
+    assert saved(configured("--save-every=20"))["save_every"] == {"steps": 20, "seconds": None}
+
+
 def test_every_difference_is_told() -> None:
-    before = settled("--lr=0.1", "--seed=3")
-    after = settled("--lr=0.2", "--keep-tail", "--seed=3")
+    before = configured("--lr=0.1", "--seed=3")
+    after = configured("--lr=0.2", "--keep-tail", "--seed=3")
     assert differences(saved(before), after) == ["--keep-tail False, now True", "--lr 0.1, now 0.2"]
-    assert differences(saved(settled(ranks=2)), settled()) == ["--global-batch-size 128, now 64"]
+    assert differences(saved(configured(ranks=2)), configured()) == [
+        "--global-batch-size 128, now 64"
+    ]
 
 
 def test_what_changes_the_weights_may_not_change() -> None:
-    fields = set(settled().as_json())
+    fields = set(configured().as_json())
     assert fields > FREE_TO_CHANGE
     assert fields - FREE_TO_CHANGE == {
         "arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "keep_tail",
@@ -249,7 +249,7 @@ def test_what_changes_the_weights_may_not_change() -> None:
 
 
 def test_a_config_of_an_older_version_lacks_an_option() -> None:
-    config = settled()
+    config = configured()
     older = saved(config)
     del older["label_smoothing"]
     assert differences(older, config) == ["--label-smoothing None, now 0.0"]

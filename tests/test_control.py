@@ -26,9 +26,9 @@ from tests.ranks import ROOT, clean_env
 
 RANK = """
 import os, sys, time
-from mpiddp.runtime import control_client
+from mpiddp.runtime.session import reporting
 from mpiddp.world import World
-with control_client.reporting(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
+with reporting(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
     exec(sys.argv[1])
 """
 

@@ -1,4 +1,4 @@
-"""Ranks that exchange words, refuse together and leave together: nobody hangs, no sentence is lost."""
+"""Ranks that exchange values, refuse together and leave together: nobody hangs, no sentence is lost."""
 
 from __future__ import annotations
 
@@ -87,26 +87,30 @@ def _be(rank: int, world_size: int, port: int, listener: int, logs: Path, body: 
 # --- exchange ---
 
 
-def test_every_rank_hears_every_rank(ranks: Callable[..., list[End]]) -> None:
+def test_every_rank_receives_every_rank_s_value(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         for turn in range(3):
-            texts = coordinator.all_gather_json(
-                f"{turn} from {coordinator.world.rank}", timeout_s=60
-            )
-            assert texts == [f"{turn} from {rank}" for rank in range(4)]
-        assert (
-            coordinator.broadcast_json(f"as rank {coordinator.world.rank} has it")
-            == "as rank 0 has it"
-        )
+            values = coordinator.all_gather_json((turn, coordinator.world.rank), timeout_s=60)
+            assert values == [[turn, rank] for rank in range(4)]
+        own = {"rank": coordinator.world.rank, "host": "café", "gpu": None}
+        assert coordinator.broadcast_json(own) == {"rank": 0, "host": "café", "gpu": None}
         coordinator.leave()
 
     assert ranks(4, body) == [End(0, "")] * 4
 
 
-def test_words_that_all_have_heard_are_forgotten(ranks: Callable[..., list[End]]) -> None:
+def test_one_rank_exchanges_values_as_many_do(ranks: Callable[..., list[End]]) -> None:
+    def body(coordinator: Coordinator) -> None:
+        assert coordinator.all_gather_json((1, None, True), timeout_s=60) == [[1, None, True]]
+        coordinator.leave()
+
+    assert ranks(1, body) == [End(0, "")]
+
+
+def test_values_that_all_have_read_are_forgotten(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         for _ in range(50):
-            coordinator.all_gather_json("a word", timeout_s=60)
+            coordinator.all_gather_json("a value", timeout_s=60)
         assert coordinator.store.num_keys() < 20
         coordinator.leave()
 
@@ -210,7 +214,10 @@ def test_the_interface_wished_for_outranks_the_one_towards_rank_0(
 # --- under the real mpirun, which kills all ranks as soon as one has ended badly ---
 
 
-@pytest.mark.parametrize(("world_size", "who", "slow"), [(2, "1", "1"), (3, "all", "0.5")])
+@pytest.mark.parametrize(
+    ("world_size", "who", "slow"),
+    [pytest.param(2, "1", "1", marks=pytest.mark.quick), (3, "all", "0.5")],
+)
 def test_mpirun_does_not_swallow_the_sentence(world_size: int, who: str, slow: str) -> None:
     job = mpirun(world_size, str(JOBS / "refusing.py"), who, *slow.split())
     (said,) = own_lines(job.stderr)

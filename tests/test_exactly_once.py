@@ -51,6 +51,7 @@ def seen(turns: list[Path]) -> tuple[dict[int, list[int]], int]:
     return images, lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 1)], ids=["same size", "other sizes"])
 def test_each_image_once_an_epoch(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     draw = random.Random(str(sizes))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import clean_env
+from tests.ranks import ROOT, clean_env
 
+PACKAGE = ROOT / "mpiddp"
+# What the launcher consists of: import-linter sees that it imports nothing else of mpiddp.
+LAUNCHER = sorted(
+    path
+    for part in ("launch/**/*.py", "hosts/**/*.py", "*.py")
+    for path in PACKAGE.glob(part)
+    if path.name not in ("__init__.py", "__main__.py", "cli.py")
+)
 HEAVY = ("torch", "mpi4py", "numpy", "PIL")
 STDLIB_ROOMS = (
     "mpiddp",
@@ -57,3 +66,26 @@ def test_the_test_above_can_fail(heavy: str, tmp_path: Path) -> None:
     (package / "__init__.py").write_text("from package import deep\n")
     (package / "deep.py").write_text(f"import {heavy}\n")
     assert heavy in loaded("import package", path=tmp_path)
+
+
+def imported(source: str) -> set[str]:
+    """The top-level packages that a file imports anywhere, also within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", LAUNCHER, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_launcher_imports_the_standard_library_alone(path: Path) -> None:
+    assert imported(path.read_text()) <= {"mpiddp", *sys.stdlib_module_names}
+
+
+def test_the_launcher_runs_where_nothing_is_installed() -> None:
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in LAUNCHER]
+    command = [sys.executable, "-S", "-c", f"import {', '.join(names)}"]
+    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

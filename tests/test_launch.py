@@ -25,7 +25,7 @@ from tests.flavours import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
 
-FLAVOURS = ("openmpi5", *PACKAGES)
+FLAVOURS = (pytest.param("openmpi5", marks=pytest.mark.quick), *PACKAGES)
 OTHERS = "The other ranks were stopped."
 TELL = """
 import json, os, sys
@@ -105,6 +105,7 @@ def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("code", "expected"), [(3, 1), (2, 2), (75, 75)])
 def test_exit_codes(tmp_path: Path, code: int, expected: int) -> None:
     path = script(tmp_path, f"raise SystemExit({code})")
@@ -118,6 +119,7 @@ def test_exit_codes(tmp_path: Path, code: int, expected: int) -> None:
     assert sentences == said.get(code, [])
 
 
+@pytest.mark.quick
 def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
     text = "import os; os.kill(os.getpid(), 9)"
     done = launch("-H", "localhost:1", script(tmp_path, text))
@@ -152,7 +154,12 @@ def test_a_bad_script_ends_the_launch_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize(  # every MPI is interrupted in test_launch_hosts.py
-    ("flavour", "how"), [("openmpi5", "interrupted"), ("openmpi5", "deaf"), ("mpich", "deaf")]
+    ("flavour", "how"),
+    [
+        pytest.param("openmpi5", "interrupted", marks=pytest.mark.quick),
+        ("openmpi5", "deaf"),
+        ("mpich", "deaf"),
+    ],
 )
 def test_ctrl_c_once_stops_the_job_and_twice_at_once(
     tmp_path: Path, flavour: str, how: str

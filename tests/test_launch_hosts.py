@@ -121,10 +121,21 @@ def test_a_hostfiles_users_and_ports_reach_ssh(hosts: Cluster, flavour: str) -> 
     assert refused.returncode != 0  # nobody listens there
 
 
-def test_a_bare_hosts_gpus_are_counted_over_ssh(hosts: Cluster) -> None:
-    """There are none, so it has one slot."""
-    command = [*LAUNCH, "-H", "node1,node0", "-n", "3"]
-    done = hosts["node0"].run([*command, "-m", "platform"], cwd=ROOT)
+@pytest.mark.parametrize("options", [(), ("--no-check",)])
+def test_a_bare_hosts_gpus_are_counted_over_ssh(hosts: Cluster, options: tuple[str, ...]) -> None:
+    """node1 lists two, node0 has none and gets one slot. What node1's own shell prints is no answer."""
+    tools = hosts.shared / "tools"
+    tools.mkdir(exist_ok=True)
+    stub = tools / "nvidia-smi"  # no machine of the tests has a GPU
+    stub.write_text('#!/bin/sh\necho "GPU 0: A (UUID: x)"\necho "GPU 1: B (UUID: y)"\n')
+    stub.chmod(0o755)
+    startup = hosts["node1"].path(f"{hosts['node1'].home()}/.bashrc")  # bash reads it under sshd
+    startup.write_text(f"PATH={tools}:$PATH\necho 9 welcome\n")
+    command = [*LAUNCH, *options, "-H", "node1,node0", "-n", "4", "-m", "platform"]
+    try:
+        done = hosts["node0"].run(command, cwd=ROOT)
+    finally:
+        startup.unlink()
     assert done.returncode == 2
-    sentence = "-n 3 is more than the 2 slots of -H (node1=1, node0=1)."
+    sentence = "-n 4 is more than the 3 slots of -H (node1=2, node0=1)."
     assert done.stderr.splitlines()[-1] == sentence

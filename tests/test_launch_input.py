@@ -15,7 +15,7 @@ from mpiddp.hosts.nodes import Node, is_this_host, name_nodes, ranks_by_host
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 from mpiddp.launch.network import link_to, requested_interfaces
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.remote.gpus import asked_backend, count_gpus, fit_to_gpus
+from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, requested_backend
 from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import parse_exports
 
@@ -51,22 +51,22 @@ def test_gpus_are_counted_by_nvidia_smi_and_narrowed_by_cuda_visible_devices(
 
 
 def test_the_backend_among_the_scripts_arguments() -> None:
-    assert asked_backend(["--lr", "1", "--backend", "nccl"]) == "nccl"
-    assert asked_backend(["--backend=gloo"]) == "gloo"
-    assert asked_backend(["--backend"]) is None
+    assert requested_backend(["--lr", "1", "--backend", "nccl"]) == "nccl"
+    assert requested_backend(["--backend=gloo"]) == "gloo"
+    assert requested_backend(["--backend"]) is None
 
 
 def test_this_machine_goes_by_its_own_name() -> None:
     hosts = parse_host_list("far.invalid:1,localhost:2")
-    placed = [(hosts.hosts[0], 1), (hosts.hosts[1], 2)]
-    nodes = name_nodes(hosts, placed, "me")
+    ranks_of_hosts = [(hosts.hosts[0], 1), (hosts.hosts[1], 2)]
+    nodes = name_nodes(hosts, ranks_of_hosts, "me")
     assert nodes == (Node("far.invalid", 1), Node("me", 2))
     assert ranks_by_host(nodes) == ["far.invalid: rank 0", "me: ranks 1-2"]
     assert is_this_host("127.0.0.1")
     assert not is_this_host("192.0.2.1")  # an address of documentation
 
 
-def test_the_network_is_the_one_wished_for_or_the_one_that_leads_to_all_hosts() -> None:
+def test_the_network_is_the_requested_one_or_the_one_that_leads_to_all_hosts() -> None:
     assert [each.name for each in requested_interfaces("127.0.0.1")] == ["lo"]
     with pytest.raises(
         UserError, match=r'interface "nope" is not on .*, which has lo \(127.0.0.1\)'

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,32 +82,59 @@ while True:
 """
 
 
-def test_dns_that_does_not_answer_is_not_asked(odd_hosts: Cluster) -> None:
-    """torch wants the name of each address that it connects to, and would wait 5 s and more for it."""
-    node2 = odd_hosts["node2"]
+@contextmanager
+def mute_name_server(hosts: Cluster) -> Iterator[Callable[[], list[str]]]:
+    """DNS of all hosts is one that does not answer; yields what it was asked for addresses' names."""
+    node2 = hosts["node2"]
     texts = {
         "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
-        "/etc/resolv.conf": f"nameserver {node2.address}\n",
+        "/etc/resolv.conf": f"options timeout:1 attempts:1\nnameserver {node2.address}\n",
     }
-    files = [(host.path(path), texts[path]) for host in odd_hosts.hosts for path in texts]
+    files = [(host.path(path), texts[path]) for host in hosts.hosts for path in texts]
     before = [file.read_text() for file, _ in files]
-    script = odd_hosts.shared / "nothing.py"
-    script.write_text("")
     with node2.popen([sys.executable, "-c", NAME_SERVER, node2.address]) as server:
         assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
+        stdout = server.stdout
+        assert stdout.readline() == "ready\n"
+
+        def asked() -> list[str]:
+            server.end()
+            return [line for line in stdout.read().splitlines() if "in-addr" in line]
+
         for file, text in files:
             file.write_text(text)
         try:
-            command = [MPIDDP, "launch", "-H", "node1:2,node0:1", str(script)]
-            done = odd_hosts["node0"].run(command, cwd=ROOT)
+            yield asked
         finally:
             for (file, _), text in zip(files, before, strict=True):
                 file.write_text(text)
-        server.end()
-        asked = [line for line in server.stdout.read().splitlines() if "in-addr" in line]
-    assert done.returncode == 0, done.stderr
-    assert asked == []
+
+
+def test_dns_that_does_not_answer_is_not_asked(odd_hosts: Cluster) -> None:
+    """torch wants the name of each address that it connects to, and would wait 5 s and more for it."""
+    script = odd_hosts.shared / "nothing.py"
+    script.write_text("")
+    with mute_name_server(odd_hosts) as asked:
+        command = [MPIDDP, "launch", "-H", "node1:2,node0:1", str(script)]
+        done = odd_hosts["node0"].run(command, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert asked() == []
+
+
+BARE_STORE = """
+import sys
+from torch.distributed import TCPStore
+TCPStore(sys.argv[1], 0, is_master=True, wait_for_workers=False)
+"""
+
+
+def test_torch_still_asks_dns_for_the_names_of_addresses(odd_hosts: Cluster) -> None:
+    """The day that this fails, mpiddp/runtime/name_service.py is no longer needed."""
+    node0 = odd_hosts["node0"]
+    with mute_name_server(odd_hosts) as asked:
+        done = node0.run([sys.executable, "-c", BARE_STORE, node0.address], cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        assert asked() != []
 
 
 def test_the_plain_mpirun_of_the_guides(odd_hosts: Cluster) -> None:

@@ -12,14 +12,14 @@ from tests.ranks import mpirun, own_lines
 EXAMPLE = "examples/message_passing.py"
 
 
-def places(*hostnames: str) -> list[RankPlacement]:
+def placements(*hostnames: str) -> list[RankPlacement]:
     """A rank on each, in order; the hosts have the addresses 10.0.0.<its number>."""
     found = []
     for rank, name in enumerate(hostnames):
         local_rank = hostnames[:rank].count(name)
         interface = Interface("eth0", f"10.0.0.{name[-1]}", "10.0.0.0/24")
-        card = RankInfo(rank, local_rank, hostnames.count(name), name, f"boot-{name}", (interface,))
-        found.append(RankPlacement(card, f"cuda:{local_rank}"))
+        info = RankInfo(rank, local_rank, hostnames.count(name), name, f"boot-{name}", (interface,))
+        found.append(RankPlacement(info, f"cuda:{local_rank}"))
     return found
 
 
@@ -33,7 +33,7 @@ def test_the_launchers_wish_host_by_host() -> None:
     ["node1:2,node2:1", "node1.example.org:2,node2.example.org:1", "10.0.0.1:2,10.0.0.2:1"],
 )
 def test_ranks_in_their_places(wish: str) -> None:
-    assert misplaced(places("node1", "node1", "node2"), wish) == ""
+    assert misplaced(placements("node1", "node1", "node2"), wish) == ""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_ranks_in_their_places(wish: str) -> None:
 )
 def test_ranks_elsewhere(wish: str) -> None:
     assert f"not where the hostfile wants them ({wish})" in misplaced(
-        places("node1", "node1", "node2"), wish
+        placements("node1", "node1", "node2"), wish
     )
 
 
@@ -61,35 +61,36 @@ def test_each_rank_has_a_gpu_of_its_own(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = [
-        RankPlacement.of_this_process(place.card, 2, "openmpi")
-        for place in places("node1", "node1")
+        RankPlacement.of_this_process(placement.info, 2, "openmpi")
+        for placement in placements("node1", "node1")
     ]
-    assert [place.gpu[-1] for place in found] == list(gpus)
+    assert [placement.gpu[-1] for placement in found] == list(gpus)
     assert misplaced(found, "node1:2") == ""
     assert table(found).splitlines()[2].endswith(device)
-    assert RankPlacement.of_this_process(found[1].card, 1, "openmpi").device == "cpu"
-    assert RankPlacement.of_this_process(found[1].card, 2, "slurm").gpu == ""
+    assert RankPlacement.of_this_process(found[1].info, 1, "openmpi").device == "cpu"
+    assert RankPlacement.of_this_process(found[1].info, 2, "slurm").gpu == ""
 
 
 def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [place.card for place in places("node1", "node1", "node2")]
+    infos = [placement.info for placement in placements("node1", "node1", "node2")]
     found = []
-    for card, visible in zip(cards, ("0,1", "1,0", "0,1"), strict=True):
+    for info, visible in zip(infos, ("0,1", "1,0", "0,1"), strict=True):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        found.append(RankPlacement.of_this_process(card, 2, "openmpi"))
+        found.append(RankPlacement.of_this_process(info, 2, "openmpi"))
     sentence, *rows = misplaced(found, "node1:2,node2:1").splitlines()
     assert sentence.startswith("ranks 0 and 1 would share GPU 0 of node1: they see its GPUs in ")
     assert rows == table(found).splitlines()
 
 
 def test_the_table() -> None:
-    assert table(places("node1", "node2"), ["node2", "node1"]).splitlines() == [
+    assert table(placements("node1", "node2"), ["node2", "node1"]).splitlines() == [
         "rank  host   local rank  device  wanted host",
         "0     node1  0           cuda:0  node2",
         "1     node2  0           cuda:0  node1",
     ]
 
 
+@pytest.mark.quick
 def test_real_ranks_in_wrong_places_end_with_the_table_once() -> None:
     done = mpirun(2, EXAMPLE, env={"MPIDDP_PLACEMENT": "nodeA:1,nodeB:1"})
     assert (done.returncode, done.stdout) == (2, "")

@@ -14,6 +14,7 @@ import pytest
 
 from tests import cluster
 from tests.cluster import Cluster, faults
+from tests.cluster.host import Host
 from tests.ranks import ROOT
 
 BIN = Path(sys.executable).parent
@@ -43,8 +44,8 @@ def refusal(done: CompletedProcess[str]) -> str:
     return done.stderr.strip()
 
 
-def test_hosts_are_looked_at_side_by_side(hosts: Cluster) -> None:
-    """A login to either of two hosts waits for one to the other, which only a look at both brings."""
+def test_hosts_are_checked_side_by_side(hosts: Cluster) -> None:
+    """A login to either of two hosts waits for one to the other, which only a check of both brings."""
     meeting = hosts.shared / "meeting"
     meeting.mkdir()
     with ExitStack() as mended:
@@ -52,7 +53,7 @@ def test_hosts_are_looked_at_side_by_side(hosts: Cluster) -> None:
             wait = f"for _ in $(seq 100); do [ -e {there} ] && exit; sleep 0.1; done; touch alone"
             command = f"cd {shlex.quote(str(meeting))}; touch {here}; {wait}"
             mended.enter_context(faults.slow_login(hosts[here], command))
-        done = launch(hosts, "-H", "node0:1,node1:9,node2:1", "-n", "99")  # refused after the look
+        done = launch(hosts, "-H", "node0:1,node1:9,node2:1", "-n", "99")  # refused after the check
     assert "99 is more than the 11 slots" in refusal(done)
     assert sorted(path.name for path in meeting.iterdir()) == ["node1", "node2"]
 
@@ -116,7 +117,7 @@ def test_a_bare_host_without_gpus_gets_one_rank(hosts: Cluster) -> None:
     assert done.stdout.split() == ["started", "started"]
 
 
-def test_the_look_can_be_skipped(hosts: Cluster) -> None:
+def test_the_check_can_be_skipped(hosts: Cluster) -> None:
     done = launch(hosts, "-H", "node0:1,node1:1", "--no-check")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["started", "started"]
@@ -141,18 +142,40 @@ def test_an_interpreter_that_one_host_lacks(hosts: Cluster, linked_environment: 
     )
 
 
+def give_own_python(host: Host, wrapper: str) -> None:
+    """Let /run/env/bin/python be `wrapper` on this host, and all else there what it is elsewhere."""
+    script = (
+        f"mkdir -p /run/env/bin && ln -s {BIN}/* /run/env/bin/ && "
+        "rm /run/env/bin/python && cat >/run/env/bin/python && chmod +x /run/env/bin/python"
+    )
+    host.run(["sh", "-c", script], stdin=wrapper, check=True)
+
+
 def test_versions_that_differ(hosts: Cluster, linked_environment: Path) -> None:
     """node1's Python sees another torch, as its package's metadata has it."""
     node1, metadata = hosts["node1"], "/run/other/torch-2.12.1.dist-info"
-    wrapper = f'#!/bin/sh\nPYTHONPATH=/run/other exec {sys.executable} "$@"\n'
-    script = (
-        f"mkdir -p /run/env/bin {metadata} && ln -s {BIN}/* /run/env/bin/ && "
-        "rm /run/env/bin/python && cat >/run/env/bin/python && chmod +x /run/env/bin/python && "
-        f"printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n' >{metadata}/METADATA"
-    )
-    node1.run(["sh", "-c", script], stdin=wrapper, check=True)
+    give_own_python(node1, f'#!/bin/sh\nPYTHONPATH=/run/other exec {sys.executable} "$@"\n')
+    text = "Metadata-Version: 2.1\nName: torch\nVersion: 2.12.1\n"
+    script = f"mkdir -p {metadata} && cat >{metadata}/METADATA"
+    node1.run(["sh", "-c", script], stdin=text, check=True)
     sentence = refusal(
         launch(hosts, "-H", "node0:1,node1:1", python=linked_environment / "bin" / "python")
     )
     here = importlib.metadata.version("torch")
     assert sentence == f"torch differs: {here} on node0, 2.12.1 on node1."
+
+
+def test_a_host_whose_python_has_its_standard_library_alone(
+    hosts: Cluster, linked_environment: Path
+) -> None:
+    """No mpiddp can be imported there, and the probe tells of the host all the same."""
+    give_own_python(hosts["node1"], f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python = linked_environment / "bin" / "python"
+    bare = hosts["node1"].run([str(python), "-c", "import mpiddp"])
+    assert "No module named 'mpiddp'" in bare.stderr
+    torch, mpi4py = (importlib.metadata.version(name) for name in ("torch", "mpi4py"))
+    sentences = refusal(launch(hosts, "-H", "node0:1,node1:1", python=python))
+    assert sentences.splitlines() == [
+        f"torch differs: {torch} on node0, missing on node1.",
+        f"mpi4py differs: {mpi4py} on node0, missing on node1.",
+    ]

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpiddp.errors import UserError
 from mpiddp.train.engine import load_weights
-from mpiddp.train.resnet import ARCHS, PadShortcut, ResNet, resnet18, resnet20, resnet34
+from mpiddp.train.resnet import ARCHS, PadShortcut, ResNet
 
 # Number of parameters at 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests were
 # taken from the models of torchvision 0.28.0 itself; with one and the same state_dict, its outputs
@@ -101,7 +101,7 @@ def test_a_shortcut_without_parameters_drops_pixels_and_adds_zeros() -> None:
 def test_a_seed_decides_the_weights() -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        return nn.utils.parameters_to_vector(resnet20().parameters())
+        return nn.utils.parameters_to_vector(ARCHS["resnet20"]().parameters())
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -115,13 +115,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A resnet18 for 1000 classes, as torchvision saves it."""
     torch.manual_seed(7)
     path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
-    torch.save(resnet18().state_dict(), path)
+    torch.save(ARCHS["resnet18"]().state_dict(), path)
     return path
 
 
 def test_weights_are_loaded(checkpoint: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
-    model = resnet18()
+    model = ARCHS["resnet18"]()
     load_weights(model, checkpoint)
     for name, value in model.state_dict().items():
         assert torch.equal(value, saved[name]), name
@@ -129,7 +129,7 @@ def test_weights_are_loaded(checkpoint: Path) -> None:
 
 def test_a_head_for_other_classes_stays_new(checkpoint: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
-    model = resnet18(num_classes=10)
+    model = ARCHS["resnet18"](num_classes=10)
     head = model.fc.weight.clone()
     load_weights(model, checkpoint)
     assert torch.equal(model.state_dict()["layer4.1.conv2.weight"], saved["layer4.1.conv2.weight"])
@@ -141,7 +141,7 @@ def test_a_checkpoint_without_batch_counts_is_whole(checkpoint: Path, tmp_path: 
     saved = torch.load(checkpoint, weights_only=True)
     old = {name: value for name, value in saved.items() if "num_batches" not in name}
     torch.save(old, tmp_path / "old.pth")
-    model = resnet18()
+    model = ARCHS["resnet18"]()
     load_weights(model, tmp_path / "old.pth")
     assert torch.equal(model.bn1.weight, saved["bn1.weight"])
 
@@ -169,24 +169,27 @@ def refusal(model: nn.Module, path: Path) -> str:
 
 
 def test_weights_of_another_arch_or_stem(checkpoint: Path) -> None:
-    assert refusal(resnet20(), checkpoint) == (
+    assert refusal(ARCHS["resnet20"](), checkpoint) == (
         "this model has no layer2.0.downsample.0.weight. Another --arch?"
     )
-    assert refusal(resnet34(), checkpoint) == "it lacks layer1.2.conv1.weight. Another --arch?"
-    assert refusal(resnet18(stem="cifar"), checkpoint) == (
+    assert (
+        refusal(ARCHS["resnet34"](), checkpoint)
+        == "it lacks layer1.2.conv1.weight. Another --arch?"
+    )
+    assert refusal(ARCHS["resnet18"](stem="cifar"), checkpoint) == (
         "conv1.weight has the shape [64, 3, 7, 7] instead of [64, 3, 3, 3]. "
         "Another --arch or --stem?"
     )
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
-    model = resnet20()
+    model = ARCHS["resnet20"]()
     path = tmp_path / "w.pt"
     path.write_bytes(b"\xff\xd8\xff\xe0" + bytes(100))
     assert refusal(model, path) == "it is not a file that torch.save wrote. Expected a state_dict."
     path.write_bytes(b"")
     assert refusal(model, path) == "torch.load cannot read it (EOFError). Expected a state_dict."
-    torch.save(resnet20().state_dict(), path)
+    torch.save(ARCHS["resnet20"]().state_dict(), path)
     path.write_bytes(path.read_bytes()[:5000])
     assert refusal(model, path).startswith("torch.load cannot read it (")
     path.write_bytes(pickle.dumps({"conv1.weight": 1}))
@@ -194,7 +197,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_but_no_state_dict(tmp_path: Path) -> None:
-    model = resnet20()
+    model = ARCHS["resnet20"]()
     path = tmp_path / "w.pt"
     for content in ([1, 2], {"epoch": 3, "state_dict": {}}, torch.zeros(3)):
         torch.save(content, path)
@@ -205,15 +208,17 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     path, trace = tmp_path / "w.pt", tmp_path / "was-run"
     for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
         write({"conv1.weight": Code(f"touch {trace}")}, path)
-        refusal(resnet20(), path)
+        refusal(ARCHS["resnet20"](), path)
         assert not trace.exists()
     pickle.loads(path.read_bytes())  # and it would have run
     assert trace.exists()
     torch.save({"conv1.weight": Code(f"touch {trace}")}, path)
-    assert refusal(resnet20(), path).startswith("it names code (posix.system), which is refused.")
+    assert refusal(ARCHS["resnet20"](), path).startswith(
+        "it names code (posix.system), which is refused."
+    )
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    missing = refusal(resnet20(), tmp_path / "none.pt")
+    missing = refusal(ARCHS["resnet20"](), tmp_path / "none.pt")
     assert missing == f"No such file or directory (looked in {Path.cwd()})."
-    assert refusal(resnet20(), tmp_path).startswith("Is a directory")
+    assert refusal(ARCHS["resnet20"](), tmp_path).startswith("Is a directory")

@@ -39,7 +39,9 @@ def hosts() -> Iterator[Cluster]:
         yield standing
 
 
-@pytest.mark.parametrize(("succeeds_at", "tries", "code"), [(2, 2, 0), (9, 3, 1)])
+@pytest.mark.parametrize(
+    ("succeeds_at", "tries", "code"), [pytest.param(2, 2, 0, marks=pytest.mark.quick), (9, 3, 1)]
+)
 def test_a_failed_job_is_started_again_so_often(
     tmp_path: Path, succeeds_at: int, tries: int, code: int
 ) -> None:

@@ -39,7 +39,12 @@ def steps_recorded(run: Path) -> list[int]:
     ("ranks", "options", "steps"),
     [
         (1, ["--amp=off", "--use-syn", "--batch-size=4", "--steps-per-epoch=4"], 8),
-        (2, ["--amp=bf16", "--batch-size=3", "--grad-accum-steps=2", "--keep-tail"], 6),
+        pytest.param(
+            2,
+            ["--amp=bf16", "--batch-size=3", "--grad-accum-steps=2", "--keep-tail"],
+            6,
+            marks=pytest.mark.quick,
+        ),
         # DDP regroups gradients after the first step, and a sum of three depends on how.
         (3, ["--batch-size=4", "--no-channels-last"], 4),
         # One rank has all of the tail.
@@ -90,6 +95,7 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_itself(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.slow
 def test_on_real_images_across_the_end_of_an_epoch(tmp_path: Path) -> None:
     """Two of four steps make an epoch; there all 10,000 test images are looked at."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -244,6 +244,7 @@ def test_variables_partly_set_are_said_once_by_all_ranks_of_a_real_mpirun() -> N
 # --- the same script under every launcher ---
 
 
+@pytest.mark.slow
 def test_one_script_gives_the_same_under_every_launcher() -> None:
     script = str(JOBS / "ddp_script.py")
     torchrun = ["--nproc-per-node", "2", "--standalone"]

@@ -74,8 +74,7 @@ def program(path: Path, line: str) -> str:
 ABSENT = "raise ImportError"
 OLD_PIP = "import sys; sys.exit('no such option' if '--python' in sys.argv else 0)"
 NO_PIP = (
-    "python3 came without ensurepip, and without a pip of 22.3 or newer. "
-    "Run: sudo apt-get install python3-venv"
+    "python3 has neither ensurepip nor pip 22.3 or newer. Run: sudo apt-get install python3-venv"
 )
 
 
@@ -85,7 +84,7 @@ NO_PIP = (
         ({}, "python3 cannot be run. Install Python 3.10 or newer, or set MPIDDP_PYTHON."),
         (
             {"sitecustomize": "import sys; sys.version_info = (3, 9, 18)"},
-            "python3 is Python 3.9, and 3.10 or newer is needed. Set MPIDDP_PYTHON to a newer one.",
+            "python3 is Python 3.9; expected 3.10 or newer. Set MPIDDP_PYTHON to a newer one.",
         ),
         ({"ensurepip": ABSENT, "pip": ABSENT}, NO_PIP),
         ({"ensurepip": ABSENT, "pip": OLD_PIP}, NO_PIP),
@@ -105,7 +104,7 @@ def test_variables_that_name_what_will_not_do(tmp_path: Path) -> None:
     for name in ("MPIDDP_MPIRUN", "MPIDDP_PYTHON"):
         done = run_sh(root, env={name: str(tmp_path)})
         assert done.returncode == 2
-        sentence = f"{name}={tmp_path} is no program. Set it to the path of one, or unset it."
+        sentence = f"{name}={tmp_path} is not a program. Set it to the path of one, or unset it."
         assert done.stderr == f"run.sh: {sentence}\n"
 
     bare = program(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
@@ -142,7 +141,7 @@ def test_a_second_set_up_waits_for_the_first(tmp_path: Path) -> None:
     )
     with process:
         assert process.stderr is not None
-        waits = f"node7 is setting up {root}/.venv: waiting for it … If nothing does any more: "
+        waits = f"node7 is setting up {root}/.venv; waiting … If no set-up runs there any more: "
         assert process.stderr.readline() == f"run.sh: {waits}rm -r {lock}\n"
         shutil.rmtree(lock)
         assert process.stderr.read().startswith("run.sh: /bin/false cannot be run.")
@@ -159,7 +158,7 @@ def test_what_a_killed_set_up_leaves_is_named(tmp_path: Path) -> None:
     (lock / "holder").write_text(f"{host} {ended.pid}\n")
     done = run_sh(root, "setup")
     assert done.returncode == 2
-    killed = f"process {ended.pid} of {host} was ended while it set up {root}/.venv. Run: rm -r"
+    killed = f"process {ended.pid} on {host} was killed while it set up {root}/.venv. Run: rm -r"
     assert done.stderr == f"run.sh: {killed} {lock}\n"
 
 
@@ -202,31 +201,35 @@ def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
     return tree
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_named_and_how_to_go_on(
     tree: Path, failed: subprocess.CompletedProcess[str]
 ) -> None:
     assert failed.returncode == 2
     step = "install torch numpy mpi4py pillow setuptools pytest pytest-xdist matplotlib"
     last = failed.stderr.splitlines()[-1]
-    assert last.startswith(f"run.sh: failed to {step} (all of it: {tree}/.venv/setup.log).")
-    assert last.endswith("run the same command again: it goes on from there.")
+    assert last.startswith(f"run.sh: failed to {step} (full output: {tree}/.venv/setup.log).")
+    assert last.endswith("run the same command again; it continues from there.")
     assert "ERROR: " in failed.stderr  # pip's own, from the end of the log
 
 
+@pytest.mark.slow
 def test_an_environment_for_something_else_is_removed_and_it_is_said(
     tree: Path, failed: subprocess.CompletedProcess[str]
 ) -> None:
     assert failed.stderr.splitlines()[0] == (
-        f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, and wanted is "
-        f"{tree} with {sys.executable} and {find_mpirun()}: removing it, to make it anew"
+        f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, but "
+        f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
     )
     assert not (tree / ".venv" / "of the other").exists()
 
 
+@pytest.mark.slow
 def test_what_was_begun_is_gone_on_with(ready: Path) -> None:
     assert (ready / ".venv" / "kept").exists()
 
 
+@pytest.mark.slow
 def test_a_second_set_up_does_nothing_and_remembers(ready: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
     done = run_sh(ready, "setup", cwd=tmp_path)
@@ -234,6 +237,7 @@ def test_a_second_set_up_does_nothing_and_remembers(ready: Path, tmp_path: Path)
     assert {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
     with (ready / "setup.py").open("a") as file:
         file.write("# changed\n")
@@ -241,6 +245,7 @@ def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "run.sh: install mpiddp …\n")
 
 
+@pytest.mark.slow
 def test_it_trains_from_another_folder_with_what_it_remembers(ready: Path, tmp_path: Path) -> None:
     done = run_sh(ready, *TRAINING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

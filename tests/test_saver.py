@@ -26,6 +26,7 @@ from tests.ranks import ROOT, clean_env
 from tests.training import Command, train
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_instant_leaves_the_newest_or_the_one_before(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.jobs.killed_saves", tmp_path, "40"],
@@ -63,13 +64,13 @@ def test_a_hashed_file_keeps_the_disks_own_error() -> None:
 
 
 def test_a_wrong_hash_of_what_was_written_would_be_seen(tmp_path: Path) -> None:
-    def fill(folder: Path) -> dict[str, str]:
+    def write_files(folder: Path) -> dict[str, str]:
         file = HashedFile(folder / "model.pt")
         torch.save({"a": torch.ones(5)}, file)  # type: ignore[arg-type]
         return {"model.pt": file.close()}
 
-    directory.verify(directory.write(tmp_path, 1, fill))
-    wrong = directory.write(tmp_path, 2, lambda folder: fill(folder) and {"model.pt": "0"})
+    directory.verify(directory.write(tmp_path, 1, write_files))
+    wrong = directory.write(tmp_path, 2, lambda folder: write_files(folder) and {"model.pt": "0"})
     assert not directory.is_valid(wrong)
 
 

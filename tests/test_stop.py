@@ -98,7 +98,7 @@ def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("number", "flavour"),
     [
-        (signal.SIGTERM, "openmpi5"),
+        pytest.param(signal.SIGTERM, "openmpi5", marks=pytest.mark.quick),
         (signal.SIGINT, "openmpi5"),
         (signal.SIGUSR1, "openmpi4"),
         (signal.SIGINT, "mpich"),

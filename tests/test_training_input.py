@@ -12,7 +12,7 @@ import torch
 
 from mpiddp.checkpoints import directory
 from mpiddp.train.data import cifar10
-from mpiddp.train.resnet import resnet20
+from mpiddp.train.resnet import ARCHS
 from tests import tiny_data
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
 from tests.training import Command, Turn, records, summary, train, turns
@@ -54,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels.write_bytes(labels.read_bytes()[:30])
     shutil.rmtree(tiny_data.image_folder(place / "images", 4, 2) / "val")
 
-    weights = resnet20().state_dict()
+    weights = ARCHS["resnet20"]().state_dict()
     torch.save({name: weights[name] for name in list(weights)[:3]}, place / "part.pt")
     (place / "blocked").mkdir()
     (place / "blocked" / "checkpoints").write_text("a file in the way")
@@ -231,6 +231,7 @@ def test_a_refused_job_leaves_the_run_as_it_was(
 # The same as a user sees it: a job of its own, which ends at once
 
 
+@pytest.mark.quick
 def test_bad_usage_ends_the_job(tmp_path: Path) -> None:
     job = train(2, "--epochs=0", "--out", tmp_path / "out")
     assert job.returncode == 2

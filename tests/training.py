@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from mpiddp.train.config import TrainConfig, resolve_defaults
+from mpiddp.train.options import parse
+from mpiddp.world import World
 from tests.ranks import mpirun, own_lines
 
 Command = list[str | Path]  # the options of `mpiddp train`
@@ -22,6 +25,14 @@ class Turn:
     code: int
     stdout: str
     stderr: str
+
+
+def configured(
+    *options: str, ranks: int = 1, on_gpu: bool = False, bf16: bool = False
+) -> TrainConfig:
+    """The configuration that `mpiddp train OPTIONS…` would have on such machines."""
+    world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
+    return resolve_defaults(parse(list(options)), world, on_gpu=on_gpu, has_bf16=bf16)
 
 
 def train(

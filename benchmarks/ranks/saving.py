@@ -18,8 +18,9 @@ from mpiddp.bench.rounds import turns
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train.checkpoint import Progress
-from mpiddp.train.config import parse, settle
-from mpiddp.train.engine import backward, build_optimizer, place
+from mpiddp.train.config import resolve_defaults
+from mpiddp.train.engine import backward, build_optimizer, to_device
+from mpiddp.train.options import parse
 from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.saver import Saver
@@ -30,10 +31,11 @@ STEPS = 20
 
 def main() -> None:
     options = rank_options(sys.argv[1:])
-    config = parse([f"--arch={options.arch}", "--batch-size=64", f"--backend={options.backend}"])
+    training = parse([f"--arch={options.arch}", "--batch-size=64", f"--backend={options.backend}"])
     with join() as coordinator:
         device = device_of(coordinator.world, options.backend)
-        config = settle(config, coordinator.world, on_gpu=device.type != "cpu", has_bf16=False)
+        on_gpu = device.type != "cpu"
+        config = resolve_defaults(training, coordinator.world, on_gpu=on_gpu, has_bf16=False)
         with default_group(coordinator, options.backend, device, timeout_s=600):
             torch.manual_seed(0)
             size = options.image_size
@@ -42,7 +44,7 @@ def main() -> None:
             )
             labels = torch.randint(10, (64,), device=device)
             net = ARCHS[options.arch](num_classes=10, stem=options.stem)
-            model = place(net, config, device)
+            model = to_device(net, config, device)
             optimizer = build_optimizer(model, config)
             scaler = torch.amp.GradScaler(device.type, enabled=False)
             ddp = wrap(model, config, (3, size, size))

@@ -6,7 +6,6 @@ import inspect
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,10 @@ from mpiddp.bench.rounds import turns
 from mpiddp.runtime.process_group import process_group
 from mpiddp.runtime.process_setup import keep_freed_memory
 from mpiddp.train import parallel
-from mpiddp.train.config import parse
+from mpiddp.train.config import TrainConfig, resolve_defaults
+from mpiddp.train.options import parse
 from mpiddp.train.resnet import ARCHS
+from mpiddp.world import World
 
 
 def main() -> None:
@@ -47,6 +48,11 @@ def main() -> None:
             emit({"stem": options.stem, "seconds": found})
 
 
+def _config(variant: Variant) -> TrainConfig:
+    options = parse([f"--grad-compression={variant.compression}"])
+    return resolve_defaults(options, World(0, RANKS, 0, RANKS), on_gpu=False, has_bf16=False)
+
+
 def stepper(variant: Variant, options: RankOptions, group: dist.ProcessGroup) -> Callable[[], None]:
     """One step of the variant, on a model, an optimizer and a batch of its own."""
     if variant.keeps_memory:
@@ -68,7 +74,7 @@ def stepper(variant: Variant, options: RankOptions, group: dist.ProcessGroup) ->
         bucket_cap_mb=variant.bucket_mb,
         **sync,  # type: ignore[arg-type]
     )
-    parallel.compress(ddp, replace(parse([]), grad_compression=variant.compression))
+    parallel.compress(ddp, _config(variant))
     optimizer = torch.optim.SGD(
         ddp.parameters(), 0.01, momentum=0.9, weight_decay=5e-4, fused=variant.fused
     )

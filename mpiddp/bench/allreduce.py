@@ -16,8 +16,9 @@ from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import as_arguments, counts, parse_rank_options, seconds, size_bytes
-from mpiddp.bench.report import aligned, percentile, size_name
+from mpiddp.bench.report import aligned, size_name
 from mpiddp.errors import UserError
+from mpiddp.text import percentile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ from mpiddp.bench.options import add_rounds, as_arguments, counts, parse_rank_op
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.config import parse as parse_training
+from mpiddp.train.options import parse as parse_training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import socket
-import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+
+from mpiddp.hosts.nvidia_smi import gpu_names
+from mpiddp.hosts.versions import package_version
 
 
-class Machine(TypedDict):
+@dataclass(frozen=True)
+class Machine:
     host: str
     cpu: str
     cores: int | None
@@ -23,31 +24,19 @@ class Machine(TypedDict):
     mpi4py: str | None
 
 
-class JobHost(Machine):
-    """A machine of a job, with its number of ranks."""
-
-    ranks: int
-
-
 def machine() -> Machine:
     """This host as it is now, by the standard library alone."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "host": socket.gethostname(),
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(pages / 1024**3, 1),
-        "gpus": _gpus(),
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "mpi4py": _version("mpi4py"),
-    }
-
-
-def one_line(host: Machine) -> str:
-    """The machine as a chart's footnote has it."""
-    gpus = f", {len(host['gpus'])} × {host['gpus'][0]}" if host["gpus"] else ""
-    return f"{host['cores']} × {host['cpu']}{gpus}, torch {host['torch']}"
+    return Machine(
+        host=socket.gethostname(),
+        cpu=_cpu_model(),
+        cores=os.cpu_count(),
+        memory_gib=round(pages / 1024**3, 1),
+        gpus=gpu_names() or [],
+        python=platform.python_version(),
+        torch=package_version("torch"),
+        mpi4py=package_version("mpi4py"),
+    )
 
 
 def available_bytes() -> int:
@@ -80,19 +69,3 @@ def _cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()  # ARM has no such line
-
-
-def _gpus() -> list[str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

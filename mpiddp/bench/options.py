@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.benchmark import Benchmark, Options
 from mpiddp.errors import UserError
-from mpiddp.train.config import parse as parse_training
+from mpiddp.text import parse_duration
+from mpiddp.train.options import parse as parse_training
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -187,9 +188,10 @@ def counts(low: int) -> Callable[[str], tuple[int, ...]]:
 
 def seconds(text: str) -> float:
     """A parser for times greater than 0."""
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text, re.ASCII) or not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"expected seconds, such as 0.5 or 3, not {text!r}")
-    return float(text)
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def size_bytes(text: str) -> int:

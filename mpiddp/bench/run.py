@@ -15,7 +15,7 @@ from pathlib import Path
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Options, Results
 from mpiddp.bench.jobs import JobFailed, Jobs, note
-from mpiddp.bench.machine import machine, one_line
+from mpiddp.bench.machine import machine
 from mpiddp.bench.options import SharedOptions, name_of, parse
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
 from mpiddp.launch.options import parse_options
@@ -47,7 +47,7 @@ def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: 
         note(f"bench {name} ends here: a job failed with exit code {failure.code}.")
         return BAD_INPUT if failure.code == BAD_INPUT else FAILED
     print(benchmark.table(results))
-    environment = {"mpi": jobs.starter, "hosts": results.pop("hosts", None) or [machine()]}
+    environment = {"mpi": jobs.starter, "hosts": results.pop("hosts", None) or [asdict(machine())]}
     exports = [without_secrets(["-x", export])[1] for export in shared.x]
     record = {
         "benchmark": name,
@@ -114,4 +114,10 @@ def _write(folder: Path, name: str, benchmark: Benchmark[Options], record: Resul
 def _footnotes(record: Results) -> list[str]:
     hosts = record["environment"]["hosts"]
     others = f" and {len(hosts) - 1} more" if len(hosts) > 1 else ""
-    return [f"{one_line(hosts[0])}{others}, {record['environment']['mpi']}", record["command"]]
+    first = hosts[0]
+    gpus = f", {len(first['gpus'])} × {first['gpus'][0]}" if first["gpus"] else ""
+    hardware = f"{first['cores']} × {first['cpu']}{gpus}{others}"
+    return [
+        f"{hardware}, torch {first['torch']}, {record['environment']['mpi']}",
+        record["command"],
+    ]

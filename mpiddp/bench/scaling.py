@@ -17,12 +17,12 @@ from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.options import add_rounds, as_arguments, counts, parse_rank_options, picked
-from mpiddp.bench.report import aligned, percentile, shown, spread
+from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.bench.result_lines import Result
 from mpiddp.bench.rounds import ratios, turns
 from mpiddp.errors import UserError
-from mpiddp.text import counted
-from mpiddp.train.config import parse as parse_training
+from mpiddp.text import counted, percentile
+from mpiddp.train.options import parse as parse_training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

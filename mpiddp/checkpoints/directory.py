@@ -18,9 +18,7 @@ from pathlib import Path
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished-"
-
-
-Fill = Callable[[Path], Mapping[str, str] | None]
+WriteFiles = Callable[[Path], Mapping[str, str] | None]  # into a folder; the SHA-256 it knows
 
 
 class BrokenCheckpoint(Exception):
@@ -75,12 +73,12 @@ def list_steps(root: Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-def write(root: Path, step: int, fill: Fill) -> Path:
-    """Make the checkpoint of `step` in `root`; `fill` writes its files into the folder it is given.
+def write(root: Path, step: int, write_files: WriteFiles) -> Path:
+    """Make the checkpoint of `step` in `root`; `write_files` writes into the folder it is given.
 
     A valid checkpoint of that step stays as it is; a broken one is replaced. One process at a time
-    may write into `root`. `fill` may return the SHA-256 of files that it knows: they are not read
-    again.
+    may write into `root`. `write_files` may return the SHA-256 of files that it has computed already:
+    these are not read again.
 
     Raises:
         OSError: the disk is full or read-only, … Nothing half-made is left in sight.
@@ -94,7 +92,7 @@ def write(root: Path, step: int, fill: Fill) -> Path:
     unfinished = _hidden(final)
     unfinished.mkdir()
     try:
-        known = fill(unfinished) or {}
+        known = write_files(unfinished) or {}
         manifest = {
             path.name: {
                 "bytes": path.stat().st_size,
@@ -126,7 +124,7 @@ def verify(folder: Path) -> None:
     _check(folder, lambda path, entry: _sha256(path) == entry["sha256"])
 
 
-def is_one(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
     """Whether it is a checkpoint, valid or not: by its name, or by what proves one."""
     return folder.resolve() in list_steps(folder.resolve().parent) or any(
         (folder / name).exists() for name in (MANIFEST, COMPLETE)
@@ -170,17 +168,19 @@ def consequence(broken: int, newest: Path | None) -> str:
     return f"going on from {newest.name} ({broken - step_of(newest)} steps lost)"
 
 
-def prune(root: Path, keep: int, *, counts: Callable[[Path], bool] = is_whole) -> list[Path]:
+def prune(
+    root: Path, keep: int, *, counts_as_kept: Callable[[Path], bool] = is_whole
+) -> list[Path]:
     """Remove what is older than the newest `keep` checkpoints, and return what was removed.
 
-    Only those that `counts` approves of are counted. A training prunes after every save, so a
-    glance has to do by default.
+    Only a checkpoint for which `counts_as_kept` is true is one of the `keep`. The default compares
+    sizes only, because a training prunes after every save.
     """
     kept = 0
     removed = []
     for folder in reversed(list_steps(root)):
         if kept < keep:
-            kept += counts(folder)
+            kept += counts_as_kept(folder)
         else:
             _remove(folder)
             removed.append(folder)
@@ -204,11 +204,11 @@ def set_aside(root: Path, step: int) -> list[Path]:
 def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) -> None:
     name = f"checkpoint {folder.name}"
     try:
-        promised = (folder / COMPLETE).read_text()
+        expected = (folder / COMPLETE).read_text()
         manifest_bytes = (folder / MANIFEST).read_bytes()
     except (OSError, UnicodeDecodeError):
         raise BrokenCheckpoint(f"{name}: it was never completed") from None
-    if hashlib.sha256(manifest_bytes).hexdigest() != promised:
+    if hashlib.sha256(manifest_bytes).hexdigest() != expected:
         raise BrokenCheckpoint(f"{name}: {MANIFEST} does not match its SHA-256")
     for file_name, entry in json.loads(manifest_bytes).items():
         path = folder / file_name
@@ -228,15 +228,15 @@ def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) ->
             raise BrokenCheckpoint(f"{name}: {file_name} does not match its SHA-256")
 
 
-def compare(manifest: bytes, hashes: Mapping[str, str]) -> None:
+def check_hashes(manifest: bytes, hashes: Mapping[str, str]) -> None:
     """Hold files that were copied, by their SHA-256, against the manifest of the original.
 
     Raises:
         BrokenCheckpoint: they are not the same.
     """
-    promised = {name: entry["sha256"] for name, entry in json.loads(manifest).items()}
-    for name in promised.keys() | hashes.keys():
-        if promised.get(name) != hashes.get(name):
+    expected = {name: entry["sha256"] for name, entry in json.loads(manifest).items()}
+    for name in expected.keys() | hashes.keys():
+        if expected.get(name) != hashes.get(name):
             raise BrokenCheckpoint(f"{name} did not arrive as it was sent")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
+from mpiddp.checkpoints.run_dir import find_checkpoints
 from mpiddp.errors import UserError
 
 
@@ -57,36 +58,30 @@ def _verify(folder: Path) -> int:
 
 
 def _prune(given: Path, keep: int) -> int:
-    root = _root(given)
+    root = find_checkpoints(given)
     if root is None:
         raise UserError(
             f"{given}: {_expected(given)} Expected a run's folder or one of checkpoints."
         )
-    for folder in directory.prune(root, keep, counts=directory.is_valid):
+    for folder in directory.prune(root, keep, counts_as_kept=directory.is_valid):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
 
 def _checkpoints(given: Path) -> list[Path]:
-    if root := _root(given):
+    if root := find_checkpoints(given):
         return directory.list_steps(root)
-    if directory.is_one(given):
+    if directory.is_checkpoint(given):
         return [given.resolve()]
     raise UserError(
         f"{given}: {_expected(given)} Expected a run's folder, one of checkpoints, or a checkpoint."
     )
 
 
-def _root(given: Path) -> Path | None:
-    """The folder of checkpoints that is meant, if there are any."""
-    places = (given / "checkpoints", given)
-    return next((place for place in places if directory.list_steps(place)), None)
-
-
 def _expected(given: Path) -> str:
     if not given.exists():
         return "no such folder."
-    return "a single checkpoint." if directory.is_one(given) else "no checkpoints in it."
+    return "a single checkpoint." if directory.is_checkpoint(given) else "no checkpoints in it."
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -7,12 +7,9 @@ others. A host that comes without the newest checkpoint is sent it, and holds it
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +17,12 @@ from torch import Tensor
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.log import log
 
 CHUNK_BYTES = 16 << 20
-RECORDS = "metrics.jsonl"
 
 
 def find_writer_ranks(coordinator: Coordinator, out: Path, *, timeout_s: float) -> list[int]:
@@ -48,44 +46,44 @@ def find_writer_ranks(coordinator: Coordinator, out: Path, *, timeout_s: float) 
     marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
     seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
     # The lowest rank that a host sees keeps the checkpoints for all hosts that see the same.
-    firsts = coordinator.all_gather_json(str(seen[0]) if seen else "", timeout_s=timeout_s)
+    firsts = coordinator.all_gather_json(seen[0] if seen else None, timeout_s=timeout_s)
     if own:
         (out / own).unlink()
-    return [rank for rank, first in enumerate(firsts) if first == str(rank)]
+    return [rank for rank, first in enumerate(firsts) if first == rank]
 
 
 def send_missing_checkpoint(
     folder: Path,
     holder: int,
     receivers: list[int],
-    out: Path,
+    run: RunDir,
     coordinator: Coordinator,
     device: torch.device,
     *,
     timeout_s: float,
 ) -> None:
-    """Bring what is gone on from into `out` on the hosts that lack it, and the records before it.
+    """Copy the checkpoint that the run resumes from to the hosts that lack it, with its records.
 
     A host that cannot take it is warned of: the training has it all the same. A collective: every
     rank must call it.
     """
     is_receiver = coordinator.world.rank in receivers
-    records = folder.parent.parent / RECORDS
+    records = RunDir.of_checkpoint(folder).metrics
     own = _files(folder, records) if coordinator.world.rank == holder else []
-    files = json.loads(coordinator.all_gather_json(json.dumps(own), timeout_s=timeout_s)[holder])
+    files = coordinator.all_gather_json(own, timeout_s=timeout_s)[holder]
     problem = ""
 
     chunks = _chunks(holder, folder, files[:-1], device)
     if is_receiver:
         step = directory.step_of(folder)
         try:
-            directory.write(out / "checkpoints", step, lambda f: _receive(f, chunks))
+            directory.write(run.checkpoints, step, lambda f: _receive(f, chunks))
         except (OSError, BrokenCheckpoint) as error:
             problem = f"no copy of {folder.name} is kept: {error}"
     for _ in chunks:  # every rank takes part in every broadcast
         pass
 
-    copy = HashedFile(out / RECORDS) if is_receiver else None
+    copy = HashedFile(run.metrics) if is_receiver else None
     for _, piece in _chunks(holder, records.parent, files[-1:], device):
         if copy is not None:
             copy.write(piece)
@@ -93,7 +91,7 @@ def send_missing_checkpoint(
         try:
             copy.close()
         except OSError as error:
-            problem = problem or f"no copy of {RECORDS} is kept: {error}"
+            problem = problem or f"no copy of {run.metrics.name} is kept: {error}"
     warn(coordinator, coordinator.all_gather_json(problem, timeout_s=timeout_s))
 
 
@@ -102,7 +100,7 @@ def warn(coordinator: Coordinator, problems: list[str]) -> None:
     if coordinator.world.rank == 0:
         for host, problem in zip(coordinator.hostnames, problems, strict=True):
             if problem:
-                print(f"warning: {host}: {problem}", file=sys.stderr, flush=True)
+                log.warning(f"warning: {host}: {problem}")
 
 
 def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
@@ -119,7 +117,7 @@ def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
 
 
 def _chunks(
-    source: int, folder: Path, files: list[list[Any]], device: torch.device
+    source: int, folder: Path, files: list[tuple[str, int]], device: torch.device
 ) -> Iterator[tuple[str, memoryview]]:
     """Each file (name and bytes) in pieces, on every rank; each step of this iterator is a broadcast."""
     for name, size in files:
@@ -156,5 +154,5 @@ def _receive(folder: Path, chunks: Iterator[tuple[str, memoryview]]) -> dict[str
                 open_files[name] = HashedFile(folder / name)
             open_files[name].write(piece)
     hashes = {name: file.close() for name, file in open_files.items()}
-    directory.compare(manifest, hashes)
+    directory.check_hashes(manifest, hashes)
     return hashes

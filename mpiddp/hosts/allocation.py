@@ -15,7 +15,7 @@ from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 def allocation(env: Mapping[str, str]) -> Hosts | None:
     """The allocation that this shell or sbatch script stands in, None outside of any.
 
-    A host's slots are the tasks that were asked for on it. Without --ntasks or --ntasks-per-node they
+    A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node they
     are not what Slurm counts then, which is cores, but its GPUs, or one on a CPU host.
 
     Raises:

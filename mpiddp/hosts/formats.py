@@ -16,7 +16,7 @@ MPI_NAMES: dict[MpiName, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intel
 
 
 def render(hosts: Hosts, form: Form) -> str:
-    """The hosts as a hostfile for one MPI; UserError for what that MPI has no word for.
+    """The hosts as a hostfile for one MPI; UserError for what that MPI cannot express.
 
     - `openmpi`: `user@node1 slots=2 max_slots=4 port=2222`.
     - `mpich` (and Intel MPI): `node1:2 user=joe`. max_slots and hosts with 0 slots are left out:
@@ -34,11 +34,11 @@ def render(hosts: Hosts, form: Form) -> str:
 
 
 def render_host(hosts: Hosts, host: Host, mpi: MpiName) -> str:
-    """The line of one host as this MPI's mpirun reads it; UserError for what it cannot say."""
+    """The line of one host as this MPI's mpirun reads it; UserError for what it cannot express."""
     if mpi == "openmpi":
         keys = {"slots": host.slots, "max_slots": host.max_slots, "port": host.port}
-        said = [f"{key}={value}" for key, value in keys.items() if value is not None]
-        return " ".join([host.ssh_target, *said])
+        written = [f"{key}={value}" for key, value in keys.items() if value is not None]
+        return " ".join([host.ssh_target, *written])
     where = hosts.where(host)
     if host.port is not None:
         raise UserError(

@@ -1,4 +1,5 @@
-"""The network interfaces of this host, by the standard library alone.
+"""The network interfaces of this host. Standard library only: the launcher sends this file to other
+hosts.
 
 python -m mpiddp.hosts.interfaces        # prints them
 """
@@ -33,18 +34,18 @@ class Interface:
     def is_loopback(self) -> bool:
         return ipaddress.ip_address(self.address).is_loopback
 
-    def matches(self, wished: str) -> bool:
-        """Whether the user means this one: by its name, its address, or a network that it is in.
+    def matches(self, requested: str) -> bool:
+        """Whether the user requested this one: by its name, its address, or a network that it is in.
 
-        `wished` may list several of these, separated by commas.
+        `requested` may list several of these, separated by commas.
         """
-        return any(self._is_called(each) for each in wished.split(","))
+        return any(self._is_called(each) for each in requested.split(","))
 
-    def _is_called(self, wished: str) -> bool:
-        if "/" not in wished:
-            return wished in (self.name, self.address)
+    def _is_called(self, requested: str) -> bool:
+        if "/" not in requested:
+            return requested in (self.name, self.address)
         try:
-            network = ipaddress.ip_network(wished, strict=False)
+            network = ipaddress.ip_network(requested, strict=False)
         except ValueError:
             return False
         return ipaddress.ip_address(self.address) in network
@@ -60,13 +61,13 @@ def interfaces() -> list[Interface]:
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            flags = _ask(probe, _SIOCGIFFLAGS, name)
+            flags = _ioctl(probe, _SIOCGIFFLAGS, name)
             if flags is None or not struct.unpack_from("H", flags, 16)[0] & _IFF_UP:
                 continue
             if not struct.unpack_from("H", flags, 16)[0] & _IFF_RUNNING:
                 continue
-            address = _ask(probe, _SIOCGIFADDR, name)
-            netmask = _ask(probe, _SIOCGIFNETMASK, name)
+            address = _ioctl(probe, _SIOCGIFADDR, name)
+            netmask = _ioctl(probe, _SIOCGIFNETMASK, name)
             if address is not None and netmask is not None:
                 with_prefix = f"{_ipv4(address)}/{_ipv4(netmask)}"
             elif name in ipv6:
@@ -87,7 +88,7 @@ def own_addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
 
 
-def _ask(probe: socket.socket, request: int, name: str) -> bytes | None:
+def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
     try:
         return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
     except OSError:  # no address of this family, or the interface has just gone

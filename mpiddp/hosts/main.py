@@ -1,10 +1,10 @@
-"""`mpiddp hosts`: look at a hostfile, write it for another MPI, compare two.
+"""`mpiddp hosts`: check a hostfile, convert it for another MPI, compare two.
 
     mpiddp hosts check hostfiles/two_nodes --mpi openmpi
     mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
     mpiddp hosts diff old_hosts new_hosts
 
-Nothing here touches a host.
+Nothing here connects to a host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.hosts.formats import MPI_NAMES, MpiName, diff, render, render_host
+from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
 from mpiddp.text import counted
 
@@ -23,77 +23,109 @@ def main(argv: list[str]) -> int:
     """Run `mpiddp hosts ARGV`: 0, or 1 when `diff` found a difference; UserError for bad input."""
     options = _parse(argv)
     if options.verb == "check":
-        hosts = read_hostfile(options.file, keep_fqdn=options.keep_fqdn)
-        if options.mpi is not None:
-            for host in hosts.hosts:
-                refuse_foreign_syntax(hosts, host, options.mpi)
-        print(table(hosts))
-        return 0
+        return _check(_read(options, options.file), options.mpi)
     if options.verb == "convert":
-        hosts = read_hostfile(options.file, keep_fqdn=options.keep_fqdn)
-        print(render(hosts, options.to), end="")
-        for host in hosts.without_slots:
-            print(
-                f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch takes one "
-                "per GPU, Open MPI's mpirun one per core, MPICH's one.",
-                file=sys.stderr,
-            )
-        return 0
-    a, b = (read_hostfile(file, keep_fqdn=options.keep_fqdn) for file in (options.a, options.b))
+        return _convert(_read(options, options.file), options.to)
+    return _diff(_read(options, options.a), _read(options, options.b))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    keep = OneSentenceParser(add_help=False, allow_abbrev=False)
+    keep.add_argument(
+        "--keep-fqdn",
+        action="store_true",
+        help="accept names that are equal up to their first dot, where Open MPI cuts them",
+    )
+    parser = OneSentenceParser(
+        prog="mpiddp hosts",
+        allow_abbrev=False,
+        description="Check, convert and compare hostfiles. Nothing here connects to a host.",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    def verb(name: str, purpose: str, more: str = "") -> OneSentenceParser:
+        return verbs.add_parser(
+            name, help=purpose, description=f"{purpose}. {more}", parents=[keep], allow_abbrev=False
+        )
+
+    check = verb(
+        "check",
+        "Print a table of the hosts and their slots, or the first error in the file",
+        "A host without a slot count gets one slot per GPU when the job starts.",
+    )
+    check.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
+    check.add_argument(
+        "--mpi",
+        choices=list(MPI_NAMES),
+        help="also refuse syntax that this MPI's mpirun cannot read",
+    )
+    convert = verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm")
+    convert.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
+    convert.add_argument(
+        "--to",
+        choices=["mpich", "openmpi", "slurm"],
+        required=True,
+        help="the syntax to print: mpich is also Intel MPI's, and slurm a file for SLURM_HOSTFILE",
+    )
+    compare = verb(
+        "diff",
+        "Print the differences between two hostfiles",
+        "The exit code is 0 when they place ranks alike, 1 when they differ.",
+    )
+    compare.add_argument("a", help="the first hostfile")
+    compare.add_argument("b", help="the second hostfile")
+    return parser.parse_args(argv)
+
+
+def _read(options: argparse.Namespace, file: str) -> Hosts:
+    return read_hostfile(file, keep_fqdn=options.keep_fqdn)
+
+
+def _check(hosts: Hosts, mpi: MpiName | None) -> int:
+    if mpi is not None:
+        for host in hosts.hosts:
+            refuse_foreign_syntax(hosts, host, mpi)
+    print(table(hosts))
+    return 0
+
+
+def _convert(hosts: Hosts, form: Form) -> int:
+    print(render(hosts, form), end="")
+    for host in hosts.without_slots:
+        print(
+            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch takes one "
+            "per GPU, Open MPI's mpirun one per core, MPICH's one.",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _diff(a: Hosts, b: Hosts) -> int:
     differences = diff(a, b)
     for line in differences:
         print(line)
     return 1 if differences else 0
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    keep = OneSentenceParser(add_help=False, allow_abbrev=False)
-    keep.add_argument(
-        "--keep-fqdn", action="store_true", help="allow names that are equal up to the first dot"
-    )
-    parser = OneSentenceParser(
-        prog="mpiddp hosts", allow_abbrev=False, description="Check, convert and compare hostfiles."
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
-
-    def verb(name: str, purpose: str) -> OneSentenceParser:
-        return verbs.add_parser(
-            name, help=purpose, description=purpose, parents=[keep], allow_abbrev=False
-        )
-
-    check = verb("check", "print the hosts and their slots, or what is wrong with the file")
-    check.add_argument("file")
-    check.add_argument(
-        "--mpi", choices=list(MPI_NAMES), help="also refuse what this MPI's own mpirun cannot read"
-    )
-    convert = verb("convert", "print the hostfile as another program wants it")
-    convert.add_argument("file")
-    convert.add_argument("--to", choices=["mpich", "openmpi", "slurm"], required=True)
-    compare = verb("diff", "print what differs; the exit code is 0 when nothing does, else 1")
-    compare.add_argument("a")
-    compare.add_argument("b")
-    return parser.parse_args(argv)
-
-
 def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
     """UserError for a line that `mpiddp launch` understands but this MPI's own mpirun does not."""
     right = render_host(hosts, host, mpi)
-    words, comment, _ = host.text.partition("#")
-    first, *rest = words.split()
+    written, comment, _ = host.text.partition("#")
+    first, *rest = written.split()
     if mpi == "openmpi":
         theirs = "MPICH"
         with_count = first.count(":") == 1 or "[" in first
-        foreign = [first] if with_count else [word for word in rest if word.startswith("user")]
+        foreign = [first] if with_count else [token for token in rest if token.startswith("user")]
     else:
         theirs = "Open MPI"
         foreign = [first] if "@" in first else []
-        foreign += [word for word in rest if not word.startswith("user")]
+        foreign += [token for token in rest if not token.startswith("user")]
     if foreign:
         raise UserError(
             f'{hosts.where(host)}: "{foreign[0]}" is {theirs}\'s syntax and mpirun here is '
             f"{MPI_NAMES[mpi]}. Write: {right}"
         )
-    if mpi == "mpich" and comment and words[-1].isspace():
+    if mpi == "mpich" and comment and written[-1].isspace():
         raise UserError(
             f"{hosts.where(host)}: a comment after a host, which MPICH cannot parse. "
             "Give it a line of its own."

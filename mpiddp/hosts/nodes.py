@@ -1,6 +1,6 @@
-"""Which machine is which: this one among the hosts of a job, and its names for mpirun and for people.
+"""Which host of a job is this machine, and under which name mpirun gets each host.
 
-mpirun is told of this machine by its own name, so that it never reaches for it over ssh.
+mpirun gets this machine under its own name, so that it never reaches for it over ssh.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 
 @dataclass(frozen=True)
 class Node:
-    """A host with its number of ranks, under the name that mpirun is to use for it.
+    """A host with its number of ranks, under the name that mpirun uses for it.
 
     `user` and `port` are for ssh, None for ssh's own defaults.
     """
@@ -29,7 +29,7 @@ class Node:
 
 
 class UnusableHosts(UserError):
-    """Hosts that cannot be used, and for each a sentence with the command that mends it."""
+    """Hosts that cannot be used, and for each a sentence with the command that fixes it."""
 
     def __init__(self, complaints: Mapping[Host, str]) -> None:
         super().__init__("\n".join(complaints.values()))
@@ -71,17 +71,22 @@ def _binds_to_any(family: socket.AddressFamily) -> bool:
         return False
 
 
-def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]], own_name: str) -> tuple[Node, ...]:
-    """The hosts as mpirun is to be told of them: this machine as `own_name`.
+def name_nodes(
+    hosts: Hosts, ranks_of_hosts: Sequence[tuple[Host, int]], own_name: str
+) -> tuple[Node, ...]:
+    """The hosts under their names for mpirun: this machine is `own_name`.
 
-    That is how every mpirun knows that it stands on that host, and never asks for it over ssh.
+    By that name every mpirun knows that it runs on that host, and uses no ssh to reach it.
+
+    Args:
+        ranks_of_hosts: the hosts that take ranks, each with their number.
 
     Raises:
         UserError: two of the hosts are this machine, or one goes by an IPv6 address.
     """
     nodes: list[Node] = []
     here: Host | None = None
-    for host, ranks in placed:
+    for host, ranks in ranks_of_hosts:
         if not is_this_host(host.name):
             if ":" in host.name:
                 raise UserError(
@@ -101,7 +106,7 @@ def name_nodes(hosts: Hosts, placed: Sequence[tuple[Host, int]], own_name: str) 
 
 
 def ranks_by_host(nodes: Sequence[Node]) -> list[str]:
-    """A line for each host with the ranks that it takes."""
+    """A line for each host with its ranks: "node1: ranks 0-3"."""
     lines, first = [], 0
     for node in nodes:
         last = first + node.ranks - 1

@@ -1,47 +1,44 @@
-"""What a host tells of itself before a job starts there. Runs on the far side of an ssh connection.
+"""What the preflight needs to know of a host. Runs there, on the far side of an ssh connection.
 
-The launcher sends this file's text, so that a host needs nothing but a Python 3; see
-`mpiddp.launch.remote.preflight`.
+The launcher sends the text of this file and of the modules of this package that it imports, so a host
+needs nothing but a Python 3; see `mpiddp.launch.remote.preflight`.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.nvidia_smi import gpu_names
+from mpiddp.hosts.versions import package_version
+
+NVIDIA_SMI_TIMEOUT_S = 12.0  # less than the preflight has for a host
 
 
-def look(wanted: dict[str, Any]) -> dict[str, Any]:
-    """HostInfo about this host as JSON, for `wanted`: "folder", "mpirun", "daemon" and the ranks' "path".
+def host_info(requirements: dict[str, Any]) -> dict[str, Any]:
+    """The fields of HostInfo, but the host itself, as JSON. `requirements` is HostRequirements as JSON.
 
-    "mpirun" is what it says of its version, None where it cannot be run.
+    "mpirun" is the start of its answer to --version, None where it cannot be run. "gpus" is None where
+    nvidia-smi does not answer.
     """
+    path = f"{requirements['path']}:{os.environ.get('PATH', os.defpath)}"
+    gpus = gpu_names(path, timeout_s=NVIDIA_SMI_TIMEOUT_S)
     return {
-        "has_folder": os.path.isdir(wanted["folder"]),  # noqa: PTH112 - any error is a no
-        "mpirun": _version(wanted["mpirun"]),
-        "has_daemon": os.access(wanted["daemon"], os.X_OK),
-        "torch": _installed("torch"),
-        "mpi4py": _installed("mpi4py"),
-        "gpus": _gpus(wanted["path"]),
+        "has_folder": os.path.isdir(requirements["folder"]),  # noqa: PTH112 - any error is a no
+        "has_daemon": os.access(requirements["daemon"], os.X_OK),
+        "mpirun": _program_version(requirements["mpirun"]),
+        "torch": package_version("torch"),
+        "mpi4py": package_version("mpi4py"),
+        "gpus": None if gpus is None else len(gpus),
         "interfaces": [asdict(interface) for interface in interfaces()],
     }
 
 
-def _installed(package: str) -> str | None:
-    """The version in the package's metadata: importing torch would take seconds."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _version(program: str) -> str | None:
+def _program_version(program: str) -> str | None:
     if not os.access(program, os.X_OK):
         return None
     try:
@@ -57,15 +54,3 @@ def _version(program: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout[:500]
-
-
-def _gpus(path: str) -> int | None:
-    """How many nvidia-smi lists; 0 where there is none, None where it does not answer."""
-    program = shutil.which("nvidia-smi", path=path) or shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    try:
-        answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=12)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())

@@ -1,4 +1,4 @@
-"""How many ranks each host takes: its slots, as far as the options of the launch want them."""
+"""How many ranks each host takes: its slots, as far as the launch's options allow."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def ranks_per_host(
     """
     check_ranks(hosts, n, npernode)
     left = hosts.total_slots if n is None else n
-    placed = []
+    counts = []
     for host in hosts.hosts:
         room = slots_of(hosts, host)
         count = min(left, room if npernode is None else min(npernode, room))
         if count:
-            placed.append((host, count))
+            counts.append((host, count))
         left -= count
-    return placed
+    return counts

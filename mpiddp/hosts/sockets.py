@@ -1,4 +1,4 @@
-"""The sockets of a meeting: a port and a name made sense of, one address bound, several tried.
+"""The sockets of a rendezvous: read the port, resolve names, bind one address, try several.
 
 Rank 0 binds before it announces, so no port is ever probed, closed and then hoped for.
 """
@@ -72,9 +72,9 @@ def resolve_own(name: str) -> str:
 def allow_open(count: int) -> None:
     """Let this process have `count` files and sockets open, as far as the system's own limit goes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    needed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def bind(address: str, port: int, hostname: str) -> socket.socket:

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     started_at = time.time()
     options = parse_options(argv)
     if options.is_module and options.command[:2] == ["mpiddp", "train"]:
-        from mpiddp.train.config import parse
+        from mpiddp.train.options import parse
 
         parse(options.command[2:])  # its ranks would only say what is wrong once they meet
     starter, request = make_request(options, started_at, os.environ, _say)

@@ -1,4 +1,4 @@
-"""Which of this machine's networks carries the job's own traffic: the one wished for, or the one that
+"""Which of this machine's networks carries the job's own traffic: the requested one, or the one that
 leads to the other hosts."""
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces
 
 
-def requested_interfaces(wished: str) -> tuple[Interface, ...]:
-    """This machine's interfaces that --interface means: by name, address or network.
+def requested_interfaces(requested: str) -> tuple[Interface, ...]:
+    """This machine's interfaces that --interface selects: by name, address or network.
 
     Raises:
-        UserError: none does.
+        UserError: it selects none.
     """
     present = interfaces()
-    found = tuple(interface for interface in present if interface.matches(wished))
+    found = tuple(interface for interface in present if interface.matches(requested))
     if not found:
         names = " and ".join(f"{each.name} ({each.address})" for each in present)
         raise UserError(
-            f'interface "{wished}" is not on {socket.gethostname()}, which has {names}.'
+            f'interface "{requested}" is not on {socket.gethostname()}, which has {names}.'
         )
     return found
 
 
 @dataclass(frozen=True)
 class Link:
-    """The interface that leads to all other hosts. `is_direct`: they are in its very network."""
+    """The interface that leads to all other hosts. `is_direct`: they are in the same network."""
 
     interface: Interface
     is_direct: bool
 
 
 def link_to(hosts: Sequence[str]) -> Link | None:
-    """How this machine reaches all of `hosts`; None when it is not by one and the same interface.
+    """How this machine reaches all of `hosts`; None when no single interface leads to all of them.
 
-    That is the kernel's own answer; nothing is sent.
+    The kernel's routing table answers; nothing is sent.
     """
     routes = {_route(host) for host in hosts}
     own = {route[0] if route else None for route in routes}

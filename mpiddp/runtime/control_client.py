@@ -1,64 +1,57 @@
-"""What a rank tells its launcher and hears from it: JSON lines over one small TCP connection.
+"""A rank's end of the control channel: what it tells its launcher, and what it does when told.
 
-Not stdout, which is the script's own, and not mpirun's exit code, which lies. MPIDDP_CONTROL says
-where the launcher listens, MPIDDP_CONTROL_SECRET proves that both belong to one job; the secret
-itself never crosses the wire. Without these two there is no channel, and no difference.
-
-    launcher -> rank   challenge, stop, stacks, end; one urgent byte, see `_answer_from_native_code`
-    rank -> launcher   hello, started, joining, log, resume, batch, aware, progress, stacks,
-                        stopped, failed, done
+Not stdout, which is the script's own, and not mpirun's exit code, which lies. `mpiddp.protocol` has the
+messages and how both ends prove that they belong to one job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import fcntl
 import json
 import os
-import signal
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpiddp.errors import BAD_INPUT, UserError
-from mpiddp.protocol import ADDRESS, SECRET, TEXT_LIMIT, URGENT, dumps, notice_silence, proof
+from mpiddp.errors import UserError
+from mpiddp.protocol import TEXT_LIMIT, dumps, notice_silence, proof
+from mpiddp.runtime.native_stacks import without_urgent_bytes, write_stack_on_urgent_byte
 from mpiddp.world import World
 
 CONNECT_TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 0.5
 ORPHANED = 1  # the exit code of a rank whose launcher is gone
 
-_PR_SET_PDEATHSIG = 1
-_F_SETOWN_EX, _F_OWNER_TID = 15, 0  # linux/fcntl.h
-
 
 class ControlClient:
-    """This rank's connection. `on` maps a message of the launcher's to what is done about it."""
+    """This rank's connection to its launcher, which a thread of its own listens to."""
 
-    def __init__(self, connection: socket.socket, incoming: Iterator[bytes], world: World) -> None:
-        self.on: dict[str, Callable[[dict[str, Any]], None]] = {
-            "end": lambda message: os._exit(int(message["code"])),
-            "stop": lambda message: _request_stop(),
-            "stacks": lambda message: self.send(
-                "stacks", text=stacks()[-TEXT_LIMIT:], step=self.step
-            ),
-        }
+    def __init__(
+        self,
+        connection: socket.socket,
+        incoming: Iterator[bytes],
+        world: World,
+        request_stop: Callable[[], None],
+    ) -> None:
         self.world = world
         self.step = 0  # how far this rank is
         self.is_first: bool | None = None  # to fail, as far as the coordinator's store knows
-        self._said_progress_at = 0.0
+        self._actions: dict[str, Callable[[dict[str, Any]], None]] = {
+            "end": lambda message: os._exit(int(message["code"])),
+            "stop": lambda message: request_stop(),
+            "stacks": lambda message: self._send_stacks(),
+        }
+        self._sent_progress_at = 0.0
         self._connection = connection
         self._incoming = incoming
         self._lock = threading.Lock()
         self._is_over = False
         # A child that holds the connection would hide this rank's death.
         os.register_at_fork(after_in_child=self._connection.close)
-        _answer_from_native_code(connection)
+        write_stack_on_urgent_byte(connection)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, kind: str, **facts: object) -> None:
@@ -67,11 +60,11 @@ class ControlClient:
             self._connection.sendall(dumps(kind, **facts))
 
     def progress(self, step: int) -> None:
-        """Costs nothing in most steps: it is sent twice a second at most."""
+        """Send how far this rank is, twice a second at most: in most steps it costs nothing."""
         self.step = step
         now = time.monotonic()
-        if now - self._said_progress_at >= PROGRESS_EVERY_S:
-            self._said_progress_at = now
+        if now - self._sent_progress_at >= PROGRESS_EVERY_S:
+            self._sent_progress_at = now
             self.send("progress", step=step)
 
     def failed(self, code: int, error: str, trace: str = "") -> None:
@@ -88,11 +81,14 @@ class ControlClient:
         self._is_over = True
         self.send("done")
 
+    def _send_stacks(self) -> None:
+        self.send("stacks", text=_stacks()[-TEXT_LIMIT:], step=self.step)
+
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
             for line in self._incoming:
                 message = json.loads(line)
-                if act := self.on.get(message["type"]):
+                if act := self._actions.get(message["type"]):
                     act(message)
         if not self._is_over:
             world = self.world
@@ -102,125 +98,17 @@ class ControlClient:
             os._exit(ORPHANED)
 
 
-def _answer_from_native_code(connection: socket.socket) -> None:
-    """Let the kernel turn an urgent byte into SIGURG, and that write the main thread's Python stack.
+def connect(
+    address: str, secret: str, world: World, request_stop: Callable[[], None]
+) -> ControlClient:
+    """Connect to the launcher that listens at `address`.
 
-    No Python code runs for that, so it works where native code keeps the interpreter's lock as well.
-    Hence the signal goes to the main thread, to write its own stack alone: another thread's may change
-    while it is read, which is a segmentation fault where a rank was but slow to answer.
-    """
-    owner = struct.pack("ii", _F_OWNER_TID, threading.main_thread().native_id)
-    fcntl.fcntl(connection, _F_SETOWN_EX, owner)
-    faulthandler.register(signal.SIGURG, file=connection.fileno(), all_threads=False)
-
-
-# This process's own, if its launcher gave it one. A child that was forked has none.
-channel: ControlClient | None = None
-
-
-def send(kind: str, **facts: object) -> None:
-    """Tell the launcher, if there is one."""
-    if channel is not None:
-        channel.send(kind, **facts)
-
-
-def _request_stop() -> None:
-    from mpiddp.runtime.stop_request import ask
-
-    ask()
-
-
-def _forget() -> None:
-    global channel
-    channel = None
-
-
-def _die_with_daemon() -> None:
-    """With its MPI's daemon gone, nobody would end this rank."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-@contextlib.contextmanager
-def reporting(world: World) -> Iterator[None]:
-    """The launcher, if there is one, hears of this rank's start and of its end, whatever that is.
-
-    With or without one, a crash shows its stacks, and a rank ends with the daemon that started it.
+    Args:
+        request_stop: called in another thread when the launcher asks the ranks to stop.
 
     Raises:
-        UserError: there is a launcher, but it cannot be reached.
+        UserError: it cannot be reached.
     """
-    global channel
-    faulthandler.enable(2)  # a crash in native code shows on stderr where Python was
-    if world.launcher.speaks_mpi or world.launcher.name == "slurm":
-        _die_with_daemon()
-    # Not for processes that the script starts: they are no ranks.
-    address, secret = os.environ.pop(ADDRESS, ""), os.environ.pop(SECRET, "")
-    if not address or not secret:
-        yield
-        return
-    channel = _connect(address, secret, world)
-    os.register_at_fork(after_in_child=_forget)
-    versions = {package: _version(package) for package in ("torch", "mpi4py")}
-    channel.send(
-        "started",
-        host=world.hostname,
-        pid=os.getpid(),
-        versions={"python": sys.version.split()[0], **versions},
-    )
-    try:
-        yield
-    except BaseException as error:
-        if channel is not None:  # a child that was forked is no rank
-            _report(channel, error)
-        raise
-    if channel is not None:
-        channel.done()
-
-
-def _report(channel: ControlClient, error: BaseException) -> None:
-    """What ended this rank."""
-    if isinstance(error, SystemExit):
-        if error.code and not _stopped(error):
-            code = error.code if isinstance(error.code, int) else 1
-            channel.failed(code, "" if isinstance(error.code, int) else str(error.code))
-        else:
-            channel.done()
-    elif isinstance(error, UserError):
-        channel.failed(BAD_INPUT, str(error))
-    else:
-        import traceback
-
-        channel.failed(1, describe(error), traceback.format_exc())
-
-
-def _stopped(end: SystemExit) -> bool:
-    """Whether this is the end that somebody asked for."""
-    from mpiddp.runtime.stop_request import is_requested_end
-
-    return is_requested_end(end.code)
-
-
-def describe(error: BaseException) -> str:
-    """ "RuntimeError: a bug", or "KeyError" for an error without a text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def stacks() -> str:
-    """The Python stacks of all threads of this process but the one that asks."""
-    import traceback  # 5 ms that the launcher, which reads this file too, has no use for
-
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts = []
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            lines = "".join(traceback.format_stack(frame))
-            texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
-    return "\n".join(texts)
-
-
-def _connect(address: str, secret: str, world: World) -> ControlClient:
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
@@ -235,22 +123,25 @@ def _connect(address: str, secret: str, world: World) -> ControlClient:
             f"({error or 'no answer'}). Is it running, and is no firewall between?"
         ) from None
     connection.settimeout(None)
-    return ControlClient(connection, incoming, world)
+    return ControlClient(connection, incoming, world, request_stop)
 
 
 def _lines(connection: socket.socket) -> Iterator[bytes]:
     """Not a file object: its buffer and its lock would keep a forked child from closing the socket."""
     buffer = b""
     while chunk := connection.recv(4096):
-        # The kernel takes an urgent byte out of the stream only if it is read before the next one.
-        *whole, buffer = (buffer + chunk.replace(URGENT, b"")).split(b"\n")
+        *whole, buffer = (buffer + without_urgent_bytes(chunk)).split(b"\n")
         yield from whole
 
 
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
+def _stacks() -> str:
+    """The Python stacks of all threads of this process but this one."""
+    import traceback  # 5 ms that most ranks never need
 
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            lines = "".join(traceback.format_stack(frame))
+            texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
+    return "\n".join(texts)

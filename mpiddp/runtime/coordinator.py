@@ -1,4 +1,4 @@
-"""All ranks of a job, joined by one store: they exchange words, refuse together and leave together.
+"""All ranks of a job, joined by one store: they exchange values, refuse together and leave together.
 
 mpirun kills every rank as soon as one exits with an error, be it in mid-save or before rank 0 has
 printed its sentence. So what one rank cannot do is first everyone's knowledge, then rank 0 speaks,
@@ -11,14 +11,18 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, UserError
 from mpiddp.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+# What ranks may tell each other. A tuple arrives as a list.
+JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
+Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be at work; one that has failed ends the others anyway
@@ -40,21 +44,22 @@ class Coordinator:
         self.store = store
         # A connection of its own for a thread: one is locked while it waits.
         self.second_store: Store = store.clone()  # type: ignore[attr-defined]
-        self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have met
+        self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have joined
         self._is_first: bool | None = None
         self._round = 0
-        self._published = ""  # rank 0's words to all, of the newest exchange
+        self._published = ""  # the key of what rank 0 has published in the newest exchange
 
-    def all_gather_json(self, text: str, *, timeout_s: float) -> list[str]:
-        """Every rank's text, by rank: [world_size]. All ranks must call this.
+    def all_gather_json(self, value: Value, *, timeout_s: float) -> list[Value]:
+        """Every rank's value, by rank: [world_size]. All ranks must call this.
 
         Rank 0 reads N keys and publishes one, so the load on the store grows linearly with the job.
 
         Raises:
             UserError: not every rank called within `timeout_s`; it names the missing ones.
         """
+        text = json.dumps(value)
         if self.world.world_size == 1:
-            return [text]
+            return [json.loads(text)]
         prefix = self.unique_prefix("exchange")
         ranks = range(self.world.world_size)
         self.store.set(f"{prefix}/{self.world.rank}", text)
@@ -67,21 +72,23 @@ class Coordinator:
                     f"only {len(ranks) - len(missing)} of {len(ranks)} ranks joined in "
                     f"{timeout_s:g} s. Missing: {', '.join(map(self._name, missing))}."
                 )
-            self.store.set(f"{prefix}/all", json.dumps([self.store.get(k).decode() for k in keys]))
+            self.store.set(
+                f"{prefix}/all", f"[{','.join(self.store.get(k).decode() for k in keys)}]"
+            )
         # Rank 0 is the one to tell who is missing; the others give it time to say so.
         elif self._absent([f"{prefix}/all"], timeout_s + 5):
             raise UserError(f"{self._name(self.world.rank)} heard nothing from rank 0.")
-        texts: list[str] = json.loads(self.store.get(f"{prefix}/all"))
+        values: list[Value] = json.loads(self.store.get(f"{prefix}/all"))
         # Else a long run fills the store. What all have read now is what was published before.
         self.store.delete_key(f"{prefix}/{self.world.rank}")
         if self.world.rank == 0:
             self.store.delete_key(self._published)
             self._published = f"{prefix}/all"
-        return texts
+        return values
 
-    def broadcast_json(self, text: str) -> str:
-        """Rank 0's text, on every rank. All ranks must call this."""
-        return self.all_gather_json(text, timeout_s=AGREE_TIMEOUT_S)[0]
+    def broadcast_json(self, value: Value) -> Value:
+        """Rank 0's value, on every rank. All ranks must call this."""
+        return self.all_gather_json(value, timeout_s=AGREE_TIMEOUT_S)[0]
 
     def unique_prefix(self, name: str) -> str:
         """A prefix for keys, never used before and the same on every rank: all must call this."""
@@ -113,6 +120,7 @@ class Coordinator:
         spoken = self.unique_prefix("spoken")
         if self.world.rank == 0:
             for sentence in self._sentences(problems):
+                # Not by the log: a script's logging.config may have switched that off.
                 print(sentence, file=sys.stderr, flush=True)
             self.store.set(spoken, "")
         else:  # the first to end makes mpirun end rank 0 as well, be it in mid-sentence

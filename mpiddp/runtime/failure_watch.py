@@ -15,8 +15,9 @@ import threading
 from types import TracebackType
 
 from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, UserError
-from mpiddp.runtime import control_client, stop_request
 from mpiddp.runtime.coordinator import RANK_0_LEFT, Coordinator
+from mpiddp.runtime.stop_request import StopRequest
+from mpiddp.runtime.stop_signals import listen_to_sigusr1, unblock_sigusr1
 
 FAILED_KEY = "failed"  # in the store; its value is the exit code of the rank that failed first
 LOOK_EVERY_S = 0.5
@@ -25,10 +26,18 @@ GRACE_S = 1.0  # for the launcher to end this rank first, in its own way
 
 
 class FailureWatch:
-    """Ends this process when another rank fails, and the other ranks when this one does."""
+    """Ends this process when another rank fails, and the other ranks when this one does.
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    It also takes the ranks' part in agreeing on the step of a requested stop.
+
+    Args:
+        has_launcher: a launcher names the rank that failed, better and once.
+    """
+
+    def __init__(self, coordinator: Coordinator, stop: StopRequest, *, has_launcher: bool) -> None:
         self._coordinator = coordinator
+        self._stop = stop
+        self._has_launcher = has_launcher
         self._over = threading.Event()
         # The thread must not be inside torch when the interpreter ends, so it looks now and then
         # instead of waiting there.
@@ -39,7 +48,7 @@ class FailureWatch:
     def start(self) -> None:
         sys.excepthook = self._excepthook
         atexit.register(self.stop)
-        stop_request.listen_to_signals()
+        listen_to_sigusr1(self._stop)
         self._thread.start()
 
     def stop(self) -> None:
@@ -89,7 +98,7 @@ class FailureWatch:
         self.end_the_job(FAILED)
 
     def _tell(self, what: str) -> None:
-        if control_client.channel is not None:  # the launcher says it better, and once
+        if self._has_launcher:
             return
         world = self._coordinator.world
         print(f"rank {world.rank} on {world.hostname} {what}", file=sys.stderr, flush=True)
@@ -99,21 +108,22 @@ class FailureWatch:
             self._thread.join(LOOK_EVERY_S + 2 * GRACE_S)
 
     def _look(self) -> None:
-        stop_request.let_signals_in()
-        request = stop_request.current()
+        unblock_sigusr1()
         world = self._coordinator.world
         if world.world_size == 1:
             self._over.wait()
             return
-        request.is_alone = False
+        self._stop.is_alone = False
         code = ""
-        while not code and not self._over.wait(AGREE_EVERY_S if request.is_open else LOOK_EVERY_S):
+        while not code:
+            if self._over.wait(AGREE_EVERY_S if self._stop.is_undecided else LOOK_EVERY_S):
+                break
             try:
                 if self._store.check([FAILED_KEY]):
                     code = self._store.get(FAILED_KEY).decode()
                 elif self._store.check([RANK_0_LEFT]):  # in good order, after a long wait for us
                     return
-                request.look(self._store, world.rank, world.world_size)
+                self._stop.agree(self._store, world.rank, world.world_size)
             except RuntimeError:  # rank 0 is gone, and its store with it
                 code = "1"
                 if self._coordinator.world.local_rank == 0:

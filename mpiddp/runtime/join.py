@@ -1,6 +1,6 @@
-"""The ranks of a job meet, whoever started them, share one store, and leave together.
+"""The ranks of a job join, whoever started them, share one store, and leave together.
 
-Everything that needs all ranks at once, be it a process group or a refusal, begins with `assemble`.
+Everything that needs all ranks at once, be it a process group or a refusal, begins with `join`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import socket
 from collections.abc import Iterator
 
 from mpiddp.errors import BAD_INPUT, FAILED, UserError
-from mpiddp.runtime import control_client, stop_request
+from mpiddp.protocol import TIMEOUT
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
+from mpiddp.runtime.first_all_reduce import time_first_all_reduce
+from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.name_service import no_dns
 from mpiddp.runtime.rendezvous import RendezvousResult, finalize_mpi, rendezvous_over_mpi
-from mpiddp.runtime.startup_checks import check_placement, time_the_start
+from mpiddp.runtime.session import Session, current
+from mpiddp.runtime.startup_checks import check_placement
+from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.store import find_by_address, rendezvous_over_store, serve_or_join
 from mpiddp.world import World
 
 JOIN_TIMEOUT_S = 60.0
 LAUNCHER_SPEAKS_S = 15.0  # it knows more of ranks that do not join, so it may speak first
 
-# A process is in one job, and its ranks meet once: MPI cannot be started again when it is finalized.
-_coordinator: Coordinator | None = None
-_is_assembled = False
-
 
 @contextlib.contextmanager
 def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coordinator]:
-    """The ranks meet, share one store, and leave together at the end of the body.
+    """Join the ranks: they share one store, and leave together at the end of the body.
 
     Afterwards os.environ holds what env:// scripts read: RANK, LOCAL_RANK, WORLD_SIZE,
     LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, besides GLOO_SOCKET_IFNAME and
@@ -44,72 +44,74 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
         SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
     """
-    global _coordinator, _is_assembled
-    if _is_assembled:  # by `mpiddp run`, whose script now asks for a group of its own
-        assert _coordinator is not None
-        yield _coordinator
+    session = current()
+    if session.watch is not None:  # by `mpiddp run`, whose script now asks for a group of its own
+        assert session.coordinator is not None
+        yield session.coordinator
         return
-    if _coordinator is None:
-        _coordinator = _meet(world or World.from_env(), keep_mpi=keep_mpi)
-        time_the_start(_coordinator.world)
-    _is_assembled = True
-    watch = FailureWatch(_coordinator)
+    if session.coordinator is None:
+        world = world or World.from_env()
+        log_to_console(world.rank)
+        session.coordinator = _join(session, world, keep_mpi=keep_mpi)
+        time_first_all_reduce(session.coordinator.world)
+    coordinator = session.coordinator
+    watch = FailureWatch(coordinator, session.stop, has_launcher=session.channel is not None)
+    session.watch = watch
     watch.start()
-    pid = os.getpid()
     try:
-        yield _coordinator
+        yield coordinator
     except BaseException as error:
-        if os.getpid() == pid:  # a child that was forked is none
-            _end_with(error, _coordinator, watch, keep_mpi)
+        if session.is_of_this_process:
+            _end_with(error, session, coordinator, watch, keep_mpi)
         raise
     else:
-        if os.getpid() == pid:
-            _leave(_coordinator, watch, keep_mpi)
+        if session.is_of_this_process:
+            _leave(session.stop, coordinator, watch, keep_mpi)
     finally:
-        _is_assembled = False
+        session.watch = None
 
 
 def _end_with(
-    error: BaseException, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool
+    error: BaseException,
+    session: Session,
+    coordinator: Coordinator,
+    watch: FailureWatch,
+    keep_mpi: bool,
 ) -> None:
     """Raises SystemExit in the place of a UserError, once it is said."""
     if isinstance(error, Refused):
         watch.stop()
-    elif isinstance(error, SystemExit):
-        if is_failure(error):
-            _tell_first(coordinator)
-            watch.exits(error.code if isinstance(error.code, int) else 1)
-        else:
-            _leave(coordinator, watch, keep_mpi)  # sys.exit(main()) is how many scripts end well
+        return
+    if isinstance(error, SystemExit) and not is_failure(error, session.stop):
+        # sys.exit(main()) is how many scripts end well
+        _leave(session.stop, coordinator, watch, keep_mpi)
+        return
+    if session.channel is not None:  # the launcher will want to know
+        session.channel.is_first = coordinator.claim_first_failure()
+    if isinstance(error, SystemExit):
+        watch.exits(error.code if isinstance(error.code, int) else 1)
     elif isinstance(error, UserError):
-        _tell_first(coordinator)
         watch.refuse(error)
         raise SystemExit(BAD_INPUT) from None
-    else:
-        _tell_first(coordinator)
-        if isinstance(error, Exception) and coordinator.claim_first_failure():
-            watch.end_the_job(FAILED)  # also where the script catches it around its `with`
+    elif isinstance(error, Exception) and coordinator.claim_first_failure():
+        watch.end_the_job(FAILED)  # also where the script catches it around its `with`
 
 
-def is_failure(error: Exception | SystemExit) -> bool:
+def is_failure(error: Exception | SystemExit, stop: StopRequest) -> bool:
     """Whether it is more than a script's good end, or the end that somebody asked for."""
     if not isinstance(error, SystemExit):
         return True
-    return bool(error.code) and not stop_request.is_requested_end(error.code)
+    return bool(error.code) and not stop.is_requested_end(error.code)
 
 
-def _tell_first(coordinator: Coordinator) -> None:
-    """The launcher will want to know; this says nothing where there is none."""
-    if control_client.channel is not None:
-        control_client.channel.is_first = coordinator.claim_first_failure()
-
-
-def _leave(coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool) -> None:
+def _leave(
+    stop: StopRequest, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool
+) -> None:
     """At the end of a body that succeeded: after an error there is nobody to wait for."""
     with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
-        stop_request.current().promise(coordinator.store, coordinator.world.rank, 0)
+        stop.propose_step(coordinator.store, coordinator.world.rank, 0)
         coordinator.arrive("end")
-        if stop_request.current().has_stopped:
+        if stop.has_stopped:
             # With a code other than 0 the first to leave ends the others, and these may still be saving.
             coordinator.wait_for_all("end", timeout_s=LEAVE_TIMEOUT_S)
     coordinator.leave()
@@ -118,36 +120,35 @@ def _leave(coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool) -> Non
         finalize_mpi()
 
 
-def _meet(world: World, *, keep_mpi: bool) -> Coordinator:
-    timeout_s = _seconds("MPIDDP_TIMEOUT", JOIN_TIMEOUT_S)
-    if control_client.channel is not None:
-        control_client.channel.send("joining", timeout_s=timeout_s)
+def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
+    timeout_s = _seconds(TIMEOUT, JOIN_TIMEOUT_S)
+    if session.channel is not None:
+        session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += LAUNCHER_SPEAKS_S
     if world.launcher.speaks_mpi and world.world_size > 1:
-        meeting = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
-        coordinator = _connect(meeting.world, meeting.listener, timeout_s)
+        result = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
+        coordinator = _connect(result.world, result.listener, timeout_s)
     else:
         coordinator = _connect(*find_by_address(world, timeout_s), timeout_s)
-        meeting = rendezvous_over_store(coordinator, timeout_s)
-        coordinator.world = meeting.world
-    coordinator.hostnames = tuple(card.hostname for card in meeting.cards)
-    _export(meeting)
-    check_placement(coordinator, meeting)
+        result = rendezvous_over_store(coordinator, timeout_s)
+        coordinator.world = result.world
+    coordinator.hostnames = tuple(info.hostname for info in result.infos)
+    _export(result)
+    check_placement(coordinator, result)
     return coordinator
 
 
 def _connect(world: World, listener: socket.socket | None, timeout_s: float) -> Coordinator:
-    """All ranks at one store. Raises what `serve_or_join` and `Coordinator.exchange` raise."""
+    """All ranks at one store. Raises what `serve_or_join` and `Coordinator.all_gather_json` raise."""
     with no_dns():
         coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s))
-        coordinator.all_gather_json(
-            "", timeout_s=timeout_s
-        )  # rank 0 names every connection that it accepts
+        # Rank 0 names every connection that it accepts.
+        coordinator.all_gather_json(None, timeout_s=timeout_s)
     return coordinator
 
 
-def _export(meeting: RendezvousResult) -> None:
-    world = meeting.world
+def _export(result: RendezvousResult) -> None:
+    world = result.world
     os.environ.update(
         RANK=str(world.rank),
         LOCAL_RANK=str(world.local_rank),
@@ -157,11 +158,11 @@ def _export(meeting: RendezvousResult) -> None:
         MASTER_ADDR=str(world.master_addr),
         MASTER_PORT=str(world.master_port),
     )
-    if meeting.interface:
+    if result.interface:
         # gloo takes the address of the host's own name, which Debian maps to 127.0.1.1; NCCL takes
         # the first interface it likes. "=" asks NCCL for this name and none that begins like it.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={meeting.interface}")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", result.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={result.interface}")
 
 
 def _seconds(name: str, default: float) -> float:

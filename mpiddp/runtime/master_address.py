@@ -1,21 +1,22 @@
 """Choosing the master address: the first address of rank 0's host that every other host reaches.
 
-Functions over the cards that the ranks gathered. Rank 0 then listens on every candidate before it is
+Functions over what the ranks gathered of themselves. Rank 0 then listens on every candidate before it is
 announced, and one rank of every other host tries them all.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve
+from mpiddp.protocol import INTERFACE, NETWORKS
 from mpiddp.world import World
 
 LOOPBACK = "127.0.0.1"
@@ -52,15 +53,12 @@ class RankInfo:
     def host(self) -> tuple[str, str]:
         return (self.hostname, self.machine)
 
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def loads(cls, text: str) -> RankInfo:
-        values = json.loads(text)
-        values["interfaces"] = tuple(Interface(**each) for each in values["interfaces"])
-        values["addresses"] = tuple(values["addresses"])
-        return cls(**values)
+    def from_json(cls, values: Mapping[str, Any]) -> RankInfo:
+        """From what `dataclasses.asdict` made of one, once it has been JSON."""
+        interfaces = tuple(Interface(**each) for each in values["interfaces"])
+        addresses = tuple(values["addresses"])
+        return cls(**{**values, "interfaces": interfaces, "addresses": addresses})
 
     def interface_towards(self, address: str) -> str:
         """The name of this host's interface that carries traffic to `address`, "" if unknown."""
@@ -109,8 +107,8 @@ class Candidates:
         )
 
 
-def choose(cards: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
-    """Candidates for the master address from all ranks' cards and the user's wishes in `env`.
+def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
+    """Candidates for the master address, from every rank's RankInfo and the user's requests in `env`.
 
     MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured, and MPIDDP_NETWORKS, in which the
     launcher names the networks that lead to the other hosts. On a single host the loopback is
@@ -121,79 +119,79 @@ def choose(cards: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
     Raises:
         UserError: for rank 0, which alone asks, to tell the others.
     """
-    hosts = list(dict.fromkeys(card.host for card in cards))
-    node_ranks = tuple(hosts.index(card.host) for card in cards)
+    hosts = list(dict.fromkeys(info.host for info in infos))
+    node_ranks = tuple(hosts.index(info.host) for info in infos)
     probers = tuple(node_ranks.index(node) for node in range(1, len(hosts)))
-    first_of_hosts = [cards[node_ranks.index(node)] for node in range(len(hosts))]
-    _check_local_ranks(first_of_hosts, cards)
+    first_of_hosts = [infos[node_ranks.index(node)] for node in range(len(hosts))]
+    _check_local_ranks(first_of_hosts, infos)
     port = port_in(env)
-    wished = requested_interface(env)
+    requested = requested_interface(env)
     if env.get("MASTER_ADDR"):
-        found = _named(first_of_hosts, env["MASTER_ADDR"], wished)
+        found = _named(first_of_hosts, env["MASTER_ADDR"], requested)
     elif len(hosts) == 1:
         found = [(LOOPBACK, "all ranks are on one host, and no other can reach this address")]
     else:
-        found = _shared(first_of_hosts, wished)
+        found = _shared(first_of_hosts, requested)
     addresses, reasons = zip(*found, strict=True)
     return Candidates(
-        node_ranks, probers, addresses, reasons, port, tuple(c.hostname for c in cards)
+        node_ranks, probers, addresses, reasons, port, tuple(c.hostname for c in infos)
     )
 
 
-def _check_local_ranks(first_of_hosts: Sequence[RankInfo], cards: Sequence[RankInfo]) -> None:
-    for card in first_of_hosts:
-        local_ranks = [other.local_rank for other in cards if other.host == card.host]
-        if sorted(local_ranks) != list(range(card.local_world_size)):
+def _check_local_ranks(first_of_hosts: Sequence[RankInfo], infos: Sequence[RankInfo]) -> None:
+    for info in first_of_hosts:
+        local_ranks = [other.local_rank for other in infos if other.host == info.host]
+        if sorted(local_ranks) != list(range(info.local_world_size)):
             raise UserError(
-                f"{card.hostname} runs {len(local_ranks)} ranks with the local ranks "
+                f"{info.hostname} runs {len(local_ranks)} ranks with the local ranks "
                 f"{', '.join(map(str, local_ranks))}, but the launcher promised "
-                f"0 to {card.local_world_size - 1}: is one machine in the hostfile under two names?"
+                f"0 to {info.local_world_size - 1}: is one machine in the hostfile under two names?"
             )
 
 
 def _named(
-    first_of_hosts: Sequence[RankInfo], name: str, wished: str | None
+    first_of_hosts: Sequence[RankInfo], name: str, requested: str | None
 ) -> list[tuple[str, str]]:
     """The address the user named; a host's own name may resolve to its loopback, which won't do."""
     address = resolve(name)
     if ipaddress.ip_address(address).is_loopback and len(first_of_hosts) > 1:
         why = f"{name} resolves to {address}, which no other host can reach"
-        return [(own, f"{why}; {reason}") for own, reason in _shared(first_of_hosts, wished)]
+        return [(own, f"{why}; {reason}") for own, reason in _shared(first_of_hosts, requested)]
     return [(address, "MASTER_ADDR names it")]
 
 
 def requested_interface(env: Mapping[str, str]) -> str | None:
     """What the user, or else the launcher, wants the ranks to use: see `Interface.matches`."""
-    return env.get("MPIDDP_INTERFACE") or env.get("MPIDDP_NETWORKS")
+    return env.get(INTERFACE) or env.get(NETWORKS)
 
 
-def check_interface(cards: Sequence[RankInfo], wished: str) -> None:
-    """Raise a UserError unless every card's host has such an interface."""
-    for card in cards:
-        if not any(interface.matches(wished) for interface in card.interfaces):
-            names = " and ".join(interface.name for interface in card.interfaces)
+def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
+    """Raise a UserError unless every rank's host has such an interface."""
+    for info in infos:
+        if not any(interface.matches(requested) for interface in info.interfaces):
+            names = " and ".join(interface.name for interface in info.interfaces)
             raise UserError(
-                f'interface "{wished}" is not on {card.hostname}, which has {names or "none"}.'
+                f'interface "{requested}" is not on {info.hostname}, which has {names or "none"}.'
             )
 
 
-def _shared(first_of_hosts: Sequence[RankInfo], wished: str | None) -> list[tuple[str, str]]:
+def _shared(first_of_hosts: Sequence[RankInfo], requested: str | None) -> list[tuple[str, str]]:
     """Rank 0's addresses, those on a network that all other hosts are on as well first."""
     master, *others = first_of_hosts
-    if wished:
-        check_interface(first_of_hosts, wished)
-    elsewhere = {i.address for card in others for i in card.interfaces}
+    if requested:
+        check_interface(first_of_hosts, requested)
+    elsewhere = {i.address for info in others for i in info.interfaces}
     ranked = []
     for position, interface in enumerate(master.interfaces):
         if interface.is_loopback:
             continue
-        if wished:
-            if not interface.matches(wished):
+        if requested:
+            if not interface.matches(requested):
                 continue
         elif interface.is_virtual or interface.address in elsewhere:
             continue
         sharing = sum(
-            any(other.network == interface.network for other in card.interfaces) for card in others
+            any(other.network == interface.network for other in info.interfaces) for info in others
         )
         reason = f"{interface.name} of {master.hostname} is on {interface.network}, " + (
             "as is every other host" if sharing == len(others) else "which routes must reach"

@@ -1,7 +1,10 @@
-"""torch asks for the name of every address that its store connects to, for a line in a log.
+"""Keep torch's store from asking DNS while the ranks connect to it.
 
-/etc/hosts has no say in that, as the addresses are asked for in their IPv6 form. Where DNS does not
-answer, as on many a cluster's own network, each connection would cost 5 s or more of silence.
+torch 2.13 looks up the name of every address that its store connects to, for a line in a log.
+/etc/hosts does not help, as torch asks for the addresses' IPv6 form. Where DNS does not answer, as on
+many a cluster's own network, each connection would cost 5 s or more of silence.
+
+tests/test_network_of_a_job.py fails on the day that torch no longer asks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the ranks are, held against where the launcher wanted them.
+"""Where the ranks are, compared with where the launcher wanted them.
 
 The launcher says in MPIDDP_PLACEMENT what the hostfile asks for: "node1:4,node2:2" means ranks 0 to 3
 on node1, 4 and 5 on node2.
@@ -24,20 +24,20 @@ class RankPlacement:
     in each process that sees other GPUs.
     """
 
-    card: RankInfo
+    info: RankInfo
     device: str
     gpu: str = ""
 
     @classmethod
-    def of_this_process(cls, card: RankInfo, num_gpus: int, launcher: str) -> RankPlacement:
+    def of_this_process(cls, info: RankInfo, num_gpus: int, launcher: str) -> RankPlacement:
         """Where this rank will compute with NCCL, of the `num_gpus` that it sees."""
-        if card.local_rank >= num_gpus:
-            return cls(card, "cpu")
+        if info.local_rank >= num_gpus:
+            return cls(info, "cpu")
         if launcher == "slurm":  # whose cgroups number the GPUs of each task anew
-            return cls(card, f"cuda:{card.local_rank}")
+            return cls(info, f"cuda:{info.local_rank}")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        named = visible[card.local_rank].strip() if card.local_rank < len(visible) else ""
-        return cls(card, f"cuda:{card.local_rank}", named or str(card.local_rank))
+        named = visible[info.local_rank].strip() if info.local_rank < len(visible) else ""
+        return cls(info, f"cuda:{info.local_rank}", named or str(info.local_rank))
 
 
 def expected_hosts(placement: str) -> list[str]:
@@ -49,49 +49,51 @@ def expected_hosts(placement: str) -> list[str]:
     return hosts
 
 
-def misplaced(places: Sequence[RankPlacement], placement: str) -> str:
-    """ "" if every rank is where `placement` wants it, else a sentence and a table."""
-    wanted = expected_hosts(placement)
+def misplaced(placements: Sequence[RankPlacement], expected: str) -> str:
+    """ "" if every rank is where `expected` has it, else a sentence and a table."""
+    wanted = expected_hosts(expected)
     short_names = Counter(name.partition(".")[0] for name in set(wanted))
-    pairs = {(name, place.card.host) for name, place in zip(wanted, places, strict=False)}
+    pairs = {
+        (name, placement.info.host) for name, placement in zip(wanted, placements, strict=False)
+    }
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
     named_right = all(
-        _is_on(place.card, name, short_names[name.partition(".")[0]] > 1)
-        for name, place in zip(wanted, places, strict=False)
+        _is_on(placement.info, name, short_names[name.partition(".")[0]] > 1)
+        for name, placement in zip(wanted, placements, strict=False)
     )
-    if len(wanted) == len(places) and one_to_one and named_right:
-        return _shared_gpus(places)
+    if len(wanted) == len(placements) and one_to_one and named_right:
+        return _shared_gpus(placements)
     return (
-        f"the ranks are not where the hostfile wants them ({placement}). Look at mpirun's own "
+        f"the ranks are not where the hostfile wants them ({expected}). Look at mpirun's own "
         f"settings (environment, mca-params.conf), and at the hosts' names:\n"
-        f"{table(places, wanted)}"
+        f"{table(placements, wanted)}"
     )
 
 
-def _shared_gpus(places: Sequence[RankPlacement]) -> str:
+def _shared_gpus(placements: Sequence[RankPlacement]) -> str:
     users: dict[tuple[tuple[str, str], str], list[RankPlacement]] = {}
-    for place in places:
-        users.setdefault((place.card.host, place.gpu), []).append(place)
+    for placement in placements:
+        users.setdefault((placement.info.host, placement.gpu), []).append(placement)
     for (_, gpu), sharing in users.items():
         if gpu and len(sharing) > 1:
-            ranks = " and ".join(str(place.card.rank) for place in sharing)
+            ranks = " and ".join(str(placement.info.rank) for placement in sharing)
             return (
-                f"ranks {ranks} would share GPU {gpu} of {sharing[0].card.hostname}: they see its GPUs in "
+                f"ranks {ranks} would share GPU {gpu} of {sharing[0].info.hostname}: they see its GPUs in "
                 "different orders. Set CUDA_VISIBLE_DEVICES to the same for all ranks of a host.\n"
-                f"{table(places)}"
+                f"{table(placements)}"
             )
     return ""
 
 
-def table(places: Sequence[RankPlacement], wanted: Sequence[str] = ()) -> str:
+def table(placements: Sequence[RankPlacement], wanted: Sequence[str] = ()) -> str:
     """A line for each rank: its host, local rank and device, and the host that was wanted."""
     rows = [("rank", "host", "local rank", "device", *(["wanted host"] if wanted else []))]
-    for index, place in enumerate(places):
-        card = place.card
-        device = place.device
-        if place.gpu and device != f"cuda:{place.gpu}":
-            device += f" (GPU {place.gpu})"
-        row = [str(card.rank), card.hostname, str(card.local_rank), device]
+    for index, placement in enumerate(placements):
+        info = placement.info
+        device = placement.device
+        if placement.gpu and device != f"cuda:{placement.gpu}":
+            device += f" (GPU {placement.gpu})"
+        row = [str(info.rank), info.hostname, str(info.local_rank), device]
         if wanted:
             row.append(wanted[index] if index < len(wanted) else "none")
         rows.append(tuple(row))
@@ -102,16 +104,16 @@ def table(places: Sequence[RankPlacement], wanted: Sequence[str] = ()) -> str:
     )
 
 
-def _is_on(card: RankInfo, name: str, is_ambiguous: bool) -> bool:
-    """Whether the card's host is what the hostfile calls `name`: a name, an alias or an address.
+def _is_on(info: RankInfo, name: str, is_ambiguous: bool) -> bool:
+    """Whether the rank's host is what the hostfile calls `name`: a name, an alias or an address.
 
     `is_ambiguous`: a.x.org and a.y.org are both in the hostfile, so "a" alone says nothing.
     """
-    if name in ("localhost", card.hostname):
+    if name in ("localhost", info.hostname):
         return True
-    if not is_ambiguous and name.partition(".")[0] == card.hostname.partition(".")[0]:
+    if not is_ambiguous and name.partition(".")[0] == info.hostname.partition(".")[0]:
         return True
-    own = {*card.addresses, *(interface.address for interface in card.interfaces)}
+    own = {*info.addresses, *(interface.address for interface in info.interfaces)}
     addresses = _addresses(name)
     # A name that rank 0 cannot resolve proves nothing against it: mpirun has reached the host by it.
     return not addresses or bool(addresses & own) or any(a.startswith("127.") for a in addresses)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.join import is_failure, join
 from mpiddp.runtime.script_exit import observe
+from mpiddp.runtime.session import current
 from mpiddp.world import World
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -102,29 +102,30 @@ def default_group(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    destroys, pid = True, os.getpid()
+    session, destroys = current(), True
     try:
         yield
     except (Exception, SystemExit) as error:
-        if os.getpid() == pid and not isinstance(error, Refused) and is_failure(error):
+        fails = not isinstance(error, Refused) and is_failure(error, session.stop)
+        if session.is_of_this_process and fails:
             coordinator.claim_first_failure()  # asked before the group's end lets the others fail as well
             # NCCL's end would wait for the collective that the others are in, and nobody be told.
             destroys = backend != "nccl"
         raise
     finally:
-        if destroys and os.getpid() == pid:  # a child that was forked is no rank
+        if destroys and session.is_of_this_process:
             dist.destroy_process_group()
 
 
-def choose_backend(wished: str | None) -> str:
-    """The backend to use: `wished`, or nccl where there is a GPU, else gloo."""
+def choose_backend(requested: str | None) -> str:
+    """The backend to use: `requested`, or nccl where there is a GPU, else gloo."""
     has_gpu = torch.cuda.is_available()
-    if wished == "nccl" and not has_gpu:
+    if requested == "nccl" and not has_gpu:
         raise UserError(
             f"--backend nccl needs a GPU, and torch {torch.__version__} sees none on "
             f"{socket.gethostname()}. Use --backend gloo, or look at nvidia-smi there."
         )
-    return wished or ("nccl" if has_gpu else "gloo")
+    return requested or ("nccl" if has_gpu else "gloo")
 
 
 def device_of(world: World, backend: str | None = None) -> torch.device:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 
 from mpiddp.world import World
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -23,6 +26,11 @@ def configure_process(world: World) -> None:
     is_settled = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
     if not is_settled and "glibc.malloc." not in os.environ.get("GLIBC_TUNABLES", ""):
         keep_freed_memory()
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the one that started it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def limit_threads(world: World) -> None:

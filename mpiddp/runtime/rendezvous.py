@@ -1,6 +1,6 @@
 """How the ranks of an MPI job find each other: who sits on which host, and where rank 0 listens.
 
-This is the only room that imports mpi4py. MPI gathers a card from every rank, carries the master
+This is the only module that imports mpi4py. MPI gathers a RankInfo from every rank, carries the master
 address back, and is finalized before training starts: DataLoader's forks stay safe, nothing polls
 beside NCCL, and mpirun ends the whole job when a rank raises.
 """
@@ -39,7 +39,7 @@ class RendezvousResult:
     """What the ranks agreed on. `listener` is rank 0's socket, bound before anyone heard of it."""
 
     world: World
-    cards: tuple[RankInfo, ...]
+    infos: tuple[RankInfo, ...]
     interface: str
     reason: str
     listener: socket.socket | None
@@ -48,7 +48,7 @@ class RendezvousResult:
 def rendezvous_over_mpi(
     world: World, *, timeout_s: float, keep_mpi: bool = False
 ) -> RendezvousResult:
-    """Gather every rank's card, choose the master address and tell it to all ranks.
+    """Gather every rank's RankInfo, choose the master address and tell it to all ranks.
 
     Args:
         timeout_s: after this long in MPI's hands the process says so and ends.
@@ -69,7 +69,7 @@ def rendezvous_over_mpi(
                 "Set MPI4PY_LIBMPI to the library of that mpirun.",
             )
         try:
-            return _meet(world, comm)
+            return _exchange(world, comm)
         except UserError as error:  # the same one on every rank
             if world.rank == 0:
                 print(error, file=sys.stderr, flush=True)
@@ -92,16 +92,14 @@ def finalize_mpi() -> None:
         MPI.Finalize()
 
 
-def _meet(world: World, comm: Any) -> RendezvousResult:
+def _exchange(world: World, comm: Any) -> RendezvousResult:
     """The exchange itself. Every collective is reached by every rank, whatever went wrong before."""
-    cards = tuple(
-        RankInfo.loads(text) for text in comm.allgather(RankInfo.of_this_process(world).dumps())
-    )
+    infos: tuple[RankInfo, ...] = tuple(comm.allgather(RankInfo.of_this_process(world)))
     listeners: list[socket.socket] = []
     candidates: Candidates | UserError | None = None
     if world.rank == 0:
         try:
-            candidates = choose(cards, os.environ)
+            candidates = choose(infos, os.environ)
             listeners = listen(candidates)
         except UserError as error:
             candidates = error
@@ -134,8 +132,8 @@ def _meet(world: World, comm: Any) -> RendezvousResult:
             master_addr=candidates.addresses[chosen],
             master_port=ports[chosen],
         ),
-        cards=cards,
-        interface=cards[world.rank].interface_towards(candidates.addresses[chosen]),
+        infos=infos,
+        interface=infos[world.rank].interface_towards(candidates.addresses[chosen]),
         reason=candidates.reasons[chosen],
         listener=listeners[chosen] if listeners else None,
     )
@@ -228,13 +226,13 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def _usable_interfaces(wished: str | None) -> list[Interface]:
-    """The interfaces that MPI may use: the user's wish, else all but bridges of containers.
+def _usable_interfaces(requested: str | None) -> list[Interface]:
+    """The interfaces that MPI may use: those requested, else all but bridges of containers.
 
     Such a bridge has one address on every host; Open MPI 5 aborts over it and 4.1 hangs.
     """
     found = interfaces()
-    usable = [interface for interface in found if wished and interface.matches(wished)]
+    usable = [interface for interface in found if requested and interface.matches(requested)]
     return usable or [i for i in found if not (i.is_virtual or i.is_loopback)]
 
 
@@ -245,7 +243,7 @@ def _refuse_alone(world: World, sentence: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
-    """A job that cannot meet ends with a sentence instead of hanging without a word.
+    """A job whose ranks cannot join ends with a sentence instead of hanging in silence.
 
     A process of its own keeps watch: MPI_Init holds the GIL, so that no thread here could speak. The
     lowest rank that waits is the first to do so, and its end makes mpirun end the others.
@@ -258,21 +256,22 @@ def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
     )
     timeout_s += SPEAK_APART_S * min(world.rank, 20)
     rank_process = os.getpid()
-    met, over = os.pipe()
+    joined, over = os.pipe()
     watcher = os.fork()
     if watcher == 0:
         try:
             os.close(over)
-            has_met, _, _ = select.select([met], [], [], timeout_s)  # readable as `over` closes
-            if not has_met:
+            # Readable as `over` closes.
+            has_joined, _, _ = select.select([joined], [], [], timeout_s)
+            if not has_joined:
                 os.write(2, sentence.encode())
                 os.kill(rank_process, signal.SIGTERM)
                 # A script's own handler of it would wait for the GIL, which MPI_Init holds.
-                if not select.select([met], [], [], SIGTERM_S)[0]:
+                if not select.select([joined], [], [], SIGTERM_S)[0]:
                     os.kill(rank_process, signal.SIGKILL)
         finally:
             os._exit(0)
-    os.close(met)
+    os.close(joined)
     try:
         yield
     finally:

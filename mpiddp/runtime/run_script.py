@@ -1,6 +1,6 @@
 """`mpiddp run`: one rank of a job runs an unmodified env:// script, as torchrun would have it.
 
-The ranks meet, the store that MASTER_ADDR and MASTER_PORT point at is up, and the script finds
+The ranks join, the store that MASTER_ADDR and MASTER_PORT point at is up, and the script finds
 sys.argv, `__main__`, its folder on sys.path, exit codes and tracebacks as if python had started it.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.runtime.arguments import RankParser
-from mpiddp.runtime.control_client import reporting
 from mpiddp.runtime.process_setup import configure_process
+from mpiddp.runtime.session import reporting
 from mpiddp.world import World
 
 _OURS = Path(__file__).parents[:2]  # the folders of all that leads to a script

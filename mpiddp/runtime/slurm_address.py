@@ -1,4 +1,4 @@
-"""Where rank 0 of a Slurm step listens, when srun started the ranks and no MPI carries the word.
+"""Where rank 0 of a Slurm step listens, when srun started the ranks and no MPI carries messages.
 
 Every task computes the same address and port from the step's own variables, so nothing is asked.
 """

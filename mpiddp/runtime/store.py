@@ -1,14 +1,14 @@
 """The one store of a job: rank 0 serves it on a socket that is bound already, the others join it.
 
-Where no MPI carries the word (torchrun, srun, env://), the ranks find the store by an address that all
-of them know beforehand, and meet over it.
+Where no MPI carries messages (torchrun, srun, env://), the ranks find the store by an address that all
+of them know beforehand, and join over it.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -62,8 +62,8 @@ def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float
             f"rank {world.rank} on {world.hostname}: what listens on {world.master_addr} port "
             f"{world.master_port} is not rank 0 of this job. Set MASTER_PORT to a free one."
         ) from None
-    # torchrun's store outlives its workers: those that it restarts must not read the words of the
-    # ones before them.
+    # torchrun's store outlives its workers: those that it restarts must not read the keys of
+    # those before them.
     return PrefixStore(f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -104,28 +104,28 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
 def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> RendezvousResult:
     """What MPI's gather tells the other jobs: who sits on which host, and which interface each uses.
 
-    That is the one wished for, else the one towards the master address, which was named beforehand.
+    That is the requested one, else the one towards the master address, which was named beforehand.
 
     Raises:
         SystemExit: code 2, on every rank: a host has no such interface.
     """
     world = coordinator.world
-    texts = coordinator.all_gather_json(
-        RankInfo.of_this_process(world).dumps(), timeout_s=timeout_s
+    gathered = coordinator.all_gather_json(
+        asdict(RankInfo.of_this_process(world)), timeout_s=timeout_s
     )
-    cards = tuple(RankInfo.loads(text) for text in texts)
-    hosts = list(dict.fromkeys(card.host for card in cards))
-    own = cards[world.rank]
+    infos = tuple(RankInfo.from_json(values) for values in gathered)
+    hosts = list(dict.fromkeys(info.host for info in infos))
+    own = infos[world.rank]
     assert world.master_addr is not None
     interface = own.interface_towards(world.master_addr)
-    wished = requested_interface(os.environ)
-    if wished and len(hosts) > 1:
+    requested = requested_interface(os.environ)
+    if requested and len(hosts) > 1:
         with coordinator.all_or_none():
-            check_interface(cards, wished)
-        interface = next(each.name for each in own.interfaces if each.matches(wished))
+            check_interface(infos, requested)
+        interface = next(each.name for each in own.interfaces if each.matches(requested))
     return RendezvousResult(
         world=replace(world, node_rank=hosts.index(own.host), num_nodes=len(hosts)),
-        cards=cards,
+        infos=infos,
         interface=interface,
         reason=f"{world.launcher.name} names it",
         listener=None,

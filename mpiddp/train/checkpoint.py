@@ -48,7 +48,7 @@ class Saved:
     ranks: list[dict[str, Any]]  # [world_size]
 
 
-def fill(
+def write_files(
     folder: Path, progress: Progress, contents: Mapping[str, Any], config: TrainConfig, data: str
 ) -> dict[str, str]:
     """Write the files of a checkpoint and return their SHA-256, by name.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +29,6 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     Raises:
         UserError: --weights names a file that does not fit, or the batches are too small for BatchNorm.
     """
-    assert config.arch is not None
     channels, height, _ = data.shape
     stem = config.stem
     if stem == "auto":
@@ -95,7 +93,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(body, strict=False)
 
 
-def place(model: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
+def to_device(model: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
     """The model on the device, its convolutions in the memory layout of the images."""
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
@@ -192,14 +190,13 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 
 def computes_in_bf16(device: torch.device) -> bool:
     """Whether bf16 is faster than fp32 there, not only possible."""
-    supported: bool
     if device.type == "cuda":
-        supported = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif platform.machine() == "x86_64":  # oneDNN supports it by emulation on all that have AVX-512
-        supported = torch.cpu._is_avx512_bf16_supported()
-    else:
-        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return supported
+        supported: bool = torch.cuda.is_bf16_supported(including_emulation=False)
+        return supported
+    # On x86 oneDNN computes in it by emulation wherever there is AVX-512, so ask the kernel.
+    with Path("/proc/cpuinfo").open() as lines:  # on Arm it says "Features", and "bf16"
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not {"avx512_bf16", "bf16"}.isdisjoint(flags.split())
 
 
 @contextlib.contextmanager

@@ -5,9 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 import torch
@@ -15,135 +13,67 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.checkpoints import replicas
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save_schedule import SaveSchedule
-from mpiddp.errors import UserError
-from mpiddp.runtime import stop_request
 from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.stop_request import should_stop
+from mpiddp.runtime.log import log
+from mpiddp.runtime.session import current, should_stop
 from mpiddp.train import checkpoint
-from mpiddp.train.checkpoint import Progress
+from mpiddp.train.checkpoint import Progress, Saved
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
-from mpiddp.train.engine import backward, build_optimizer, place
+from mpiddp.train.engine import backward, build_optimizer, to_device
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
-from mpiddp.train.metrics import StepTimer, Summary, percentile, slowest
+from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
+from mpiddp.train.plan import Plan
 from mpiddp.train.records import Records
 from mpiddp.train.resume import Start, set_newer_aside
 from mpiddp.train.saver import Saver
-from mpiddp.train.schedule import learning_rate, scaled_lr
-from mpiddp.train.sharding import Shards
-
-MAX_WARMUP_EPOCHS = 5
-STARTUP_STEPS = 3  # their times hold page faults and kernel choices, not the training
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Sizes that follow from the configuration, the data and the job."""
+class TrainInputs:
+    """What a rank trains, with whom, and where the results go."""
 
-    shards: Shards
-    total_steps: int
-    warmup_steps: int
-    peak_lr: float
-    schedule: str
-
-    def lr(self, step: int) -> float:
-        return learning_rate(
-            step,
-            self.total_steps,
-            peak=self.peak_lr,
-            schedule=self.schedule,
-            warmup_steps=self.warmup_steps,
-        )
+    config: TrainConfig
+    plan: Plan
+    data: Data
+    model: nn.Module  # on the CPU, with fresh weights
+    start: Start  # what to resume from
+    coordinator: Coordinator
+    writer_ranks: list[int]  # each writes for the hosts that share its file system
+    device: torch.device
+    run: RunDir
 
 
-def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan:
-    """Derive the plan. Raises UserError where the global batch is larger than the data set."""
-    assert config.global_batch_size is not None
-    assert config.epochs is not None
-    shards = Shards(
-        num_samples=data.train.num_images,
-        global_batch_size=config.global_batch_size,
-        grad_accum_steps=config.grad_accum_steps,
-        rank=coordinator.world.rank,
-        world_size=coordinator.world.world_size,
-        seed=config.seed,
-        keep_tail=config.keep_tail,
-        max_steps=config.steps_per_epoch,
-    )
-    warmup_epochs = config.warmup_epochs
-    if warmup_epochs is None:
-        warmup_epochs = min(MAX_WARMUP_EPOCHS, config.epochs / 4)
-    if shards.steps_per_epoch == 0:
-        raise UserError(
-            f"the global batch of {shards.global_batch_size} images is larger than the data set "
-            f"({shards.num_samples}). Lower --batch-size, --global-batch-size or --grad-accum-steps."
-        )
-    return Plan(
-        shards,
-        total_steps=shards.steps_per_epoch * config.epochs,
-        warmup_steps=round(shards.steps_per_epoch * warmup_epochs),
-        peak_lr=scaled_lr(config.lr, shards.global_batch_size) if config.lr_scaling else config.lr,
-        schedule=config.schedule,
-    )
+@dataclass(frozen=True)
+class _Parts:
+    """What the steps change."""
+
+    model: nn.Module  # the bare model
+    ddp: nn.Module
+    optimizer: torch.optim.SGD
+    scaler: torch.amp.GradScaler
 
 
-def train(
-    config: TrainConfig,
-    plan: Plan,
-    coordinator: Coordinator,
-    data: Data,
-    model: nn.Module,
-    start: Start,
-    writer_ranks: list[int],
-    device: torch.device,
-    out: Path,
-    say: Callable[[str], None],
-) -> Summary | None:
-    """Train to the end, or until asked to stop: then a checkpoint is saved and None returned.
-
-    Args:
-        start: what to go on from.
-        writer_ranks: the ranks that write into `out`, each for the hosts that share its file system.
-        say: prints on rank 0 and does nothing elsewhere.
-    """
+def train(inputs: TrainInputs) -> Summary | None:
+    """Train to the end, or until asked to stop: then a checkpoint is saved and None returned."""
     started_at = time.monotonic()
-    assert config.epochs is not None
-    assert config.batch_size is not None
-    receivers = [rank for rank in start.lacking if rank in writer_ranks]
-    if start.folder is not None and receivers:
-        replicas.send_missing_checkpoint(
-            start.folder,
-            start.holder,
-            receivers,
-            out,
-            coordinator,
-            device,
-            timeout_s=config.timeout,
-        )
-    saved = checkpoint.broadcast(start.saved, start.holder)
-    model = place(model, config, device)
-    optimizer = build_optimizer(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+    config, plan, data, device = inputs.config, inputs.plan, inputs.data, inputs.device
+    coordinator, run = inputs.coordinator, inputs.run
+    parts, progress = _start(inputs)
+    model, ddp = parts.model, parts.ddp
+    optimizer, scaler = parts.optimizer, parts.scaler
 
-    progress = saved.progress if saved else Progress()
-    set_newer_aside(start, progress.step, out, coordinator, writer_ranks, say)
-    if saved:
-        model.load_state_dict(saved.model)
-        checkpoint.restore_optimizer(optimizer, saved.trainer["optimizer"])
-        scaler.load_state_dict(saved.trainer["scaler"])
-    ddp = wrap(model, config, data.shape)
-    torch.manual_seed(config.seed + 1 + coordinator.world.rank)
-    if saved:
-        checkpoint.restore_rank(model, saved.ranks)
-
-    stop_request.current().count_from(progress.step)
-    due = SaveSchedule(config.save_every, coordinator, progress.step, timeout_s=config.timeout)
+    current().stop.count_from(progress.step)
+    save_schedule = SaveSchedule(
+        config.save_every, coordinator, progress.step, timeout_s=config.timeout
+    )
     saver = Saver(
-        out / "checkpoints",
-        writer_ranks,
+        run.checkpoints,
+        inputs.writer_ranks,
         coordinator,
         model,
         optimizer,
@@ -151,9 +81,8 @@ def train(
         config,
         data.contents,
     )
-    records = Records(
-        out / "metrics.jsonl" if coordinator.world.rank in writer_ranks else None, progress.step
-    )
+    is_writer = coordinator.world.rank in inputs.writer_ranks
+    records = Records(run.metrics if is_writer else None, progress.step)
     timer = StepTimer(device)
     images_of_steps: list[int] = []
     evaluation_batch = max(config.batch_size, default_batch_size(data.shape))
@@ -179,27 +108,28 @@ def train(
             timer.tick()
             images_of_steps.append(step.num_images)
             progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)
+            ends_epoch = step is steps[-1]
 
-            if progress.step % config.log_every == 0 or step is steps[-1]:
+            if progress.step % config.log_every == 0 or ends_epoch:
                 dist.all_reduce(loss_sum)
                 train_loss = loss_sum.item() / num_images
                 loss_sum, num_images = torch.zeros((), device=device), 0
                 recent = timer.read()[-config.log_every :]
-                speed = sum(images_of_steps[-len(recent) :]) / sum(recent)
+                images_per_s = sum(images_of_steps[-len(recent) :]) / sum(recent)
                 records.write(
                     step=progress.step,
                     epoch=epoch,
                     lr=lr,
                     train_loss=train_loss,
-                    images_per_s=speed,
+                    images_per_s=images_per_s,
                     step_time_s=mean(recent),
                 )
-                say(
+                log.info(
                     f"epoch {epoch + 1}/{config.epochs}  step {progress.step}/{plan.total_steps}  "
-                    f"loss {train_loss:.4f}  lr {lr:.4f}  {speed:,.0f} images/s"
+                    f"loss {train_loss:.4f}  lr {lr:.4f}  {images_per_s:,.0f} images/s"
                 )
 
-            if step is steps[-1]:
+            if ends_epoch:
                 progress = Progress(progress.step, epoch + 1, 0)
                 if data.test is not None:
                     score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
@@ -209,35 +139,33 @@ def train(
                         test_accuracy=score.accuracy,
                         test_loss=score.loss,
                     )
-                    say(f"epoch {epoch + 1}/{config.epochs}  test accuracy {score.accuracy:.2%}")
+                    log.info(
+                        f"epoch {epoch + 1}/{config.epochs}  test accuracy {score.accuracy:.2%}"
+                    )
 
             stops = progress.step < plan.total_steps and (
                 should_stop() or progress.step == config.stop_at_step
             )
             is_last = stops or progress.step == plan.total_steps
-            is_due = due.at(progress.step, ends_epoch=step is steps[-1])
+            is_due = save_schedule.at(progress.step, ends_epoch=ends_epoch)
             if is_due or is_last:
                 saver.save(progress)
             if is_last:
                 saver.finish()
             if stops:
-                extra = resume_args(config, out)
+                extra = resume_args(config, run.path)
                 again = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
-                say(f"stopped at step {progress.step}; {again} goes on.")
+                log.info(f"stopped at step {progress.step}; {again} goes on.")
                 return None
-            if is_due or step is steps[-1]:
+            if is_due or ends_epoch:
                 timer.resume()
 
     if score is None and data.test is not None:  # resumed after the last step
         score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
-    own_seconds = timer.read()
-    if len(own_seconds) > 2 * STARTUP_STEPS:
-        own_seconds = own_seconds[STARTUP_STEPS:]
-    *seconds_of_steps, seconds = slowest([*own_seconds, sum(own_seconds)], device)
-    images = sum(images_of_steps[-len(seconds_of_steps) :])
+    speed = measure_speed(timer, images_of_steps, device)
     return Summary(
         dataset=data.name,
-        arch=str(config.arch),
+        arch=config.arch,
         num_parameters=sum(p.numel() for p in model.parameters()),
         world_size=coordinator.world.world_size,
         num_nodes=coordinator.world.num_nodes or 1,
@@ -248,8 +176,51 @@ def train(
         train_loss=train_loss,
         test_accuracy=score.accuracy if score else None,
         test_images=score.num_images if score else None,
-        images_per_s=images / seconds if seconds_of_steps else None,
-        step_time_p50_s=percentile(seconds_of_steps, 50),
-        step_time_p95_s=percentile(seconds_of_steps, 95),
+        images_per_s=speed.images_per_s,
+        step_time_p50_s=speed.step_time_p50_s,
+        step_time_p95_s=speed.step_time_p95_s,
         wall_s=time.monotonic() - started_at,
     )
+
+
+def _start(inputs: TrainInputs) -> tuple[_Parts, Progress]:
+    """The model under DDP with its optimizer, as fresh or as the checkpoint holds them.
+
+    A collective: every rank must call it.
+    """
+    config, start, device = inputs.config, inputs.start, inputs.device
+    saved = _receive_checkpoint(inputs)
+    model = to_device(inputs.model, config, device)
+    optimizer = build_optimizer(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+    progress = saved.progress if saved else Progress()
+    set_newer_aside(start, progress.step, inputs.run, inputs.coordinator, inputs.writer_ranks)
+    if saved:
+        model.load_state_dict(saved.model)
+        checkpoint.restore_optimizer(optimizer, saved.trainer["optimizer"])
+        scaler.load_state_dict(saved.trainer["scaler"])
+    ddp = wrap(model, config, inputs.data.shape)
+    torch.manual_seed(config.seed + 1 + inputs.coordinator.world.rank)
+    if saved:
+        checkpoint.restore_rank(model, saved.ranks)
+    return _Parts(model, ddp, optimizer, scaler), progress
+
+
+def _receive_checkpoint(inputs: TrainInputs) -> Saved | None:
+    """What the run resumes from, on every rank; hosts that lack the files are sent them.
+
+    A collective: every rank must call it.
+    """
+    start = inputs.start
+    receivers = [rank for rank in start.lacking if rank in inputs.writer_ranks]
+    if start.folder is not None and receivers:
+        replicas.send_missing_checkpoint(
+            start.folder,
+            start.holder,
+            receivers,
+            inputs.run,
+            inputs.coordinator,
+            inputs.device,
+            timeout_s=inputs.config.timeout,
+        )
+    return checkpoint.broadcast(start.saved, start.holder)

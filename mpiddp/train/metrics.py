@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpiddp.text import counted
+from mpiddp.text import align_columns, counted, percentile
+
+STARTUP_STEPS = 3  # their times hold page faults and kernel choices, not the training
 
 
 class StepTimer:
@@ -81,13 +82,29 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     return times
 
 
-def percentile(seconds: list[float], percent: int) -> float | None:
-    """The value that `percent` of all do not exceed, interpolated; None of nothing."""
-    if not seconds:
-        return None
-    if len(seconds) == 1:
-        return seconds[0]
-    return statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
+@dataclass(frozen=True)
+class Speed:
+    """How fast the steps were on the slowest rank; None where none were made."""
+
+    images_per_s: float | None
+    step_time_p50_s: float | None
+    step_time_p95_s: float | None
+
+
+def measure_speed(timer: StepTimer, images_of_steps: Sequence[int], device: torch.device) -> Speed:
+    """The speed of all steps but the first few. A collective.
+
+    Args:
+        images_of_steps: the images of each timed step, over all ranks.
+    """
+    own = timer.read()
+    if len(own) > 2 * STARTUP_STEPS:
+        own = own[STARTUP_STEPS:]
+    *step_times, total = slowest([*own, sum(own)], device)
+    if not step_times:
+        return Speed(None, None, None)
+    images = sum(images_of_steps[-len(step_times) :])
+    return Speed(images / total, percentile(step_times, 50), percentile(step_times, 95))
 
 
 def table(summary: Summary, out: Path) -> str:
@@ -107,8 +124,7 @@ def table(summary: Summary, out: Path) -> str:
         "wall time": f"{summary.wall_s:.0f} s",
         "run folder": str(out),
     }
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+    return align_columns(list(rows.items()))
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -21,7 +21,7 @@ POWERSGD_FROM_STEP = 100  # gradients are whole before: they change too fast for
 
 
 def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> nn.Module:
-    """The model under DistributedDataParallel, its buckets settled; compiled if asked."""
+    """The model under DistributedDataParallel, its buckets frozen; compiled if --compile says so."""
     # Each rank keeps its own BatchNorm statistics while it trains; `engine.averaged_buffers` brings
     # them together where they are read. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

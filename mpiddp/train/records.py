@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
+
+from mpiddp.runtime.log import log
 
 
 class Records:
@@ -43,7 +44,7 @@ class Records:
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:
-            print(f"warning: {self._path}: {error.strerror}.", file=sys.stderr, flush=True)
+            log.warning(f"warning: {self._path}: {error.strerror}.")
         self._is_warned = True
 
 

@@ -1,8 +1,7 @@
 """ResNets in plain torch: torchvision's names and shapes, so its checkpoints load, and CIFAR's own.
 
-resnet18/34/50/101/152 are those of He et al., "Deep Residual Learning for Image Recognition" (2015),
-table 1, with the stride of a bottleneck on its 3×3 convolution as torchvision has it; resnet20 to 110
-are section 4.2's family for 32×32 images, whose shortcuts have no parameters.
+The table of architectures is `mpiddp.train.architectures`. A bottleneck has its stride on the 3×3
+convolution, as torchvision has it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mpiddp.train.architectures import ARCHITECTURES, Architecture
 
 
 def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -135,53 +136,26 @@ class ResNet(nn.Module):
         return logits
 
 
-def _imagenet_resnet(
-    block: type[BasicBlock] | type[Bottleneck],
-    depths: Sequence[int],
-    num_classes: int = 1000,
-    stem: str = "imagenet",
+def build_resnet(
+    architecture: Architecture,
+    num_classes: int | None = None,
+    stem: str | None = None,
     in_channels: int = 3,
 ) -> ResNet:
-    widths = (64, 128, 256, 512)
+    """The architecture with fresh weights; what is None is the architecture's own default."""
     return ResNet(
-        block, depths, widths, num_classes=num_classes, stem=stem, in_channels=in_channels
-    )
-
-
-def _cifar_resnet(
-    blocks_per_stage: int, num_classes: int = 10, stem: str = "cifar", in_channels: int = 3
-) -> ResNet:
-    return ResNet(
-        BasicBlock,
-        [blocks_per_stage] * 3,
-        (16, 32, 64),
-        num_classes=num_classes,
-        stem=stem,
+        BLOCKS[architecture.block],
+        architecture.depths,
+        architecture.widths,
+        num_classes=architecture.num_classes if num_classes is None else num_classes,
+        stem=architecture.stem if stem is None else stem,
         in_channels=in_channels,
-        pad_shortcuts=True,
+        pad_shortcuts=architecture.pad_shortcuts,
     )
 
 
-resnet18 = partial(_imagenet_resnet, BasicBlock, (2, 2, 2, 2))
-resnet34 = partial(_imagenet_resnet, BasicBlock, (3, 4, 6, 3))
-resnet50 = partial(_imagenet_resnet, Bottleneck, (3, 4, 6, 3))
-resnet101 = partial(_imagenet_resnet, Bottleneck, (3, 4, 23, 3))
-resnet152 = partial(_imagenet_resnet, Bottleneck, (3, 8, 36, 3))
-resnet20 = partial(_cifar_resnet, 3)
-resnet32 = partial(_cifar_resnet, 5)
-resnet44 = partial(_cifar_resnet, 7)
-resnet56 = partial(_cifar_resnet, 9)
-resnet110 = partial(_cifar_resnet, 18)
-
-ARCHS = {
-    "resnet18": resnet18,
-    "resnet34": resnet34,
-    "resnet50": resnet50,
-    "resnet101": resnet101,
-    "resnet152": resnet152,
-    "resnet20": resnet20,
-    "resnet32": resnet32,
-    "resnet44": resnet44,
-    "resnet56": resnet56,
-    "resnet110": resnet110,
+BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {
+    "basic": BasicBlock,
+    "bottleneck": Bottleneck,
 }
+ARCHS = {name: partial(build_resnet, each) for name, each in ARCHITECTURES.items()}

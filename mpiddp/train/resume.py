@@ -6,14 +6,14 @@ holds what is gone on from, and which hosts lack it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.log import log
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Saved
 from mpiddp.train.config import TrainConfig
@@ -43,9 +43,7 @@ class _Found:
     goes_back: bool = False  # it is the run's own, and the user has named it
 
 
-def find(
-    coordinator: Coordinator, config: TrainConfig, data: str, out: Path, say: Callable[[str], None]
-) -> Start:
+def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) -> Start:
     """Look on all hosts. Nothing is written. All ranks must call this.
 
     Args:
@@ -53,20 +51,18 @@ def find(
 
     Raises:
         SystemExit: --resume names what is no valid checkpoint of this configuration and this data, or
-            does not fit what `out` holds; rank 0 has said so.
+            does not fit what the run's folder holds; rank 0 has said so.
     """
     own: _Found | None = None
     with coordinator.all_or_none(timeout_s=LOOK_TIMEOUT_S):
         if coordinator.world.local_rank == 0:
-            own = _look(config, out)
-    words = coordinator.all_gather_json(
-        json.dumps(asdict(own)) if own else "", timeout_s=LOOK_TIMEOUT_S
-    )
-    finds = {rank: _Found(**json.loads(text)) for rank, text in enumerate(words) if text}
+            own = _look(config, run)
+    gathered = coordinator.all_gather_json(asdict(own) if own else None, timeout_s=LOOK_TIMEOUT_S)
+    finds = {rank: _Found(**values) for rank, values in enumerate(gathered) if values}
     holder = max(finds, key=lambda rank: (finds[rank].step, -rank))
     best = finds[holder]
     for sentence in _complaints(finds, best, coordinator):
-        say(sentence)
+        log.info(sentence)
     if not best.folder:
         with coordinator.all_or_none():
             if own and own.problem:
@@ -83,33 +79,32 @@ def find(
         f"step {saved.progress.step}, epoch {saved.progress.epoch}" if saved else "",
         timeout_s=LOOK_TIMEOUT_S,
     )[holder]
-    say(f"going on from {folder}{where}: {progress}")
+    log.info(f"going on from {folder}{where}: {progress}")
     lacking = [rank for rank, found in finds.items() if found.step < best.step]
-    is_own = config.resume == "auto" or (config.go_on and folder.parent == out / "checkpoints")
+    is_own = config.resume == "auto" or (config.go_on and folder.parent == run.checkpoints)
     return Start(holder, folder, tuple(lacking if is_own else ()), saved, best.goes_back)
 
 
 def set_newer_aside(
     start: Start,
     step: int,
-    out: Path,
+    run: RunDir,
     coordinator: Coordinator,
     writer_ranks: list[int],
-    say: Callable[[str], None],
 ) -> None:
-    """Where --resume names an older checkpoint of `out`, those of later steps count no more.
+    """Where --resume names an older checkpoint of this run, those of later steps count no more.
 
     Else the newest of them would be what a restart goes on from, and the last one the result. All
     ranks must call this.
 
     Args:
         step: where the run goes on.
-        writer_ranks: the ranks that write into `out`.
+        writer_ranks: the ranks that write into the run's folder.
 
     Raises:
         SystemExit: they cannot be renamed; rank 0 has said so.
     """
-    root = out / "checkpoints"
+    root = run.checkpoints
     if not start.goes_back:
         return
     moved: list[Path] = []
@@ -122,7 +117,7 @@ def set_newer_aside(
                     f"{root}: newer checkpoints cannot be renamed: {error.strerror}."
                 ) from None
     for folder in moved:
-        say(f"set aside as {folder.name}: it is of a later step than this run goes on from")
+        log.info(f"set aside as {folder.name}: it is of a later step than this run goes on from")
 
 
 def _complaints(finds: dict[int, _Found], best: _Found, coordinator: Coordinator) -> list[str]:
@@ -145,23 +140,23 @@ def _complaints(finds: dict[int, _Found], best: _Found, coordinator: Coordinator
     return list(sentences.values())
 
 
-def _look(config: TrainConfig, out: Path) -> _Found:
+def _look(config: TrainConfig, run: RunDir) -> _Found:
     """What this host has of what --resume means, or with --go-on of what this run has saved since.
 
     Raises:
         UserError: what another host may have would not mend it.
     """
-    root, resume = out / "checkpoints", config.resume
+    root, resume = run.checkpoints, config.resume
     if config.go_on:
         own = _newest(root, "")
         if own.folder or resume == "never":
             return own
     existing = directory.list_steps(root)
     if resume == "never":
-        traces = [root, *(out / name for name in ("config.json", "metrics.jsonl", "summary.json"))]
-        if found := [path for path in traces if path.exists()]:
+        traces = (root, run.config, run.metrics, run.summary)
+        if left := [path for path in traces if path.exists()]:
             raise UserError(
-                f"--resume never, but --out {out} holds a run already ({found[0].name}). "
+                f"--resume never, but --out {run} holds a run already ({left[0].name}). "
                 "Name another --out, or leave --resume out to go on."
             )
         return _Found()
@@ -173,21 +168,19 @@ def _look(config: TrainConfig, out: Path) -> _Found:
     expected = "Expected auto, never, a run's folder or a checkpoint's."
     if not given.exists():
         return _Found(problem=f"--resume {resume} not found (looked in {Path.cwd()}). {expected}")
-    for candidate in (given / "checkpoints", given):  # of a run, or of checkpoints
-        if directory.list_steps(candidate):
-            looked = _newest(candidate, f"--resume {resume}: no checkpoint in it is valid.")
-            break
+    if among := find_checkpoints(given):
+        found = _newest(among, f"--resume {resume}: no checkpoint in it is valid.")
+    elif directory.is_checkpoint(given):
+        found = _given(given)
     else:
-        if not directory.is_one(given):
-            return _Found(problem=f"--resume {resume}: no checkpoint is there. {expected}")
-        looked = _given(given)
-    is_own = bool(looked.folder) and Path(looked.folder).resolve().parent == root.resolve()
-    if looked.folder and not is_own and existing and not config.go_on:
+        return _Found(problem=f"--resume {resume}: no checkpoint is there. {expected}")
+    is_own = bool(found.folder) and Path(found.folder).resolve().parent == root.resolve()
+    if found.folder and not is_own and existing and not config.go_on:
         raise UserError(
-            f"--resume {resume}, but --out {out} holds {existing[-1].name} of its own. "
+            f"--resume {resume}, but --out {run} holds {existing[-1].name} of its own. "
             "Name another --out, or leave --resume out to go on from there."
         )
-    return replace(looked, goes_back=is_own)
+    return replace(found, goes_back=is_own)
 
 
 def _newest(root: Path, problem: str) -> _Found:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from mpiddp.checkpoints.replicas import warn
 from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.log import log
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
@@ -58,7 +58,7 @@ class Saver:
         self._scaler = scaler
         self._config = config
         self._data = data
-        self._is_valid: dict[Path, bool] = {}  # of those that were read, or written here
+        self._is_valid: dict[Path, bool] = {}  # of checkpoints that were hashed, or written here
         self._pending: Future[str] | None = None
         self._is_writer = coordinator.world.rank in writer_ranks
         if self._is_writer:
@@ -94,7 +94,7 @@ class Saver:
         self._wait_for_save(must_succeed=True)
 
     def _wait_for_save(self, *, must_succeed: bool) -> None:
-        """The end of the save in flight, for all ranks to hear."""
+        """Wait for the save in flight, and tell all ranks how it ended."""
         problem = self._pending.result() if self._pending else ""
         self._pending = None
         timeout_s = max(WRITE_TIMEOUT_S, self._config.timeout)
@@ -118,22 +118,26 @@ class Saver:
         """In the thread: the checkpoint and the removal of old ones. Returns what went wrong, or ""."""
         self._memory.wait()
 
-        def fill(folder: Path) -> dict[str, str]:
-            return checkpoint.fill(folder, progress, contents, self._config, self._data)
+        def write_files(folder: Path) -> dict[str, str]:
+            return checkpoint.write_files(folder, progress, contents, self._config, self._data)
 
         try:
-            self._is_valid[directory.write(self._root, progress.step, fill)] = True
+            self._is_valid[directory.write(self._root, progress.step, write_files)] = True
         except OSError as error:
             return _sentence(error, self._root, progress.step, _num_bytes(contents))
         try:
-            directory.prune(self._root, self._config.keep, counts=self._counts)
+            directory.prune(self._root, self._config.keep, counts_as_kept=self._is_intact)
         except OSError as error:  # this one is safe all the same
-            sentence = f"warning: {self._root}: no old checkpoint can be removed: {error.strerror}."
-            print(sentence, file=sys.stderr, flush=True)
+            log.warning(
+                f"warning: {self._root}: no old checkpoint can be removed: {error.strerror}."
+            )
         return ""
 
-    def _counts(self, folder: Path) -> bool:
-        """Whether it is valid: every byte is read once, then and for what was written here a glance does."""
+    def _is_intact(self, folder: Path) -> bool:
+        """Hash a checkpoint the first time it is seen; afterwards compare sizes only.
+
+        One that this process wrote counts as seen.
+        """
         if folder not in self._is_valid:
             self._is_valid[folder] = directory.is_valid(folder)
         return self._is_valid[folder] and directory.is_whole(folder)

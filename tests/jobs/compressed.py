@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group
 from mpiddp.train import parallel
-from mpiddp.train.config import COMPRESSIONS, parse
+from mpiddp.train.options import COMPRESSIONS
+from tests.training import configured
 
 STEPS = parallel.POWERSGD_FROM_STEP + 100
 
@@ -33,7 +33,7 @@ def main() -> None:
             torch.manual_seed(0)
             layer = torch.nn.Linear(192, 64)
             model = torch.nn.Sequential(torch.nn.Flatten(), layer)
-            ddp = parallel.wrap(model, replace(parse([]), grad_compression=kind), (3, 8, 8))
+            ddp = parallel.wrap(model, configured(f"--grad-compression={kind}"), (3, 8, 8))
             optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
             targets = inputs.flatten(1)[:, :64]
             losses, first = [], torch.empty(0)

@@ -24,13 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group
 from mpiddp.train import checkpoint
-from mpiddp.train.config import TrainConfig, parse
+from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Batch
 from mpiddp.train.engine import backward
 from mpiddp.train.evaluate import evaluate
 from mpiddp.train.parallel import wrap
-from mpiddp.train.resnet import resnet20
+from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sharding import Shards, Step
+from tests.training import configured
 
 generator = torch.Generator().manual_seed(3)
 CPU = torch.device("cpu")
@@ -135,7 +136,7 @@ def score(config: TrainConfig, num_images: int) -> dict[str, Any]:
     """The evaluation's result, the plain one, and which images were looked at by any rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(2)
-    model = resnet20()
+    model = ARCHS["resnet20"]()
     reference = copy.deepcopy(model)
     # As after training, when each rank has seen other images; here their mean is the reference's.
     model.get_buffer("bn1.running_mean").add_(rank - (world_size - 1) / 2)
@@ -171,7 +172,7 @@ def draws_after_restoring() -> bool:
 
 
 def main() -> None:
-    config = replace(parse([]), amp="off")
+    config = configured("--amp=off")
     smoothed = replace(config, label_smoothing=0.1)
     with join() as coordinator, default_group(coordinator, "gloo", CPU, timeout_s=60):
         results = {

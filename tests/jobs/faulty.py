@@ -84,7 +84,7 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
                 with (folder / "steps").open("a") as file:
                     file.write(f"{time.time()} {first} {step}\n")
                 if step % SAVE_EVERY == 0:
-                    directory.write(folder / "checkpoints", step, fill)
+                    directory.write(folder / "checkpoints", step, write_files)
             if mpiddp.should_stop():
                 return 75
             come_to(step)
@@ -92,7 +92,7 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
     return 0
 
 
-def fill(folder: Path) -> None:
+def write_files(folder: Path) -> None:
     torch.save({"weight": torch.ones(100, 100)}, folder / "model.pt")
 
 

@@ -23,9 +23,9 @@ from torch import nn
 from mpiddp.checkpoints import directory
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train.checkpoint import Progress
-from mpiddp.train.config import parse
 from mpiddp.train.saver import Saver
 from mpiddp.world import World
+from tests.training import configured
 
 
 def save_for_ever(root: Path, start: int, told: int) -> None:
@@ -37,7 +37,7 @@ def save_for_ever(root: Path, start: int, told: int) -> None:
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    saver = Saver(root, [0], coordinator, model, optimizer, scaler, parse([]), "no data")
+    saver = Saver(root, [0], coordinator, model, optimizer, scaler, configured(), "no data")
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():

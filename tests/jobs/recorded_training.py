@@ -19,13 +19,16 @@ import torch
 from torch import Tensor
 
 from mpiddp.checkpoints import directory, replicas
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train import resume
-from mpiddp.train.config import parse, settle
+from mpiddp.train.config import resolve_defaults
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.engine import build_model
-from mpiddp.train.loop import make_plan, train
+from mpiddp.train.loop import TrainInputs, train
+from mpiddp.train.options import parse
+from mpiddp.train.plan import make_plan
 
 NUM_IMAGES = 101
 SHAPE = (3, 8, 8)
@@ -56,13 +59,13 @@ class Noted:
 
 
 def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
-    config = parse(argv)
-    out = Path(str(config.out))
+    options = parse(argv)
+    run = RunDir(Path(str(options.out)))
     with join() as coordinator:
         rank, ranks = coordinator.world.rank, coordinator.world.world_size
         device = device_of(coordinator.world, "gloo")
-        config = settle(config, coordinator.world, on_gpu=False, has_bf16=False)
-        start = resume.find(coordinator, config, CONTENTS, out, lambda text: None)
+        config = resolve_defaults(options, coordinator.world, on_gpu=False, has_bf16=False)
+        start = resume.find(coordinator, config, CONTENTS, run)
         step = directory.step_of(start.folder) if start.folder else 0
         dies = rank == 0 and die_at_step >= 0  # the one that has a batch at every step, and saves
         source = Noted(
@@ -72,20 +75,13 @@ def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
         )
         data = Data("numbered", 10, SHAPE, source, None)
         plan, model = make_plan(config, data, coordinator), build_model(config, data)
-        out.mkdir(exist_ok=True)
-        writer_ranks = replicas.find_writer_ranks(coordinator, out, timeout_s=60)
+        run.path.mkdir(exist_ok=True)
+        writer_ranks = replicas.find_writer_ranks(coordinator, run.path, timeout_s=60)
         with default_group(coordinator, "gloo", device, timeout_s=60):
             train(
-                config,
-                plan,
-                coordinator,
-                data,
-                model,
-                start,
-                writer_ranks,
-                device,
-                out,
-                lambda text: None,
+                TrainInputs(
+                    config, plan, data, model, start, coordinator, writer_ranks, device, run
+                )
             )
 
 

@@ -33,9 +33,9 @@ def take_turns(commands: list[list[str]]) -> list[tuple[int, str, str]]:
                     code = main(["train", *command])
                 except SystemExit as exit:
                     code = int(exit.code or 0)
-            everyone = coordinator.all_gather_json(f"{code} {err.getvalue()}", timeout_s=60)
-            assert len({text.partition(" ")[0] for text in everyone}) == 1, everyone
-            seen.append((code, out.getvalue(), "".join(t.partition(" ")[2] for t in everyone)))
+            everyone = coordinator.all_gather_json((code, err.getvalue()), timeout_s=60)
+            assert len({each for each, _ in everyone}) == 1, everyone
+            seen.append((code, out.getvalue(), "".join(said for _, said in everyone)))
         coordinator.store = store
         if coordinator.world.rank == 0:
             Path(sys.argv[1]).with_name("TURNS.json").write_text(json.dumps(seen))

@@ -52,11 +52,6 @@ class Opened:
     config: TrainConfig
     device: torch.device
 
-    @property
-    def batch_size(self) -> int:
-        assert self.config.batch_size is not None
-        return self.config.batch_size
-
 
 def run(world: World, argv: list[str]) -> None:
     options, training = rank_options(argv)
@@ -74,7 +69,7 @@ def run(world: World, argv: list[str]) -> None:
             found = [
                 {
                     "source": each.name,
-                    "batch_size": each.batch_size,
+                    "batch_size": each.config.batch_size,
                     "images_per_s": speeds[each.name],
                     "model_images_per_s": needs[each.data.shape],
                 }
@@ -131,7 +126,7 @@ def _open(coordinator: Coordinator, name: str, training: Sequence[str]) -> Opene
 
 def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: int) -> float:
     """Over all ranks, which read at the same time; the slowest counts. All ranks must call this."""
-    world, size, source = coordinator.world, opened.batch_size, opened.data.train
+    world, size, source = coordinator.world, opened.config.batch_size, opened.data.train
     numbers = torch.arange(world.rank, count * size * world.world_size, world.world_size)
     order = numbers % source.num_images
     batches = prefetched(source.batches(order.split(size), epoch=epoch), opened.device)
@@ -140,8 +135,8 @@ def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: i
     timer.resume()
     for _ in batches:
         timer.tick()
-    own = f"{sum(timer.read())}"
-    slowest = max(map(float, coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
+    own = sum(timer.read())
+    slowest = max(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
     return count * size * world.world_size / slowest
 
 
@@ -153,7 +148,9 @@ def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
     config, device = replace(opened.config, use_syn=True), opened.device
     synthetic = open_data(config, coordinator.world, device)
     parts = build_bare(coordinator, config, synthetic, device)
-    images, labels = next(synthetic.train.batches([torch.arange(opened.batch_size)], epoch=0))
+    images, labels = next(
+        synthetic.train.batches([torch.arange(opened.config.batch_size)], epoch=0)
+    )
     coordinator.all_gather_json("ready", timeout_s=EXCHANGE_TIMEOUT_S)
     bare_step(parts, config, images, labels)
     timer = StepTimer(device)
@@ -164,8 +161,8 @@ def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
             bare_step(parts, config, images, labels)
             timer.tick()
         count *= 2
-    own = f"{opened.batch_size / median(timer.read())}"
-    return sum(map(float, coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)))
+    own = opened.config.batch_size / median(timer.read())
+    return sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from dataclasses import replace
 from importlib import import_module
 
 from mpiddp.runtime.arguments import RankParser
-from mpiddp.runtime.control_client import reporting
 from mpiddp.runtime.process_setup import configure_process
+from mpiddp.runtime.session import reporting
 from mpiddp.world import World
 
 RANK_SIDES = ("scaling", "allreduce", "step", "loader", "rendezvous")

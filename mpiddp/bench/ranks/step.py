@@ -7,7 +7,6 @@ machines do meets all of them alike. The loops begin each block with a fresh mod
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,12 +32,14 @@ from mpiddp.bench.ranks.training import (
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import UserError
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.engine import autocast, build_model
-from mpiddp.train.loop import STARTUP_STEPS, Plan, train
-from mpiddp.train.metrics import StepTimer, slowest
+from mpiddp.train.loop import TrainInputs, train
+from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
+from mpiddp.train.plan import Plan
 from mpiddp.train.resume import Start
 from mpiddp.world import World
 
@@ -57,12 +58,12 @@ def run(world: World, argv: list[str]) -> None:
         with _folder(job) as folder:
             loops = _loops(job, data, folder, count, options.rounds)
         phases = _phases(job, phases_data, count, options.rounds)
-        everyone = job.coordinator.all_gather_json(json.dumps(phases), timeout_s=EXCHANGE_TIMEOUT_S)
+        everyone = job.coordinator.all_gather_json(phases, timeout_s=EXCHANGE_TIMEOUT_S)
         if job.is_rank_0:
             emit(
                 {
                     "loops": loops,
-                    "phases": [json.loads(text) for text in everyone],
+                    "phases": everyone,
                     "hostnames": list(job.coordinator.hostnames),
                     "data": phases_data.name,
                     "settings": settings(job),
@@ -90,19 +91,12 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
 def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
     """What `mpiddp train` itself measures of these steps."""
     config = replace(job.config, epochs=1, out=str(out))
+    run = RunDir(out)
     if job.is_rank_0:
-        (out / "checkpoints").mkdir(parents=True)
+        run.checkpoints.mkdir(parents=True)
+    model = build_model(config, data)
     summary = train(
-        config,
-        plan,
-        job.coordinator,
-        data,
-        build_model(config, data),
-        Start(),
-        [0],
-        job.device,
-        out,
-        lambda text: None,
+        TrainInputs(config, plan, data, model, Start(), job.coordinator, [0], job.device, run)
     )
     assert summary is not None
     assert summary.images_per_s is not None
@@ -182,7 +176,6 @@ TICKS = 5  # of the timer in one step
 
 def _numbers(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
     """The images of `count` batches of this rank: some of all that there are, in any order."""
-    assert job.config.batch_size is not None
     generator = torch.Generator().manual_seed(job.coordinator.world.rank)
     for _ in range(count):
         high = data.train.num_images

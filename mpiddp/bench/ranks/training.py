@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpiddp.bench.machine import JobHost, Machine, machine
+from mpiddp.bench.machine import machine
 from mpiddp.bench.result_lines import Result
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import choose_backend, default_group, device_of
-from mpiddp.train.config import TrainConfig, parse, settle
+from mpiddp.train.config import TrainConfig, resolve_defaults
 from mpiddp.train.data import open_data
 from mpiddp.train.data.source import Data
 from mpiddp.train.engine import (
@@ -25,10 +24,11 @@ from mpiddp.train.engine import (
     build_optimizer,
     choose_kernels,
     computes_in_bf16,
-    place,
+    to_device,
 )
-from mpiddp.train.loop import Plan, make_plan
+from mpiddp.train.options import parse
 from mpiddp.train.parallel import check_compression, wrap
+from mpiddp.train.plan import Plan, make_plan
 from mpiddp.world import World
 
 EXCHANGE_TIMEOUT_S = 600.0
@@ -42,7 +42,7 @@ class Job:
     config: TrainConfig
     backend: str
     device: torch.device
-    hosts: list[JobHost]
+    hosts: list[Result]
 
     @property
     def is_rank_0(self) -> bool:
@@ -74,11 +74,13 @@ def settled(
 ) -> tuple[TrainConfig, str, torch.device]:
     """The configuration, the backend and the device that `mpiddp train TRAINING` would have."""
     with coordinator.all_or_none():
-        config = parse(list(training))
-        backend = choose_backend(config.backend)
+        options = parse(list(training))
+        backend = choose_backend(options.backend)
         device = device_of(coordinator.world, backend)
         on_gpu = device.type != "cpu"
-        config = settle(config, coordinator.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device))
+        config = resolve_defaults(
+            options, coordinator.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device)
+        )
         check_compression(config, device)
     if on_gpu:
         torch.cuda.set_device(device)  # a source has no process group that would do so
@@ -86,12 +88,11 @@ def settled(
     return config, backend, device
 
 
-def hosts_of(coordinator: Coordinator) -> list[JobHost]:
+def hosts_of(coordinator: Coordinator) -> list[Result]:
     """Each host's machine, with its number of ranks. All ranks must call this."""
-    own = json.dumps(machine()) if coordinator.world.local_rank == 0 else ""
+    own = asdict(machine()) if coordinator.world.local_rank == 0 else None
     found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
-    machines: list[Machine] = [json.loads(text) for text in found if text]
-    return [{**each, "ranks": coordinator.hostnames.count(each["host"])} for each in machines]
+    return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
 
 
 def open_source(job: Job) -> Data:
@@ -112,7 +113,7 @@ def build_bare(
     """The same without DDP, so that it needs no process group. All ranks must call this."""
     with coordinator.all_or_none():
         model = build_model(config, data)
-    model = place(model, config, device)
+    model = to_device(model, config, device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
     return Parts(model, build_optimizer(model, config), scaler)
 
@@ -129,7 +130,6 @@ def bare_step(parts: Parts, config: TrainConfig, images: Tensor, labels: Tensor)
 
 def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
     """`count` steps in one epoch of a synthetic source, which has as many images as that takes."""
-    assert job.config.global_batch_size is not None
     data.train.num_images = count * job.config.global_batch_size
     config = replace(job.config, epochs=1, steps_per_epoch=count)
     return make_plan(config, data, job.coordinator)

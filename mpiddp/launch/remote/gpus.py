@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from mpiddp.errors import UserError
+from mpiddp.hosts import nvidia_smi
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import is_this_host
-from mpiddp.hosts.ssh import require_ssh, ssh_to
+from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, run_on_hosts
+from mpiddp.text import counted
 
-NVIDIA_SMI_TIMEOUT_S = 20.0  # without persistence mode it wakes eight GPUs in ten seconds or so
+_TIMEOUT_S = CONNECT_TIMEOUT_S + nvidia_smi.TIMEOUT_S
 
 
 def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
-    """The GPUs that ranks on `host` can use, 0 where there is no nvidia-smi. Asks over ssh.
+    """The GPUs that ranks on `host` can use, 0 where there is no nvidia-smi.
+
+    Another host counts its own over ssh, by the Python that runs here.
 
     Raises:
-        UserError: ssh does not get there, or nvidia-smi hangs.
+        UserError: ssh does not get there, Python is not there, or nvidia-smi hangs.
     """
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):
+    if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0
-    if is_this_host(host.name):
-        program = shutil.which("nvidia-smi", path=env.get("PATH"))
-        if program is None:
-            return 0
-        command = [program, "-L"]
-    else:
-        require_ssh()
-        command = [*ssh_to(host), "nvidia-smi", "-L"]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        raise UserError(no_nvidia_smi(host.name)) from None
-    if command[0] == "ssh" and done.returncode == 255:
-        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1].rstrip(".")
-        raise UserError(
-            f"ssh {host.name}, to count its GPUs: {reason}. Mend the login, or write its slots."
-        )
-    return usable(sum(line.startswith("GPU ") for line in done.stdout.splitlines()), env)
+    is_here = is_this_host(host.name)
+    names = nvidia_smi.gpu_names(env.get("PATH")) if is_here else _names_over_ssh(host)
+    if names is None:
+        raise UserError(no_nvidia_smi(host.name))
+    return usable(len(names), env)
+
+
+def _names_over_ssh(host: Host) -> list[str] | None:
+    """`gpu_names` on another host."""
+    python = str(Path(sys.executable).absolute())
+    source = Path(nvidia_smi.__file__).read_text()
+    program = f"{source}\nimport json\nprint(json.dumps(gpu_names()))\n"
+    answer = run_on_hosts([host], python, program, timeout_s=_TIMEOUT_S)[host]
+    if answer.exit_code == 0:
+        # The start-up files of a far shell may print before it.
+        names: list[str] | None = json.loads(answer.stdout.splitlines()[-1])
+        return names
+    if answer.exit_code == NO_PROGRAM:
+        raise UserError(no_python(host.name, python))
+    no_answer = [f"no answer in {_TIMEOUT_S:g} s" if answer.exit_code is None else "no answer"]
+    reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
+    raise UserError(
+        f"ssh {host.name}, to count its GPUs: {reason}. Mend the login, or write its slots."
+    )
+
+
+def no_python(name: str, python: str) -> str:
+    """The sentence for a host without the Python that every rank needs."""
+    return f"{name}: {python} is missing. Install it at the same path on every host."
 
 
 def no_nvidia_smi(name: str) -> str:
@@ -60,43 +68,47 @@ def no_nvidia_smi(name: str) -> str:
     )
 
 
-def usable(installed: int, env: Mapping[str, str]) -> int:
-    """How many of a host's GPUs CUDA_VISIBLE_DEVICES leaves, which the ranks get from here."""
+def usable(installed: int | None, env: Mapping[str, str]) -> int:
+    """How many of a host's GPUs CUDA_VISIBLE_DEVICES leaves, which the ranks get from here.
+
+    Args:
+        installed: None where nvidia-smi does not answer, which matters only where GPUs are wanted.
+    """
     visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return installed
-    return 0 if visible in ("", "-1") else min(installed, len(visible.split(",")))
+    if visible in ("", "-1") or installed is None:
+        return 0
+    return installed if visible is None else min(installed, len(visible.split(",")))
 
 
 def fit_to_gpus(
     hosts: Hosts,
     backend: str | None,
     count: Callable[[Host], int] = count_gpus,
-    asked: Collection[Host] = (),
+    known: Collection[Host] = (),
 ) -> tuple[Hosts, list[str]]:
     """`hosts` with every slot count known, and sentences about what the user would not expect.
 
-    A bare host gets a slot per GPU, or one without GPUs. A host has no more slots than GPUs, for
-    ranks that share one stop NCCL; without any GPU its slots stay as they are written.
+    A bare host gets a slot per GPU, or one without GPUs. A host has no more slots than GPUs,
+    because NCCL fails where ranks share one; without any GPU its slots stay as they are written.
 
     Args:
-        backend: what the script's arguments ask for. Ranks over gloo need no GPU of their own.
-        asked: the hosts whose GPUs are known without asking once more.
+        backend: the script's --backend. Ranks over gloo need no GPU of their own.
+        known: the hosts whose GPUs `count` knows without ssh.
 
     Raises:
-        UserError: fewer GPUs than slots. This machine alone gets fewer ranks instead, which is said,
-            unless the backend is nccl.
+        UserError: fewer GPUs than slots. This machine alone gets fewer ranks instead, with a
+            note, unless the backend is nccl.
     """
     notes: list[str] = []
     fitted: list[Host] = []
     for host in hosts.hosts:
         slots = host.slots
         is_alone = len(hosts.hosts) == 1 and is_this_host(host.name)
-        is_known = is_alone or host in asked
+        is_known = is_alone or host in known
         if slots is None:
             slots = min(count(host) or 1, host.max_slots or sys.maxsize)
         elif backend != "gloo" and slots > 1 and is_known and 0 < (gpus := count(host)) < slots:
-            found = f"{host.name} has {gpus} GPU{'' if gpus == 1 else 's'} but {slots} slots"
+            found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
             if is_alone and backend == "nccl":
                 raise UserError(
                     f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
@@ -104,13 +116,13 @@ def fit_to_gpus(
                 )
             if not is_alone:
                 raise UserError(f"{found}: ranks would share GPUs.")
-            notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
+            notes.append(f"{found}: starting {counted(gpus, 'rank')} there")
             slots = gpus
         fitted.append(replace(host, slots=slots))
     return replace(hosts, hosts=tuple(fitted)), notes
 
 
-def asked_backend(arguments: Sequence[str]) -> str | None:
+def requested_backend(arguments: Sequence[str]) -> str | None:
     """The value of --backend among the script's arguments, None when it is not there."""
     for position, argument in enumerate(arguments):
         if argument == "--backend" and position + 1 < len(arguments):
@@ -118,3 +130,6 @@ def asked_backend(arguments: Sequence[str]) -> str | None:
         if argument.startswith("--backend="):
             return argument.partition("=")[2]
     return None
+
+
+asked_backend = requested_backend  # the old name

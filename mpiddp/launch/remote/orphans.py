@@ -1,4 +1,4 @@
-"""Ends what a job has left on other hosts: processes that carry its id, and no others.
+"""Kill what a job has left on other hosts: processes that carry its id, and no others.
 
 A daemon that was killed, or an mpirun that had to be, may leave ranks behind which hang in a
 collective. The id is in the environment that each process was started with.
@@ -6,21 +6,16 @@ collective. The id is in the environment that each process was started with.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.nodes import Node, is_this_host
-from mpiddp.hosts.ssh import in_sh, ssh_to
+from mpiddp.hosts.ssh import has_ssh, run_on_hosts
 from mpiddp.protocol import JOB
 
 TIMEOUT_S = 8.0
 
-_FAR_SHELL = 'IFS= read -r python; cd / && exec "$python" -'
-_FAR_PYTHON = """
+_FAR_PROGRAM = """
 import os, signal
 from pathlib import Path
 mark = {mark!r}
@@ -34,44 +29,28 @@ for entry in Path("/proc").iterdir():
 """
 
 
-def sweep(nodes: Sequence[Node], job: str, python: str, say: Callable[[str], None]) -> None:
+def kill_orphans(nodes: Sequence[Node], job: str, python: str, say: Callable[[str], None]) -> None:
     """Kill what is left of `job` on all other hosts at once, and say what that was.
 
     Args:
         python: an interpreter that every host has.
     """
-    mark = f"{JOB}={job}".encode()
-    script = f"{python}\n{_FAR_PYTHON.format(mark=mark)}".encode()
-    sweepers: dict[str, subprocess.Popen[bytes]] = {}
-    for node in nodes if shutil.which("ssh") else ():
-        if not is_this_host(node.name):
-            host = Host(node.name, user=node.user, port=node.port)
-            sweepers[node.name] = subprocess.Popen(
-                [*ssh_to(host), in_sh(_FAR_SHELL)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-    for sweeper in sweepers.values():
-        assert sweeper.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            sweeper.stdin.write(script)
-            sweeper.stdin.close()
-    deadline = time.monotonic() + TIMEOUT_S
-    for name, sweeper in sweepers.items():
-        assert sweeper.stdout is not None
-        if not _ends(sweeper, deadline - time.monotonic()):
-            sweeper.kill()
+    hosts = [
+        Host(node.name, user=node.user, port=node.port)
+        for node in nodes
+        if not is_this_host(node.name)
+    ]
+    if not has_ssh():
+        return
+    program = _FAR_PROGRAM.format(mark=f"{JOB}={job}".encode())
+    for host, answer in run_on_hosts(hosts, python, program, timeout_s=TIMEOUT_S).items():
+        if answer.exit_code != 0:
             say(
-                f"{name} cannot be reached, so nothing was swept there; its ranks end by themselves."
+                f"{host.name} cannot be reached, so nothing was swept there; "
+                "its ranks end by themselves."
             )
-        elif swept := sweeper.stdout.read().split():
-            say(f"swept {len(swept)} of the job's processes from {name}.")
-        sweeper.wait()
+        elif killed := [line for line in answer.stdout.splitlines() if line.isdigit()]:
+            say(f"swept {len(killed)} of the job's processes from {host.name}.")
 
 
-def _ends(process: subprocess.Popen[bytes], within_s: float) -> bool:
-    try:
-        return process.wait(max(0.0, within_s)) == 0
-    except subprocess.TimeoutExpired:
-        return False
+sweep = kill_orphans  # the old name

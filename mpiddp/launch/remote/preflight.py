@@ -1,7 +1,7 @@
-"""A look at every host before anything starts: a sentence per broken host instead of a hang.
+"""The preflight: a check of every host before anything starts, so that a broken host is a sentence
+instead of a hang.
 
-All hosts are asked at once over ssh, with ssh's own checks as the user has set them, and a Python 3
-is all that the far side needs.
+It reaches all hosts at once over ssh, and needs nothing but a Python 3 there.
 """
 
 from __future__ import annotations
@@ -9,59 +9,34 @@ from __future__ import annotations
 import json
 import os
 import re
-import selectors
 import socket
-import subprocess
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import interfaces as interfaces_module
-from mpiddp.hosts import probe
+from mpiddp.hosts import interfaces, nvidia_smi, probe, versions
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.nodes import UnusableHosts
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, in_sh, require_ssh, ssh_to
-from mpiddp.launch.remote.gpus import no_nvidia_smi
+from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, Answer, run_on_hosts
+from mpiddp.launch.remote.gpus import no_nvidia_smi, no_python
 from mpiddp.text import all_of
 
-LOOK_TIMEOUT_S = 15.0
-PIPES_PER_HOST = 6  # three, and their other ends for as long as ssh starts
+TIMEOUT_S = 15.0
 
-# What the far shell runs. It is the same for every host and every user: what varies comes through
-# stdin, so no word of a hostfile or of a path is ever read as shell. The shell is the same kind that
-# mpirun's daemon is started by: no login, no prompt, no activated environment. From the root folder,
-# for `python -` would import what lies where it starts.
-_FAR_SHELL = (
-    "IFS= read -r python; "
-    'if command -v "$python" >/dev/null 2>&1; then cd / && exec "$python" -; '
-    "else echo '{\"has_python\": false}'; fi"
-)
+# The modules that travel to the hosts, each after those that it imports.
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, nvidia_smi, versions, probe)
 
-_FAR_PYTHON = """
+_FAR_PROGRAM = """
 import json, sys, types
-sources, wanted = json.loads({payload!r})
+sources, requirements = json.loads({payload!r})
 for name, source in sources.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(source, name, "exec"), module.__dict__)
-print(json.dumps({{"has_python": True, **sys.modules["probe"].look(wanted)}}))
+print(json.dumps(sys.modules[{probe!r}].host_info(requirements)))
 """
-
-
-@dataclass(frozen=True)
-class HostInfo:
-    """What one host told of itself, see `mpiddp.hosts.probe.look`."""
-
-    host: Host
-    torch: str | None
-    mpi4py: str | None
-    mpirun: str | None  # its first lines of --version
-    gpus: int
-    interfaces: tuple[Interface, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,146 +51,115 @@ class HostRequirements:
     interface: str | None = None  # by name, address or network
 
 
-def look(
-    hosts: Sequence[Host], local: Sequence[bool], wanted: HostRequirements
-) -> dict[Host, HostInfo]:
-    """Ask every host at once. `local` says which of them is this machine, which needs no ssh.
+@dataclass(frozen=True)
+class HostInfo:
+    """What the probe found on one host, see `mpiddp.hosts.probe.host_info`."""
+
+    host: Host
+    has_folder: bool
+    has_daemon: bool
+    mpirun: str | None  # its first lines of --version
+    torch: str | None
+    mpi4py: str | None
+    gpus: int | None  # None where nvidia-smi does not answer
+    interfaces: tuple[Interface, ...]
+
+
+def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[Host, HostInfo]:
+    """Check every host: all of them can be used, and fit together.
 
     Raises:
         UnusableHosts: hosts that cannot be used.
         UserError: hosts that do not fit together.
     """
-    allow_open(PIPES_PER_HOST * len(hosts) + OPEN_BESIDES)
-    if not all(local):
-        require_ssh()
-    script = f"{wanted.python}\n{_far_python(wanted)}"
-    asked = [
-        _Asked(host, _command(host, is_local), script)
-        for host, is_local in zip(hosts, local, strict=True)
-    ]
-    _converse(asked)
-    unfit = {each.host: complaint for each in asked if (complaint := each.complaint(wanted))}
-    if unfit:
-        raise UnusableHosts(unfit)
-    facts = [each.facts() for each in asked]
-    if complaints := _disagreements(facts, wanted):
-        raise UserError("\n".join(complaints))
-    return dict(zip(hosts, facts, strict=True))
-
-
-def _command(host: Host, is_local: bool) -> list[str]:
-    if is_local:
-        return ["sh", "-c", _FAR_SHELL]
-    return [*ssh_to(host), in_sh(_FAR_SHELL)]
-
-
-def _far_python(wanted: HostRequirements) -> str:
-    sources = {
-        "mpiddp": "",
-        "mpiddp.hosts": "",
-        "mpiddp.hosts.interfaces": Path(interfaces_module.__file__).read_text(),
-        "probe": Path(probe.__file__).read_text(),
-    }
-    return _FAR_PYTHON.format(payload=json.dumps([sources, asdict(wanted)]))
-
-
-class _Asked:
-    """One host's conversation: the process, and what it has said so far."""
-
-    def __init__(self, host: Host, command: Sequence[str], script: str) -> None:
-        self.host = host
-        # A file and no pipe, which takes less than a script where a user has many of them.
-        stdin = os.memfd_create("mpiddp-look")
-        os.write(stdin, script.encode())
-        os.lseek(stdin, 0, os.SEEK_SET)
-        self.process = subprocess.Popen(
-            command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    answers = run_on_hosts(
+        hosts, requirements.python, probe_program(requirements), timeout_s=TIMEOUT_S
+    )
+    infos: dict[Host, HostInfo] = {}
+    complaints: dict[Host, str] = {}
+    for host, answer in answers.items():
+        info = _read(host, answer)
+        complaint = (
+            _complaint(info, requirements) if info else _no_answer(host, answer, requirements)
         )
-        os.close(stdin)
-        self.output = {"stdout": b"", "stderr": b""}
-        self.timed_out = False
+        if complaint:
+            complaints[host] = complaint
+        elif info:
+            infos[host] = info
+    if complaints:
+        raise UnusableHosts(complaints)
+    if disagreements := _disagreements(infos.values(), requirements):
+        raise UserError("\n".join(disagreements))
+    return infos
 
-    def complaint(self, wanted: HostRequirements) -> str | None:
-        """What is wrong with this host alone, as one sentence; None if nothing is."""
-        name, errors = self.host.name, self.output["stderr"].decode(errors="replace")
-        answer = self._answer()
-        if answer is None and self.timed_out:
-            return f"ssh {name}: no answer in {LOOK_TIMEOUT_S:g} s. Try: {_ssh(self.host)} true"
-        if answer is None:
-            return _ssh_complaint(self.host, errors)
-        if not answer["has_python"]:
-            return f"{name}: {wanted.python} is missing. Install it at the same path on every host."
-        if not answer["has_folder"]:
-            return (
-                f"{name}: the working folder {wanted.folder} is missing. "
-                "Make it there, or start from a folder that every host has."
-            )
-        for program, is_there in (
-            (wanted.mpirun, answer["mpirun"] is not None),
-            (wanted.daemon, answer["has_daemon"]),
-        ):
-            if not is_there:
-                return (
-                    f"{name}: {program} is missing or does not run. "
-                    "Install the same MPI at the same path on every host."
-                )
-        if answer["gpus"] is None and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-            return no_nvidia_smi(name)
-        interfaces = [Interface(**each) for each in answer["interfaces"]]
-        if wanted.interface and not any(i.matches(wanted.interface) for i in interfaces):
-            return (
-                f'interface "{wanted.interface}" is not on {name}, '
-                f"which has {all_of([interface.name for interface in interfaces])}."
-            )
-        return None
 
-    def facts(self) -> HostInfo:
-        answer = self._answer()
-        assert answer is not None
-        return HostInfo(
-            host=self.host,
-            torch=answer["torch"],
-            mpi4py=answer["mpi4py"],
-            mpirun=answer["mpirun"],
-            gpus=answer["gpus"] or 0,
-            interfaces=tuple(Interface(**each) for each in answer["interfaces"]),
+def look(
+    hosts: Sequence[Host], local: Sequence[bool], wanted: HostRequirements
+) -> dict[Host, HostInfo]:
+    """`check_hosts` for callers of the old name."""
+    return check_hosts(hosts, wanted)
+
+
+def probe_program(requirements: HostRequirements) -> str:
+    """A Python program that prints a host's HostInfo. It needs the standard library alone."""
+    # The names that the probe imports by, with empty packages above them.
+    sources = {"mpiddp": "", "mpiddp.hosts": ""}
+    for module in TRAVELLING:
+        assert module.__file__ is not None
+        sources[module.__name__] = Path(module.__file__).read_text()
+    payload = json.dumps([sources, asdict(requirements)])
+    return _FAR_PROGRAM.format(payload=payload, probe=probe.__name__)
+
+
+def _read(host: Host, answer: Answer) -> HostInfo | None:
+    """The last line that the probe wrote: the start-up files of a far shell may print before it."""
+    for line in reversed(answer.stdout.splitlines()):
+        if line.startswith('{"has_folder"'):
+            fields = json.loads(line)
+            found = tuple(Interface(**each) for each in fields.pop("interfaces"))
+            return HostInfo(host, **fields, interfaces=found)
+    return None
+
+
+def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
+    """What is wrong with this host alone, as one sentence; None if nothing is."""
+    name = info.host.name
+    if not info.has_folder:
+        return (
+            f"{name}: the working folder {requirements.folder} is missing. "
+            "Make it there, or start from a folder that every host has."
         )
+    for program, is_there in (
+        (requirements.mpirun, info.mpirun is not None),
+        (requirements.daemon, info.has_daemon),
+    ):
+        if not is_there:
+            return (
+                f"{name}: {program} is missing or does not run. "
+                "Install the same MPI at the same path on every host."
+            )
+    if info.gpus is None and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        return no_nvidia_smi(name)
+    interface = requirements.interface
+    if interface and not any(each.matches(interface) for each in info.interfaces):
+        return (
+            f'interface "{interface}" is not on {name}, '
+            f"which has {all_of([each.name for each in info.interfaces])}."
+        )
+    return None
 
-    def _answer(self) -> dict[str, Any] | None:
-        """The last line that is ours: a far shell's start-up files may print before it."""
-        for line in reversed(self.output["stdout"].decode(errors="replace").splitlines()):
-            if line.startswith('{"has_python"'):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        return None
 
-
-def _converse(asked: Sequence[_Asked]) -> None:
-    """Collect every answer, all hosts at the same time."""
-    deadline = time.monotonic() + LOOK_TIMEOUT_S
-    with selectors.DefaultSelector() as selector:
-        for each in asked:
-            assert each.process.stdout is not None
-            assert each.process.stderr is not None
-            selector.register(each.process.stdout, selectors.EVENT_READ, (each, "stdout"))
-            selector.register(each.process.stderr, selectors.EVENT_READ, (each, "stderr"))
-        while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(remaining):
-                each, stream = key.data
-                chunk = key.fileobj.read1(65536)  # type: ignore[union-attr]
-                each.output[stream] += chunk
-                if not chunk:
-                    selector.unregister(key.fileobj)
-        for key in list(selector.get_map().values()):
-            key.data[0].timed_out = True
-    for each in asked:
-        if each.timed_out:
-            each.process.kill()
-        each.process.wait()
+def _no_answer(host: Host, answer: Answer, requirements: HostRequirements) -> str:
+    """Why the probe did not answer, as one sentence."""
+    if answer.exit_code is None:
+        return f"ssh {host.name}: no answer in {TIMEOUT_S:g} s. Try: {_ssh(host)} true"
+    if answer.exit_code == NO_PROGRAM:
+        return no_python(host.name, requirements.python)
+    return _ssh_complaint(host, answer.stderr)
 
 
 def _ssh_complaint(host: Host, errors: str) -> str:
-    """ssh's own words, as a sentence that says what to do."""
+    """What ssh itself wrote, as a sentence that says what to do."""
     name, here = host.name, socket.gethostname()
     if "Could not resolve hostname" in errors:
         return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
@@ -252,16 +196,16 @@ def _port(host: Host) -> str:
     return f"-p {host.port} " if host.port else ""
 
 
-def _disagreements(facts: Sequence[HostInfo], wanted: HostRequirements) -> list[str]:
-    """What differs between hosts that each look right alone."""
+def _disagreements(infos: Iterable[HostInfo], requirements: HostRequirements) -> list[str]:
+    """What differs between hosts that can each be used alone."""
     complaints = []
     for package in ("torch", "mpi4py"):
-        versions = {each.host.name: getattr(each, package) or "missing" for each in facts}
+        versions = {info.host.name: getattr(info, package) or "missing" for info in infos}
         if len(set(versions.values())) > 1:
             complaints.append(f"{package} differs: {_by_value(versions)}.")
-    versions = {each.host.name: (each.mpirun or "").partition("\n")[0] for each in facts}
+    versions = {info.host.name: (info.mpirun or "").partition("\n")[0] for info in infos}
     if len(set(versions.values())) > 1:
-        complaints.append(f"{wanted.mpirun} differs: {_by_value(versions)}.")
+        complaints.append(f"{requirements.mpirun} differs: {_by_value(versions)}.")
     return complaints
 
 

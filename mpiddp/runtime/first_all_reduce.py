@@ -1,0 +1,57 @@
+"""At -v: how long it took from the command to the end of a script's first all-reduce.
+
+The script calls torch's init_process_group itself and knows nothing of mpiddp, so that function is
+replaced until its first call. torch 2.13 has no hook for it: tests/test_still_needed.py fails
+on the day that it has one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.protocol import LAUNCHED_AT, VERBOSE
+from mpiddp.world import World
+
+
+def time_first_all_reduce(world: World) -> None:
+    """Let the first process group do one all-reduce before all else, if the launcher runs with -v.
+
+    Rank 0 then prints the seconds from the launcher's start to its end.
+    """
+    start = os.environ.get(LAUNCHED_AT)
+    if start is None or not os.environ.get(VERBOSE):
+        return
+    init_process_group = dist.init_process_group
+
+    @functools.wraps(init_process_group)
+    def init_and_time(*args: Any, **kwargs: Any) -> None:
+        init_process_group(*args, **kwargs)
+        if (
+            dist.init_process_group is init_process_group
+        ):  # a name that was imported still leads here
+            return
+        dist.init_process_group = init_process_group
+        _all_reduce(world)
+        if dist.get_rank() == 0:
+            seconds = time.time() - float(start)
+            # Not by the log: the script's logging.config may have switched that off.
+            print(f"first all-reduce {seconds:.2f} s after the command", flush=True)
+
+    dist.init_process_group = init_and_time
+
+
+def _all_reduce(world: World) -> None:
+    device = torch.device("cpu")
+    if "cpu:" not in dist.get_backend_config():  # "cuda:nccl"
+        all_visible = world.local_rank < torch.cuda.device_count()
+        index = world.local_rank if all_visible else torch.cuda.current_device()
+        device = torch.device("cuda", index)
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one)
+    assert one.item() == dist.get_world_size()

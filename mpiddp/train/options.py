@@ -1,0 +1,286 @@
+"""The options of `mpiddp train`: parsed, checked and frozen, as the user wrote them.
+
+`mpiddp.train.config` makes the configuration of a run from them. This module needs no torch: --help and
+a wrong option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from mpiddp.arguments import DefaultsShown, whole
+from mpiddp.checkpoints.save_schedule import Interval, parse_interval
+from mpiddp.errors import UserError
+from mpiddp.runtime.arguments import RankParser
+from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.schedule import SCHEDULES
+
+DATASETS = ("cifar10", "fashion-mnist", "image-folder")
+STEMS = ("auto", "imagenet", "cifar")
+AMP = ("auto", "bf16", "fp16", "off")
+COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """What a run has on a kind of device unless the user says otherwise."""
+
+    arch: str
+    batch_size: int  # images per rank and backward pass
+    epochs: int
+
+
+ON_CPU = DeviceDefaults("resnet20", batch_size=64, epochs=4)  # small and quick
+ON_GPU = DeviceDefaults("resnet18", batch_size=256, epochs=30)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Every option of the command line. None: the user has not said."""
+
+    arch: str | None
+    stem: str
+    weights: str | None
+    dataset: str
+    data_dir: str | None
+    use_syn: bool
+    image_size: int | None
+    num_workers: int
+    cache: str
+    batch_size: int | None  # images per rank and backward pass, the largest
+    global_batch_size: int | None
+    uneven: bool
+    grad_accum_steps: int
+    keep_tail: bool
+    epochs: int | None
+    steps_per_epoch: int | None
+    lr: float
+    lr_scaling: bool
+    schedule: str
+    warmup_epochs: float | None
+    momentum: float
+    weight_decay: float
+    label_smoothing: float
+    sync_bn: bool
+    amp: str
+    channels_last: bool
+    compile: str  # "off" or one of COMPILE_MODES
+    bucket_mb: int  # MiB of gradients that travel together
+    grad_compression: str
+    seed: int
+    deterministic: bool
+    backend: str | None
+    timeout: float  # seconds
+    out: str | None
+    resume: str
+    go_on: bool
+    save_every: Interval | None  # None: once an epoch
+    keep: int
+    on_save_error: str
+    log_every: int  # steps
+    stop_at_step: int | None
+
+
+def parse(argv: list[str]) -> TrainOptions:
+    """The options as written. --use_syn and --use-syn are the same option.
+
+    Raises:
+        UserError: unknown options, or values out of range.
+    """
+    values = vars(_parser().parse_args([_dashed(argument) for argument in argv]))
+    values.pop("local_rank")
+    options = TrainOptions(**values)
+    if options.batch_size and options.global_batch_size:
+        raise UserError("--batch-size and --global-batch-size exclude each other: name one.")
+    if options.keep_tail and options.sync_bn:
+        raise UserError(
+            "--keep-tail and --sync-bn exclude each other: some ranks have no images in the tail."
+        )
+    return options
+
+
+def _dashed(argument: str) -> str:
+    """--use_syn=1 to --use-syn=1; the value keeps its underscores."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = RankParser(
+        prog="mpiddp train",
+        description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
+        "Dashes and underscores in options are the same.",
+        allow_abbrev=False,
+        formatter_class=DefaultsShown,
+    )
+    _add_model_options(parser)
+    _add_data_options(parser)
+    _add_schedule_options(parser)
+    _add_engine_options(parser)
+    _add_run_options(parser)
+    # torch.distributed.launch passes it to every script; the environment has it as well.
+    parser.add_argument("--local-rank", type=whole(0), help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add(
+        "--arch",
+        choices=ARCHITECTURES,
+        help=f"default: {ON_CPU.arch} on CPUs, {ON_GPU.arch} on GPUs",
+    )
+    add("--stem", choices=STEMS, default="auto", help="auto: cifar for images under 64 pixels")
+    add("--weights", type=_path, metavar="FILE", help="start from a torchvision state_dict")
+
+
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", choices=DATASETS, default="cifar10", help="what to train on")
+    add(
+        "--data-dir",
+        type=_path,
+        metavar="DIR",
+        help="default: $MPIDDP_DATA, else the user's cache folder",
+    )
+    add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
+    add("--image-size", type=whole(1, 1 << 14), help="pixels, of an image folder (default 224)")
+    add("--num-workers", type=whole(0), default=4, help="processes per rank that decode images")
+    add(
+        "--cache",
+        choices=("off", "ram"),
+        default="off",
+        help="keep an image folder's files in memory",
+    )
+    add(
+        "--batch-size",
+        type=whole(1),
+        help=f"per rank; default: {ON_CPU.batch_size} on CPUs, {ON_GPU.batch_size} on GPUs",
+    )
+    add("--global-batch-size", type=whole(1), help="over all ranks, instead of --batch-size")
+    add(
+        "--uneven",
+        action="store_true",
+        help="allow a global batch that does not divide by the ranks",
+    )
+    add("--grad-accum-steps", type=whole(1), default=1, help="backward passes per step")
+    add("--keep-tail", action="store_true", help="train on the last, smaller batch as well")
+
+
+def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("schedule").add_argument
+    add(
+        "--epochs", type=whole(1), help=f"default: {ON_CPU.epochs} on CPUs, {ON_GPU.epochs} on GPUs"
+    )
+    add("--steps-per-epoch", type=whole(1), help="end every epoch after this many steps")
+    add("--lr", type=_number(0, above=True), default=0.4, help="for a global batch of 256")
+    add("--no-lr-scaling", dest="lr_scaling", action="store_false", help="take --lr as it is")
+    add("--schedule", choices=SCHEDULES, default="one-cycle", help="of the learning rate")
+    add("--warmup-epochs", type=_number(0), help="default: a quarter of all, 5 at most")
+    add("--momentum", type=_number(0, 1), default=0.9, help="Nesterov's; 0 is plain SGD")
+    add("--weight-decay", type=_number(0), default=5e-4, help="not on BatchNorm and biases")
+    add("--label-smoothing", type=_number(0, 1), default=0.0, help="share of all other classes")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    add("--backend", choices=("nccl", "gloo"), help="default: nccl with a GPU, else gloo")
+    add("--timeout", type=_number(1, 1e6), default=600.0, help="seconds, of a collective")
+    add("--amp", choices=AMP, default="auto", help="auto: bf16 where the device computes in it")
+    add("--sync-bn", action="store_true", help="BatchNorm statistics over all ranks")
+    add(
+        "--channels-last",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="memory format NHWC",
+    )
+    add(
+        "--compile",
+        nargs="?",
+        const="default",
+        default="off",
+        choices=COMPILE_MODES,
+        help="torch.compile the model, in this mode",
+    )
+    add(
+        "--bucket-mb", type=whole(1, 1 << 20), default=25, help="MiB of gradients in one all-reduce"
+    )
+    add(
+        "--grad-compression",
+        choices=COMPRESSIONS,
+        default="off",
+        help="what the ranks exchange instead of fp32 gradients; powersgd's memory is not saved",
+    )
+    add("--seed", type=whole(0, 2**32), default=0, help="of weights, order and augmentation")
+    add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("run").add_argument
+    add("--out", type=_path, metavar="DIR", help="the run's folder; default: runs/<time>-<arch>")
+    add(
+        "--resume",
+        type=_path,
+        default="auto",
+        metavar="auto|never|PATH",
+        help="which checkpoint to go on from",
+    )
+    add(
+        "--go-on",
+        action="store_true",
+        help="with --resume never or PATH: once --out has a checkpoint of its own, from that",
+    )
+    add(
+        "--save-every",
+        type=_interval,
+        metavar="STEPS|TIME",
+        help="20 steps, or 30s, 10m, 1h; default: once an epoch",
+    )
+    add("--keep", type=whole(2), default=2, metavar="N", help="checkpoints to keep")
+    add(
+        "--on-save-error",
+        choices=("warn", "stop"),
+        default="warn",
+        help="what a full disk does to the run; the last save must succeed in any case",
+    )
+    add("--log-every", type=whole(1), default=50, metavar="STEPS", help="between two lines")
+    add("--stop-at-step", type=whole(1), metavar="STEP", help="save there and leave, code 75")
+
+
+def _number(low: float, high: float = float("inf"), *, above: bool = False) -> Any:
+    """A parser for numbers in [low, high), or in (low, high) with `above`."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (low < value if above else low <= value) or not value < high:
+            bound = f"{'greater than' if above else 'at least'} {low:g}"
+            bound += f" and less than {high:g}" if high < float("inf") else ""
+            raise argparse.ArgumentTypeError(f"expected a number {bound}, not {text!r}")
+        return value
+
+    return number
+
+
+def _interval(text: str) -> Interval:
+    try:
+        return parse_interval(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number, 1 or more, of steps, or a time such as 30s, 10m or 1h, "
+            f"not {text!r}"
+        ) from None
+
+
+def _path(text: str) -> str:
+    """A path as written; an empty one is a shell variable that was not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, not an empty word")
+    return text

@@ -1,0 +1,63 @@
+"""The sizes of a run: how its data is dealt, how many steps it makes, and the learning rate of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpiddp.errors import UserError
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.train.config import TrainConfig
+from mpiddp.train.data.source import Data
+from mpiddp.train.schedule import learning_rate, scaled_lr
+from mpiddp.train.sharding import Shards
+
+MAX_WARMUP_EPOCHS = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes that follow from the configuration, the data and the job."""
+
+    shards: Shards
+    total_steps: int
+    warmup_steps: int
+    peak_lr: float
+    schedule: str
+
+    def lr(self, step: int) -> float:
+        return learning_rate(
+            step,
+            self.total_steps,
+            peak=self.peak_lr,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+        )
+
+
+def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan:
+    """Derive the plan. Raises UserError where the global batch is larger than the data set."""
+    shards = Shards(
+        num_samples=data.train.num_images,
+        global_batch_size=config.global_batch_size,
+        grad_accum_steps=config.grad_accum_steps,
+        rank=coordinator.world.rank,
+        world_size=coordinator.world.world_size,
+        seed=config.seed,
+        keep_tail=config.keep_tail,
+        max_steps=config.steps_per_epoch,
+    )
+    warmup_epochs = config.warmup_epochs
+    if warmup_epochs is None:
+        warmup_epochs = min(MAX_WARMUP_EPOCHS, config.epochs / 4)
+    if shards.steps_per_epoch == 0:
+        raise UserError(
+            f"the global batch of {shards.global_batch_size} images is larger than the data set "
+            f"({shards.num_samples}). Lower --batch-size, --global-batch-size or --grad-accum-steps."
+        )
+    return Plan(
+        shards,
+        total_steps=shards.steps_per_epoch * config.epochs,
+        warmup_steps=round(shards.steps_per_epoch * warmup_epochs),
+        peak_lr=scaled_lr(config.lr, shards.global_batch_size) if config.lr_scaling else config.lr,
+        schedule=config.schedule,
+    )

@@ -1,0 +1,40 @@
+"""Every MPIDDP_* variable is a row of one table, which docs/environment.md shows.
+
+python -m mpiddp.protocol
+"""
+
+from __future__ import annotations
+
+import re
+
+from mpiddp import protocol
+from mpiddp.protocol import VARIABLES, variables_table
+from tests.ranks import ROOT
+
+IN_TABLE = {variable.name for variable in VARIABLES}
+
+
+def test_every_variable_in_use_is_a_row_and_every_row_is_in_use() -> None:
+    constants = {value: name for name, value in vars(protocol).items() if isinstance(value, str)}
+    files = [ROOT / "run.sh", *sorted((ROOT / "mpiddp").rglob("*.py"))]
+    texts = {path: path.read_text() for path in files}
+    named = set(re.findall(r"\bMPIDDP_[A-Z_]*[A-Z]", "".join(texts.values())))
+    assert named == IN_TABLE
+    others = "".join(text for path, text in texts.items() if path.name != "protocol.py")
+    for name in IN_TABLE:
+        assert re.search(rf"\b({name}|{constants.get(name, name)})\b", others), name
+
+
+def test_no_name_stands_twice() -> None:
+    assert len(IN_TABLE) == len(VARIABLES)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = ROOT / "docs" / "environment.md"
+    assert variables_table() in page.read_text(), f"{page}: see python -m mpiddp.protocol"
+
+
+def test_other_pages_name_no_variable_that_is_not_there() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        named = set(re.findall(r"\bMPIDDP_(?!TEST_)[A-Z_]*[A-Z]", page.read_text()))
+        assert named <= IN_TABLE, page

@@ -1,0 +1,77 @@
+"""The probe travels to other hosts as source: it needs nothing there but Python's standard library."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import ModuleType
+
+import pytest
+
+from mpiddp.hosts import probe
+from mpiddp.launch.remote import preflight
+from mpiddp.launch.remote.preflight import TRAVELLING, HostRequirements, probe_program
+
+
+def requirements(folder: Path) -> HostRequirements:
+    return HostRequirements(
+        python=sys.executable,
+        mpirun="/nowhere/mpirun",
+        daemon="/bin/sh",
+        folder=str(folder),
+        path="",
+    )
+
+
+def run_bare(program: str, folder: Path) -> CompletedProcess[str]:
+    """By an interpreter without site-packages, user folders and environment, from a foreign folder."""
+    command = [sys.executable, "-I", "-S"]
+    return subprocess.run(command, input=program, cwd=folder, capture_output=True, text=True)
+
+
+def test_the_probe_runs_by_the_standard_library_alone(tmp_path: Path) -> None:
+    done = run_bare(probe_program(requirements(tmp_path)), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    info = json.loads(done.stdout)
+    assert {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8"} in info["interfaces"]
+    assert (info["has_folder"], info["has_daemon"], info["mpirun"]) == (True, True, None)
+    assert (info["torch"], info["mpi4py"]) == (None, None)  # they are in site-packages
+
+
+@pytest.mark.parametrize("module", TRAVELLING[:-1], ids=lambda module: module.__name__)
+def test_the_test_above_can_fail(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of mpiddp that is imported there and does not travel is missed there."""
+    travelling = tuple(each for each in TRAVELLING if each is not module)
+    monkeypatch.setattr(preflight, "TRAVELLING", travelling)
+    done = run_bare(probe_program(requirements(tmp_path)), tmp_path)
+    assert done.returncode == 1
+    assert f"No module named '{module.__name__}'" in done.stderr
+    assert "No module named 'mpiddp'" in run_bare("import mpiddp", tmp_path).stderr
+
+
+@pytest.mark.parametrize("module", TRAVELLING, ids=lambda module: module.__name__)
+def test_what_travels_imports_the_standard_library_alone(module: ModuleType) -> None:
+    """Also inside of functions that a test may not reach. The probe imports those that travel with it."""
+    with_it = {each.__name__ for each in TRAVELLING[:-1]} if module is probe else set()
+    foreign = {
+        name for name in imports(module) if name.split(".")[0] not in sys.stdlib_module_names
+    }
+    assert foreign == with_it
+
+
+def imports(module: ModuleType) -> set[str]:
+    """The modules that a module's source imports anywhere, a relative one with its leading dots."""
+    assert module.__file__ is not None
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." * node.level + (node.module or ""))
+    return names

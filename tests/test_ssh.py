@@ -1,0 +1,72 @@
+"""One way to run a program on many hosts: what it answers, and that no shell reads what varies.
+
+tests/test_preflight.py and tests/test_launch_hosts.py have other hosts, over a real ssh.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
+from tests.patience import PATIENCE_S
+
+HERE = Host("localhost")
+
+
+def run_here(program: str, input: str, timeout_s: float = PATIENCE_S) -> Answer:
+    return run_on_hosts([HERE], program, input, timeout_s=timeout_s)[HERE]
+
+
+def test_a_programs_output_and_exit_code_come_back() -> None:
+    program = "import os, sys\nprint(os.getcwd())\nprint('why', file=sys.stderr)\nsys.exit(3)\n"
+    assert run_here(sys.executable, program) == Answer(3, "/\n", "why\n")
+
+
+def test_an_input_that_is_larger_than_a_pipe() -> None:
+    answer = run_here(sys.executable, f"text = {'x' * 500_000!r}\nprint(len(text), text)\n")
+    assert answer == Answer(0, f"500000 {'x' * 500_000}\n", "")
+
+
+def test_no_shell_reads_the_program_or_its_input(tmp_path: Path) -> None:
+    for program in ("$(touch made)", "; touch made #", "`touch made`", "' ; touch made '"):
+        path = program.replace("made", str(tmp_path / "made"))
+        assert run_here(path, "touch made\n").exit_code == NO_PROGRAM
+    folder = tmp_path / "with blank; and $HOME"
+    folder.mkdir()
+    (folder / "python").symlink_to(sys.executable)
+    assert run_here(str(folder / "python"), "print('$HOME')\n").stdout == "$HOME\n"
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_hosts_run_at_the_same_time(tmp_path: Path) -> None:
+    """Each of two programs waits for a file that only the other one makes."""
+    hosts = [Host("localhost"), Host("127.0.0.1")]
+    program = f"""
+import os, time
+from pathlib import Path
+Path({str(tmp_path)!r}, str(os.getpid())).touch()
+while len(os.listdir({str(tmp_path)!r})) < 2:
+    time.sleep(0.01)
+"""
+    answers = run_on_hosts(hosts, sys.executable, program, timeout_s=PATIENCE_S)
+    assert answers == dict.fromkeys(hosts, Answer(0, "", ""))
+
+
+def test_a_program_that_does_not_end_in_time_is_killed_and_its_output_kept(tmp_path: Path) -> None:
+    program = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)\n"
+    answer = run_here(sys.executable, program, timeout_s=3.0)
+    assert answer.exit_code is None
+    assert not Path("/proc", answer.stdout.strip()).exists()
+
+
+def test_nobody_waits_for_what_a_program_left_in_the_background() -> None:
+    """As the connection does that ssh keeps open for later: it holds stderr open."""
+    start = time.monotonic()
+    answer = run_here("sh", "sleep 1000 >/dev/null & echo $!\n", timeout_s=100.0)
+    Path("/proc", answer.stdout.strip(), "status").read_text()  # it still runs
+    assert time.monotonic() - start < 50
+    assert answer.exit_code == 0
+    assert run_here("sh", f"kill {answer.stdout}").exit_code == 0

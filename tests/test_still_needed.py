@@ -1,0 +1,63 @@
+"""Ways around Python and torch: each test here fails on the day that one is no longer needed.
+
+Another is in tests/test_network_of_a_job.py: mpiddp/runtime/name_service.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import torch.distributed as dist
+
+from tests.ranks import ROOT, clean_env
+from tests.test_control import Launcher
+
+
+def run(code: str) -> str:
+    """What a Python of its own prints."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+def test_hashlib_still_loads_openssl() -> None:
+    """mpiddp/blake2.py"""
+    tells = "import sys; print('_hashlib' in sys.modules)"
+    assert run(f"import hashlib; {tells}") == "True"
+    assert run(f"import mpiddp.launch.main, mpiddp.protocol; {tells}") == "False"
+
+
+def test_python_still_does_not_tell_which_code_a_script_exits_with() -> None:
+    """mpiddp/runtime/script_exit.py"""
+    tells = (
+        "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"
+    )
+    code = f"import atexit, sys; atexit.register(lambda: print({tells})); sys.exit(3)"
+    assert run(code) == "[] (None, None, None)"
+    hooks = "sys.excepthook = sys.unraisablehook = lambda *told: print(told)"
+    assert run(f"import sys; {hooks}; sys.exit(3)") == ""
+
+
+def test_torch_still_has_no_hook_for_new_process_groups() -> None:
+    """mpiddp/runtime/first_all_reduce.py"""
+    hooks = {name for name in dir(dist) if "hook" in name.lower() or "callback" in name.lower()}
+    assert {name for name in hooks if not name.startswith("_")} == {"BuiltinCommHookType"}
+
+
+def test_a_thread_still_cannot_answer_while_native_code_keeps_the_lock() -> None:
+    """mpiddp/runtime/native_stacks.py"""
+    launcher = Launcher()
+    with launcher.rank("print(flush=True); sum(range(10**12))") as rank:
+        assert rank.stdout is not None
+        launcher.hear_for(60, until="started")
+        assert rank.stdout.readline() == "\n"
+        time.sleep(0.5)
+        launcher.listener.send_all("stacks")
+        assert "stacks" not in dict(map(reversed, launcher.hear_for(1.0, until="stacks")))
+        launcher.listener.interrupt(1)
+        assert (1, "frames") in launcher.hear_for(60, until="frames")
+    launcher.listener.close()
+    launcher.selector.close()

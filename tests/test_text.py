@@ -1,0 +1,42 @@
+"""What several parts of the program read and print: durations, percentiles, tables."""
+
+import random
+import statistics
+
+import pytest
+
+from mpiddp.text import align_columns, parse_duration, percentile
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("0.5", 0.5), (".5m", 30), ("90s", 90), ("55m", 3300), ("1.5h", 5400)],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "0s", "-1", "1d", "s", "1e3", "²s", "1 h", "5.", "nan"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 101])
+def test_percentiles_are_those_of_the_standard_library(count: int) -> None:
+    draw = random.Random(count)
+    values = [draw.random() for _ in range(count)]
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    assert [percentile(values, percent) for percent in range(1, 100)] == pytest.approx(cuts)
+    assert percentile(values, 100) == max(values)
+
+
+def test_the_percentile_of_one_value_is_that_value() -> None:
+    assert percentile([0.3], 95) == 0.3
+
+
+def test_columns_are_aligned() -> None:
+    rows = [("name", "count", ""), ("a", "1,000", "x")]
+    assert align_columns(rows) == "name  count\na     1,000  x"
+    assert align_columns(rows, right=[1]) == "name  count\na     1,000  x"
+    assert align_columns([("a", "1"), ("b", "22")], right=[1]) == "a   1\nb  22"

@@ -1,0 +1,54 @@
+"""tests/tiers.py: which tests are of real ranks or of the cluster is read from what they reach.
+
+.venv/bin/python -m pytest tests/test_tiers.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests import (
+    test_cluster,
+    test_cluster_slurm,
+    test_hostfile,
+    test_launch,
+    test_launch_hosts,
+    test_restarts,
+    test_resume,
+    test_run,
+    test_stop,
+)
+from tests.tiers import starts_ranks, uses_cluster
+
+
+@pytest.mark.parametrize(
+    ("function", "ranks", "in_cluster"),
+    [
+        (test_hostfile.test_any_bytes_are_read_or_refused, False, False),
+        (test_stop.test_times, False, False),
+        (test_stop.test_nohup_holds, True, False),  # by a list of the module
+        (test_stop.test_a_raw_mpirun_passes_sigusr1_on, True, False),
+        (test_stop.test_a_training_without_a_launcher_saves_as_well, True, False),  # by its words
+        (test_run.test_alone_it_is_a_job_of_one_rank, True, False),
+        (test_launch.test_exit_codes, True, False),
+        (test_resume.test_on_real_images_across_the_end_of_an_epoch, True, False),
+        (test_launch.test_this_machine_needs_no_hostfile, True, False),  # by an inner function
+        (test_restarts.test_too_few_hosts_are_an_error, True, False),  # its fixture has the hosts
+        (test_cluster.test_nothing_is_left_behind, False, True),
+    ],
+)
+def test_what_a_test_reaches(function: Callable[..., None], ranks: bool, in_cluster: bool) -> None:
+    assert (starts_ranks([function]), uses_cluster([function])) == (ranks, in_cluster)
+
+
+def test_a_fixture_of_hosts_needs_the_cluster() -> None:
+    for fixture in (test_launch_hosts.hosts, test_cluster.odd_hosts, test_cluster_slurm.two_hosts):
+        assert uses_cluster([fixture._get_wrapped_function()])
+
+
+def test_its_marks_are_those_of_its_fixtures_as_well(request: pytest.FixtureRequest) -> None:
+    for item in request.session.items:
+        if "hosts" in getattr(item, "fixturenames", ()):
+            assert item.get_closest_marker("cluster"), item.nodeid

@@ -1,0 +1,84 @@
+"""Which tests need what: the markers `ranks` and `cluster`, read from the code that a test reaches.
+
+A test is in the quick tier (`./run.sh test`) unless it is `cluster`, `frameworks` or `slow`; one of
+real ranks has to be marked `quick` as well. `slow` and `quick` are marked by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
+
+import pytest
+
+from tests import cluster, flavours, ranks
+
+STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, flavours.mpirun_of)
+VERBS = ("run", "train", "launch", "bench")
+STANDS_UP = ("up", "up_or_skip", "stand_up")
+
+
+def mark(item: pytest.Function) -> None:
+    """Adds the markers that follow from what the test and its fixtures reach."""
+    functions = [item.function]
+    for definitions in item._fixtureinfo.name2fixturedefs.values():
+        functions += [definition.func for definition in definitions]
+    if uses_cluster(functions):
+        item.add_marker(pytest.mark.cluster)
+    if starts_ranks(functions):
+        item.add_marker(pytest.mark.ranks)
+
+
+def starts_ranks(functions: Iterable[object]) -> bool:
+    """Whether they reach mpirun, or a command of mpiddp that is a rank or starts some."""
+    for function in _reached(functions):
+        used = _globals_of(function)
+        if any(value is start for value in used for start in STARTS_RANKS):
+            return True
+        words = [*function.__code__.co_consts]
+        for value in used:
+            words += value if isinstance(value, (list, tuple)) else []
+        if "mpiddp" in words and any(verb in words for verb in VERBS):
+            return True
+    return False
+
+
+def uses_cluster(functions: Iterable[object]) -> bool:
+    """Whether they reach what makes hosts: `cluster.up` and its like."""
+    stands_up = [getattr(cluster, name) for name in STANDS_UP]
+    for function in _reached(functions):
+        names = _names(function.__code__)
+        for value in _globals_of(function):
+            if any(value is each for each in stands_up) or (
+                value is cluster and not names.isdisjoint(STANDS_UP)
+            ):
+                return True
+    return False
+
+
+def _reached(functions: Iterable[object]) -> Iterator[FunctionType]:
+    """The functions, and every function of the tests that they name, directly or through another."""
+    seen: set[int] = set()
+    todo = [function for function in functions if isinstance(function, FunctionType)]
+    while todo:
+        function = todo.pop()
+        if id(function) in seen or not function.__module__.startswith("tests."):
+            continue
+        seen.add(id(function))
+        yield function
+        for value in _globals_of(function):
+            if isinstance(value, FunctionType):
+                todo.append(value)
+            elif isinstance(value, type):
+                todo += [each for each in vars(value).values() if isinstance(each, FunctionType)]
+
+
+def _globals_of(function: FunctionType) -> list[object]:
+    """The values of the module's names that the function uses."""
+    names = _names(function.__code__)
+    return [function.__globals__[name] for name in names & function.__globals__.keys()]
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
