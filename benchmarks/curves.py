@@ -1,6 +1,6 @@
 """Shows that speed does not change the result: loss curves of plain and of tuned settings, over seeds.
 
-    python -m benchmarks.curves --seeds 3 --steps 200 > curves.md
+    python -m benchmarks.curves --seeds 5
 
 Plain is fp32, NCHW, DDP's own buckets; tuned are the defaults of this machine. Both train on the same
 images in the same order from the same weights, so a seed's two curves differ by rounding alone. What
@@ -11,70 +11,80 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from mpiddp.train.data.arrays import default_data_dir
-from tests.ranks import ROOT, clean_env
+from benchmarks.harness import start_benchmark
+from mpiddp.arguments import whole
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.jobs import Jobs, progress
+from mpiddp.bench.report import markdown
 
 EVERY = 20  # steps, over which a loss is the mean
+PLAIN = "plain"
 SETTINGS = {
-    "plain": ["--amp=off", "--no-channels-last"],
+    PLAIN: ["--amp=off", "--no-channels-last"],
     "tuned": [],
     "tuned, bf16 gradients": ["--grad-compression=bf16"],
 }
 
 
-def losses(settings: list[str], seed: int, options: argparse.Namespace) -> list[float]:
+@dataclass(frozen=True)
+class Options:
+    seeds: int
+    steps: int
+    ranks: int
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=whole(2), default=3, metavar="K", help="curves of each")
+    parser.add_argument("--steps", type=whole(1), default=200, metavar="K", help="of each curve")
+    parser.add_argument("--ranks", type=whole(1), default=2, metavar="N", help="on this machine")
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
+    curves: dict[str, list[list[float]]] = {name: [] for name in SETTINGS}
+    for seed in range(options.seeds):
+        for name, settings in SETTINGS.items():
+            curves[name].append(_losses(settings, seed, options, jobs))
+            last = f"loss {curves[name][-1][-1]:.3f}"
+            progress(f"curves, {name}", options.ranks, seed + 1, options.seeds, last)
+    return {"every": EVERY, "curves": curves}
+
+
+def _losses(settings: list[str], seed: int, options: Options, jobs: Jobs) -> list[float]:
     """The mean training loss of each EVERY steps."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "mpiddp", "launch", "-n", f"{options.ranks}"]
-        command += ["-H", f"localhost:{options.ranks}", "-m", "mpiddp", "train", *settings]
-        command += [f"--data-dir={default_data_dir()}", f"--seed={seed}", f"--out={folder}"]
-        command += ["--epochs=1", f"--steps-per-epoch={options.steps}", f"--log-every={EVERY}"]
-        done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        train = ["-m", "mpiddp", "train", *settings, f"--seed={seed}", f"--out={folder}"]
+        train += ["--epochs=1", f"--steps-per-epoch={options.steps}", f"--log-every={EVERY}"]
+        jobs.run_here(options.ranks, *train)
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [record["train_loss"] for record in records if "train_loss" in record]
 
 
-def table(curves: dict[str, list[list[float]]]) -> str:
-    """Means over the seeds, their spread, and the mean distance of each setting from plain's same seed."""
-    plain = curves["plain"]
-    others = [name for name in curves if name != "plain"]
-    rows = [
-        "| step | plain | spread of its seeds | "
-        + " | ".join(f"{name} | from plain" for name in others)
-        + " |",
-        "|---|---|---|" + "---|---|" * len(others),
-    ]
-    for index in range(len(plain[0])):
-        values = [curve[index] for curve in plain]
-        row = f"| {(index + 1) * EVERY} | {mean(values):.3f} | {stdev(values):.3f} |"
+def table(results: Results) -> str:
+    """Means over the seeds, their spread, and each setting's mean distance from plain's same seed."""
+    curves: dict[str, list[list[float]]] = results["curves"]
+    others = [name for name in curves if name != PLAIN]
+    head = ["step", PLAIN, "spread of its seeds"]
+    for name in others:
+        head += [name, f"from {PLAIN}"]
+    rows = []
+    for index in range(len(curves[PLAIN][0])):
+        plain = [curve[index] for curve in curves[PLAIN]]
+        row = [str((index + 1) * results["every"]), f"{mean(plain):.3f}", f"{stdev(plain):.3f}"]
         for name in others:
             ours = [curve[index] for curve in curves[name]]
-            distance = mean(a - b for a, b in zip(ours, values, strict=True))
-            row += f" {mean(ours):.3f} | {distance:+.3f} |"
+            distance = mean(a - b for a, b in zip(ours, plain, strict=True))
+            row += [f"{mean(ours):.3f}", f"{distance:+.3f}"]
         rows.append(row)
-    return "\n".join(rows)
+    return markdown(head, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare loss curves of plain and tuned settings.")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
-    curves = {
-        name: [losses(settings, seed, options) for seed in range(options.seeds)]
-        for name, settings in SETTINGS.items()
-    }
-    print(table(curves))
-
+BENCHMARK = Benchmark(Options, _add_options, measure, table, takes_hosts=False, example="--seeds 5")
 
 if __name__ == "__main__":
-    main()
+    start_benchmark("curves", "loss curves of plain and of tuned settings", BENCHMARK)

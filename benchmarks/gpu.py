@@ -1,6 +1,6 @@
 """Measures what needs a GPU, and prints docs/performance.md's tables of it. Without one they stay empty.
 
-    python -m benchmarks.gpu > tables.md       # some 10 minutes on one H200
+    python -m benchmarks.gpu       # some 10 minutes on one H200
 
 Each figure is of a run of `mpiddp launch … -m mpiddp train` on one rank; where it is a ratio, the settings
 alternate.
@@ -11,23 +11,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
-
-from mpiddp.train.data.arrays import default_data_dir
-from tests.ranks import ROOT, clean_env, find_mpirun
+from benchmarks.harness import run_ranks, start_benchmark
+from mpiddp.arguments import whole
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.jobs import JobFailed, Jobs, note, run
+from mpiddp.bench.machine import machine
+from mpiddp.bench.options import add_rounds
+from mpiddp.bench.report import markdown
+from mpiddp.bench.rounds import ratios, turns
 
 IMAGENET = ["--use-syn", "--dataset=image-folder", "--arch=resnet50", "--batch-size=256"]
 GUIDES = ["--use-syn", "--arch=resnet152", "--stem=imagenet", "--batch-size=8192"]
 FP32 = ["--amp=off", "--no-channels-last"]
+PLAIN = "fp32, NCHW"
 SETTINGS = {
-    "fp32, NCHW": FP32,
+    PLAIN: FP32,
     "fp32, channels_last": ["--amp=off"],
     "bf16, NCHW": ["--no-channels-last"],
     "the defaults": [],
@@ -39,57 +43,76 @@ CIFAR10 = [
 ]  # fmt: skip
 
 
-class Failed(Exception):
-    """A row that could not be measured: the others still can."""
+@dataclass(frozen=True)
+class Options:
+    rounds: int
+    steps: int
 
 
-def trained(*options: str) -> dict[str, Any]:
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser, default=3)
+    parser.add_argument("--steps", type=whole(1), default=100, metavar="K", help="of each run")
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
+    gpus = machine().gpus
+    found = {what: _row(what, options, jobs) if gpus else "" for what in ROWS}
+    return {
+        "gpu": gpus[0] if gpus else "no GPU here",
+        "rows": found,
+        "settings": _settings(options, jobs) if gpus else {name: [] for name in SETTINGS},
+    }
+
+
+def _row(what: str, options: Options, jobs: Jobs) -> str:
+    """What was measured, or why it was not: the other rows still can be."""
+    note(f"gpu: {what}")
+    _, measure_row = ROWS[what]
+    try:
+        return measure_row(options, jobs)
+    except JobFailed as failure:
+        return f"failed: code {failure.code}: {str(failure)[-200:].splitlines()[-1]}"
+
+
+def _train(jobs: Jobs, *options: str) -> Results:
     """The summary of a run with these options on one rank."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:1"]
-        command += ["-m", "mpiddp", "train", *options, f"--out={folder}", "--save-every=100000"]
-        env = clean_env({"MPIDDP_DATA": str(default_data_dir())})
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise Failed(done.stderr.strip().splitlines()[-1])
-        summary: dict[str, Any] = json.loads((Path(folder) / "summary.json").read_text())
-        return summary
+        train = ["-m", "mpiddp", "train", *options, f"--out={folder}", "--save-every=100000"]
+        jobs.run_here(1, *train)
+        summary: Results = json.loads((Path(folder) / "summary.json").read_text())
+    return summary
 
 
-def resnet50(options: argparse.Namespace) -> str:
-    steps = f"--steps-per-epoch={options.steps}"
-    speeds = [
-        trained(*IMAGENET, "--epochs=1", steps)["images_per_s"] for _ in range(options.rounds)
-    ]
+def _resnet50(options: Options, jobs: Jobs) -> str:
+    settings = (*IMAGENET, "--epochs=1", f"--steps-per-epoch={options.steps}")
+    speeds = [_train(jobs, *settings)["images_per_s"] for _ in range(options.rounds)]
     return f"{median(speeds):,.0f} images/s"
 
 
-def resnet152(options: argparse.Namespace) -> str:
-    """Ours and the guides' fp32 in alternation: the ratio of each round, and the median of them."""
+def _resnet152(options: Options, jobs: Jobs) -> str:
+    """Ours and the guides' fp32."""
     epochs = f"--epochs={max(2, options.steps // 25)}"  # of the 6 steps that CIFAR-10's size gives
-    ratios = []
-    for _ in range(options.rounds):
-        plain = trained(*GUIDES, *FP32, epochs)["images_per_s"]
-        ratios.append(trained(*GUIDES, epochs)["images_per_s"] / plain)
-    return f"{median(ratios):.2f} of fp32's images/s"
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for _, is_plain in turns(list(speeds), options.rounds):
+        precision = FP32 if is_plain else []
+        speeds[is_plain].append(_train(jobs, *GUIDES, *precision, epochs)["images_per_s"])
+    return f"{median(ratios(speeds[False], speeds[True])):.2f} of fp32's images/s"
 
 
-def cifar10(options: argparse.Namespace) -> str:
-    found = trained(*CIFAR10)
+def _cifar10(options: Options, jobs: Jobs) -> str:
+    found = _train(jobs, *CIFAR10)
     images = found["steps"] * found["global_batch_size"]
     seconds = images / found["images_per_s"]
     return f"{found['test_accuracy']:.2%} after {seconds:.0f} s of steps ({found['wall_s']:.0f} s in all)"
 
 
-def image_folder(options: argparse.Namespace) -> str:
+def _image_folder(options: Options, jobs: Jobs) -> str:
     """Whether decoded JPEGs keep ResNet-50 fed, by the most that any number of workers gives."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "mpiddp", "bench", "loader", "-H", "localhost:1"]
         command += ["--arch=resnet50", "--batch-size=256", "--images=2048", "--batches=16"]
         command += ["--workers=4,8,12,16", f"--out={folder}"]
-        done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True)
-        if done.returncode != 0:
-            raise Failed(done.stderr.strip().splitlines()[-1])
+        run(command, timeout_s=jobs.timeout_s)
         found = json.loads((Path(folder) / "loader.json").read_text())["results"]["sources"]
     best = max(
         (source for source in found if source["source"].startswith("image folder")),
@@ -98,59 +121,49 @@ def image_folder(options: argparse.Namespace) -> str:
     return f"{best['times_model']:.2f} ({best['images_per_s']['median']:,.0f} images/s)"
 
 
-def two_ranks(options: argparse.Namespace) -> str:
-    command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "2"]
-    command += [sys.executable, "-m", "tests.jobs.two_on_one_gpu"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=180
-    )
-    if done.returncode != 0:
-        raise Failed(f"code {done.returncode}: {done.stderr.strip()[-200:]}")
-    return done.stdout.strip()
+def _two_ranks(options: Options, jobs: Jobs) -> str:
+    return "\n".join(run_ranks(2, "-m", "tests.jobs.two_on_one_gpu", timeout_s=180).lines).strip()
 
 
 ROWS = {
-    "ResNet-50, 224×224, synthetic, bf16, channels_last": ("≥ 3,100 images/s", resnet50),
-    "ResNet-152, 32×32, batch 8192, the defaults over fp32": ("≥ 2.5", resnet152),
-    "CIFAR-10 to 94 %": ("≤ 60 s", cifar10),
-    "image folder, over what ResNet-50 takes": ("≥ 1.0", image_folder),
-    "two NCCL ranks on one GPU, each with its NCCL_HOSTID": ("runs", two_ranks),
+    "ResNet-50, 224×224, synthetic, bf16, channels_last": ("≥ 3,100 images/s", _resnet50),
+    "ResNet-152, 32×32, batch 8192, the defaults over fp32": ("≥ 2.5", _resnet152),
+    "CIFAR-10 to 94 %": ("≤ 60 s", _cifar10),
+    "image folder, over what ResNet-50 takes": ("≥ 1.0", _image_folder),
+    "two NCCL ranks on one GPU, each with its NCCL_HOSTID": ("runs", _two_ranks),
 }
 
 
-def print_settings(options: argparse.Namespace) -> None:
-    """What each setting is worth with ResNet-50: its speed over fp32's in the same round."""
-    print(
-        "\nConvolutions in fp32 use TF32, as torch has it.\n\n| setting | images/s | speed |\n|---|---|---|"
-    )
+def _settings(options: Options, jobs: Jobs) -> dict[str, list[float]]:
+    """ResNet-50's images/s with each setting; a setting that failed lacks rounds."""
     speeds: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    steps = f"--steps-per-epoch={options.steps}"
-    for _ in range(options.rounds if torch.cuda.is_available() else 0):
-        for name, setting in SETTINGS.items():
-            with contextlib.suppress(Failed):  # its row stays empty
-                found = trained(*IMAGENET, *setting, "--epochs=1", steps)
-                speeds[name].append(found["images_per_s"])
+    settings = (*IMAGENET, "--epochs=1", f"--steps-per-epoch={options.steps}")
+    for number, name in turns(list(SETTINGS), options.rounds):
+        note(f"gpu: {name}, round {number} of {options.rounds}")
+        with contextlib.suppress(JobFailed):
+            speeds[name].append(_train(jobs, *settings, *SETTINGS[name])["images_per_s"])
+    return speeds
+
+
+def table(results: Results) -> str:
+    rows = [[what, wanted, results["rows"][what]] for what, (wanted, _) in ROWS.items()]
+    speeds: dict[str, list[float]] = results["settings"]
+    worth = []
     for name, each in speeds.items():
-        ratios = [ours / plain for ours, plain in zip(each, speeds["fp32, NCHW"], strict=False)]
-        figures = f"{median(each):,.0f} | {median(ratios):.2f}" if ratios else " | "
-        print(f"| {name} | {figures} |", flush=True)
+        figures = ["", ""]
+        if each and len(each) == len(speeds[PLAIN]):
+            figures = [f"{median(each):,.0f}", f"{median(ratios(each, speeds[PLAIN])):.2f}"]
+        worth.append([name, *figures])
+    return (
+        f"{markdown(('what', 'wanted', results['gpu']), rows)}\n\n"
+        "Convolutions in fp32 use TF32, as torch has it.\n\n"
+        f"{markdown(('setting', 'images/s', 'speed'), worth)}"
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what needs a GPU.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100)
-    options = parser.parse_args()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU here"
-    print(f"| what | wanted | {gpu} |\n|---|---|---|")
-    for what, (wanted, measure) in ROWS.items():
-        try:
-            found = measure(options) if torch.cuda.is_available() else ""
-        except (Failed, subprocess.TimeoutExpired) as error:
-            found = f"failed: {error}"
-        print(f"| {what} | {wanted} | {found} |", flush=True)
-    print_settings(options)
-
+BENCHMARK = Benchmark(
+    Options, _add_options, measure, table, takes_hosts=False, example="--timeout 1200"
+)
 
 if __name__ == "__main__":
-    main()
+    start_benchmark("gpu", "what needs a GPU", BENCHMARK)

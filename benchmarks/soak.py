@@ -10,7 +10,6 @@ without saves, divided by the wall time of the command from its start to its end
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import re
@@ -23,6 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness import start
+from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
+from mpiddp.bench.options import picked, seconds
 from tests import cluster
 from tests.cluster import Cluster, Host, Program
 from tests.ranks import ROOT
@@ -52,15 +54,22 @@ class Soak:
     said: str
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Options:
+    minutes: float
+    kill_every: float
+    seed: int
+
+
+def main() -> int:
     options = _options()
     random.seed(options.seed)
     with cluster.up(3) as hosts:
-        seconds = _step_time(hosts)
-        wanted = options.minutes * 60 * EXPECTED_GOODPUT / seconds
+        step_time_s = _step_time(hosts)
+        wanted = options.minutes * 60 * EXPECTED_GOODPUT / step_time_s
         epochs = max(1, round(wanted / STEPS_PER_EPOCH))
         steps = epochs * STEPS_PER_EPOCH
-        print(f"{seconds * 1e3:.0f} ms a step, {steps} steps", file=sys.stderr, flush=True)
+        print(f"{step_time_s * 1e3:.0f} ms a step, {steps} steps", file=sys.stderr, flush=True)
 
         disturbed, alone = hosts.shared / "disturbed", hosts.shared / "alone"
         soak = _soak(hosts, disturbed, epochs, options.kill_every)
@@ -78,7 +87,7 @@ def main() -> None:
     print(f"useful step time {useful_s:.0f} s, wall time {soak.wall_s:.0f} s")
     print(f"goodput: {useful_s / soak.wall_s:.3f}")
     print(f"the same bits: {'no: ' + ', '.join(different[:5]) if different else 'yes'}")
-    sys.exit(bool(different))
+    return int(bool(different))
 
 
 def _soak(hosts: Cluster, out: Path, epochs: int, kill_every_s: float) -> Soak:
@@ -164,13 +173,24 @@ def _seconds_of_steps(run: Path) -> float:
     return sum(float(record["step_time_s"]) * LOG_EVERY for record in records(run))
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Kill a training again and again.")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of the disturbed run")
-    parser.add_argument("--kill-every", type=float, default=60.0, help="seconds, on average")
-    parser.add_argument("--seed", type=int, default=0, help="of the times and the victims")
-    return parser.parse_args()
+def _options() -> Options:
+    parser = OneSentenceParser(
+        prog="python -m benchmarks.soak",
+        description="Kill a training again and again, and compare its weights with an undisturbed one.",
+        allow_abbrev=False,
+        formatter_class=DefaultsShown,
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, metavar="M", help="of the disturbed run, about"
+    )
+    parser.add_argument(
+        "--kill-every", type=seconds, default=60.0, metavar="S", help="seconds, on average"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, metavar="K", help="of the times and the victims"
+    )
+    return picked(Options, parser.parse_args())
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -1,42 +1,33 @@
 """Measures what each setting of a step is worth on a CPU, and prints docs/performance.md's tables.
 
-    mpirun -np 42 --bind-to none --oversubscribe python -m benchmarks.variants --out v.jsonl
-    python -m benchmarks.variants --table v.jsonl
+    python -m benchmarks.variants --file v.jsonl
+    python -m benchmarks.variants --rounds 0 --file v.jsonl     # its table, and no job
 
 Plain is the loop that the guides show: DistributedDataParallel with its defaults, fp32, NCHW, torch's SGD.
 Every variant has two ranks of its own: in one process, the memory that one variant frees would serve the
 next. Blocks of steps take turns, so what else the machine does meets all of them alike, and "plain again"
-shows what is left of that: the noise.
+shows what is left of that: the noise. The rank's side is `benchmarks.ranks.variants`.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
+from benchmarks.harness import run_ranks, start_benchmark
+from mpiddp.arguments import whole
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options, picked
+from mpiddp.bench.report import markdown
+from mpiddp.bench.rounds import ratios
 from mpiddp.errors import UserError
-from mpiddp.runtime.process_group import process_group
-from mpiddp.runtime.process_setup import keep_freed_memory
-from mpiddp.train import parallel
-from mpiddp.train.config import TrainConfig, resolve_defaults
-from mpiddp.train.options import parse
-from mpiddp.train.resnet import ARCHS
-from mpiddp.world import World
 
 RANKS = 2  # of each variant
-BATCH = 64  # images per rank
 
 
 @dataclass(frozen=True)
@@ -92,131 +83,105 @@ COMPILED = {
 }
 
 
-def _config(variant: Variant) -> TrainConfig:
-    options = parse([f"--grad-compression={variant.compression}"])
-    return resolve_defaults(options, World(0, RANKS, 0, RANKS), on_gpu=False, has_bf16=False)
+@dataclass(frozen=True)
+class RankOptions:
+    stem: str
+    rounds: int
+    steps: int
+    batch_size: int
+    compiled: bool
+    only: str | None
+
+    def variants(self) -> Mapping[str, Variant]:
+        every = VARIANTS | COMPILED
+        if self.only is None:
+            return every if self.compiled else VARIANTS
+        names = self.only.split("; ")
+        unknown = [name for name in names if name not in every]
+        if unknown or "plain" not in names:
+            raise UserError(f"--only takes plain and others of: {'; '.join(every)}")
+        return {name: every[name] for name in names}
 
 
-def stepper(variant: Variant, stem: str, group: dist.ProcessGroup) -> Callable[[], None]:
-    """One step of the variant, on a model, an optimizer and a batch of its own."""
-    if variant.keeps_memory:
-        keep_freed_memory()
-    torch.manual_seed(0)
-    layout = torch.channels_last if variant.channels_last else torch.contiguous_format
-    model: nn.Module = ARCHS["resnet18"](num_classes=10, stem=stem)
-    model = model.to(memory_format=layout)  # type: ignore[call-overload]
-    images = torch.randn(BATCH, 3, 32, 32).to(memory_format=layout)
-    labels = torch.randint(10, (BATCH,))
-    if variant.compile == "inside":
-        model = torch.compile(model)  # type: ignore[assignment]
-    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    sync = {"forward_sync_buffers" if renamed else "broadcast_buffers": not variant.own_buffers}
-    ddp = DistributedDataParallel(
-        model,
-        process_group=group,
-        gradient_as_bucket_view=variant.bucket_view,
-        bucket_cap_mb=variant.bucket_mb,
-        **sync,  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Options(RankOptions):
+    file: str
+
+
+def rank_options(argv: list[str]) -> RankOptions:
+    return parse_rank_options("benchmarks.ranks.variants", RankOptions, _add_rank_options, argv)[0]
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stem", default="imagenet", choices=("imagenet", "cifar"), help="of the ResNet-18"
     )
-    parallel.compress(ddp, _config(variant))
-    optimizer = torch.optim.SGD(
-        ddp.parameters(), 0.01, momentum=0.9, weight_decay=5e-4, fused=variant.fused
+    add_rounds(parser, default=5, low=0)
+    parser.add_argument(
+        "--steps", type=whole(1), default=5, metavar="K", help="of each variant in a round"
     )
-    forward = torch.compile(ddp) if variant.compile == "outside" else ddp
-
-    def step() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.bf16):
-            loss = F.cross_entropy(forward(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    parser.add_argument(
+        "--batch-size", type=whole(2), default=64, metavar="K", help="images of each rank"
+    )
+    parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
+    parser.add_argument("--only", metavar="NAME; NAME", help="these variants, plain among them")
 
 
-def measure(options: argparse.Namespace) -> None:
-    variants = _chosen(options)
-    names = list(variants)
-    torch.set_num_threads(1)
-    with process_group(backend="gloo") as world:
-        if world.world_size != RANKS * len(names):
-            raise UserError(f"{len(names)} variants need mpirun -np {RANKS * len(names)}.")
-        places = range(len(names))
-        groups = [dist.new_group([RANKS * place + n for n in range(RANKS)]) for place in places]
-        place = world.rank // RANKS
-        step = stepper(variants[names[place]], options.stem, groups[place])
-        seconds = []
-        for number in range(1 + options.rounds):  # the first one warms up
-            first = number % len(names)
-            for turn in [*places[first:], *places[:first]]:
-                dist.barrier()
-                if turn == place:
-                    seconds.append(_timed(step, options.steps, groups[place]))
-        everyone: list[list[float]] = [[]] * world.world_size
-        dist.all_gather_object(everyone, seconds[1:])
-        if world.rank == 0:
-            found = dict(zip(names, everyone[::RANKS], strict=True))
-            with Path(options.out).open("a") as file:
-                file.write(json.dumps({"stem": options.stem, "seconds": found}) + "\n")
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    _add_rank_options(parser)
+    parser.add_argument(
+        "--file",
+        default="variants.jsonl",
+        metavar="FILE",
+        help="add the job's figures to it, and print the table of all jobs in it",
+    )
 
 
-def _chosen(options: argparse.Namespace) -> dict[str, Variant]:
-    if options.only:
-        return {name: (VARIANTS | COMPILED)[name] for name in options.only.split("; ")}
-    return VARIANTS | COMPILED if options.compiled else VARIANTS
+def measure(options: Options, jobs: Jobs) -> Results:
+    file = Path(options.file)
+    if options.rounds:
+        variants = options.variants()
+        ranks = RANKS * len(variants)
+        note(f"variants: {len(variants)}, on {ranks} ranks")
+        of_ranks = as_arguments(picked(RankOptions, options))
+        job = ("-m", "benchmarks.ranks.variants", *of_ranks)
+        [found] = run_ranks(ranks, *job, timeout_s=jobs.timeout_s).results
+        with file.open("a") as lines:
+            lines.write(json.dumps(found) + "\n")
+    if not file.exists():
+        raise UserError(f"--file {file}: no such file, and --rounds 0 measures nothing.")
+    return {"jobs": [json.loads(line) for line in file.read_text().splitlines()]}
 
 
-def _timed(step: Callable[[], None], steps: int, group: dist.ProcessGroup) -> float:
-    """The mean seconds of a step in a block of them."""
-    step()  # its caches, after the others
-    dist.barrier(group)
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - start) / steps
-
-
-def table(path: Path) -> str:
+def table(results: Results) -> str:
     """For each stem: step times, and the speed over plain's block of the same round.
 
     The last column has the median of each job by itself.
     """
-    jobs = [json.loads(line) for line in path.read_text().splitlines()]
-    lines: list[str] = []
-    for stem in dict.fromkeys(job["stem"] for job in jobs):
-        lines += [f"ResNet-18, {stem} stem:", "", "| variant | ms a step | speed | jobs |"]
-        lines += ["|---|---|---|---|"]
-        runs = [job["seconds"] for job in jobs if job["stem"] == stem]
+    tables = []
+    for stem in dict.fromkeys(job["stem"] for job in results["jobs"]):
+        runs = [job["seconds"] for job in results["jobs"] if job["stem"] == stem]
+        rows = []
         for name in dict.fromkeys(name for run in runs for name in run):
             ours = [run for run in runs if name in run]
-            speeds = [_speeds(run, name) for run in ours]
+            speeds = [ratios(run["plain"], run[name]) for run in ours]
             every = median(speed for job in speeds for speed in job)
             ms = median(s for run in ours for s in run[name]) * 1e3
             each = ", ".join(f"{median(job):.2f}" for job in speeds)
-            lines.append(f"| {name} | {ms:.0f} | {every:.2f} | {each} |")
-        lines.append("")
-    return "\n".join(lines)
+            rows.append([name, f"{ms:.0f}", f"{every:.2f}", each])
+        head = ("variant", "ms a step", "speed", "jobs")
+        tables.append(f"ResNet-18, {stem} stem:\n\n{markdown(head, rows)}")
+    return "\n\n".join(tables)
 
 
-def _speeds(run: dict[str, list[float]], name: str) -> list[float]:
-    return [plain / ours for plain, ours in zip(run["plain"], run[name], strict=True)]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the variants of a step.")
-    parser.add_argument("--stem", default="imagenet", choices=("imagenet", "cifar"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of each variant in a round")
-    parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
-    parser.add_argument("--only", metavar="NAME; NAME", help="these variants, plain among them")
-    parser.add_argument("--out", default="variants.jsonl", help="where a job adds its figures")
-    parser.add_argument("--table", type=Path, help="print the table of such a file, and no more")
-    options = parser.parse_args()
-    if options.table:
-        print(table(options.table))
-    else:
-        measure(options)
-
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    takes_hosts=False,
+    example="--timeout 3600 --file v.jsonl",
+)
 
 if __name__ == "__main__":
-    main()
+    start_benchmark("variants", "what each setting of a step is worth", BENCHMARK)

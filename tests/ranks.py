@@ -38,6 +38,12 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env
 
 
+def mpirun_command(ranks: int, *python_args: str) -> list[str]:
+    """`mpirun -np RANKS python PYTHON_ARGS…`, on however few cores."""
+    command = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
+    return [*command, "-np", str(ranks), sys.executable, *python_args]
+
+
 def mpirun(
     ranks: int,
     *python_args: str,
@@ -50,10 +56,8 @@ def mpirun(
 
     `env`: variables beside those of this process, but for those `without`.
     """
-    command = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
-    command += ["-np", str(ranks), sys.executable, *python_args]
     return subprocess.run(
-        command,
+        mpirun_command(ranks, *python_args),
         env={name: value for name, value in clean_env(env).items() if name not in without},
         cwd=cwd or ROOT,
         capture_output=True,

@@ -18,8 +18,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from mpiddp.bench.compare import Command, alternate, comparison
 from mpiddp.bench.jobs import JobFailed, run
-from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.bench.options import as_arguments
+from mpiddp.bench.report import aligned, markdown, shown, spread
+from mpiddp.bench.rounds import ratios, turns
+from mpiddp.bench.step import Options as StepOptions
+from mpiddp.bench.step import rank_options as step_options
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpiddp
 from tests.test_launch import running
@@ -28,16 +33,17 @@ pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install mat
 
 BENCH = [sys.executable, "-m", "mpiddp", "bench"]
 RANK = [sys.executable, "-m", "mpiddp", "bench-rank"]
+NO_SCRIPTS = {"__init__", "harness"}
 SMALL = ["--arch", "resnet20", "--batch-size", "2"]
 
 
-def bench(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return mpiddp("bench", *words, **extra)
+def bench(*options: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return mpiddp("bench", *options, **extra)
 
 
-def measured(out: Path, name: str, *words: str) -> tuple[dict[str, Any], list[list[str]]]:
-    """The results of a benchmark that succeeded, and the words of its table's lines."""
-    done = bench(name, *words, "--out", str(out))
+def measured(out: Path, name: str, *options: str) -> tuple[dict[str, Any], list[list[str]]]:
+    """The results of a benchmark that succeeded, and the cells of its table's lines."""
+    done = bench(name, *options, "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in out.iterdir()) == [f"{name}.json", f"{name}.png"]
     with Image.open(out / f"{name}.png") as chart:
@@ -142,7 +148,7 @@ def test_each_source_is_read_alone(tmp_path: Path) -> None:
         assert each["times_model"] == pytest.approx(times)
 
 
-def test_the_meeting_needs_no_torch(tmp_path: Path) -> None:
+def test_the_rendezvous_needs_no_torch(tmp_path: Path) -> None:
     words = ["--ranks", "2,3", "--rounds", "1", "--no-torch"]
     results, _ = measured(tmp_path / "out", "rendezvous", *words)
     for ranks, point in zip((2, 3), results["points"], strict=True):
@@ -181,6 +187,11 @@ def test_the_launching_process_loads_no_torch() -> None:
             ["allreduce", "--max-size", "huge"],
             "mpiddp bench allreduce: argument --max-size: expected a size from 1K on, such as 64K, "
             "16M or 1G, not 'huge'. See: mpiddp bench allreduce --help",
+        ),
+        (
+            ["step", "--resume", "runs/one"],
+            "--resume means nothing to mpiddp bench step, which makes steps of its own and keeps no "
+            "checkpoint. Leave it out.",
         ),
         (
             ["step", "--ark", "resnet18"],
@@ -263,6 +274,46 @@ def test_a_spread_is_shown_as_it_is() -> None:
     values = [3.0, 1.0, 2.5]
     assert spread(values) == {"median": median(values), "low": 1.0, "high": 3.0}
     assert shown(spread(values), ".1f", 10) == "25.0 (10.0 to 30.0)"
-    assert aligned(("a", "number"), [["bc", "1"], ["d", "22"]]) == (
-        "a   number\nbc       1\nd       22"
+    head, rows = ("a", "number"), [["bc", "1"], ["d", "22"]]
+    assert aligned(head, rows) == "a   number\nbc       1\nd       22"
+    assert markdown(head, rows) == "| a | number |\n|---|---|\n| bc | 1 |\n| d | 22 |"
+
+
+def test_in_every_round_each_has_one_turn_at_another_time() -> None:
+    order = list(turns("abc", 4, warmup=1))
+    by_round = [[name for at, name in order if at == number] for number in range(5)]
+    assert ["".join(names) for names in by_round] == ["abc", "cba", "bca", "acb", "cab"]
+    assert ratios([3.0, 1.0], [2.0, 4.0]) == [1.5, 0.25]
+
+
+def test_what_is_compared_has_the_same_number_of_runs() -> None:
+    sleep = [sys.executable, "-c", "import sys, time; time.sleep(float(sys.argv[1]))"]
+    commands = {"short": Command([*sleep, "0"]), "long": Command([*sleep, "1"])}
+    found = alternate(commands, 2, timeout_s=PATIENCE_S, warmup=0)
+    seconds = {name: [run.wall_s for run in runs] for name, runs in found.items()}
+    assert [len(each) for each in seconds.values()] == [2, 2]
+    assert min(seconds["long"]) > 1
+    lines = comparison(seconds, "short").splitlines()
+    assert lines[2].endswith(" | 1.000 |")
+
+
+def test_options_go_to_the_ranks_as_they_were_given() -> None:
+    options = StepOptions(steps=7, real_data=True, rounds=2)
+    assert as_arguments(options) == ["--steps", "7", "--real-data", "--rounds", "2"]
+    assert step_options([*as_arguments(options), "--lr", "1"]) == (options, ["--lr", "1"])
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["faults", *sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS)],
+)
+def test_every_script_lists_its_options(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{script}", "--help"],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: python -m benchmarks.{script} ")

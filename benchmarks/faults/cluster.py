@@ -45,14 +45,14 @@ class Fault:
     act: str = ""
     at: int | None = None  # the step; None: a random one
     do: Callable[[Job], None] = lambda job: None
-    mend: Callable[[Job], None] = lambda job: None
+    undo: Callable[[Job], None] = lambda job: None
     options: Sequence[str] = ()
-    flavours: Sequence[str] = OPEN_MPI
+    starters: Sequence[str] = OPEN_MPI
     code: int = 1
     ends_host: bool = False
 
 
-def measure(fault: Fault, hosts: Cluster, flavour: str, number: int) -> Run:
+def measure(fault: Fault, hosts: Cluster, starter: str, number: int) -> Run:
     """Do it once; in an odd `number` of round the job may be started again.
 
     Raises:
@@ -65,7 +65,7 @@ def measure(fault: Fault, hosts: Cluster, flavour: str, number: int) -> Run:
     job = launch(
         hosts,
         folder,
-        flavour,
+        starter,
         HOSTS,
         options,
         [SCRIPT, str(folder), str(STEPS), fault.act, str(at)],
@@ -84,8 +84,8 @@ def measure(fault: Fault, hosts: Cluster, flavour: str, number: int) -> Run:
                 time.sleep(0.02)
         ended_at = time.time()
     finally:
-        fault.mend(job)
-        orphans = job.sweep()
+        fault.undo(job)
+        orphans = job.kill_orphans()
 
     restarted_at = next((line.at for line in job.lines if RESTARTS in line.text), None)
     next_try_at = done_at if fault.code == 0 else restarted_at or ended_at
@@ -94,12 +94,12 @@ def measure(fault: Fault, hosts: Cluster, flavour: str, number: int) -> Run:
     resumed = next((step for step in steps if step.at > next_try_at), None)
     own = [line for line in job.lines if "mpiddp: " in line.text]
     named = [line for line in own if fault.says and re.search(fault.says, line.text)]
-    went_on_from = job.newest_checkpoint()
+    resumed_from = job.newest_checkpoint()
     if resumed is not None:
-        went_on_from = reached if fault.code == 0 else resumed.first
+        resumed_from = reached if fault.code == 0 else resumed.first
     return Run(
         fault.name,
-        flavour,
+        starter,
         number,
         detected_s=named[0].at - since if named else None,
         ended_s=ended_at - since if fault.code != 0 and restarted_at is None else None,
@@ -108,7 +108,7 @@ def measure(fault: Fault, hosts: Cluster, flavour: str, number: int) -> Run:
         is_code_right=code == (0 if may_restart else fault.code),
         is_named=bool(named) if fault.says else not own,
         orphans=len(orphans),
-        steps_lost=reached - went_on_from,
+        steps_lost=reached - resumed_from,
         said=job.said()[-2000:] + "".join(f"\nleft: {process.command}" for process in orphans),
         load=os.getloadavg()[0],
     )
@@ -124,7 +124,7 @@ def _kill(host: str, commands: dict[str, str]) -> Callable[[Job], None]:
     """kill -9 for a program that each MPI calls otherwise."""
 
     def do(job: Job) -> None:
-        pid = job.pid_of(host, commands[job.kind])
+        pid = job.pid_of(host, commands[job.starter])
         job.hosts[host].run(["kill", "-KILL", str(pid)], check=True)
 
     return do
@@ -135,12 +135,12 @@ def _kill_host(job: Job) -> None:
     proc.kill_and_wait(pid, proc.start_time(pid))
 
 
-def _switch(words: str) -> Callable[[Job], None]:
+def _switch(change: str) -> Callable[[Job], None]:
     """What becomes of node1's end of its cable at the switch."""
 
     def do(job: Job) -> None:
         host = job.hosts["node1"]
-        configure(host.hub_pid, [f"link set {host.port} {words}"])
+        configure(host.hub_pid, [f"link set {host.port} {change}"])
 
     return do
 
@@ -167,23 +167,23 @@ FAULTS = (
         "a rank: kill -9",
         _named(f"(was killed by SIGKILL|{WORDLESS})"),
         act="kill",
-        flavours=EVERY,
+        starters=EVERY,
     ),
-    Fault("a rank: exit 3", _named("ended first, with exit code 3"), act="exit 3", flavours=EVERY),
+    Fault("a rank: exit 3", _named("ended first, with exit code 3"), act="exit 3", starters=EVERY),
     Fault(
         "a rank: exception before the first step",
         _named("failed first: RuntimeError: on purpose"),
         act="raise",
         at=0,
-        flavours=EVERY,
+        starters=EVERY,
     ),
     Fault(
         "a rank: exception later",
         _named("failed first: RuntimeError: on purpose"),
         act="raise",
-        flavours=EVERY,
+        starters=EVERY,
     ),
-    Fault("a rank: `os._exit(0)`", _named(WORDLESS), act="_exit(0)", flavours=EVERY),
+    Fault("a rank: `os._exit(0)`", _named(WORDLESS), act="_exit(0)", starters=EVERY),
     Fault("a rank: segfault", _named("was killed by SIGSEGV"), act="crash"),
     Fault("a rank: SIGSTOP", _named(f"{HANGS} and does not answer"), act="stop", options=WATCHED),
     Fault("a rank: a lock it holds itself", _named(HANGS), act="deadlock", options=WATCHED),
@@ -204,7 +204,7 @@ FAULTS = (
         "a host's link cut",
         LOST,
         do=_switch("down"),
-        hint=_switch("up"),
+        undo=_switch("up"),
         options=WITHOUT_ONE,
     ),
     Fault("a host's link cut for 3 s", do=_short_cut, code=0),
@@ -212,7 +212,7 @@ FAULTS = (
         "packets of a host vanish",
         LOST,
         do=_switch("nomaster"),
-        hint=_switch("master switch"),
+        undo=_switch("master switch"),
         options=WITHOUT_ONE,
     ),
     Fault(

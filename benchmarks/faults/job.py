@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.harness import mpirun_of
 from mpiddp.checkpoints import directory
 from tests.cluster import Cluster, Program
 from tests.cluster.host import Process
-from tests.flavours import find
-from tests.ranks import ROOT, find_mpirun
+from tests.ranks import ROOT
 
 HOSTS = "node0:1,node1:1,node2:1"
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 class Step(NamedTuple):
     at: float
-    first: int  # the step that this try went on from
+    first: int  # the step that this try resumed from
     number: int
 
 
@@ -42,10 +42,10 @@ class Job:
     """A job of one rank on each host; `folder` is seen by all of them and holds what it writes."""
 
     hosts: Cluster
-    flavour: str
+    starter: str
     folder: Path
     launcher: Program
-    words: Sequence[str]  # behind `mpiddp`
+    arguments: Sequence[str]  # of `mpiddp`
     bystanders: list[Program] = field(default_factory=list)  # programs that are not the job's
     lines: list[Line] = field(default_factory=list)  # of the launcher's stderr
 
@@ -65,8 +65,8 @@ class Job:
         """What rank 0 has noted, see tests/jobs/faulty.py."""
         file = self.folder / "steps"
         text = file.read_text() if file.exists() else ""
-        words = (line.split() for line in text.rpartition("\n")[0].splitlines())
-        return [Step(float(at), int(first), int(number)) for at, first, number in words]
+        fields = (line.split() for line in text.rpartition("\n")[0].splitlines())
+        return [Step(float(at), int(first), int(number)) for at, first, number in fields]
 
     def await_that(self, holds: Callable[[], bool], what: str) -> None:
         """Raises TimeoutError when the job does not come so far."""
@@ -114,7 +114,7 @@ class Job:
                 found += [p for p in host.processes() if not p.command.startswith("sshd")]
         return found
 
-    def sweep(self) -> list[Process]:
+    def kill_orphans(self) -> list[Process]:
         """What the job has left once it had time to end, and then nothing of it."""
         deadline = time.monotonic() + SETTLE_S
         while (orphans := self.left()) and time.monotonic() < deadline:
@@ -130,16 +130,10 @@ class Job:
         return directory.step_of(newest) if newest else 0
 
 
-def mpirun_of(flavour: str) -> str:
-    path = find_mpirun() if flavour == "openmpi5" else find(flavour)
-    assert path is not None, f"{flavour} is not installed: python -m tests.flavours install"
-    return str(path)
-
-
 def launch(
     hosts: Cluster,
     folder: Path,
-    flavour: str,
+    starter: str,
     where: str,
     options: Sequence[str],
     job: Sequence[str],
@@ -147,12 +141,12 @@ def launch(
 ) -> Job:
     """`mpiddp launch -H WHERE OPTIONS JOB` on node0; `cwd` where node0 has another name for `folder`."""
     folder.mkdir(exist_ok=True)
-    words = ["launch", "--mpirun", mpirun_of(flavour), "-H", where, *options, *job]
+    arguments = ["launch", "--mpirun", mpirun_of(starter), "-H", where, *options, *job]
     with (folder / "stdout").open("a") as stdout:
         launcher = hosts["node0"].popen(
-            [sys.executable, "-m", "mpiddp", *words],
+            [sys.executable, "-m", "mpiddp", *arguments],
             cwd=cwd or folder,
             env=ENV,
             stdout=stdout.fileno(),
         )
-    return Job(hosts, flavour, folder, launcher, words)
+    return Job(hosts, starter, folder, launcher, arguments)

@@ -128,7 +128,7 @@ def _forbid(host: Host) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class DiskFault:
-    """`do` returns what mends it."""
+    """`do` returns what undoes it."""
 
     name: str
     says: str
@@ -141,31 +141,31 @@ DISK_FAULTS = (
 )
 
 
-def measure(fault: DiskFault, hosts: Cluster, flavour: str, number: int) -> Run:
+def measure(fault: DiskFault, hosts: Cluster, starter: str, number: int) -> Run:
     """Break a disk that a training of one rank saves to at every step, in the midst of that.
 
     In an odd `number` of round it goes on with a warning, and saves again once the disk is mended;
     else it is told to end. Either way what was saved before stays whole.
     """
-    host, may_go_on = hosts["node0"], bool(number % 2)
+    host, may_warn = hosts["node0"], bool(number % 2)
     host.run(["mkdir", "-p", SAVES], check=True)
     host.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", SAVES], check=True)
-    options = ["--on-save-error", "warn" if may_go_on else "stop", "--out", OUT]
-    job = launch(hosts, host.path(OUT), flavour, "localhost:1", (), [*TRAIN, *options], cwd=OUT)
+    options = ["--on-save-error", "warn" if may_warn else "stop", "--out", OUT]
+    job = launch(hosts, host.path(OUT), starter, "localhost:1", (), [*TRAIN, *options], cwd=OUT)
     resumed_at = None
     try:
         at = random.randint(2, 12)
         job.await_that(lambda: job.newest_checkpoint() >= at, f"the checkpoint of step {at}")
-        mend = fault.do(host)
+        undo = fault.do(host)
         since = time.time()
         try:
             job.await_that(lambda: fault.says in job.said(), "its warning")
-            if not may_go_on:
+            if not may_warn:
                 job.end()
             kept = job.newest_checkpoint()
         finally:
-            mend()
-        if may_go_on:
+            undo()
+        if may_warn:
             job.await_that(lambda: job.newest_checkpoint() > kept, "another checkpoint")
             resumed_at = time.time()
             job.launcher.send_signal(signal.SIGTERM)
@@ -173,22 +173,22 @@ def measure(fault: DiskFault, hosts: Cluster, flavour: str, number: int) -> Run:
         ended_at = time.time()
         assert job.newest_checkpoint() >= kept > 0
     finally:
-        orphans = job.sweep()
+        orphans = job.kill_orphans()
         host.run(["umount", SAVES], check=True)
         host.run(["rm", "-r", OUT], check=True)
     warning = next(line for line in job.lines if fault.says in line.text)
     failed = re.search(r"step (\d+)", warning.text)
     return Run(
         fault.name,
-        flavour,
+        starter,
         number,
         detected_s=warning.at - since,
-        ended_s=None if may_go_on else ended_at - since,
+        ended_s=None if may_warn else ended_at - since,
         resumed_s=resumed_at - since if resumed_at else None,
         code=code,
-        is_code_right=code == (75 if may_go_on else 2),
+        is_code_right=code == (75 if may_warn else 2),
         orphans=len(orphans),
-        steps_lost=0 if may_go_on or failed is None else int(failed[1]) - kept,
+        steps_lost=0 if may_warn or failed is None else int(failed[1]) - kept,
         said=job.said()[-2000:],
         load=os.getloadavg()[0],
     )

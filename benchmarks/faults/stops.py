@@ -1,4 +1,4 @@
-"""Requests to stop a training at a random step, and the command that then goes on."""
+"""Requests to stop a training at a random step, and the command that then resumes it."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ REQUESTS = (
 )
 
 
-def measure(request: Request, hosts: Cluster, flavour: str, number: int) -> Run:
+def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
     """Stop a training once; in an odd `number` of round let it go on to its end, and time that.
 
     Raises:
         TimeoutError: the job did not come as far as the request.
     """
     folder = hosts.shared / f"train-{os.urandom(4).hex()}"
-    job = launch(hosts, folder, flavour, HOSTS, (), TRAIN)
+    job = launch(hosts, folder, starter, HOSTS, (), TRAIN)
     try:
         at = random.randint(EARLIEST, LATEST)
         job.await_that(lambda: _last_step(job) >= at, f"step {at}")
@@ -61,17 +61,17 @@ def measure(request: Request, hosts: Cluster, flavour: str, number: int) -> Run:
         code = job.end()
         ended_at = time.time()
     finally:
-        orphans = job.sweep()
+        orphans = job.kill_orphans()
     named = [line for line in job.lines if re.search(request.says, line.text)]
     reached, saved = _last_step(job), job.newest_checkpoint()
     is_right = code == request.code
     said = job.said()
     if number % 2:
-        said += f"\n{_go_on(job)}"
+        said += f"\n{_resume(job)}"
         is_right = is_right and _last_step(job) == STEPS and (folder / "summary.json").exists()
     return Run(
         request.name,
-        flavour,
+        starter,
         number,
         detected_s=named[0].at - since if named else None,
         ended_s=ended_at - since,
@@ -92,10 +92,10 @@ def _last_step(job: Job) -> int:
     return max(steps, default=0)
 
 
-def _go_on(job: Job) -> str:
+def _resume(job: Job) -> str:
     """Run the command that the launcher printed, or the same one where it printed none."""
     printed = re.search("mpiddp: to go on: mpiddp (.*)", job.said())
-    words = shlex.split(printed[1]) if printed else job.words
-    command = [sys.executable, "-m", "mpiddp", *words]
+    arguments = shlex.split(printed[1]) if printed else job.arguments
+    command = [sys.executable, "-m", "mpiddp", *arguments]
     done = job.hosts["node0"].run(command, env=ENV, cwd=job.folder, timeout_s=END_TIMEOUT_S)
-    return f"went on with code {done.returncode}: {done.stderr}"
+    return f"resumed with code {done.returncode}: {done.stderr}"

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from mpiddp.bench.report import markdown
+
 NAMES = {
     "openmpi5": "Open MPI 5.0",
     "openmpi4": "Open MPI 4.1",
@@ -23,7 +25,7 @@ class Run:
     """One fault, once. Times are seconds since the fault; None: there was nothing of the kind."""
 
     fault: str
-    flavour: str
+    starter: str
     round: int
     detected_s: float | None = None  # to the sentence that names it
     ended_s: float | None = None  # to the launcher's end, where nothing was started again
@@ -63,17 +65,24 @@ def write(file: Path, record: Run | Tally) -> None:
 
 def runs_table(runs: Iterable[Run], order: Iterable[str]) -> str:
     """A row for each fault under each MPI, in this order of the faults."""
-    rows = [
-        "| fault | MPI | runs | named after s | ended after s | next step after s "
-        "| exit code right | named right | orphans | steps lost |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    times = ("named after s", "ended after s", "next step after s")
+    head = (
+        "fault",
+        "MPI",
+        "runs",
+        *times,
+        "exit code right",
+        "named right",
+        "orphans",
+        "steps lost",
+    )
+    rows = []
     grouped: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
-        grouped[run.fault, run.kind].append(run)
+        grouped[run.fault, run.starter].append(run)
     for fault in order:
-        for flavour, name in NAMES.items():
-            if group := grouped.get((fault, flavour)):
+        for starter, name in NAMES.items():
+            if group := grouped.get((fault, starter)):
                 right = sum(run.is_code_right for run in group)
                 named = sum(run.is_named for run in group)
                 lost = [run.steps_lost for run in group if run.steps_lost is not None]
@@ -89,14 +98,13 @@ def runs_table(runs: Iterable[Run], order: Iterable[str]) -> str:
                     str(sum(run.orphans for run in group)),
                     _at_most(lost),
                 ]
-                rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+                rows.append(cells)
+    return markdown(head, rows)
 
 
 def tally_table(found: Iterable[Tally]) -> str:
-    rows = ["| fault | times | right | seen |", "|---|---|---|---|"]
-    rows += [f"| {each.fault} | {each.times} | {each.right} | {each.seen} |" for each in found]
-    return "\n".join(rows)
+    rows = [[each.fault, str(each.times), str(each.right), each.seen] for each in found]
+    return markdown(("fault", "times", "right", "seen"), rows)
 
 
 def _at_most(values: list[int]) -> str:

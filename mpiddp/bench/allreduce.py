@@ -8,15 +8,17 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import seconds, size_bytes
-from mpiddp.bench.report import aligned, percentile, size_name
+from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.options import as_arguments, counts, parse_rank_options, seconds, size_bytes
+from mpiddp.bench.report import aligned, size_name
 from mpiddp.errors import UserError
+from mpiddp.text import percentile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,13 +27,33 @@ MIN_BYTES = 1024
 STEP = 4  # each size is so many times the one before
 
 
-def rank_options() -> argparse.ArgumentParser:
-    parser = OneSentenceParser(prog="mpiddp bench-rank allreduce", allow_abbrev=False)
-    parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")])
+@dataclass(frozen=True)
+class Options:
+    backend: str | None
+    max_size: int
+    seconds: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    sizes: tuple[int, ...]
+    seconds: float
+    repeats: int
+    backend: str | None
+
+
+def rank_options(argv: list[str]) -> RankOptions:
+    return parse_rank_options("mpiddp bench-rank allreduce", RankOptions, _add_rank_options, argv)[
+        0
+    ]
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", type=counts(1))
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--backend")
-    return parser
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,29 +61,26 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("gloo", "nccl"), help="default: gloo, and nccl where there are GPUs"
     )
     parser.add_argument(
-        "--max-size", type=size_bytes, default="1G", metavar="64M", help="the largest, from 1K on"
+        "--max-size", type=size_bytes, default="1G", metavar="64M", help="the largest size"
     )
     parser.add_argument(
-        "--seconds", type=seconds, default=1.0, metavar="S", help="for each size, about"
+        "--seconds", type=seconds, default=1.0, metavar="S", help="about so long for each size"
     )
     parser.add_argument(
-        "--repeats", type=whole(1), default=5, metavar="R", help="of each size, at least"
+        "--repeats", type=whole(1), default=5, metavar="R", help="at least so many of each size"
     )
 
 
-def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
+def measure(options: Options, jobs: Jobs) -> Results:
     ranks = jobs.slots
     if ranks < 2:
         raise UserError("an all-reduce takes 2 ranks or more. Example: -H localhost:2")
     sizes = [MIN_BYTES]
     while sizes[-1] * STEP <= options.max_size:
         sizes.append(sizes[-1] * STEP)
-    say(f"allreduce: {ranks} ranks, {size_name(sizes[0])} to {size_name(sizes[-1])}")
-    arguments = ["--sizes", ",".join(map(str, sizes)), "--seconds", str(options.seconds)]
-    arguments += ["--repeats", str(options.repeats)]
-    if options.backend:
-        arguments += ["--backend", options.backend]
-    [found] = jobs.run("allreduce", *arguments, ranks=ranks).found
+    note(f"allreduce: {ranks} ranks, {size_name(sizes[0])} to {size_name(sizes[-1])}")
+    of_ranks = RankOptions(tuple(sizes), options.seconds, options.repeats, options.backend)
+    [found] = jobs.run("allreduce", *as_arguments(of_ranks), ranks=ranks).results
     on_links = 2 * (ranks - 1) / ranks
     points = []
     for each in found["sums"]:
@@ -138,4 +157,12 @@ def draw(results: Results, figure: Figure) -> None:
     figure.suptitle(_title(results), fontsize=10)
 
 
-BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(10, 4.8))
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    draw,
+    size=(10, 4.8),
+    example="-H localhost:2 --max-size 64M",
+)

@@ -73,13 +73,15 @@ def bars(
     width = 0.8 / len(series)
     for index, (name, values) in enumerate(series.items()):
         offset = (index - (len(series) - 1) / 2) * width
-        there = [(place + offset, each) for place, each in enumerate(values) if each is not None]
-        places = [place for place, _ in there]
+        there = [
+            (position + offset, each) for position, each in enumerate(values) if each is not None
+        ]
+        positions = [position for position, _ in there]
         heights = [each["median"] for _, each in there]
         colour = (BLUE, ORANGE, GREEN, PURPLE)[index]
-        on.bar(places, heights, width * 0.92, color=colour, label=name)
+        on.bar(positions, heights, width * 0.92, color=colour, label=name)
         if any(each["low"] < each["high"] for _, each in there):
-            on.errorbar(places, heights, whiskers([each for _, each in there]), **WHISKER)
+            on.errorbar(positions, heights, whiskers([each for _, each in there]), **WHISKER)
     on.set_xticks(range(len(groups)), groups)
     on.set_ylabel(label)
     on.set_ylim(bottom=0)

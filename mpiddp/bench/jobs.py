@@ -12,12 +12,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-from mpiddp.bench.words import parse
+from mpiddp.bench.result_lines import Result, read_results
+from mpiddp.text import counted
 
 OnLine = Callable[[int, str], None]  # gets the command's process id and a line of its stdout
 
@@ -32,21 +33,27 @@ class JobFailed(Exception):
 
 @dataclass(frozen=True)
 class Finished:
-    """One command: when it was started (seconds since 1970), and what its ranks emitted.
+    """One command: when it started (seconds since 1970), how long it took, what it wrote to stdout.
 
     `cpu_s` counts user and system time of all its processes on this host.
     """
 
     started_at: float
+    wall_s: float
     cpu_s: float
-    found: list[dict[str, Any]]
+    lines: list[str]
+
+    @property
+    def results(self) -> list[Result]:
+        """What its ranks sent by `mpiddp.bench.result_lines.emit`."""
+        return read_results(self.lines)
 
 
 @dataclass(frozen=True)
 class Jobs:
     """Where a benchmark's jobs run: options of `mpiddp launch`, and the slots that there are.
 
-    `per_host` are the slots of the fullest host.
+    `per_host` are the slots of the fullest host. `training` are options of `mpiddp train`.
     """
 
     where: tuple[str, ...]
@@ -54,9 +61,10 @@ class Jobs:
     per_host: int
     starter: str
     timeout_s: float
+    training: tuple[str, ...] = ()
 
     def run(self, name: str, *arguments: str, ranks: int) -> Finished:
-        """Run `mpiddp bench-rank NAME ARGUMENTS…` as every rank of a job over the hosts given.
+        """Run `mpiddp bench-rank NAME ARGUMENTS TRAINING…` as every rank of a job over the hosts.
 
         A rank has the threads that it has where all slots are taken, or one rank alone would be
         the faster for having the whole host.
@@ -64,28 +72,46 @@ class Jobs:
         Raises:
             JobFailed: it did not succeed within `timeout_s`.
         """
-        job = ["-m", "mpiddp", "bench-rank", "--share", str(self.per_host), name, *arguments]
-        command = [*launch_command(*self.where), "-n", str(ranks), *job]
-        return run(command, timeout_s=self.timeout_s)
+        job = ["-m", "mpiddp", "bench-rank", "--share", str(self.per_host), name]
+        return self.run_job(*job, *arguments, *self.training, ranks=ranks)
 
-    def run_here(self, ranks: int, *job: str, on_line: OnLine | None = None) -> Finished:
-        """Run a job (`-m`, a module, or a script, and its arguments) on this machine alone.
+    def run_job(self, *job: str, ranks: int) -> Finished:
+        """Run a job (`-m`, a module, or a script, and its arguments) over the hosts given.
 
         Raises:
             JobFailed: it did not succeed within `timeout_s`.
         """
+        command = [*launch_command(*self.where), "-n", str(ranks), *job]
+        return run(command, timeout_s=self.timeout_s)
+
+    def run_here(self, ranks: int, *job: str) -> Finished:
+        """Run a job on this machine alone.
+
+        Raises:
+            JobFailed: it did not succeed within `timeout_s`.
+        """
+        return run(self.command_here(ranks, *job), timeout_s=self.timeout_s)
+
+    def command_here(self, ranks: int, *job: str) -> list[str]:
         timeout_s = f"{self.timeout_s:.0f}"
         where = [*self.where, "-H", f"localhost:{ranks}", "--timeout", timeout_s]
-        return run([*launch_command(*where), *job], timeout_s=self.timeout_s, on_line=on_line)
+        return [*launch_command(*where), *job]
 
 
-def launch_command(*words: str) -> list[str]:
+def launch_command(*options: str) -> list[str]:
     # Nothing is worth waiting for once a job has run out of its time.
-    return [sys.executable, "-m", "mpiddp", "launch", "--grace", "1s", *words]
+    return [sys.executable, "-m", "mpiddp", "launch", "--grace", "1s", *options]
 
 
-def run(argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None) -> Finished:
-    """Run a command to its end, and say what it took.
+def run(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    on_line: OnLine | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Finished:
+    """Run a command to its end, in this environment and directory unless others are given.
 
     Raises:
         JobFailed: it ended with another code than 0, or not within `timeout_s`.
@@ -94,7 +120,7 @@ def run(argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None)
     lines: list[str] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
-        _child(argv, errors.fileno()) as child,
+        _child(argv, errors.fileno(), env, cwd) as child,
         _alarm(timeout_s, child) as rang,
     ):
         assert child.stdout is not None
@@ -103,14 +129,14 @@ def run(argv: Sequence[str], *, timeout_s: float, on_line: OnLine | None = None)
             if on_line is not None:
                 on_line(child.pid, line)
         code = child.wait()
+        wall_s = time.time() - started_at
         errors.seek(0)
-        words = errors.read().strip()
+        text = errors.read().strip()
     if rang.is_set():
         raise JobFailed(1, f"it did not end within {timeout_s:g} s.")
     if code != 0:
-        raise JobFailed(code, words)
-    found = [word for word in map(parse, lines) if word is not None]
-    return Finished(started_at, _cpu_s() - before, found)
+        raise JobFailed(code, text)
+    return Finished(started_at, wall_s, _cpu_s() - before, lines)
 
 
 @contextmanager
@@ -131,10 +157,18 @@ def _alarm(seconds: float, child: subprocess.Popen[str]) -> Iterator[threading.E
 
 
 @contextmanager
-def _child(argv: Sequence[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
+def _child(
+    argv: Sequence[str], stderr: int, env: Mapping[str, str] | None, cwd: Path | None
+) -> Iterator[subprocess.Popen[str]]:
     """The command as a child, which does not outlive the body."""
     child = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=env,
+        cwd=cwd,
     )
     try:
         yield child
@@ -152,10 +186,9 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def say(sentence: str) -> None:
+def note(sentence: str) -> None:
     print(f"mpiddp: {sentence}", file=sys.stderr, flush=True)
 
 
-def progress(name: str, ranks: int, round_number: int, rounds: int, found: str) -> None:
-    word = "rank" if ranks == 1 else "ranks"
-    say(f"{name}: {ranks} {word}, round {round_number} of {rounds}: {found}")
+def progress(name: str, ranks: int, round_number: int, rounds: int, measured: str) -> None:
+    note(f"{name}: {counted(ranks, 'rank')}, round {round_number} of {rounds}: {measured}")

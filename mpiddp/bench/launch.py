@@ -11,32 +11,58 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Finished, JobFailed, Jobs, OnLine, progress, run, say
+from mpiddp.bench.jobs import JobFailed, Jobs, note, progress, run
 from mpiddp.bench.machine import children, peak_bytes
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.bench.rounds import ratios, turns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# No ranks shall be left out where they are more than the GPUs.
+# Over gloo, there may be more ranks than GPUs.
 JOB = (str(Path(__file__).with_name("ranks") / "first_all_reduce.py"), "--backend", "gloo")
 LAUNCHERS = ("mpiddp", "torchrun")
 
 
+@dataclass(frozen=True)
+class Options:
+    ranks: tuple[int, ...]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """One job: seconds to its first all-reduce, CPU seconds of all of it, and peak memory in MB.
+
+    `resident_mb` is that of the command itself, `children_mb` that of what it has started.
+    """
+
+    wall_s: float
+    cpu_s: float
+    resident_mb: float
+    children_mb: float
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=counts(1), default="2,4,8,16,32", metavar="2,4", help="on this machine"
+        "--ranks",
+        type=counts(1),
+        default="2,4,8,16,32",
+        metavar="2,4",
+        help="jobs of so many ranks",
     )
     add_rounds(parser, default=5)
 
 
-def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
+def measure(options: Options, jobs: Jobs) -> Results:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it, for both
     points = []
     for ranks in options.ranks:
@@ -45,63 +71,64 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
         except JobFailed as failure:
             if not points:
                 raise
-            say(f"launch: left out, for a job of {ranks} ranks failed: {failure}")
+            note(f"launch: left out: a job of {ranks} ranks failed: {failure}")
     return {"points": points}
 
 
-def _point(ranks: int, rounds: int, jobs: Jobs) -> dict[str, Any]:
-    starts: dict[str, list[dict[str, float]]] = {launcher: [] for launcher in LAUNCHERS}
-    for number in range(rounds + 1):
-        for launcher in LAUNCHERS if number % 2 else reversed(LAUNCHERS):
-            start = _start(launcher, ranks, jobs)
-            if number > 0:
-                starts[launcher].append(start)
-                progress(f"launch, {launcher}", ranks, number, rounds, f"{start['wall_s']:.2f} s")
-    ours, theirs = (starts[launcher] for launcher in LAUNCHERS)
+def _point(ranks: int, rounds: int, jobs: Jobs) -> Results:
+    starts: dict[str, list[Start]] = {launcher: [] for launcher in LAUNCHERS}
+    for number, launcher in turns(LAUNCHERS, rounds, warmup=1):
+        start = _start(launcher, ranks, jobs)
+        if number > 0:
+            starts[launcher].append(start)
+            progress(f"launch, {launcher}", ranks, number, rounds, f"{start.wall_s:.2f} s")
+    wall_s = {each: [start.wall_s for start in starts[each]] for each in LAUNCHERS}
+    cpu_s = {each: [start.cpu_s for start in starts[each]] for each in LAUNCHERS}
     return {
         "ranks": ranks,
         **{
             launcher: {
-                "wall_s": spread([start["wall_s"] for start in starts[launcher]]),
-                "cpu_s": spread([start["cpu_s"] for start in starts[launcher]]),
-                "resident_mb": max(start["resident_mb"] for start in starts[launcher]),
-                "children_mb": max(start["children_mb"] for start in starts[launcher]),
+                "wall_s": spread(wall_s[launcher]),
+                "cpu_s": spread(cpu_s[launcher]),
+                "resident_mb": max(start.resident_mb for start in starts[launcher]),
+                # mpirun's own; torchrun's children are the ranks.
+                "children_mb": max(start.children_mb for start in starts[launcher])
+                if launcher == "mpiddp"
+                else 0.0,
             }
             for launcher in LAUNCHERS
         },
-        **{
-            f"{name}_ratio": spread([a[name] / b[name] for a, b in zip(ours, theirs, strict=True)])
-            for name in ("wall_s", "cpu_s")
-        },
+        "wall_s_ratio": spread(ratios(wall_s["mpiddp"], wall_s["torchrun"])),
+        "cpu_s_ratio": spread(ratios(cpu_s["mpiddp"], cpu_s["torchrun"])),
     }
 
 
-def _start(launcher: str, ranks: int, jobs: Jobs) -> dict[str, float]:
-    """One job: seconds to its first all-reduce, CPU seconds of all of it, and its peak memory in MB."""
-    found: dict[str, float] = {}
+def _start(launcher: str, ranks: int, jobs: Jobs) -> Start:
+    command = jobs.command_here(ranks, *JOB) if launcher == "mpiddp" else torchrun(ranks)
+    return time_start(command, ranks, jobs.timeout_s)
+
+
+def torchrun(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *JOB]
+
+
+def time_start(command: Sequence[str], ranks: int, timeout_s: float) -> Start:
+    """Run a command that starts JOB. The job's rank 0 prints a line after its first all-reduce.
+
+    Raises:
+        JobFailed: it did not succeed within `timeout_s`.
+    """
+    seen: list[tuple[float, int, int]] = []
 
     def watch(pid: int, line: str) -> None:
         if match := re.search(r"(\d+) ranks at ([\d.]+)", line):
             assert int(match[1]) == ranks
-            own = [peak_bytes(child) for child in children(pid)] if launcher == "mpiddp" else []
-            found.update(
-                at=float(match[2]), resident_mb=peak_bytes(pid) / 1e6, children_mb=sum(own) / 1e6
-            )
+            of_children = sum(peak_bytes(child) for child in children(pid))
+            seen.append((float(match[2]), peak_bytes(pid), of_children))
 
-    finished = _run(launcher, ranks, jobs, watch)
-    return {
-        "wall_s": found["at"] - finished.started_at,
-        "cpu_s": finished.cpu_s,
-        "resident_mb": found["resident_mb"],
-        "children_mb": found["children_mb"],  # mpirun itself; torchrun's children are the ranks
-    }
-
-
-def _run(launcher: str, ranks: int, jobs: Jobs, watch: OnLine) -> Finished:
-    if launcher == "mpiddp":
-        return jobs.run_here(ranks, *JOB, on_line=watch)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    return run([*torchrun, *JOB], timeout_s=jobs.timeout_s, on_line=watch)
+    finished = run(command, timeout_s=timeout_s, on_line=watch)
+    [(at, own, of_children)] = seen
+    return Start(at - finished.started_at, finished.cpu_s, own / 1e6, of_children / 1e6)
 
 
 def table(results: Results) -> str:
@@ -149,11 +176,11 @@ def draw(results: Results, figure: Figure) -> None:
         series = {each: [point[each][name] for point in points] for each in LAUNCHERS}
         charts.bars(on, groups, series, label)
         ratios = [point[f"{name}_ratio"]["median"] for point in points]
-        for place, (point, ratio) in enumerate(zip(points, ratios, strict=True)):
+        for index, (point, ratio) in enumerate(zip(points, ratios, strict=True)):
             top = point["mpiddp"][name]["high"]
             on.annotate(
                 f"{ratio:.2f}×",
-                (place - 0.2, top),
+                (index - 0.2, top),
                 (0, 4),
                 textcoords="offset points",
                 ha="center",
@@ -171,4 +198,13 @@ def draw(results: Results, figure: Figure) -> None:
     figure.suptitle("mpiddp launch beside torchrun: medians, lowest to highest", fontsize=10)
 
 
-BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(12, 4.5), takes_hosts=False)
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    draw,
+    size=(12, 4.5),
+    takes_hosts=False,
+    example="--ranks 2,4 --rounds 3",
+)

@@ -7,13 +7,14 @@ spot, or the one that `--dataset image-folder --data-dir DIR` names.
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import add_rounds, counts
+from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.options import add_rounds, as_arguments, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.errors import UserError
 from mpiddp.text import counted
@@ -23,34 +24,36 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def rank_options() -> argparse.ArgumentParser:
-    """The options of the ranks; what else they get is for the training."""
-    parser = OneSentenceParser(prog="mpiddp bench-rank loader", allow_abbrev=False)
-    _add_options(parser)
-    return parser
+@dataclass(frozen=True)
+class Options:
+    workers: tuple[int, ...]
+    images: int
+    batches: int
+    rounds: int
+
+
+def rank_options(argv: list[str]) -> tuple[Options, list[str]]:
+    return parse_rank_options("mpiddp bench-rank loader", Options, _add_options, argv)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=counts(0), default="0,2,4", metavar="0,2,4", help="of the image folder"
+        "--workers", type=counts(0), default="0,2,4", metavar="0,2,4", help="processes that decode"
     )
-    parser.add_argument("--images", type=whole(4), default=512, help="in the folder that is made")
-    parser.add_argument("--batches", type=whole(2), default=32, help="in each pass, on each rank")
+    parser.add_argument("--images", type=whole(4), default=512, metavar="K", help="to generate")
+    parser.add_argument("--batches", type=whole(2), default=32, metavar="K", help="a pass and rank")
     add_rounds(parser, default=3)
 
 
-def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
-    if parse_training(options.training).use_syn:
+def measure(options: Options, jobs: Jobs) -> Results:
+    if parse_training(list(jobs.training)).use_syn:
         raise UserError("mpiddp bench loader measures synthetic images anyway: no --use-syn.")
-    workers = ",".join(map(str, options.workers))
-    arguments = ["--workers", workers, "--images", str(options.images)]
-    arguments += ["--batches", str(options.batches), "--rounds", str(options.rounds)]
-    say(
+    note(
         f"loader: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')} of every source"
     )
-    [found] = jobs.run("loader", *arguments, *options.training, ranks=jobs.slots).found
+    [found] = jobs.run("loader", *as_arguments(options), ranks=jobs.slots).results
     for name, reason in found["missing"].items():
-        say(f"loader: without {name}: {reason}")
+        note(f"loader: without {name}: {reason}")
     return {
         "ranks": jobs.slots,
         "arch": found["arch"],
@@ -108,4 +111,12 @@ def draw(results: Results, figure: Figure) -> None:
     figure.suptitle(f"{_title(results)} (bars)", fontsize=10)
 
 
-BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(8, 4.8), takes_training=True)
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    draw,
+    takes_training=True,
+    example="-H localhost:2 --workers 0,2,4 --arch resnet18",
+)

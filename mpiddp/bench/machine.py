@@ -5,32 +5,38 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpiddp.hosts.nvidia_smi import gpu_names
 from mpiddp.hosts.versions import package_version
 
 
-def machine() -> dict[str, Any]:
+@dataclass(frozen=True)
+class Machine:
+    host: str
+    cpu: str
+    cores: int | None
+    memory_gib: float
+    gpus: list[str]
+    python: str
+    torch: str | None
+    mpi4py: str | None
+
+
+def machine() -> Machine:
     """This host as it is now, by the standard library alone."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "host": socket.gethostname(),
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(pages / 1024**3, 1),
-        "gpus": gpu_names() or [],
-        "python": platform.python_version(),
-        "torch": package_version("torch"),
-        "mpi4py": package_version("mpi4py"),
-    }
-
-
-def one_line(host: dict[str, Any]) -> str:
-    """The machine as a chart's footnote has it."""
-    gpus = f", {len(host['gpus'])} × {host['gpus'][0]}" if host["gpus"] else ""
-    return f"{host['cores']} × {host['cpu']}{gpus}, torch {host['torch']}"
+    return Machine(
+        host=socket.gethostname(),
+        cpu=_cpu_model(),
+        cores=os.cpu_count(),
+        memory_gib=round(pages / 1024**3, 1),
+        gpus=gpu_names() or [],
+        python=platform.python_version(),
+        torch=package_version("torch"),
+        mpi4py=package_version("mpi4py"),
+    )
 
 
 def available_bytes() -> int:

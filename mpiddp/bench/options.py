@@ -4,39 +4,144 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, TypeVar
 
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
-from mpiddp.bench.benchmark import Benchmark
+from mpiddp.bench.benchmark import Benchmark, Options
+from mpiddp.errors import UserError
+from mpiddp.text import parse_duration
 from mpiddp.train.options import parse as parse_training
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
+# Every benchmark makes its own number of steps from a fresh start, and keeps no checkpoint.
+_MEANINGLESS = (
+    "--resume",
+    "--go-on",
+    "--epochs",
+    "--steps-per-epoch",
+    "--stop-at-step",
+    "--save-every",
+    "--keep",
+    "--on-save-error",
+)
 
-def parse(name: str, benchmark: Benchmark, argv: list[str]) -> argparse.Namespace:
-    """The options of `mpiddp bench NAME`; `training` are the words that `mpiddp train` would get.
+
+@dataclass(frozen=True)
+class SharedOptions:
+    """Where the jobs of any benchmark run, and where it writes. `x` are exports to the ranks."""
+
+    mpirun: str | None
+    timeout: int
+    out: str | None
+    hostfile: str | None = None
+    host_list: str | None = None
+    n: int | None = None
+    interface: str | None = None
+    x: Sequence[str] = ()
+
+    def launch_options(self) -> list[str]:
+        """Where and with which MPI, as `mpiddp launch` reads it, but for the number of ranks."""
+        options = ["--mpirun", self.mpirun] if self.mpirun else []
+        if self.hostfile is not None:
+            options += ["--hostfile", self.hostfile]
+        if self.host_list is not None:
+            options += ["-H", self.host_list]
+        if self.interface is not None:
+            options += ["--interface", self.interface]
+        return options + [option for export in self.x for option in ("-x", export)]
+
+
+def parse(
+    prog: str, purpose: str, benchmark: Benchmark[Options], argv: list[str]
+) -> tuple[SharedOptions, Options, list[str]]:
+    """The options of a benchmark: shared, its own, and those that `mpiddp train` would get.
 
     Raises:
         UserError: unknown options, or values out of range.
     """
-    others = " All other options are those of mpiddp train." if benchmark.takes_training else ""
     parser = OneSentenceParser(
-        prog=f"mpiddp bench {name}",
-        description=f"Measure, print a table, write {name}.json and {name}.png.{others}",
+        prog=prog,
+        description=_description(prog, purpose, benchmark),
+        epilog=f"Example: {prog} {benchmark.example}" if benchmark.example else None,
         allow_abbrev=False,
         formatter_class=DefaultsShown,
     )
-    _add_shared(parser, benchmark)
     benchmark.add_options(parser)
-    if not benchmark.takes_training:
-        return parser.parse_args(argv)
-    options, training = parser.parse_known_args(argv)
-    parse_training(training)  # the ranks would only say it later
-    options.training = training
-    return options
+    _add_shared(parser, benchmark)
+    training: list[str] = []
+    if benchmark.takes_training:
+        values, training = parser.parse_known_args(argv)
+        _check_training(prog, training)
+    else:
+        values = parser.parse_args(argv)
+    return picked(SharedOptions, values), picked(benchmark.options, values), training
 
 
-def _add_shared(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+def parse_rank_options(
+    prog: str,
+    record: type[Record],
+    add_options: Callable[[argparse.ArgumentParser], None],
+    argv: list[str],
+) -> tuple[Record, list[str]]:
+    """The options that a job's ranks get, and the rest, which is for the training."""
+    parser = OneSentenceParser(prog=prog, allow_abbrev=False)
+    add_options(parser)
+    values, training = parser.parse_known_args(argv)
+    return picked(record, values), training
+
+
+def picked(record: type[Record], values: object) -> Record:
+    """The record of those attributes of `values` that its fields name."""
+    there = vars(values)
+    return record(**{each.name: there[each.name] for each in fields(record) if each.name in there})
+
+
+def as_arguments(options: DataclassInstance) -> list[str]:
+    """The options as a command line has them, for the ranks of a job."""
+    words = []
+    for field in fields(options):
+        name, value = f"--{field.name.replace('_', '-')}", getattr(options, field.name)
+        if value is True:
+            words.append(name)
+        elif isinstance(value, (list, tuple)):
+            words += [name, ",".join(map(str, value))]
+        elif value is not None and value is not False:
+            words += [name, str(value)]
+    return words
+
+
+def _description(prog: str, purpose: str, benchmark: Benchmark[Options]) -> str:
+    name = name_of(prog)
+    files = f"{name}.json" + (f" and {name}.png" if benchmark.draw else "")
+    others = " All other options are those of mpiddp train." if benchmark.takes_training else ""
+    return f"Measure {purpose}; print a table, write {files}.{others}"
+
+
+def name_of(prog: str) -> str:
+    """ "scaling" of "mpiddp bench scaling", "curves" of "python -m benchmarks.curves"."""
+    return re.split("[ .]", prog)[-1]
+
+
+def _check_training(prog: str, training: list[str]) -> None:
+    """Here, because the ranks would only find out later."""
+    parse_training(training)
+    for word in training:
+        if word.partition("=")[0].replace("_", "-") in _MEANINGLESS:
+            raise UserError(
+                f"{word} means nothing to {prog}, which makes steps of its own and keeps no "
+                "checkpoint. Leave it out."
+            )
+
+
+def _add_shared(parser: argparse.ArgumentParser, benchmark: Benchmark[Options]) -> None:
     if benchmark.takes_hosts:
         add = parser.add_argument_group("where (default: this machine, or the Slurm allocation)")
         either = add.add_mutually_exclusive_group()
@@ -53,48 +158,40 @@ def _add_shared(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
             metavar="VAR[=VALUE]",
             help="a variable for the ranks",
         )
-    parser.add_argument("--mpirun", metavar="PATH", help="of the MPI to use, its library included")
-    parser.add_argument(
+    add = parser.add_argument_group("how")
+    add.add_argument("--mpirun", metavar="PATH", help="the mpirun to use, with its library")
+    add.add_argument(
         "--timeout", type=whole(1), default=600, metavar="S", help="seconds that one job may take"
     )
-    parser.add_argument("--out", metavar="DIR", help="default: bench/<time>-<name>")
+    add.add_argument("--out", metavar="DIR", help="default: bench/<time>-<name>")
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int, low: int = 1) -> None:
-    """`--rounds`: what is compared has its turn in every round, so that all meet the same weather."""
+    """`--rounds`: see `mpiddp.bench.rounds`."""
     parser.add_argument(
-        "--rounds", type=whole(low), default=default, metavar="R", help="turns of each variant"
+        "--rounds",
+        type=whole(low),
+        default=default,
+        metavar="R",
+        help="turns of each thing compared",
     )
 
 
-def launch_words(options: argparse.Namespace, benchmark: Benchmark) -> list[str]:
-    """The options of `mpiddp launch` that say where and with which MPI, but for the number of ranks."""
-    words = ["--mpirun", options.mpirun] if options.mpirun else []
-    if not benchmark.takes_hosts:
-        return words
-    if options.hostfile is not None:
-        words += ["--hostfile", options.hostfile]
-    if options.host_list is not None:
-        words += ["-H", options.host_list]
-    if options.interface is not None:
-        words += ["--interface", options.interface]
-    return words + [word for export in options.x for word in ("-x", export)]
-
-
-def counts(low: int) -> Callable[[str], list[int]]:
+def counts(low: int) -> Callable[[str], tuple[int, ...]]:
     """A parser for ascending lists such as 1,2,4."""
 
-    def several(text: str) -> list[int]:
-        return sorted({whole(low)(each) for each in text.split(",")})
+    def several(text: str) -> tuple[int, ...]:
+        return tuple(sorted({whole(low)(each) for each in text.split(",")}))
 
     return several
 
 
 def seconds(text: str) -> float:
     """A parser for times greater than 0."""
-    if not re.fullmatch(r"[0-9]*\.?[0-9]+", text, re.ASCII) or not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"expected seconds, such as 0.5 or 3, not {text!r}")
-    return float(text)
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def size_bytes(text: str) -> int:

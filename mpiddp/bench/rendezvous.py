@@ -1,7 +1,7 @@
-"""`mpiddp bench rendezvous`: how the ranks' meeting grows with their number, on this machine.
+"""`mpiddp bench rendezvous`: how the time of the ranks' rendezvous grows with their number.
 
 "MPI alone" is what two allgathers and a broadcast cost, without torch. "With torch" is all
-that comes before a process group: the import, the same meeting, and the store that rank 0 serves.
+that comes before a process group: the import, the same rendezvous, and the store that rank 0 serves.
 """
 
 from __future__ import annotations
@@ -9,88 +9,109 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, progress, say
+from mpiddp.bench.jobs import JobFailed, Jobs, note, progress
 from mpiddp.bench.machine import available_bytes
-from mpiddp.bench.options import add_rounds, counts
+from mpiddp.bench.options import add_rounds, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TORCH_RANK_BYTES = 260e6  # of a rank that has imported torch and met the others
+TORCH_RANK_BYTES = 260e6  # of a rank that has imported torch and joined the others
 SERIES = {"MPI alone": (), "with torch": ("--torch",)}
 
 
-def rank_options() -> argparse.ArgumentParser:
-    parser = OneSentenceParser(prog="mpiddp bench-rank meeting", allow_abbrev=False)
+@dataclass(frozen=True)
+class Options:
+    ranks: tuple[int, ...]
+    no_torch: bool
+    rounds: int
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    torch: bool
+    to: Path
+
+
+def rank_options(argv: list[str]) -> RankOptions:
+    return parse_rank_options("mpiddp bench-rank rendezvous", RankOptions, _add_rank_options, argv)[
+        0
+    ]
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--to", type=Path)
     # Read by the launcher: over gloo ranks need no GPU of their own.
     parser.add_argument("--backend")
-    return parser
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=counts(2), default="2,4,8,16,32,64,128", metavar="2,4", help="to start"
+        "--ranks",
+        type=counts(2),
+        default="2,4,8,16,32,64,128",
+        metavar="2,4",
+        help="jobs of so many ranks",
     )
     parser.add_argument("--no-torch", action="store_true", help="measure MPI alone")
     add_rounds(parser, default=3)
 
 
-def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
+def measure(options: Options, jobs: Jobs) -> Results:
     points = []
     for ranks in options.ranks:
-        for name, words in SERIES.items():
-            if words and (options.no_torch or not _fits(ranks)):
+        for name, arguments in SERIES.items():
+            if arguments and (options.no_torch or not _fits(ranks)):
                 continue
             try:
-                points.append({"series": name, **_point(name, words, ranks, options.rounds, jobs)})
+                points.append(
+                    {"series": name, **_point(name, arguments, ranks, options.rounds, jobs)}
+                )
             except JobFailed as failure:
                 if not points:
                     raise
-                say(f"rendezvous, {name}: left out, for a job of {ranks} ranks failed: {failure}")
+                note(f"rendezvous, {name}: left out: a job of {ranks} ranks failed: {failure}")
     return {"points": points}
 
 
 def _fits(ranks: int) -> bool:
     needed, there = ranks * TORCH_RANK_BYTES / 1e9, available_bytes() / 1e9
     if needed > there:
-        say(
+        note(
             f"rendezvous, with torch: {ranks} ranks left out: {needed:.0f} GB, of {there:.0f} free."
         )
     return needed <= there
 
 
-def _point(
-    name: str, words: tuple[str, ...], ranks: int, rounds: int, jobs: Jobs
-) -> dict[str, Any]:
-    wall, meeting, cpu, peak, peak_of_rank_0 = [], [], [], [], []
-    job = ("-m", "mpiddp", "bench-rank", "meeting", *words, "--backend", "gloo")
+def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs: Jobs) -> Results:
+    wall, rendezvous, cpu, peak, peak_of_rank_0 = [], [], [], [], []
+    job = ("-m", "mpiddp", "bench-rank", "rendezvous", *arguments, "--backend", "gloo")
     for number in range(rounds):
         with tempfile.TemporaryDirectory(prefix="mpiddp-bench-") as folder:
             finished = jobs.run_here(ranks, *job, "--to", folder)
             files = Path(folder).iterdir()
-            met = [json.loads(file.read_text()) for file in files]
-        assert len(met) == ranks
-        last_met = max(found["met_at"] for found in met)
+            found = [json.loads(file.read_text()) for file in files]
+        assert len(found) == ranks
+        last_met = max(each["met_at"] for each in found)
         wall.append(last_met - finished.started_at)
-        meeting.append(last_met - max(found["ready_at"] for found in met))
+        rendezvous.append(last_met - max(each["ready_at"] for each in found))
         cpu.append(finished.cpu_s / ranks)
-        peak.append(median(found["peak_mb"] for found in met))
-        peak_of_rank_0 += [found["peak_mb"] for found in met if found["rank"] == 0]
+        peak.append(median(each["peak_mb"] for each in found))
+        peak_of_rank_0 += [each["peak_mb"] for each in found if each["rank"] == 0]
         progress(f"rendezvous, {name}", ranks, number + 1, rounds, f"{wall[-1]:.2f} s")
     return {
         "ranks": ranks,
         "wall_s": spread(wall),
-        "meeting_s": spread(meeting),
+        "meeting_s": spread(rendezvous),
         "cpu_s_per_rank": spread(cpu),
         "rank_peak_mb": max(peak),
         "rank_0_peak_mb": max(peak_of_rank_0),
@@ -98,7 +119,7 @@ def _point(
 
 
 def table(results: Results) -> str:
-    times = ("command to all met, s", "all there to all met, s", "CPU s a rank")
+    times = ("command to all joined, s", "all there to all joined, s", "CPU s a rank")
     head = ("ranks", "series", *times, "MB a rank", "MB of rank 0")
     rows = [
         [
@@ -112,13 +133,13 @@ def table(results: Results) -> str:
         ]
         for point in results["points"]
     ]
-    return f"The ranks' meeting by their number, all on this machine\n\n{aligned(head, rows)}"
+    return f"The ranks' rendezvous by their number, all on this machine\n\n{aligned(head, rows)}"
 
 
 def draw(results: Results, figure: Figure) -> None:
     panels = (
-        ("wall_s", "command to all ranks met, s"),
-        ("meeting_s", "last rank there to all ranks met, s"),
+        ("wall_s", "command to all ranks joined, s"),
+        ("meeting_s", "last rank there to all ranks joined, s"),
         ("cpu_s_per_rank", "CPU time of each rank, s"),
     )
     ranks = sorted({point["ranks"] for point in results["points"]})
@@ -141,7 +162,16 @@ def draw(results: Results, figure: Figure) -> None:
         on.set_xlabel("ranks")
         on.set_ylabel(label)
         charts.legend_above(on)
-    figure.suptitle("The ranks' meeting: medians, lowest to highest", fontsize=10)
+    figure.suptitle("The ranks' rendezvous: medians, lowest to highest", fontsize=10)
 
 
-BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(12, 4.5), takes_hosts=False)
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    draw,
+    size=(12, 4.5),
+    takes_hosts=False,
+    example="--ranks 2,8,32 --no-torch",
+)

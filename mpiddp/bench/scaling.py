@@ -2,38 +2,56 @@
 
 Weak scaling keeps the batch of each rank, so that twice the ranks should take twice the images;
 `--strong` keeps the global batch. Every number of ranks is a job of its own; they have their turns in
-every round, forth and back.
+every round.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, progress
-from mpiddp.bench.options import add_rounds, counts
-from mpiddp.bench.report import aligned, percentile, shown, spread
+from mpiddp.bench.options import add_rounds, as_arguments, counts, parse_rank_options, picked
+from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.bench.result_lines import Result
+from mpiddp.bench.rounds import ratios, turns
 from mpiddp.errors import UserError
-from mpiddp.text import counted
+from mpiddp.text import counted, percentile
 from mpiddp.train.options import parse as parse_training
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def rank_options() -> argparse.ArgumentParser:
-    """The options of the ranks; what else they get is for the training."""
-    parser = OneSentenceParser(prog="mpiddp bench-rank scaling", allow_abbrev=False)
-    _add_steps(parser)
-    return parser
+@dataclass(frozen=True)
+class RankOptions:
+    steps: int
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Options(RankOptions):
+    ranks: tuple[int, ...] | None
+    strong: bool
+    rounds: int
+
+
+def rank_options(argv: list[str]) -> tuple[RankOptions, list[str]]:
+    return parse_rank_options("mpiddp bench-rank scaling", RankOptions, _add_steps, argv)
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=whole(1), default=20, help="steps to time in each job")
-    parser.add_argument("--warmup", type=whole(0), default=5, help="steps before these")
+    parser.add_argument(
+        "--steps", type=whole(1), default=20, metavar="K", help="steps to time in each job"
+    )
+    parser.add_argument(
+        "--warmup", type=whole(0), default=5, metavar="K", help="steps before these"
+    )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,17 +65,16 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     _add_steps(parser)
 
 
-def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
-    sizes = _sizes(options, jobs.slots)
-    arguments = ["--steps", str(options.steps), "--warmup", str(options.warmup), *options.training]
-    runs: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in sizes}
-    for number in range(options.rounds):
-        for ranks in sizes if number % 2 == 0 else reversed(sizes):
-            [run] = jobs.run("scaling", *arguments, ranks=ranks).found
-            run["images_per_s"] = run["global_batch_size"] * options.steps / run["total_s"]
-            runs[ranks].append(run)
-            speed = f"{run['images_per_s']:,.0f} images/s"
-            progress("scaling", ranks, number + 1, options.rounds, speed)
+def measure(options: Options, jobs: Jobs) -> Results:
+    sizes = _sizes(options, jobs)
+    arguments = as_arguments(picked(RankOptions, options))
+    runs: dict[int, list[Result]] = {ranks: [] for ranks in sizes}
+    for number, ranks in turns(sizes, options.rounds):
+        [run] = jobs.run("scaling", *arguments, ranks=ranks).results
+        run["images_per_s"] = run["global_batch_size"] * options.steps / run["total_s"]
+        runs[ranks].append(run)
+        speed = f"{run['images_per_s']:,.0f} images/s"
+        progress("scaling", ranks, number, options.rounds, speed)
     first, last = runs[sizes[0]], runs[sizes[-1]][-1]
     return {
         "strong": options.strong,
@@ -67,9 +84,7 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
     }
 
 
-def _point(
-    ranks: int, runs: list[dict[str, Any]], base_ranks: int, base: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _point(ranks: int, runs: list[Result], base_ranks: int, base: list[Result]) -> Results:
     """Efficiency: the speed of each rank over that in the smallest job of the same round."""
     speeds = [run["images_per_s"] for run in runs]
     bases = [run["images_per_s"] / base_ranks for run in base]
@@ -79,22 +94,21 @@ def _point(
         "global_batch_size": runs[0]["global_batch_size"],
         "images_per_s": spread(speeds),
         "ideal_images_per_s": spread(bases)["median"] * ranks,
-        "efficiency": spread(
-            [speed / ranks / base for speed, base in zip(speeds, bases, strict=True)]
-        ),
+        "efficiency": spread(ratios([speed / ranks for speed in speeds], bases)),
         "step_s": [run["step_s"] for run in runs],
     }
 
 
-def _sizes(options: argparse.Namespace, slots: int) -> list[int]:
+def _sizes(options: Options, jobs: Jobs) -> Sequence[int]:
     """The numbers of ranks to measure, in ascending order."""
-    sizes: list[int] = options.ranks or [
+    slots = jobs.slots
+    sizes = options.ranks or [
         *(2**power for power in range(slots.bit_length()) if 2**power < slots),
         slots,
     ]
     if sizes[-1] > slots:
         raise UserError(f"--ranks {sizes[-1]} is more than the {slots} slots there are.")
-    batch = parse_training(options.training).global_batch_size
+    batch = parse_training(list(jobs.training)).global_batch_size
     if options.strong and batch is None:
         raise UserError("--strong keeps the global batch: name it, --global-batch-size 512.")
     if not options.strong and batch is not None:
@@ -138,18 +152,18 @@ def _title(results: Results) -> str:
 def draw(results: Results, figure: Figure) -> None:
     points = results["points"]
     [on] = charts.axes(figure)
-    places = range(len(points))
+    positions = range(len(points))
     speeds = [point["images_per_s"] for point in points]
     reached = [speed["median"] for speed in speeds]
     lost = [max(0.0, p["ideal_images_per_s"] - r) for p, r in zip(points, reached, strict=True)]
-    on.bar(places, reached, 0.7, color=charts.BLUE, label="reached")
-    on.bar(places, lost, 0.7, bottom=reached, color=charts.LOST, label="lost")
-    on.errorbar(places, reached, charts.whiskers(speeds), **charts.WHISKER)
-    for place, point in zip(places, points, strict=True):
+    on.bar(positions, reached, 0.7, color=charts.BLUE, label="reached")
+    on.bar(positions, lost, 0.7, bottom=reached, color=charts.LOST, label="lost")
+    on.errorbar(positions, reached, charts.whiskers(speeds), **charts.WHISKER)
+    for position, point in zip(positions, points, strict=True):
         top = max(point["images_per_s"]["high"], point["ideal_images_per_s"])
         text = f"{point['efficiency']['median']:.1%}"
-        on.annotate(text, (place, top), (0, 4), textcoords="offset points", ha="center")
-    on.set_xticks(places, [f"{p['ranks']}\n{counted(p['num_hosts'], 'host')}" for p in points])
+        on.annotate(text, (position, top), (0, 4), textcoords="offset points", ha="center")
+    on.set_xticks(positions, [f"{p['ranks']}\n{counted(p['num_hosts'], 'host')}" for p in points])
     on.set_xlabel("ranks")
     on.set_ylabel("images/s over all ranks")
     on.set_ylim(0, on.get_ylim()[1] * 1.06)
@@ -157,4 +171,13 @@ def draw(results: Results, figure: Figure) -> None:
     figure.suptitle(_title(results), fontsize=10)
 
 
-BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(7.5, 4.8), takes_training=True)
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    draw,
+    size=(7.5, 4.8),
+    takes_training=True,
+    example="-H localhost:2 --arch resnet18",
+)

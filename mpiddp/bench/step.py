@@ -8,14 +8,16 @@ far it is from itself is the noise.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import Jobs, say
-from mpiddp.bench.options import add_rounds
+from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.options import add_rounds, as_arguments, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.bench.rounds import ratios
 from mpiddp.text import counted
 
 if TYPE_CHECKING:
@@ -28,28 +30,32 @@ STEP = "step"  # of which these are the parts
 MAX_BARS = 16  # ranks in the chart
 
 
-def rank_options() -> argparse.ArgumentParser:
-    """The options of the ranks; what else they get is for the training."""
-    parser = OneSentenceParser(prog="mpiddp bench-rank step", allow_abbrev=False)
-    _add_options(parser)
-    return parser
+@dataclass(frozen=True)
+class Options:
+    steps: int
+    real_data: bool
+    rounds: int
+
+
+def rank_options(argv: list[str]) -> tuple[Options, list[str]]:
+    return parse_rank_options("mpiddp bench-rank step", Options, _add_options, argv)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     # 50 are as many as there are between two log lines, which belong to the runner's loop.
-    parser.add_argument("--steps", type=whole(4), default=50, help="in each block")
     parser.add_argument(
-        "--real-data", action="store_true", help="read --dataset for the parts of a step"
+        "--steps", type=whole(4), default=50, metavar="K", help="steps in each block"
+    )
+    parser.add_argument(
+        "--real-data", action="store_true", help="time the parts of a step on the data set"
     )
     add_rounds(parser, default=5)
 
 
-def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
-    arguments = ["--steps", str(options.steps), "--rounds", str(options.rounds)]
-    arguments += ["--real-data"] if options.real_data else []
+def measure(options: Options, jobs: Jobs) -> Results:
     ranks, rounds = counted(jobs.slots, "rank"), counted(options.rounds, "round")
-    say(f"step: {ranks}, {rounds} of 5 blocks of {options.steps} steps")
-    [found] = jobs.run("step", *arguments, *options.training, ranks=jobs.slots).found
+    note(f"step: {ranks}, {rounds} of 5 blocks of {options.steps} steps")
+    [found] = jobs.run("step", *as_arguments(options), ranks=jobs.slots).results
     loops = found["loops"]
     return {
         "settings": found["settings"],
@@ -58,7 +64,7 @@ def measure(options: argparse.Namespace, jobs: Jobs) -> Results:
             {
                 "loop": name,
                 "step_s": spread(seconds),
-                "to_bare": spread([a / b for a, b in zip(seconds, loops[BARE], strict=True)]),
+                "to_bare": spread(ratios(seconds, loops[BARE])),
                 "rounds_s": seconds,
             }
             for name, seconds in loops.items()
@@ -105,24 +111,24 @@ def _title(results: Results) -> str:
 
 
 def draw(results: Results, figure: Figure) -> None:
-    parts, ratios = charts.axes(figure, columns=2)
+    parts, loops = charts.axes(figure, columns=2)
     _draw_parts(parts, results["ranks"][:MAX_BARS])
     others = [each for each in results["loops"] if each["loop"] != BARE]
-    bare = next(each["rounds_s"] for each in results["loops"] if each["loop"] == BARE)
-    for place, (each, colour) in enumerate(zip(others, (charts.BLUE, charts.GREY), strict=True)):
-        each_round = [a / b for a, b in zip(each["rounds_s"], bare, strict=True)]
-        ratios.plot([place] * len(each_round), each_round, "o", color=colour, alpha=0.5)
+    bare_s = next(each["rounds_s"] for each in results["loops"] if each["loop"] == BARE)
+    for index, (each, colour) in enumerate(zip(others, (charts.BLUE, charts.GREY), strict=True)):
+        each_round = ratios(each["rounds_s"], bare_s)
+        loops.plot([index] * len(each_round), each_round, "o", color=colour, alpha=0.5)
         middle = each["to_bare"]["median"]
-        ratios.plot([place - 0.25, place + 0.25], [middle, middle], color=colour, linewidth=2)
-        ratios.annotate(f"{middle:.3f}", (place + 0.28, middle), va="center")
-    ratios.axhline(1, color="#222222", linewidth=0.8)
-    ratios.set_xticks(range(len(others)), [f"{each['loop']} / {BARE}" for each in others])
-    ratios.set_xlim(-0.6, len(others) - 0.2)
-    ratios.set_ylabel("ratio of step times: each round, and the median")
+        loops.plot([index - 0.25, index + 0.25], [middle, middle], color=colour, linewidth=2)
+        loops.annotate(f"{middle:.3f}", (index + 0.28, middle), va="center")
+    loops.axhline(1, color="#222222", linewidth=0.8)
+    loops.set_xticks(range(len(others)), [f"{each['loop']} / {BARE}" for each in others])
+    loops.set_xlim(-0.6, len(others) - 0.2)
+    loops.set_ylabel("ratio of step times: each round, and the median")
     figure.suptitle(_title(results), fontsize=10)
 
 
-def _draw_parts(on: Axes, ranks: list[dict[str, Any]]) -> None:
+def _draw_parts(on: Axes, ranks: list[Results]) -> None:
     names = [f"rank {rank['rank']}" for rank in ranks]
     left = [0.0] * len(ranks)
     colours = (
@@ -150,4 +156,13 @@ def _draw_parts(on: Axes, ranks: list[dict[str, Any]]) -> None:
     on.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
 
 
-BENCHMARK = Benchmark(_add_options, measure, table, draw, size=(12, 4.8), takes_training=True)
+BENCHMARK = Benchmark(
+    Options,
+    _add_options,
+    measure,
+    table,
+    draw,
+    size=(12, 4.8),
+    takes_training=True,
+    example="-H localhost:2 --arch resnet18 --stem imagenet",
+)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mpiddp.bench.allreduce import rank_options
 from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
-from mpiddp.bench.words import emit
+from mpiddp.bench.result_lines import emit
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import BACKENDS, choose_backend, default_group, device_of
 from mpiddp.train.metrics import StepTimer, slowest
@@ -19,7 +19,7 @@ WARMUP = 3
 
 
 def run(world: World, argv: list[str]) -> None:
-    options = rank_options().parse_args(argv)
+    options = rank_options(argv)
     with join(world) as coordinator:
         with coordinator.all_or_none():
             backends = (

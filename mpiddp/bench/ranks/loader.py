@@ -25,7 +25,8 @@ from mpiddp.bench.ranks.training import (
     hosts_of,
     settled,
 )
-from mpiddp.bench.words import emit
+from mpiddp.bench.result_lines import emit
+from mpiddp.bench.rounds import turns
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
@@ -53,28 +54,26 @@ class Opened:
 
 
 def run(world: World, argv: list[str]) -> None:
-    options, training = rank_options().parse_known_args(argv)
+    options, training = rank_options(argv)
     with join(world) as coordinator, _generated(coordinator, options.images) as folder:
         opened, missing = _open_all(coordinator, training, folder, options.workers)
         hosts = hosts_of(coordinator)
         shapes = {each.data.shape: each for each in opened}
         needs = {shape: _model_images_per_s(coordinator, each) for shape, each in shapes.items()}
-        speeds: list[list[float]] = [[] for _ in opened]
-        for epoch in range(options.rounds + 1):
-            turns = list(zip(opened, speeds, strict=True))
-            for each, seen in turns if epoch % 2 else reversed(turns):
-                speed = _images_per_s(coordinator, each, options.batches, epoch)
-                if epoch > 0:
-                    seen.append(speed)
+        speeds: dict[str, list[float]] = {each.name: [] for each in opened}
+        for epoch, each in turns(opened, options.rounds, warmup=1):
+            speed = _images_per_s(coordinator, each, options.batches, epoch)
+            if epoch > 0:
+                speeds[each.name].append(speed)
         if coordinator.world.rank == 0:
             found = [
                 {
                     "source": each.name,
                     "batch_size": each.config.batch_size,
-                    "images_per_s": seen,
+                    "images_per_s": speeds[each.name],
                     "model_images_per_s": needs[each.data.shape],
                 }
-                for each, seen in zip(opened, speeds, strict=True)
+                for each in opened
             ]
             arch = opened[0].config.arch
             emit({"arch": arch, "sources": found, "missing": missing, "hosts": hosts})
@@ -95,12 +94,12 @@ def _open_all(
         "Fashion-MNIST": ["--dataset", "fashion-mnist", *elsewhere],
     }
     for count in workers:
-        words = ["--dataset", "image-folder", "--data-dir", str(folder)]
+        options = ["--dataset", "image-folder", "--data-dir", str(folder)]
         name = f"image folder, {counted(count, 'worker')}"
-        sources[name] = [*words, "--num-workers", str(count)]
+        sources[name] = [*options, "--num-workers", str(count)]
     opened, missing = [], {}
-    for name, words in sources.items():
-        found = _open(coordinator, name, [*training, *words])
+    for name, options in sources.items():
+        found = _open(coordinator, name, [*training, *options])
         if isinstance(found, Opened):
             opened.append(found)
         else:

@@ -1,6 +1,6 @@
 """`mpiddp bench-rank NAME`: one rank of a benchmark's job, which `mpiddp bench` has started.
 
-What a rank finds out goes back as a line of stdout, see `mpiddp.bench.words`.
+A rank sends what it measured as a line of stdout, see `mpiddp.bench.result_lines`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import reporting
 from mpiddp.world import World
 
-RANK_SIDES = ("scaling", "allreduce", "step", "loader", "meeting")
+RANK_SIDES = ("scaling", "allreduce", "step", "loader", "rendezvous")
 
 
 def main(argv: list[str]) -> int:
-    """Be one rank of the job that the first word names.
+    """Be one rank of the job that the first argument names.
 
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.

@@ -9,8 +9,8 @@ from mpiddp.bench.ranks.training import (
     synthetic_job,
     synthetic_plan,
 )
+from mpiddp.bench.result_lines import emit
 from mpiddp.bench.scaling import rank_options
-from mpiddp.bench.words import emit
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.engine import backward
 from mpiddp.train.metrics import StepTimer, slowest
@@ -19,7 +19,7 @@ from mpiddp.world import World
 
 
 def run(world: World, argv: list[str]) -> None:
-    options, training = rank_options().parse_known_args(argv)
+    options, training = rank_options(argv)
     with synthetic_job(world, training) as job:
         data = open_source(job)
         parts = build(job, data)
@@ -37,7 +37,7 @@ def run(world: World, argv: list[str]) -> None:
             timer.tick()
         own = timer.read()[options.warmup :]
         *seconds, total = slowest([*own, sum(own)], job.device)
-        if job.speaks:
+        if job.is_rank_0:
             emit(
                 {
                     "step_s": seconds,

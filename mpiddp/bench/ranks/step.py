@@ -29,8 +29,9 @@ from mpiddp.bench.ranks.training import (
     synthetic_job,
     synthetic_plan,
 )
+from mpiddp.bench.result_lines import emit
+from mpiddp.bench.rounds import turns
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
-from mpiddp.bench.words import emit
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import UserError
 from mpiddp.train.data.prefetch import prefetched
@@ -44,14 +45,12 @@ from mpiddp.world import World
 
 
 def run(world: World, argv: list[str]) -> None:
-    options, training = rank_options().parse_known_args(argv)
+    options, training = rank_options(argv)
     count = STARTUP_STEPS + options.steps
     with synthetic_job(world, training) as job:
         with job.coordinator.all_or_none():
             if job.config.grad_accum_steps != 1:
                 raise UserError("a step of mpiddp bench is one backward pass: no accumulation.")
-            if job.config.stop_at_step is not None:
-                raise UserError("mpiddp bench step makes all of its --steps: no --stop-at-step.")
         data = open_source(job)
         phases_data = data
         if options.real_data:
@@ -60,7 +59,7 @@ def run(world: World, argv: list[str]) -> None:
             loops = _loops(job, data, folder, count, options.rounds)
         phases = _phases(job, phases_data, count, options.rounds)
         everyone = job.coordinator.all_gather_json(phases, timeout_s=EXCHANGE_TIMEOUT_S)
-        if job.speaks:
+        if job.is_rank_0:
             emit(
                 {
                     "loops": loops,
@@ -83,22 +82,17 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
         BARE: lambda _: _bare(job, data, tensors, plan),
         BARE_AGAIN: lambda _: _bare(job, data, tensors, plan),
     }
-    names = list(blocks)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number // 2 % len(names)
-        order = (*names[turn:], *names[:turn])
-        # Backwards every other time: a block feels what the one before has left to the disk.
-        for name in order[:: -1 if number % 2 else 1]:
-            seconds[name].append(blocks[name](folder / str(number)))
+    seconds: dict[str, list[float]] = {name: [] for name in blocks}
+    for number, name in turns(list(blocks), rounds):
+        seconds[name].append(blocks[name](folder / str(number)))
     return seconds
 
 
 def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
-    """What `mpiddp train` itself says of these steps."""
+    """What `mpiddp train` itself measures of these steps."""
     config = replace(job.config, epochs=1, out=str(out))
     run = RunDir(out)
-    if job.speaks:
+    if job.is_rank_0:
         run.checkpoints.mkdir(parents=True)
     model = build_model(config, data)
     summary = train(
@@ -133,16 +127,16 @@ def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[flo
     """
     parts = build(job, data)
     found: dict[str, list[float]] = {name: [] for name in (*PHASES, STEP)}
-    for number in range(rounds):
-        means: dict[bool, list[float]] = {}
-        for syncs in (True, False) if number % 2 else (False, True):
-            means[syncs] = _timed_phases(job, data, parts, count, syncs)
-        load, forward, backward, optimizer, other = means[False]
-        exposed = sum(means[True]) - sum(means[False])
+    blocks: dict[bool, list[list[float]]] = {False: [], True: []}
+    for _, syncs in turns(list(blocks), rounds):
+        blocks[syncs].append(_timed_phases(job, data, parts, count, syncs))
+    for alone, synced in zip(blocks[False], blocks[True], strict=True):
+        load, forward, backward, optimizer, other = alone
+        exposed = sum(synced) - sum(alone)
         parts_of_step = (load, forward, backward, exposed, optimizer, other)
         for name, seconds in zip(PHASES, parts_of_step, strict=True):
             found[name].append(seconds)
-        found[STEP].append(sum(means[True]))
+        found[STEP].append(sum(synced))
     return found
 
 
@@ -193,11 +187,11 @@ def _folder(job: Job) -> Iterator[Path]:
     """Where the runner's loop leaves its records and checkpoints: on rank 0's host, for a while."""
     path = Path(
         job.coordinator.broadcast_json(
-            tempfile.mkdtemp(prefix="mpiddp-bench-") if job.speaks else ""
+            tempfile.mkdtemp(prefix="mpiddp-bench-") if job.is_rank_0 else ""
         )
     )
     try:
         yield path
     finally:
-        if job.speaks:
+        if job.is_rank_0:
             shutil.rmtree(path)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpiddp.bench.machine import machine
+from mpiddp.bench.result_lines import Result
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import choose_backend, default_group, device_of
@@ -42,11 +42,11 @@ class Job:
     config: TrainConfig
     backend: str
     device: torch.device
-    hosts: list[dict[str, Any]]
+    hosts: list[Result]
 
     @property
-    def speaks(self) -> bool:
-        """Whether this is the rank that tells the launching process."""
+    def is_rank_0(self) -> bool:
+        """Whether this is the rank that sends the results."""
         return self.coordinator.world.rank == 0
 
 
@@ -88,9 +88,9 @@ def settled(
     return config, backend, device
 
 
-def hosts_of(coordinator: Coordinator) -> list[dict[str, Any]]:
+def hosts_of(coordinator: Coordinator) -> list[Result]:
     """Each host's machine, with its number of ranks. All ranks must call this."""
-    own = machine() if coordinator.world.local_rank == 0 else None
+    own = asdict(machine()) if coordinator.world.local_rank == 0 else None
     found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
     return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
 
@@ -135,6 +135,6 @@ def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
     return make_plan(config, data, job.coordinator)
 
 
-def settings(job: Job) -> dict[str, Any]:
+def settings(job: Job) -> Result:
     """What decides the speed of a step, as results show it."""
     return {**job.config.as_json(), "backend": job.backend, "device": job.device.type}

@@ -1,4 +1,4 @@
-"""A rank of `mpiddp bench rendezvous`: it meets the others, and says when it knew of all of them.
+"""A rank of `mpiddp bench rendezvous`: it joins the others, and tells when it knew of all of them.
 
 Without --torch nothing of torch is loaded: what is left is Python, MPI and the exchange over it.
 """
@@ -17,23 +17,23 @@ from mpiddp.world import World
 
 
 def run(world: World, argv: list[str]) -> None:
-    options = rank_options().parse_args(argv)
+    options = rank_options(argv)
     if options.torch:
         from mpiddp.runtime.join import join
 
         ready_at = time.time()
         with join(world):
-            _tell(world, ready_at, options.to)
+            _write(world, ready_at, options.to)
         return
     ready_at = time.time()
-    meeting = rendezvous_over_mpi(world, timeout_s=float(os.environ["MPIDDP_TIMEOUT"]))
-    _tell(world, ready_at, options.to)
-    if meeting.listener is not None:
-        meeting.listener.close()
+    result = rendezvous_over_mpi(world, timeout_s=float(os.environ["MPIDDP_TIMEOUT"]))
+    _write(world, ready_at, options.to)
+    if result.listener is not None:
+        result.listener.close()
 
 
-def _tell(world: World, ready_at: float, folder: Path) -> None:
-    """Not on stdout, where Open MPI 4.1 may mix the words of two ranks."""
+def _write(world: World, ready_at: float, folder: Path) -> None:
+    """Not on stdout, where Open MPI 4.1 may mix the lines of two ranks."""
     met_at, peak_mb = time.time(), peak_bytes(os.getpid()) / 1e6
     found = {"rank": world.rank, "ready_at": ready_at, "met_at": met_at, "peak_mb": peak_mb}
     (folder / f"{world.rank}.json").write_text(json.dumps(found))

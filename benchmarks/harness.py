@@ -1,0 +1,64 @@
+"""What the scripts of this folder share beside `mpiddp.bench`: how they begin, and which mpirun they use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from mpiddp.bench.benchmark import Benchmark, Options
+from mpiddp.bench.jobs import Finished, JobFailed, run
+from mpiddp.bench.run import run_benchmark
+from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, UserError
+from tests.flavours import find
+from tests.ranks import ROOT, find_mpirun, mpirun_command
+
+OPENMPI5 = "openmpi5"  # the one of this environment; tests.flavours installs the others
+
+
+def start(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script's main function; its errors are one sentence, as those of `mpiddp` are.
+
+    Jobs find this checkout, and their ranks have one thread each, as torchrun gives them.
+    """
+    os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    try:
+        sys.exit(main() or DONE)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    except JobFailed as failure:
+        print(f"a job failed with exit code {failure.code}:\n{failure}", file=sys.stderr)
+        sys.exit(failure.code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def start_benchmark(name: str, purpose: str, benchmark: Benchmark[Options]) -> NoReturn:
+    """Run `python -m benchmarks.NAME` as `mpiddp bench` runs its benchmarks."""
+    prog = f"python -m benchmarks.{name}"
+    start(lambda: run_benchmark(prog, purpose, benchmark, sys.argv[1:]))
+
+
+def run_ranks(ranks: int, *python_args: str, timeout_s: float) -> Finished:
+    """Run `mpirun -np RANKS python PYTHON_ARGS…`: ranks that `mpiddp launch` has not prepared.
+
+    Raises:
+        JobFailed: it did not succeed within `timeout_s`.
+    """
+    return run(mpirun_command(ranks, *python_args), timeout_s=timeout_s)
+
+
+def mpirun_of(starter: str) -> str:
+    """The path of its mpirun.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    path: str | Path | None = find_mpirun() if starter == OPENMPI5 else find(starter)
+    if path is None:
+        raise UserError(f"{starter} is not installed. Run: python -m tests.flavours install")
+    return str(path)

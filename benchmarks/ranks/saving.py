@@ -1,0 +1,94 @@
+"""A rank of `python -m benchmarks.saving`: blocks of steps that save in a thread, at once, or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, rank_options
+from mpiddp.bench.result_lines import emit
+from mpiddp.bench.rounds import turns
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import default_group, device_of
+from mpiddp.train.checkpoint import Progress
+from mpiddp.train.config import resolve_defaults
+from mpiddp.train.engine import backward, build_optimizer, to_device
+from mpiddp.train.options import parse
+from mpiddp.train.parallel import wrap
+from mpiddp.train.resnet import ARCHS
+from mpiddp.train.saver import Saver
+from mpiddp.train.sharding import Step
+
+STEPS = 20
+
+
+def main() -> None:
+    options = rank_options(sys.argv[1:])
+    training = parse([f"--arch={options.arch}", "--batch-size=64", f"--backend={options.backend}"])
+    with join() as coordinator:
+        device = device_of(coordinator.world, options.backend)
+        on_gpu = device.type != "cpu"
+        config = resolve_defaults(training, coordinator.world, on_gpu=on_gpu, has_bf16=False)
+        with default_group(coordinator, options.backend, device, timeout_s=600):
+            torch.manual_seed(0)
+            size = options.image_size
+            images = torch.randn(64, 3, size, size, device=device).to(
+                memory_format=torch.channels_last
+            )
+            labels = torch.randint(10, (64,), device=device)
+            net = ARCHS[options.arch](num_classes=10, stem=options.stem)
+            model = to_device(net, config, device)
+            optimizer = build_optimizer(model, config)
+            scaler = torch.amp.GradScaler(device.type, enabled=False)
+            ddp = wrap(model, config, (3, size, size))
+            root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.folder)))
+            saver = Saver(root, [0], coordinator, model, optimizer, scaler, config, "synthetic")
+            step = Step((torch.arange(64),), 64 * coordinator.world.world_size, True)
+
+            def block(variant: str, first: int) -> list[float]:
+                """The seconds of each step of a block."""
+                dist.barrier()
+                marks = [_now(device)]
+                for index in range(STEPS):
+                    backward(ddp, iter([(images, labels)]), step, scaler, config)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    if variant != NO_SAVE and index == 0:
+                        saver.save(Progress(first + index))
+                    if variant == AT_ONCE and index == 0:
+                        saver.finish()
+                    marks.append(_now(device))
+                return [end - start for start, end in itertools.pairwise(marks)]
+
+            step_s: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
+            cpu_s: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+            first = 0
+            # Memory, kernels and the momentum come with the first round, which does not count.
+            for number, variant in turns(VARIANTS, options.rounds, warmup=1):
+                start = time.process_time()
+                seconds = block(variant, first)
+                saver.finish()
+                if number > 0:
+                    step_s[variant].append(seconds)
+                    cpu_s[variant].append(time.process_time() - start)
+                first += STEPS
+            if coordinator.world.rank == 0:
+                shutil.rmtree(root)
+                emit({"step_s": step_s, "cpu_s": cpu_s})
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()

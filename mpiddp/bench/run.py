@@ -1,0 +1,123 @@
+"""One benchmark from its command line to its files: `mpiddp bench NAME`, `python -m benchmarks.NAME`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from mpiddp.bench import charts
+from mpiddp.bench.benchmark import Benchmark, Options, Results
+from mpiddp.bench.jobs import JobFailed, Jobs, note
+from mpiddp.bench.machine import machine
+from mpiddp.bench.options import SharedOptions, name_of, parse
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import make_request
+from mpiddp.launch.starters.environment import without_secrets
+
+
+def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: list[str]) -> int:
+    """Measure, print, write; 0, or the exit code of a job that failed: 1 or 2.
+
+    Raises:
+        UserError: bad input, found before anything was measured.
+    """
+    started_at = time.time()
+    shared, options, training = parse(prog, purpose, benchmark, argv)
+    if benchmark.draw:
+        charts.need_matplotlib()
+    name = name_of(prog)
+    started = time.strftime("%Y%m%d-%H%M%S", time.localtime(started_at))
+    folder = Path(shared.out or f"bench/{started}-{name}")
+    _check_writable(folder)
+    jobs = _jobs(shared, getattr(options, "backend", None), training, benchmark, started_at)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the job as a Ctrl-C does
+    try:
+        results = benchmark.measure(options, jobs)
+    except JobFailed as failure:
+        print(failure, file=sys.stderr)
+        note(f"bench {name} ends here: a job failed with exit code {failure.code}.")
+        return BAD_INPUT if failure.code == BAD_INPUT else FAILED
+    print(benchmark.table(results))
+    environment = {"mpi": jobs.starter, "hosts": results.pop("hosts", None) or [asdict(machine())]}
+    exports = [without_secrets(["-x", export])[1] for export in shared.x]
+    record = {
+        "benchmark": name,
+        "command": shlex.join([*prog.split(), *without_secrets(argv)]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started_at)),
+        "environment": environment,
+        "options": {**asdict(shared), **asdict(options), "x": exports, "training": training},
+        "results": results,
+    }
+    _write(folder, name, benchmark, record)
+    return DONE
+
+
+def _jobs(
+    shared: SharedOptions,
+    backend: str | None,
+    training: list[str],
+    benchmark: Benchmark[Options],
+    started_at: float,
+) -> Jobs:
+    """Check the hosts as a launch does, once; a fault there ends the benchmark here."""
+    where = shared.launch_options()
+    ranks = ["-n", str(shared.n)] if shared.n else []
+    if not benchmark.takes_hosts:
+        ranks = ["-H", "localhost:1"]
+    job = ["-m", "mpiddp", "bench-rank", *training]
+    if backend:  # over gloo ranks need no GPU of their own
+        job += ["--backend", backend]
+    starter, request = make_request(
+        parse_options([*where, *ranks, *job]), started_at, os.environ, note
+    )
+    per_host = max(node.ranks for node in request.nodes)
+    return Jobs(
+        tuple(where), request.world_size, per_host, starter.name, shared.timeout, tuple(training)
+    )
+
+
+def _check_writable(folder: Path) -> None:
+    """An hour of measuring is not to be lost to a missing permission."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError:
+        raise UserError(
+            f"--out {folder}: {existing} cannot be written. Name another folder."
+        ) from None
+
+
+def _write(folder: Path, name: str, benchmark: Benchmark[Options], record: Results) -> None:
+    files = [f"{folder / name}.json"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        if benchmark.draw:
+            figure = charts.new_figure(benchmark.size)
+            benchmark.draw(record["results"], figure)
+            charts.save(figure, folder / f"{name}.png", _footnotes(record))
+            files.append(f"{name}.png")
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written: {error.strerror}.") from None
+    print(f"\n{' and '.join(files)}")
+
+
+def _footnotes(record: Results) -> list[str]:
+    hosts = record["environment"]["hosts"]
+    others = f" and {len(hosts) - 1} more" if len(hosts) > 1 else ""
+    first = hosts[0]
+    gpus = f", {len(first['gpus'])} × {first['gpus'][0]}" if first["gpus"] else ""
+    hardware = f"{first['cores']} × {first['cpu']}{gpus}{others}"
+    return [
+        f"{hardware}, torch {first['torch']}, {record['environment']['mpi']}",
+        record["command"],
+    ]
