@@ -14,7 +14,7 @@ import pytest
 from tests import cluster, flavours, ranks
 
 STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, flavours.mpirun_of)
-VERBS = ("run", "train", "launch", "bench")
+VERBS = ("run", "train", "launch", "bench", "-H")
 STANDS_UP = ("up", "up_or_skip", "stand_up")
 
 
@@ -35,10 +35,11 @@ def starts_ranks(functions: Iterable[object]) -> bool:
         used = _globals_of(function)
         if any(value is start for value in used for start in STARTS_RANKS):
             return True
-        words = [*function.__code__.co_consts]
+        words = list(function.__code__.co_consts)
         for value in used:
-            words += value if isinstance(value, (list, tuple)) else []
-        if "mpiddp" in words and any(verb in words for verb in VERBS):
+            words += value if isinstance(value, (list, tuple)) else [value]
+        words = [word for word in words if isinstance(word, str)]
+        if any("mpiddp" in word for word in words) and any(verb in words for verb in VERBS):
             return True
     return False
 
