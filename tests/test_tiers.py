@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests import (
     test_run,
     test_stop,
 )
-from tests.tiers import starts_ranks, uses_cluster
+from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,8 @@ def test_its_marks_are_those_of_its_fixtures_as_well(request: pytest.FixtureRequ
     for item in request.session.items:
         if "hosts" in getattr(item, "fixturenames", ()):
             assert item.get_closest_marker("cluster"), item.nodeid
+
+
+def test_the_files_that_take_longest_exist() -> None:
+    for name in LONGEST_FIRST:
+        assert Path(__file__).with_name(f"test_{name}.py").exists(), name

@@ -14,6 +14,23 @@ import pytest
 from tests import cluster, flavours, ranks
 
 STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, flavours.mpirun_of)
+# The files that take longest, longest first: one that starts last would keep one process busy while
+# the others have nothing left to do.
+LONGEST_FIRST = (
+    *(
+        "training",
+        "launch",
+        "supervision",
+        "resume",
+        "run",
+        "stop",
+        "training_input",
+        "exactly_once",
+    ),
+    *("restarts", "replicas", "failing_rank", "cifar10_learns", "launch_hosts", "network_of_a_job"),
+    *("bench", "launchers", "slurm_job", "rendezvous", "run_sh", "faulty_disks", "joining"),
+    *("preflight", "cifar10_fetch", "saver", "cluster", "launch_options", "crew", "control"),
+)
 VERBS = ("run", "train", "launch", "bench", "-H")
 STANDS_UP = ("up", "up_or_skip", "stand_up")
 
@@ -27,6 +44,12 @@ def mark(item: pytest.Function) -> None:
         item.add_marker(pytest.mark.cluster)
     if starts_ranks(functions):
         item.add_marker(pytest.mark.ranks)
+
+
+def by_length(item: pytest.Item) -> int:
+    """The rank of the test's file in LONGEST_FIRST; those that are not listed come last."""
+    name = item.path.stem.removeprefix("test_")
+    return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 def starts_ranks(functions: Iterable[object]) -> bool:
