@@ -1,6 +1,6 @@
 """Measures every MPI flavour against torchrun and prints docs/flavours.md's table.
 
-    python -m tests.flavours install
+    python -m tests.mpis install
     python -m benchmarks.flavours --rounds 7 > table.md       # some 5 minutes on 2 cores
 
 The variants alternate within each round, so that what else the machine does meets all of them alike.
@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from tests import cluster
-from tests.flavours import find
+from tests.mpis import find
 from tests.ranks import ROOT, clean_env, find_mpirun
 
 JOB = str(ROOT / "mpiddp" / "bench" / "ranks" / "first_all_reduce.py")
@@ -37,7 +37,7 @@ NAMES = {
 
 def mpirun_of(flavour: str) -> str:
     path = find_mpirun() if flavour == "openmpi" else find(flavour)
-    assert path is not None, f"{flavour} is not installed: python -m tests.flavours install"
+    assert path is not None, f"{flavour} is not installed: python -m tests.mpis install"
     return str(path)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests import cluster
 from tests.cluster import Cluster
-from tests.flavours import PACKAGES, mpirun_of
+from tests.mpis import PACKAGES, mpirun_of
 from tests.ranks import ROOT
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch", "-H", "node0:1,node1:1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flavours import find, mpirun_of
+from tests.mpis import find, mpirun_of
 from tests.ranks import mpirun, own_lines
 
 

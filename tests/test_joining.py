@@ -20,7 +20,7 @@ from mpiddp.launch.supervise.hang_report import missing_sentence
 from mpiddp.launch.supervise.job_state import JobState
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
-from tests.flavours import mpirun_of
+from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 

@@ -1,6 +1,6 @@
 """`mpiddp launch` on this machine, with the real mpirun of every MPI that is installed.
 
-python -m tests.flavours install     # the MPIs beside Open MPI 5
+python -m tests.mpis install     # the MPIs beside Open MPI 5
 python -m pytest tests/test_launch.py
 """
 
@@ -21,7 +21,7 @@ from socket import gethostname
 
 import pytest
 
-from tests.flavours import PACKAGES, mpirun_of
+from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests import cluster
 from tests.cluster import Cluster
-from tests.flavours import PACKAGES, mpirun_of
+from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT
 

@@ -14,7 +14,7 @@ import torch
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
 from tests.cluster.slurm import Slurm
-from tests.flavours import mpirun_of
+from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests import cluster
 from tests.cluster import USER, Cluster, Layout
-from tests.flavours import mpirun_of
+from tests.mpis import mpirun_of
 from tests.ranks import ROOT, find_mpirun
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))

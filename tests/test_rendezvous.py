@@ -126,7 +126,7 @@ def test_a_taken_port_is_said_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for _ in range(5):  # a race, if it is not right
-            done = mpirun(4, job("meeting"), env={"MASTER_PORT": port})
+            done = mpirun(4, job("rendezvous"), env={"MASTER_PORT": port})
             assert refusal(done) == (
                 f"MASTER_PORT={port} is taken on {socket.gethostname()} (127.0.0.1). "
                 "Leave it unset, and a free one is chosen."
@@ -143,7 +143,7 @@ def test_a_taken_port_is_said_once() -> None:
     ],
 )
 def test_what_cannot_be_is_said_once(env: dict[str, str], sentence: str) -> None:
-    assert re.match(sentence, refusal(mpirun(3, job("meeting"), env=env)))
+    assert re.match(sentence, refusal(mpirun(3, job("rendezvous"), env=env)))
 
 
 @pytest.mark.parametrize("deaf", [{}, {"MPIDDP_TEST_DEAF": "1"}], ids=["", "deaf"])
@@ -152,7 +152,7 @@ def test_ranks_that_do_not_come_are_not_waited_for_in_silence(deaf: dict[str, st
 
     Nor does a handler run that the script has for SIGTERM.
     """
-    done = mpirun(3, job("meeting"), env={"MPIDDP_TEST_SLEEPER": "0", **deaf})
+    done = mpirun(3, job("rendezvous"), env={"MPIDDP_TEST_SLEEPER": "0", **deaf})
     sentences = [line for line in own_lines(done.stderr) if line.startswith("rank ")]
     assert deaf or len(sentences) == 1  # others may speak before one that is deaf has ended
     assert sentences[0].startswith(
@@ -166,7 +166,7 @@ def test_a_foreign_mpi_is_refused_once() -> None:
     """Ranks of a size that MPI does not report: mpirun and libmpi come from different MPIs."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, job("meeting")],
+            [sys.executable, job("rendezvous")],
             env=clean_env(
                 {
                     "OMPI_COMM_WORLD_RANK": str(rank),

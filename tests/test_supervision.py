@@ -19,7 +19,7 @@ from mpiddp.launch.supervise.hang_report import hang_sentences
 from mpiddp.launch.supervise.job_state import JobState
 from tests import cluster
 from tests.cluster import Cluster, Program
-from tests.flavours import PACKAGES, mpirun_of
+from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, launch, script
 

@@ -11,9 +11,9 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from tests import cluster, flavours, ranks
+from tests import cluster, mpis, ranks
 
-STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, flavours.mpirun_of)
+STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, mpis.mpirun_of)
 # The files that take longest, longest first: one that starts last would keep one process busy while
 # the others have nothing left to do.
 LONGEST_FIRST = (
@@ -29,7 +29,15 @@ LONGEST_FIRST = (
     ),
     *("restarts", "replicas", "failing_rank", "cifar10_learns", "launch_hosts", "network_of_a_job"),
     *("bench", "launchers", "slurm_job", "rendezvous", "run_sh", "faulty_disks", "joining"),
-    *("preflight", "cifar10_fetch", "saver", "cluster", "launch_options", "crew", "control"),
+    *(
+        "preflight",
+        "cifar10_fetch",
+        "saver",
+        "test_hosts",
+        "launch_options",
+        "coordinator",
+        "control_channel",
+    ),
 )
 VERBS = ("run", "train", "launch", "bench", "-H")
 STANDS_UP = ("up", "up_or_skip", "stand_up")

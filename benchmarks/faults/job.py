@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mpiddp.checkpoints import directory
 from tests.cluster import Cluster, Program
 from tests.cluster.host import Process
-from tests.flavours import find
+from tests.mpis import find
 from tests.ranks import ROOT, find_mpirun
 
 HOSTS = "node0:1,node1:1,node2:1"
@@ -132,7 +132,7 @@ class Job:
 
 def mpirun_of(flavour: str) -> str:
     path = find_mpirun() if flavour == "openmpi5" else find(flavour)
-    assert path is not None, f"{flavour} is not installed: python -m tests.flavours install"
+    assert path is not None, f"{flavour} is not installed: python -m tests.mpis install"
     return str(path)
 
 

@@ -1,7 +1,7 @@
 """The other MPIs, each installed beside: one virtual environment with one torch serves them all.
 
-python -m tests.flavours install     # into .mpi/, some 400 MB, no root
-python -m tests.flavours             # lists what is there
+python -m tests.mpis install     # into .mpi/, some 400 MB, no root
+python -m tests.mpis             # lists what is there
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def mpirun_of(flavour: str) -> str:
         return find_mpirun()
     path = find(flavour)
     if path is None:
-        pytest.skip(f"{flavour} is not installed: python -m tests.flavours install")
+        pytest.skip(f"{flavour} is not installed: python -m tests.mpis install")
     return str(path)
 
 
