@@ -40,11 +40,11 @@ def hosts() -> Iterator[Cluster]:
 
 # What an exception prints is Python's affair, so one MPI shows it; how a job ends is each MPI's own.
 @pytest.mark.parametrize(
-    ("flavour", "end"),
-    [("openmpi5", end) for end in ENDS] + [(flavour, "sys.exit(3)") for flavour in PACKAGES],
+    ("mpi", "end"),
+    [("openmpi5", end) for end in ENDS] + [(mpi, "sys.exit(3)") for mpi in PACKAGES],
 )
-def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, flavour: str, end: str) -> None:
-    mpirun = mpirun_of(flavour)
+def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, mpi: str, end: str) -> None:
+    mpirun = mpirun_of(mpi)
     script = hosts.shared / "failing.py"
     script.write_text(FAILING.format(end))
 

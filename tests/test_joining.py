@@ -90,11 +90,11 @@ def only_1_of_2(last_words: str) -> list[str]:
     return [f"mpiddp: {sentence} Its last words: {last_words}"]
 
 
-@pytest.mark.parametrize("flavour", ["openmpi5", "intelmpi"])
+@pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])
 def test_a_rank_that_is_still_importing_is_named_with_its_place(
-    hosts: Cluster, trouble: Path, flavour: str
+    hosts: Cluster, trouble: Path, mpi: str
 ) -> None:
-    mpirun = mpirun_of(flavour)
+    mpirun = mpirun_of(mpi)
     (trouble / "torch.py").write_text(SLEEP)
     done = launch(hosts, trouble, "--timeout", "4", "--mpirun", mpirun)
     place = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(6000)"

@@ -39,7 +39,7 @@ def odd_hosts() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "user"),
+    ("mpi", "user"),
     [
         ("openmpi5", "root"),
         ("openmpi5", USER),
@@ -48,9 +48,9 @@ def odd_hosts() -> Iterator[Cluster]:
         ("intelmpi", "root"),
     ],
 )
-def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, flavour: str, user: str) -> None:
+def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, mpi: str, user: str) -> None:
     """The launching host stands in the middle of the hostfile, and the order is the hostfile's."""
-    mpirun = mpirun_of(flavour)
+    mpirun = mpirun_of(mpi)
     script = odd_hosts.shared / "show.py"
     script.write_text(SHOW)
     command = [MPIDDP, "launch", "-v", "--mpirun", mpirun, "-H", "node1:2,node0:1,node2:1"]

@@ -96,7 +96,7 @@ def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "flavour"),
+    ("number", "mpi"),
     [
         pytest.param(signal.SIGTERM, "openmpi5", marks=pytest.mark.quick),
         (signal.SIGINT, "openmpi5"),
@@ -105,8 +105,8 @@ def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
         (signal.SIGTERM, "intelmpi"),
     ],
 )
-def test_all_ranks_stop_at_one_step(tmp_path: Path, flavour: str, number: int) -> None:
-    arguments = ["--mpirun", mpirun_of(flavour), *LONG_GRACE, "-H", "localhost:3"]
+def test_all_ranks_stop_at_one_step(tmp_path: Path, mpi: str, number: int) -> None:
+    arguments = ["--mpirun", mpirun_of(mpi), *LONG_GRACE, "-H", "localhost:3"]
     arguments.append(script(tmp_path, SCRIPT))
     with start([*LAUNCH, *arguments], ranks=3) as job:
         time.sleep(random.random())
