@@ -1,4 +1,8 @@
-"""CIFAR-10 is fetched whole and right from either source, or not at all, and says why."""
+"""CIFAR-10 is fetched whole and right from either source, or not at all, and says why.
+
+Tests mpiddp/train/data/cifar10_fetch.py.
+python -m pytest tests/test_cifar10_fetch.py
+"""
 
 import hashlib
 import io

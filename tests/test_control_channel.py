@@ -1,5 +1,6 @@
 """The control channel: only ranks of the job are heard, and only what is the protocol.
 
+Tests mpiddp/runtime/control_client.py, mpiddp/launch/supervise/control_server.py.
 python -m pytest tests/test_control_channel.py
 """
 

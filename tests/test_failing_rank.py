@@ -1,6 +1,9 @@
 """A rank on another host fails while the others sleep: one line names it, and soon nobody is left.
 
 Each MPI has its own way to end a job, and two of them none: see mpiddp/runtime/failure_watch.py.
+
+Tests mpiddp/runtime/failure_watch.py.
+python -m pytest tests/test_failing_rank.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""mpirun of one MPI, the library of another: one sentence, and never N ranks that are all rank 0."""
+"""mpirun of one MPI, the library of another: one sentence, and never N ranks that are all rank 0.
+
+Tests mpiddp/runtime/rendezvous.py.
+python -m pytest tests/test_foreign_mpi.py
+"""
 
 from __future__ import annotations
 

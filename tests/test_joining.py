@@ -1,5 +1,6 @@
 """Ranks that do not come to meet the others are named, with the last that is known of them.
 
+Tests mpiddp/runtime/join.py.
 python -m pytest tests/test_joining.py
 """
 

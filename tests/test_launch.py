@@ -1,6 +1,8 @@
 """`mpiddp launch` on this machine, with the real mpirun of every MPI that is installed.
 
 python -m tests.mpis install     # the MPIs beside Open MPI 5
+
+Tests mpiddp/launch/.
 python -m pytest tests/test_launch.py
 """
 

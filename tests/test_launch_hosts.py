@@ -1,5 +1,6 @@
 """`mpiddp launch` over real hosts by ssh: what reaches the ranks there, and that none is left there.
 
+Tests mpiddp/launch/.
 python -m pytest tests/test_launch_hosts.py
 """
 

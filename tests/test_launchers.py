@@ -1,4 +1,8 @@
-"""One script, every launcher: the same placement, the same words, the same weights bit for bit."""
+"""One script, every launcher: the same placement, the same words, the same weights bit for bit.
+
+Tests mpiddp/world.py.
+python -m pytest tests/test_launchers.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Where rank 0 listens: chosen from cards made by hand, bound and probed with real sockets on loopback."""
+"""Where rank 0 listens: chosen from cards made by hand, bound and probed with real sockets on loopback.
+
+Tests mpiddp/runtime/master_address.py.
+python -m pytest tests/test_master_address.py
+"""
 
 from __future__ import annotations
 

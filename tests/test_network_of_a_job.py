@@ -1,6 +1,9 @@
 """Hosts as they are: 127.0.1.1, bridges of containers, a dead network, names that differ.
 
 Every MPI's own broadcast and gloo after it have to take the one network that works.
+
+Tests mpiddp/runtime/master_address.py, mpiddp/launch/network.py.
+python -m pytest tests/test_network_of_a_job.py
 """
 
 from __future__ import annotations

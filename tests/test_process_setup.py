@@ -1,5 +1,6 @@
 """What a rank settles for its own process, seen by scripts that `mpiddp run` starts.
 
+Tests mpiddp/runtime/process_setup.py.
 python -m pytest tests/test_process_setup.py
 """
 

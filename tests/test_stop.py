@@ -1,5 +1,6 @@
 """A job that is asked to stop saves at one step on all ranks and says how to go on.
 
+Tests mpiddp/launch/supervise/, mpiddp/runtime/stop_request.py.
 python -m pytest tests/test_stop.py
 """
 

@@ -1,5 +1,6 @@
 """What goes wrong is noticed in time, named rightly, and leaves nothing behind, on real hosts.
 
+Tests mpiddp/launch/supervise/.
 python -m pytest tests/test_supervision.py
 """
 

@@ -1,6 +1,7 @@
 """tests/tiers.py: which tests are of real ranks or of the cluster is read from what they reach.
 
-.venv/bin/python -m pytest tests/test_tiers.py
+Tests tests/tiers.py.
+python -m pytest tests/test_tiers.py
 """
 
 from __future__ import annotations
