@@ -195,7 +195,7 @@ case ${1:-} in
     cd "$root"
     if [[ ${1:-} == all ]]; then
       shift
-      exec "$venv/bin/python" -m pytest "$@"
+      exec "$venv/bin/python" -m pytest -n 4 "$@" # they mostly wait, on ssh and for faults to be noticed
     fi
     exec "$venv/bin/python" -m pytest -m "$QUICK" "$@"
     ;;

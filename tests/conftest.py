@@ -29,3 +29,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function):
             tiers.mark(item)
+    items.sort(key=tiers.by_length)

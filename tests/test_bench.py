@@ -1,5 +1,6 @@
 """`mpiddp bench` at its smallest: real jobs, and what they leave is held against itself.
 
+Tests mpiddp/bench/.
 python -m pytest tests/test_bench.py
 """
 

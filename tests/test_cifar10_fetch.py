@@ -1,4 +1,8 @@
-"""CIFAR-10 is fetched whole and right from either source, or not at all, and says why."""
+"""CIFAR-10 is fetched whole and right from either source, or not at all, and says why.
+
+Tests mpiddp/train/data/cifar10_fetch.py.
+python -m pytest tests/test_cifar10_fetch.py
+"""
 
 import hashlib
 import io
@@ -115,7 +119,7 @@ def test_two_hosts_fetch_the_archive_into_one_folder(official: Path, scratch: Pa
     with served(content) as url:
         command = [sys.executable, "-c", program, str(scratch), url, md5(content)]
         hosts = [subprocess.Popen(command, cwd=REPOSITORY) for _ in range(2)]
-        assert [host.wait(60) for host in hosts] == [0, 0]
+        assert [host.wait(PATIENCE_S) for host in hosts] == [0, 0]
     assert sha256(cifar10.load(scratch)) == cifar10.SHA256
     assert [entry.name for entry in scratch.iterdir()] == ["cifar-10-batches-bin"]
 

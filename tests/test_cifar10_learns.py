@@ -1,6 +1,9 @@
 """The first thing that a user does: CIFAR-10, the defaults, 2 real ranks. Half an epoch has to learn.
 
 It takes about 20 s on two cores; by chance alone 10 % of the test images would be right.
+
+Tests mpiddp/train/.
+python -m pytest tests/test_cifar10_learns.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Gradients that travel as less than fp32 still train, and leave every rank with the same weights."""
+"""Gradients that travel as less than fp32 still train, and leave every rank with the same weights.
+
+Tests mpiddp/train/parallel.py.
+python -m pytest tests/test_compression.py
+"""
 
 from __future__ import annotations
 

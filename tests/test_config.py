@@ -1,4 +1,8 @@
-"""The options of `mpiddp train`: every spelling, every refusal in one sentence, what a resume may change."""
+"""The options of `mpiddp train`: every spelling, every refusal in one sentence, what a resume may change.
+
+Tests mpiddp/train/config.py.
+python -m pytest tests/test_config.py
+"""
 
 import json
 import math

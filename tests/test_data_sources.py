@@ -1,4 +1,8 @@
-"""CIFAR-10 and Fashion-MNIST: real data read right, and everything else refused in a sentence."""
+"""CIFAR-10 and Fashion-MNIST: real data read right, and everything else refused in a sentence.
+
+Tests mpiddp/train/data/.
+python -m pytest tests/test_data_sources.py
+"""
 
 import gzip
 import os

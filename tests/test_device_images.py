@@ -1,4 +1,8 @@
-"""Augmentation on the device, held against a plain NumPy reference image by image."""
+"""Augmentation on the device, held against a plain NumPy reference image by image.
+
+Tests mpiddp/train/data/device_images.py.
+python -m pytest tests/test_device_images.py
+"""
 
 from typing import Any
 

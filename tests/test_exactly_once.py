@@ -1,4 +1,8 @@
-"""No image is lost or seen twice within an epoch, over kills and at any number of ranks."""
+"""No image is lost or seen twice within an epoch, over kills and at any number of ranks.
+
+Tests mpiddp/train/sharding.py, mpiddp/train/resume.py.
+python -m pytest tests/test_exactly_once.py
+"""
 
 from __future__ import annotations
 

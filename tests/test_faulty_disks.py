@@ -1,4 +1,8 @@
-"""A full disk and a read-only one: the older checkpoints stay, and the run goes on or ends as told."""
+"""A full disk and a read-only one: the older checkpoints stay, and the run goes on or ends as told.
+
+Tests mpiddp/train/saver.py.
+python -m pytest tests/test_faulty_disks.py
+"""
 
 from __future__ import annotations
 

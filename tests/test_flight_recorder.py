@@ -1,4 +1,8 @@
-"""Where NCCL's last collectives are kept when one of them times out."""
+"""Where NCCL's last collectives are kept when one of them times out.
+
+Tests mpiddp/train/flight_recorder.py.
+python -m pytest tests/test_flight_recorder.py
+"""
 
 from __future__ import annotations
 

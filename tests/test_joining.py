@@ -1,5 +1,6 @@
 """Ranks that do not come to meet the others are named, with the last that is known of them.
 
+Tests mpiddp/runtime/join.py.
 python -m pytest tests/test_joining.py
 """
 
@@ -20,7 +21,7 @@ from mpiddp.launch.supervise.hang_report import missing_sentence
 from mpiddp.launch.supervise.job_state import JobState
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
-from tests.flavours import mpirun_of
+from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
@@ -90,11 +91,11 @@ def only_1_of_2(last_words: str) -> list[str]:
     return [f"mpiddp: {sentence} Its last words: {last_words}"]
 
 
-@pytest.mark.parametrize("flavour", ["openmpi5", "intelmpi"])
+@pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])
 def test_a_rank_that_is_still_importing_is_named_with_its_place(
-    hosts: Cluster, trouble: Path, flavour: str
+    hosts: Cluster, trouble: Path, mpi: str
 ) -> None:
-    mpirun = mpirun_of(flavour)
+    mpirun = mpirun_of(mpi)
     (trouble / "torch.py").write_text(SLEEP)
     done = launch(hosts, trouble, "--timeout", "4", "--mpirun", mpirun)
     place = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(6000)"

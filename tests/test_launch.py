@@ -1,6 +1,8 @@
 """`mpiddp launch` on this machine, with the real mpirun of every MPI that is installed.
 
-python -m tests.flavours install     # the MPIs beside Open MPI 5
+python -m tests.mpis install     # the MPIs beside Open MPI 5
+
+Tests mpiddp/launch/.
 python -m pytest tests/test_launch.py
 """
 
@@ -21,11 +23,11 @@ from socket import gethostname
 
 import pytest
 
-from tests.flavours import PACKAGES, mpirun_of
+from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
 
-FLAVOURS = (pytest.param("openmpi5", marks=pytest.mark.quick), *PACKAGES)
+MPIS = (pytest.param("openmpi5", marks=pytest.mark.quick), *PACKAGES)
 OTHERS = "The other ranks were stopped."
 TELL = """
 import json, os, sys
@@ -64,10 +66,10 @@ def test_a_dry_run_loads_nothing_heavy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_script_runs_with_its_arguments_on_every_slot(tmp_path: Path, flavour: str) -> None:
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_script_runs_with_its_arguments_on_every_slot(tmp_path: Path, mpi: str) -> None:
     done = launch(
-        *("--mpirun", mpirun_of(flavour), "-H", "localhost:2"),
+        *("--mpirun", mpirun_of(mpi), "-H", "localhost:2"),
         *(script(tmp_path, TELL), "-n", "5", "--dry-run"),
     )
     assert done.returncode == 0, done.stderr
@@ -127,16 +129,16 @@ def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
     assert own_lines(done.stderr) == [f"mpiddp: rank 0 on {gethostname()} was killed by SIGKILL."]
 
 
-@pytest.mark.parametrize("flavour", ["openmpi5", "intelmpi"])  # the latter needs a file as well
-def test_the_command_of_a_dry_run_runs_when_it_is_pasted(tmp_path: Path, flavour: str) -> None:
+@pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])  # the latter needs a file as well
+def test_the_command_of_a_dry_run_runs_when_it_is_pasted(tmp_path: Path, mpi: str) -> None:
     told = launch(
-        *("--mpirun", mpirun_of(flavour), "-H", "localhost:2", "-x", "GREETING=a b", "--dry-run"),
+        *("--mpirun", mpirun_of(mpi), "-H", "localhost:2", "-x", "GREETING=a b", "--dry-run"),
         # A line and its end in one piece: Intel's mpirun would mix the pieces of two ranks.
         script(tmp_path, "import os; os.write(1, os.environb[b'GREETING'] + b'\\n')"),
     )
     pasted = told.stdout.partition("\n\n")[0]
     # By hand, Intel's mpirun needs its folder on PATH.
-    path = f"{os.environ['PATH']}:{Path(mpirun_of(flavour)).parent}"
+    path = f"{os.environ['PATH']}:{Path(mpirun_of(mpi)).parent}"
     done = subprocess.run(
         ["bash", "-c", f"cd {tmp_path}\n{pasted}"],
         env=clean_env({"PATH": path}),
@@ -154,18 +156,16 @@ def test_a_bad_script_ends_the_launch_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize(  # every MPI is interrupted in test_launch_hosts.py
-    ("flavour", "how"),
+    ("mpi", "how"),
     [
         pytest.param("openmpi5", "interrupted", marks=pytest.mark.quick),
         ("openmpi5", "deaf"),
         ("mpich", "deaf"),
     ],
 )
-def test_ctrl_c_once_stops_the_job_and_twice_at_once(
-    tmp_path: Path, flavour: str, how: str
-) -> None:
+def test_ctrl_c_once_stops_the_job_and_twice_at_once(tmp_path: Path, mpi: str, how: str) -> None:
     path = script(tmp_path, SLEEP)
-    options = ["--mpirun", mpirun_of(flavour), "--grace", "300", "-H", "localhost:2"]
+    options = ["--mpirun", mpirun_of(mpi), "--grace", "300", "-H", "localhost:2"]
     with started([*options, path, how]) as launcher:
         launcher.send_signal(signal.SIGINT)
         if how == "deaf":  # two that come at once would be one

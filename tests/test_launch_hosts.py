@@ -1,5 +1,6 @@
 """`mpiddp launch` over real hosts by ssh: what reaches the ranks there, and that none is left there.
 
+Tests mpiddp/launch/.
 python -m pytest tests/test_launch_hosts.py
 """
 
@@ -14,11 +15,11 @@ import pytest
 
 from tests import cluster
 from tests.cluster import Cluster
-from tests.flavours import PACKAGES, mpirun_of
+from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT
 
-FLAVOURS = ("openmpi5", *PACKAGES)
+MPIS = ("openmpi5", *PACKAGES)
 # A short line: mpirun cuts long ones where it likes, and mixes the pieces of several ranks.
 TELL_AND_SLEEP = """
 import json, os, socket, time
@@ -39,14 +40,14 @@ def job_processes(hosts: Cluster) -> list[str]:
     return [process.command for host in hosts.hosts for process in host.processes()]
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("mpi", MPIS)
 def test_only_allowed_variables_travel_and_ctrl_c_leaves_nothing_anywhere(
-    hosts: Cluster, flavour: str
+    hosts: Cluster, mpi: str
 ) -> None:
     script = hosts.shared / "tell.py"
     script.write_text(TELL_AND_SLEEP)
     env = {"NCCL_DEBUG": "WARN", "HF_TOKEN": "hush", "EDITOR": "vi", "MY_KEY": "asked for"}
-    command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "-H", "node1:2,node0:1,node2:1"]
+    command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "-H", "node1:2,node0:1,node2:1"]
     command += ["-x", "MY_KEY", "-x", "MODE=a b", str(script)]
     with hosts["node0"].popen(command, cwd=ROOT, env=env) as launcher:
         assert launcher.stdout is not None
@@ -69,9 +70,9 @@ def test_only_allowed_variables_travel_and_ctrl_c_leaves_nothing_anywhere(
     assert gone(hosts) == []
 
 
-@pytest.mark.parametrize("flavour", ["openmpi5", "openmpi4"])
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
 def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
-    hosts: Cluster, flavour: str
+    hosts: Cluster, mpi: str
 ) -> None:
     script = hosts.shared / "deaf.py"
     script.write_text(
@@ -79,7 +80,7 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
         "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'heard\\n'))\n"
         "print('ready', flush=True); time.sleep(1000)\n"
     )
-    command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "--grace", "300"]
+    command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "--grace", "300"]
     command += ["-H", "node1:1,node0:1", str(script)]
     with hosts["node0"].popen(command, cwd=ROOT) as launcher:
         assert launcher.stdout is not None
@@ -104,12 +105,12 @@ def gone(hosts: Cluster) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_hostfiles_users_and_ports_reach_ssh(hosts: Cluster, flavour: str) -> None:
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_hostfiles_users_and_ports_reach_ssh(hosts: Cluster, mpi: str) -> None:
     script = hosts.shared / "show.py"
     script.write_text("import os, socket; print(os.environ['RANK'], socket.gethostname())")
     hostfile = hosts.shared / "hosts"
-    command = [*LAUNCH, "--mpirun", mpirun_of(flavour), "--hostfile", str(hostfile), str(script)]
+    command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "--hostfile", str(hostfile), str(script)]
 
     hostfile.write_text("node1 slots=1 port=22\nnode0\nroot@node2 slots=1\n")
     done = hosts["node0"].run(command, cwd=ROOT)

@@ -1,4 +1,8 @@
-"""What `mpiddp launch` finds out before it composes a command: options, hosts, GPUs, which MPI."""
+"""What `mpiddp launch` finds out before it composes a command: options, hosts, GPUs, which MPI.
+
+Tests mpiddp/launch/plan.py, mpiddp/launch/options.py.
+python -m pytest tests/test_launch_input.py
+"""
 
 from __future__ import annotations
 

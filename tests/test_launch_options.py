@@ -1,5 +1,6 @@
 """The options of `mpiddp launch` that show or choose something, end to end, on real ranks.
 
+Tests mpiddp/launch/options.py.
 python -m pytest tests/test_launch_options.py
 """
 

@@ -1,4 +1,8 @@
-"""One script, every launcher: the same placement, the same words, the same weights bit for bit."""
+"""One script, every launcher: the same placement, the same words, the same weights bit for bit.
+
+Tests mpiddp/world.py.
+python -m pytest tests/test_launchers.py
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import torch
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
 from tests.cluster.slurm import Slurm
-from tests.flavours import mpirun_of
+from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 

@@ -1,6 +1,9 @@
 """Hosts as they are: 127.0.1.1, bridges of containers, a dead network, names that differ.
 
 Every MPI's own broadcast and gloo after it have to take the one network that works.
+
+Tests mpiddp/runtime/master_address.py, mpiddp/launch/network.py.
+python -m pytest tests/test_network_of_a_job.py
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import pytest
 
 from tests import cluster
 from tests.cluster import USER, Cluster, Layout
-from tests.flavours import mpirun_of
+from tests.mpis import mpirun_of
 from tests.ranks import ROOT, find_mpirun
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
@@ -40,7 +43,7 @@ def odd_hosts() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "user"),
+    ("mpi", "user"),
     [
         ("openmpi5", "root"),
         ("openmpi5", USER),
@@ -49,9 +52,9 @@ def odd_hosts() -> Iterator[Cluster]:
         ("intelmpi", "root"),
     ],
 )
-def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, flavour: str, user: str) -> None:
+def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, mpi: str, user: str) -> None:
     """The launching host stands in the middle of the hostfile, and the order is the hostfile's."""
-    mpirun = mpirun_of(flavour)
+    mpirun = mpirun_of(mpi)
     script = odd_hosts.shared / "show.py"
     script.write_text(SHOW)
     command = [MPIDDP, "launch", "-v", "--mpirun", mpirun, "-H", "node1:2,node0:1,node2:1"]

@@ -1,4 +1,8 @@
-"""Where the ranks are is held against where the hostfile wants them."""
+"""Where the ranks are is held against where the hostfile wants them.
+
+Tests mpiddp/runtime/placement.py.
+python -m pytest tests/test_placement.py
+"""
 
 from __future__ import annotations
 

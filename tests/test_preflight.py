@@ -1,4 +1,8 @@
-"""A broken host is named in a sentence before anything starts. Real hosts, really broken."""
+"""A broken host is named in a sentence before anything starts. Real hosts, really broken.
+
+Tests mpiddp/launch/remote/preflight.py.
+python -m pytest tests/test_preflight.py
+"""
 
 from __future__ import annotations
 

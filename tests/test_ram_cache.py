@@ -1,4 +1,8 @@
-"""A data set's files in a host's memory: read once, gone with their last user, never in the way."""
+"""A data set's files in a host's memory: read once, gone with their last user, never in the way.
+
+Tests mpiddp/train/data/ram_cache.py.
+python -m pytest tests/test_ram_cache.py
+"""
 
 from __future__ import annotations
 

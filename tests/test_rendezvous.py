@@ -1,4 +1,8 @@
-"""Ranks that the real mpirun started meet: who is where, one store on one address, and MPI is over."""
+"""Ranks that the real mpirun started meet: who is where, one store on one address, and MPI is over.
+
+Tests mpiddp/runtime/rendezvous.py, mpiddp/runtime/store.py.
+python -m pytest tests/test_rendezvous.py
+"""
 
 from __future__ import annotations
 

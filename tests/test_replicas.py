@@ -1,4 +1,8 @@
-"""Hosts that share no file system each keep the checkpoints, and losing one of them loses nothing."""
+"""Hosts that share no file system each keep the checkpoints, and losing one of them loses nothing.
+
+Tests mpiddp/checkpoints/replicas.py.
+python -m pytest tests/test_replicas.py
+"""
 
 from __future__ import annotations
 

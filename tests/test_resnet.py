@@ -1,4 +1,8 @@
-"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR family, and --weights."""
+"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR family, and --weights.
+
+Tests mpiddp/train/resnet.py.
+python -m pytest tests/test_resnet.py
+"""
 
 import hashlib
 import os

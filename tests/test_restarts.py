@@ -1,5 +1,6 @@
 """A job that fails goes on from its newest checkpoint, with the hosts that are there.
 
+Tests mpiddp/launch/restarts.py.
 python -m pytest tests/test_restarts.py
 """
 

@@ -1,4 +1,8 @@
-"""A run that was stopped and goes on ends with the very bits of one that was not stopped."""
+"""A run that was stopped and goes on ends with the very bits of one that was not stopped.
+
+Tests mpiddp/train/resume.py.
+python -m pytest tests/test_resume.py
+"""
 
 import random
 import shutil

@@ -1,4 +1,8 @@
-"""`mpiddp run SCRIPT` is to the script what `python SCRIPT` under torchrun is: it cannot tell them apart."""
+"""`mpiddp run SCRIPT` is to the script what `python SCRIPT` under torchrun is: it cannot tell them apart.
+
+Tests mpiddp/runtime/run_script.py.
+python -m pytest tests/test_run.py
+"""
 
 from __future__ import annotations
 

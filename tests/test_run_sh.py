@@ -1,6 +1,9 @@
 """run.sh in copies of this repository: what it sets up, remembers and refuses, and its sentences.
 
 The one environment that is really made borrows this interpreter's torch, so that it takes seconds.
+
+Tests run.sh.
+python -m pytest tests/test_run_sh.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A save in a thread: what the disk does to it, all ranks hear; a kill at any instant loses one step."""
+"""A save in a thread: what the disk does to it, all ranks hear; a kill at any instant loses one step.
+
+Tests mpiddp/train/saver.py.
+python -m pytest tests/test_saver.py
+"""
 
 from __future__ import annotations
 

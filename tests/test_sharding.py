@@ -1,4 +1,8 @@
-"""Every image once an epoch, in an order that no number of ranks changes, and goes on where it stopped."""
+"""Every image once an epoch, in an order that no number of ranks changes, and goes on where it stopped.
+
+Tests mpiddp/train/sharding.py.
+python -m pytest tests/test_sharding.py
+"""
 
 import itertools
 import random

@@ -1,6 +1,9 @@
 """Ranks that srun or torchrun started, two on each of two hosts that are as odd as real ones.
 
 Each host's own name is 127.0.1.1, one of its networks is dead, and the interfaces' names differ.
+
+Tests mpiddp/runtime/slurm_address.py.
+python -m pytest tests/test_slurm_job.py
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """A job that is asked to stop saves at one step on all ranks and says how to go on.
 
+Tests mpiddp/launch/supervise/, mpiddp/runtime/stop_request.py.
 python -m pytest tests/test_stop.py
 """
 
@@ -21,7 +22,7 @@ import pytest
 from mpiddp.checkpoints import directory
 from mpiddp.errors import UserError
 from mpiddp.launch.options import duration
-from tests.flavours import mpirun_of
+from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
 
@@ -96,7 +97,7 @@ def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "flavour"),
+    ("number", "mpi"),
     [
         pytest.param(signal.SIGTERM, "openmpi5", marks=pytest.mark.quick),
         (signal.SIGINT, "openmpi5"),
@@ -105,8 +106,8 @@ def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
         (signal.SIGTERM, "intelmpi"),
     ],
 )
-def test_all_ranks_stop_at_one_step(tmp_path: Path, flavour: str, number: int) -> None:
-    arguments = ["--mpirun", mpirun_of(flavour), *LONG_GRACE, "-H", "localhost:3"]
+def test_all_ranks_stop_at_one_step(tmp_path: Path, mpi: str, number: int) -> None:
+    arguments = ["--mpirun", mpirun_of(mpi), *LONG_GRACE, "-H", "localhost:3"]
     arguments.append(script(tmp_path, SCRIPT))
     with start([*LAUNCH, *arguments], ranks=3) as job:
         time.sleep(random.random())

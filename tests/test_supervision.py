@@ -1,5 +1,6 @@
 """What goes wrong is noticed in time, named rightly, and leaves nothing behind, on real hosts.
 
+Tests mpiddp/launch/supervise/.
 python -m pytest tests/test_supervision.py
 """
 
@@ -19,12 +20,12 @@ from mpiddp.launch.supervise.hang_report import hang_sentences
 from mpiddp.launch.supervise.job_state import JobState
 from tests import cluster
 from tests.cluster import Cluster, Program
-from tests.flavours import PACKAGES, mpirun_of
+from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, launch, script
 
 OTHERS = "The other ranks were stopped."
-FLAVOURS = ("openmpi5", *PACKAGES)
+MPIS = ("openmpi5", *PACKAGES)
 SCRIPT = """
 import os, sys, threading, time
 import mpiddp, torch, torch.distributed as dist
@@ -87,8 +88,8 @@ def once(look: Callable[[], list[str]], wanted: list[str], within_s: float = 60.
     return found
 
 
-def start(hosts: Cluster, act: str = "pass", *options: str, flavour: str = "openmpi5") -> Job:
-    command = [sys.executable, "-m", "mpiddp", "launch", *options, "--mpirun", mpirun_of(flavour)]
+def start(hosts: Cluster, act: str = "pass", *options: str, mpi: str = "openmpi5") -> Job:
+    command = [sys.executable, "-m", "mpiddp", "launch", *options, "--mpirun", mpirun_of(mpi)]
     command += ["-H", "node0:1,node1:1,node2:1", str(hosts.shared / "script.py"), act]
     program = hosts["node0"].popen(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert program.stdout is not None
@@ -104,29 +105,27 @@ WORDLESS = (
 
 # Exit codes and exceptions under the other MPIs are in test_failing_rank.py.
 @pytest.mark.parametrize(
-    ("act", "end", "flavour"),
+    ("act", "end", "mpi"),
     [
         ("sys.exit(3)", f"ended first, with exit code 3. {OTHERS}", "openmpi5"),
         ("raise RuntimeError('a bug')", f"failed first: RuntimeError: a bug. {OTHERS}", "openmpi5"),
-        *(("os._exit(0)", WORDLESS, flavour) for flavour in FLAVOURS),
-        *(("os.kill(os.getpid(), 9)", f"was killed by SIGKILL. {OTHERS}", f) for f in FLAVOURS),
+        *(("os._exit(0)", WORDLESS, mpi) for mpi in MPIS),
+        *(("os.kill(os.getpid(), 9)", f"was killed by SIGKILL. {OTHERS}", f) for f in MPIS),
     ],
 )
-def test_the_rank_that_failed_first_is_named(
-    hosts: Cluster, act: str, end: str, flavour: str
-) -> None:
-    job = start(hosts, act, flavour=flavour)
+def test_the_rank_that_failed_first_is_named(hosts: Cluster, act: str, end: str, mpi: str) -> None:
+    job = start(hosts, act, mpi=mpi)
     said = job.end()
-    if "SIGKILL" in end and not flavour.startswith("openmpi"):  # whose mpirun does not tell
+    if "SIGKILL" in end and not mpi.startswith("openmpi"):  # whose mpirun does not tell
         end = WORDLESS
     assert said == f"mpiddp: rank 1 on node1 {end}"
     assert job.seconds < 100  # of the 2,000 s that the script runs on
 
 
-@pytest.mark.parametrize("flavour", ["openmpi5", "mpich"])
-def test_a_host_that_is_cut_off_is_lost(hosts: Cluster, flavour: str) -> None:
+@pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])
+def test_a_host_that_is_cut_off_is_lost(hosts: Cluster, mpi: str) -> None:
     """Its own ranks end as well: their launcher is gone."""
-    job = start(hosts, flavour=flavour)
+    job = start(hosts, mpi=mpi)
     hosts["node1"].link("down")
     try:
         said = job.end()

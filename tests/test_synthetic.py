@@ -1,4 +1,8 @@
-"""Synthetic data: random images and labels, other ones on every rank, the same after a resume."""
+"""Synthetic data: random images and labels, other ones on every rank, the same after a resume.
+
+Tests mpiddp/train/data/synthetic.py.
+python -m pytest tests/test_synthetic.py
+"""
 
 import torch
 from torch import Tensor

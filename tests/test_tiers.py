@@ -1,17 +1,17 @@
 """tests/tiers.py: which tests are of real ranks or of the cluster is read from what they reach.
 
-.venv/bin/python -m pytest tests/test_tiers.py
+Tests tests/tiers.py.
+python -m pytest tests/test_tiers.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests import (
-    test_cluster,
-    test_cluster_slurm,
     test_hostfile,
     test_launch,
     test_launch_hosts,
@@ -19,8 +19,10 @@ from tests import (
     test_resume,
     test_run,
     test_stop,
+    test_test_hosts,
+    test_test_slurm,
 )
-from tests.tiers import starts_ranks, uses_cluster
+from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ from tests.tiers import starts_ranks, uses_cluster
         (test_resume.test_on_real_images_across_the_end_of_an_epoch, True, False),
         (test_launch.test_this_machine_needs_no_hostfile, True, False),  # by an inner function
         (test_restarts.test_too_few_hosts_are_an_error, True, False),  # its fixture has the hosts
-        (test_cluster.test_nothing_is_left_behind, False, True),
+        (test_test_hosts.test_nothing_is_left_behind, False, True),
     ],
 )
 def test_what_a_test_reaches(function: Callable[..., None], ranks: bool, in_cluster: bool) -> None:
@@ -44,7 +46,7 @@ def test_what_a_test_reaches(function: Callable[..., None], ranks: bool, in_clus
 
 
 def test_a_fixture_of_hosts_needs_the_cluster() -> None:
-    for fixture in (test_launch_hosts.hosts, test_cluster.odd_hosts, test_cluster_slurm.two_hosts):
+    for fixture in (test_launch_hosts.hosts, test_test_hosts.odd_hosts, test_test_slurm.two_hosts):
         assert uses_cluster([fixture._get_wrapped_function()])
 
 
@@ -52,3 +54,8 @@ def test_its_marks_are_those_of_its_fixtures_as_well(request: pytest.FixtureRequ
     for item in request.session.items:
         if "hosts" in getattr(item, "fixturenames", ()):
             assert item.get_closest_marker("cluster"), item.nodeid
+
+
+def test_the_files_that_take_longest_exist() -> None:
+    for name in LONGEST_FIRST:
+        assert Path(__file__).with_name(f"test_{name}.py").exists(), name

@@ -1,4 +1,8 @@
-"""Training with real ranks: its gradients, its evaluation, its options, and what a run leaves behind."""
+"""Training with real ranks: its gradients, its evaluation, its options, and what a run leaves behind.
+
+Tests mpiddp/train/.
+python -m pytest tests/test_training.py
+"""
 
 import json
 import platform

@@ -1,4 +1,8 @@
-"""What may be wrong with `mpiddp train` on two real ranks: one sentence, code 2, nothing left over."""
+"""What may be wrong with `mpiddp train` on two real ranks: one sentence, code 2, nothing left over.
+
+Tests mpiddp/train/.
+python -m pytest tests/test_training_input.py
+"""
 
 import json
 import re

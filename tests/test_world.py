@@ -1,4 +1,8 @@
-"""Who a process is, read from every launcher's variables: set, unset, partly set, and in each other's way."""
+"""Who a process is, read from every launcher's variables: set, unset, partly set, and in each other's way.
+
+Tests mpiddp/world.py.
+python -m pytest tests/test_world.py
+"""
 
 from __future__ import annotations
 

@@ -11,10 +11,35 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from tests import cluster, flavours, ranks
+from tests import cluster, mpis, ranks
 
-STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, flavours.mpirun_of)
-VERBS = ("run", "train", "launch", "bench")
+STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, mpis.mpirun_of)
+# The files that take longest, longest first: one that starts last would keep one process busy while
+# the others have nothing left to do.
+LONGEST_FIRST = (
+    *(
+        "training",
+        "launch",
+        "supervision",
+        "resume",
+        "run",
+        "stop",
+        "training_input",
+        "exactly_once",
+    ),
+    *("restarts", "replicas", "failing_rank", "cifar10_learns", "launch_hosts", "network_of_a_job"),
+    *("bench", "launchers", "slurm_job", "rendezvous", "run_sh", "faulty_disks", "joining"),
+    *(
+        "preflight",
+        "cifar10_fetch",
+        "saver",
+        "test_hosts",
+        "launch_options",
+        "coordinator",
+        "control_channel",
+    ),
+)
+VERBS = ("run", "train", "launch", "bench", "-H")
 STANDS_UP = ("up", "up_or_skip", "stand_up")
 
 
@@ -29,16 +54,23 @@ def mark(item: pytest.Function) -> None:
         item.add_marker(pytest.mark.ranks)
 
 
+def by_length(item: pytest.Item) -> int:
+    """The rank of the test's file in LONGEST_FIRST; those that are not listed come last."""
+    name = item.path.stem.removeprefix("test_")
+    return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
 def starts_ranks(functions: Iterable[object]) -> bool:
     """Whether they reach mpirun, or a command of mpiddp that is a rank or starts some."""
     for function in _reached(functions):
         used = _globals_of(function)
         if any(value is start for value in used for start in STARTS_RANKS):
             return True
-        words = [*function.__code__.co_consts]
+        words = list(function.__code__.co_consts)
         for value in used:
-            words += value if isinstance(value, (list, tuple)) else []
-        if "mpiddp" in words and any(verb in words for verb in VERBS):
+            words += value if isinstance(value, (list, tuple)) else [value]
+        words = [word for word in words if isinstance(word, str)]
+        if any("mpiddp" in word for word in words) and any(verb in words for verb in VERBS):
             return True
     return False
 

@@ -1,6 +1,6 @@
 """Does every fault to real jobs on a cluster of three hosts and prints docs/faults.md's tables.
 
-    python -m tests.flavours install
+    python -m tests.mpis install
     python -m benchmarks.faults --rounds 5 --out faults.jsonl        # some 50 minutes on 2 cores
     python -m benchmarks.faults --rounds 1 --starters openmpi5 --only "a rank" --out some.jsonl
 

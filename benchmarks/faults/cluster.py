@@ -18,7 +18,7 @@ from benchmarks.faults.strangers import at_the_channel, at_the_store
 from benchmarks.faults.table import Run
 from tests.cluster import Cluster, proc
 from tests.cluster.host import configure
-from tests.flavours import PACKAGES
+from tests.mpis import PACKAGES
 from tests.ranks import ROOT
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "faulty.py")

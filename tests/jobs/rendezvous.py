@@ -1,4 +1,4 @@
-"""The ranks meet over MPI, as often as a number says, without torch: `meeting.py`.
+"""The ranks meet over MPI, as often as a number says, without torch: `rendezvous.py`.
 
 With MPIDDP_TEST_SLEEPER=R rank R sleeps instead, as a rank would whose disk does not answer, and the
 others wait for 2 s, and speak further apart than a slow machine may stall; with MPIDDP_TEST_DEAF besides

@@ -1,4 +1,8 @@
-"""`mpiddp checkpoints list|verify|prune`, over folders that hold what a run leaves."""
+"""`mpiddp checkpoints list|verify|prune`, over folders that hold what a run leaves.
+
+Tests mpiddp/checkpoints/main.py.
+python -m pytest tests/test_checkpoints_main.py
+"""
 
 import re
 import subprocess

@@ -1,6 +1,7 @@
 """The control channel: only ranks of the job are heard, and only what is the protocol.
 
-python -m pytest tests/test_control.py
+Tests mpiddp/runtime/control_client.py, mpiddp/launch/supervise/control_server.py.
+python -m pytest tests/test_control_channel.py
 """
 
 from __future__ import annotations

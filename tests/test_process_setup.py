@@ -1,6 +1,7 @@
 """What a rank settles for its own process, seen by scripts that `mpiddp run` starts.
 
-python -m pytest tests/test_tuning.py
+Tests mpiddp/runtime/process_setup.py.
+python -m pytest tests/test_process_setup.py
 """
 
 from __future__ import annotations

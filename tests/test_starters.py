@@ -1,4 +1,8 @@
-"""The command of `mpiddp launch` for each MPI, as data in and data out; nothing is started here."""
+"""The command of `mpiddp launch` for each MPI, as data in and data out; nothing is started here.
+
+Tests mpiddp/launch/starters/.
+python -m pytest tests/test_starters.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Where rank 0 listens: chosen from RankInfos made by hand, bound and probed on real loopback sockets."""
+"""Where rank 0 listens: chosen from RankInfos made by hand, bound and probed on real loopback sockets.
+
+Tests mpiddp/runtime/master_address.py.
+python -m pytest tests/test_master_address.py
+"""
 
 from __future__ import annotations
 

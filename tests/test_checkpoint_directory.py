@@ -1,4 +1,8 @@
-"""A checkpoint folder is whole or not there, proves itself when read, and survives what goes wrong."""
+"""A checkpoint folder is whole or not there, proves itself when read, and survives what goes wrong.
+
+Tests mpiddp/checkpoints/directory.py.
+python -m pytest tests/test_checkpoint_directory.py
+"""
 
 import json
 import random

@@ -1,4 +1,8 @@
-"""The test cluster's Slurm places tasks and runs batch scripts, and ends with its block."""
+"""The test cluster's Slurm places tasks and runs batch scripts, and ends with its block.
+
+Tests tests/cluster/slurm.py.
+python -m pytest tests/test_test_slurm.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What ended a script is known at its exit, whatever way it ended."""
+"""What ended a script is known at its exit, whatever way it ended.
+
+Tests mpiddp/runtime/script_exit.py.
+python -m pytest tests/test_script_exit.py
+"""
 
 from __future__ import annotations
 
