@@ -1,6 +1,6 @@
 """Measures every MPI beside torchrun and prints docs/mpi-implementations.md's table.
 
-    python -m tests.flavours install
+    python -m tests.mpis install
     python -m benchmarks.starters --rounds 5       # some 5 minutes on 2 cores; as root
 
 torchrun stands twice in the list: the ratio of the two is the noise.
