@@ -1,11 +1,12 @@
 """The control channel between a rank and its launcher, for both of its ends: JSON lines over TCP.
 
     launcher -> rank   challenge, stop, stacks, end; one urgent byte
-    rank -> launcher   hello, started, joining, log, resume, batch, supports_stop, progress, stacks,
-                        stopped, failed, done
+    rank -> launcher   hello, started, joining, log, announce, supports_stop, progress, stacks, stopped,
+                        failed, done
 
 MPIDDP_CONTROL says where the launcher listens, MPIDDP_CONTROL_SECRET proves that both belong to one
-job; the secret itself never crosses the wire. Without these two there is no channel.
+job; the secret itself never crosses the wire. Without these two there is no channel. MPIDDP_ANNOUNCED
+hands a restart what an earlier attempt has announced, see `mpiddp.runtime.announcement`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 from _blake2 import blake2b
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
+ANNOUNCED = "MPIDDP_ANNOUNCED"
 URGENT = b"!"  # in no word of a launcher's
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 TEXT_LIMIT = 16 * 1024  # characters of a text; JSON may need 12 bytes for one
@@ -24,8 +26,11 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
     "log": {"path": (str,)},  # where a traceback will be found
-    "resume": {"arguments": (list,)},
-    "batch": {"images": (int,), "per_pass": (int,)},
+    "announce": {
+        "resume_args": (list,),
+        "global_batch_size": (int, type(None)),
+        "max_ranks": (int, type(None)),
+    },
     "supports_stop": {},
     "progress": {"step": (int,)},
     "stacks": {"text": (str,), "step": (int,)},

@@ -17,6 +17,7 @@ from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_request
 from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.environment import without_secrets
+from mpiddp.protocol import ANNOUNCED
 
 
 def main(argv: list[str]) -> int:
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
         UserError: bad input, found before anything was started.
     """
     started_at = time.time()
+    os.environ.pop(ANNOUNCED, None)  # a job around this one is another job
     options = parse_options(argv)
     if options.is_module and options.command[:2] == ["mpiddp", "train"]:
         from mpiddp.train.config import parse
@@ -42,9 +44,8 @@ def main(argv: list[str]) -> int:
     if outcome.sentence:
         _say(outcome.sentence)
     if outcome.resumes:
-        _say(
-            f"to go on: {shlex.join(['mpiddp', 'launch', *without_secrets(argv), *outcome.resume])}"
-        )
+        words = [*without_secrets(argv), *outcome.announcement.resume_args]
+        _say(f"to go on: {shlex.join(['mpiddp', 'launch', *words])}")
     return outcome.code
 
 

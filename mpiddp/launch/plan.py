@@ -36,13 +36,13 @@ def make_request(
     env: Mapping[str, str],
     say: Say,
     *,
-    most_ranks: int | None = None,
+    max_ranks: int | None = None,
 ) -> tuple[RankStarter, Request]:
     """The MPI to use and the request for it. `say` gets sentences for the user meanwhile.
 
     Args:
         started_at: when the user pressed enter, in seconds since 1970.
-        most_ranks: start no more, whatever the options say: each rank of a training needs images.
+        max_ranks: start no more, whatever the options say.
 
     Raises:
         UserError: anything that makes no sense, or that this machine lacks.
@@ -69,7 +69,7 @@ def make_request(
     fit, facts = _fit(options, hosts, look_at, say)
     fewer = len(fit.hosts) < len(hosts.hosts)
     fitted = _with_slots(options, fit, facts, say)
-    nodes = _nodes(options, starter, fitted, most_ranks, fewer=fewer)
+    nodes = _nodes(options, starter, fitted, max_ranks, fewer=fewer)
     if options.verbose or options.dry_run:  # --report shows what the ranks find
         for line in ranks_by_host(nodes):
             say(line)
@@ -213,7 +213,7 @@ def _nodes(
     options: argparse.Namespace,
     starter: RankStarter,
     hosts: Hosts,
-    most_ranks: int | None,
+    max_ranks: int | None,
     *,
     fewer: bool,
 ) -> tuple[Node, ...]:
@@ -222,8 +222,8 @@ def _nodes(
     if fewer and n is not None:
         n = min(n, sum(count for _, count in ranks_per_host(hosts, None, options.npernode)))
     placed = ranks_per_host(hosts, n, options.npernode)
-    if most_ranks is not None:
-        n = min(sum(count for _, count in placed), most_ranks)
+    if max_ranks is not None:
+        n = min(sum(count for _, count in placed), max_ranks)
         placed = ranks_per_host(hosts, n, options.npernode)
     if (n := sum(count for _, count in placed)) < (options.min_ranks or 1):
         ranks = "rank" if n == 1 else "ranks"

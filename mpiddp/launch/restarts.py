@@ -7,20 +7,22 @@ user can do without it, and is back as soon as it answers again.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from mpiddp.errors import FAILED, INTERRUPTED, UserError
 from mpiddp.launch.plan import make_request
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.supervise.attempt import Outcome, attempt
-from mpiddp.launch.supervise.job_state import Batch
+from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.supervise.signals import is_asked_to_stop, signals_on_socket
 from mpiddp.launch.supervise.supervisor import Limits
+from mpiddp.protocol import ANNOUNCED
 from mpiddp.text import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -37,6 +39,41 @@ def run(
         return _run(options, starter, request, started_at, say, signals)
 
 
+@dataclass(frozen=True)
+class _Announced:
+    """What the attempts have announced so far: the first of each kind stands.
+
+    `world_size` is that of the attempt that announced the global batch.
+    """
+
+    announcement: Announcement = NOTHING_ANNOUNCED
+    world_size: int = 0
+
+    def after(self, later: Announcement, world_size: int) -> _Announced:
+        """The same, once an attempt with `world_size` ranks has announced `later`."""
+        known = self.announcement
+        has_batch = known.global_batch_size is not None
+        merged = Announcement(
+            known.resume_args or later.resume_args,
+            known.global_batch_size if has_batch else later.global_batch_size,
+            known.max_ranks if known.max_ranks is not None else later.max_ranks,
+        )
+        return _Announced(merged, self.world_size if has_batch else world_size)
+
+    def settings(self) -> dict[str, str]:
+        """The environment variable that hands it to the ranks of a restart."""
+        if self.announcement.global_batch_size is None:
+            return {}
+        return {
+            ANNOUNCED: json.dumps(
+                {
+                    "global_batch_size": self.announcement.global_batch_size,
+                    "world_size": self.world_size,
+                }
+            )
+        }
+
+
 def _run(
     options: argparse.Namespace,
     starter: RankStarter,
@@ -47,8 +84,7 @@ def _run(
 ) -> Outcome:
     begun = time.monotonic() - (time.time() - started_at)
     outcome = attempt(starter, request, _limits(options, starter, begun), say, signals)
-    resume, batch = outcome.resume, outcome.batch
-    world_size = request.world_size  # of the attempt that has told its batch
+    known = _Announced().after(outcome.announcement, request.world_size)
     in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
     for restart in range(1, options.max_restarts + 1):
         if outcome.code != FAILED or outcome.was_to_stop:
@@ -57,34 +93,47 @@ def _run(
         in_a_row = 1 if outcome.made_steps else in_a_row + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** min(in_a_row - 1, 10), LONGEST_PAUSE_S)
         if is_asked_to_stop(signals, within_s=pause_s):
-            return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
+            outcome = _BETWEEN_STARTS
+            break
+        refusal = ""
         try:
-            most_ranks = max(1, batch.images // 2) if batch else None
             starter, request = make_request(
-                options, started_at, os.environ, say, most_ranks=most_ranks
+                options, started_at, os.environ, say, max_ranks=known.announcement.max_ranks
             )
         except UserError as error:  # a host may need longer than this pause
-            if is_asked_to_stop(signals, within_s=0.0):
-                return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
-            outcome = Outcome(FAILED, str(error), resume, batch)
-            continue
+            refusal = str(error)
         if is_asked_to_stop(signals, within_s=0.0):
-            return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
+            outcome = _BETWEEN_STARTS
+            break
+        if refusal:
+            outcome = Outcome(FAILED, refusal)
+            continue
         hosts = all_of([node.name for node in request.nodes])
         say(f"restarting on {hosts} (restart {restart} of {options.max_restarts}).")
-        job = [*request.job, *resume]
-        if batch and request.world_size != world_size:
-            job = _keeping_batch(job, batch, request.world_size)
+        global_batch_size = known.announcement.global_batch_size
+        if global_batch_size is not None and request.world_size != known.world_size:
             say(
-                f"{request.world_size} ranks instead of {world_size}: the global batch stays "
-                f"{batch.images}."
+                f"{request.world_size} ranks instead of {known.world_size}: the global batch stays "
+                f"{global_batch_size}."
             )
-        request = replace(request, job=tuple(job))
+        request = _resuming(request, known)
         outcome = attempt(starter, request, _limits(options, starter, begun), say, signals)
-        resume = resume or outcome.resume
-        if batch is None:
-            batch, world_size = outcome.batch, request.world_size
-    return replace(outcome, resume=resume)
+        known = known.after(outcome.announcement, request.world_size)
+    return replace(outcome, announcement=known.announcement)
+
+
+_BETWEEN_STARTS = Outcome(INTERRUPTED, "interrupted between two starts.")
+
+
+def _resuming(request: Request, known: _Announced) -> Request:
+    """The request with what the job has announced for its restarts."""
+    settings = known.settings()
+    return replace(
+        request,
+        job=(*request.job, *known.announcement.resume_args),
+        settings={**request.settings, **settings},
+        exports=tuple(sorted({*request.exports, *settings})),
+    )
 
 
 def _limits(options: argparse.Namespace, starter: RankStarter, begun: float) -> Limits:
@@ -96,23 +145,3 @@ def _limits(options: argparse.Namespace, starter: RankStarter, begun: float) -> 
     starts_in = max(START_TIMEOUT_S, 2 * (options.timeout or 0))
     start_timeout_s = None if starter.kind == "slurm" else starts_in
     return Limits(options.grace, start_timeout_s, stop_after_s, options.hang_timeout)
-
-
-def _keeping_batch(job: Sequence[str], batch: Batch, world_size: int) -> list[str]:
-    """The words of `mpiddp train` for the same global batch on so many ranks.
-
-    In as many backward passes as it takes for none to be larger than before: fewer ranks have the
-    memory that they had.
-    """
-    kept: list[str] = []
-    words = iter(job)
-    for word in words:
-        name, has_value, _ = word.replace("_", "-").partition("=")
-        if name not in ("--batch-size", "--global-batch-size", "--grad-accum-steps"):
-            kept.append(word)
-        elif not has_value:
-            next(words, None)
-    passes = -(-batch.images // (batch.per_pass * world_size))
-    passes = max(1, min(passes, batch.images // (2 * world_size)))  # BatchNorm wants two images
-    dealt = [f"--global-batch-size={batch.images}", "--uneven", f"--grad-accum-steps={passes}"]
-    return [*kept, *dealt]

@@ -5,8 +5,8 @@ where the launcher listens, MPIDDP_CONTROL_SECRET proves that both belong to one
 itself never crosses the wire. Without these two there is no channel, and no difference.
 
     launcher -> rank   challenge, stop, stacks, end; one urgent byte, see `_answer_from_native_code`
-    rank -> launcher   hello, started, joining, log, resume, batch, aware, progress, stacks,
-                        stopped, failed, done
+    rank -> launcher   hello, started, joining, log, announce, supports_stop, progress, stacks, stopped,
+                        failed, done
 """
 
 from __future__ import annotations

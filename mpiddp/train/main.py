@@ -18,11 +18,13 @@ from pathlib import Path
 
 from mpiddp.errors import DONE, STOPPED, UserError, silence_stdout
 from mpiddp.runtime import control_client
+from mpiddp.runtime.announcement import announce, announced
 from mpiddp.runtime.control_client import reporting
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.stop_request import declare_support, listen_when_alone, stopped
 from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig, out_dir, parse, resume_args, settle
+from mpiddp.train.restart import IMAGES_PER_PASS, keep_global_batch
 from mpiddp.world import World
 
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
@@ -75,6 +77,7 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
                 raise config
             backend = choose_backend(config.backend)
             device = device_of(world, backend)
+            config = keep_global_batch(config, announced(), world.world_size)
             config = settle(
                 config, world, on_gpu=device.type != "cpu", has_bf16=computes_in_bf16(device)
             )
@@ -102,8 +105,11 @@ def _train(config: TrainConfig | UserError, world: World) -> int:
             model = build_model(config, data)
         start = resume.find(coordinator, config, data.contents, out, say)
         shards = plan.shards
-        control_client.send("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
-        control_client.send("resume", arguments=resume_args(config, out))
+        announce(
+            resume_args=resume_args(config, out),
+            global_batch_size=shards.global_batch_size,
+            max_ranks=max(1, shards.global_batch_size // IMAGES_PER_PASS),
+        )
         with coordinator.all_or_none(), _writing(out):  # all is well: only now something is written
             for folder in (out / "logs", out / "checkpoints"):  # on every host
                 folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.detect import RankStarter, with_own_folder
 from mpiddp.launch.supervise.control_server import ControlServer, Message
-from mpiddp.launch.supervise.job_state import Batch, JobState
+from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement, JobState
 from mpiddp.launch.supervise.supervisor import Limits, MpirunEnd, Supervisor
 from mpiddp.protocol import JOB
 
@@ -28,22 +28,20 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's own exit code, what is to be said of it, and how the job could go on.
-
-    `resume` are arguments that the same command needs besides to go on where this one ended.
-    """
+    """The launcher's own exit code, what is to be said of it, and how the job resumes."""
 
     code: int
     sentence: str = ""
-    resume: tuple[str, ...] = ()
-    batch: Batch | None = None
+    announcement: Announcement = NOTHING_ANNOUNCED
     made_steps: bool = False
     was_to_stop: bool = False  # somebody asked for it
 
     @property
     def resumes(self) -> bool:
         """Whether the same command goes on where this one was ended."""
-        return self.code == STOPPED or (self.code == INTERRUPTED and bool(self.resume))
+        return self.code == STOPPED or (
+            self.code == INTERRUPTED and bool(self.announcement.resume_args)
+        )
 
 
 def attempt(
@@ -81,8 +79,7 @@ def attempt(
             outcome = _outcome(starter, end, state, supervisor.verdict)
     outcome = replace(
         outcome,
-        resume=state.resume,
-        batch=state.batch,
+        announcement=state.announcement,
         made_steps=bool(state.steps),
         was_to_stop=end.interrupted,
     )
