@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import NoReturn
 
 from mpiddp.errors import UserError
+from mpiddp.text import did_you_mean
 
 
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse whose complaints are a UserError, without a page of usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}. See: {self.prog} --help")
+        hint = self._nearest_option(message)
+        raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
+
+    def _nearest_option(self, message: str) -> str:
+        """A question that names the option which is nearest to an unknown one."""
+        found = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
+        if found is None:
+            return ""
+        actions = self._option_string_actions.items()
+        known = [name for name, action in actions if action.help != argparse.SUPPRESS]
+        return did_you_mean(found[1], known)
 
 
 class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):

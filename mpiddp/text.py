@@ -1,8 +1,8 @@
-"""Several names, or a number of things, in a sentence."""
+"""Several names, a number of things, or the nearest known name, in a sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def listed(words: Sequence[str], most: int = 8) -> str:
@@ -19,3 +19,11 @@ def all_of(words: Sequence[str]) -> str:
 def counted(number: int, noun: str) -> str:
     """ "1 host", "2 hosts"."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """' Did you mean "launch"?' for "lauch"; "" where no known name is near."""
+    from difflib import get_close_matches  # only an error needs it
+
+    nearest = get_close_matches(name, list(known), n=1)
+    return f' Did you mean "{nearest[0]}"?' if nearest else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp import cli
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocation import allocation
 from mpiddp.hosts.hostfile import Host, parse_host_list
@@ -166,7 +167,18 @@ def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Pa
         ),
         (
             lambda: parse_options(["--hostfil", "f", "train.py"]),
-            "mpiddp launch: unrecognized arguments: --hostfil. See: mpiddp launch --help",
+            'mpiddp launch: unrecognized arguments: --hostfil. Did you mean "--hostfile"? '
+            "See: mpiddp launch --help",
+        ),
+        (
+            lambda: cli._call("lauch", []),
+            'mpiddp: no verb "lauch". Did you mean "launch"? '
+            "Known: launch, run, train, hosts, checkpoints, bench, bench-rank.",
+        ),
+        (
+            lambda: cli._call("zzz", []),
+            'mpiddp: no verb "zzz". '
+            "Known: launch, run, train, hosts, checkpoints, bench, bench-rank.",
         ),
         (
             lambda: parse_options(["-n", "2"]),
