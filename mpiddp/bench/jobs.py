@@ -69,14 +69,15 @@ class Jobs:
         return run(command, timeout_s=self.timeout_s)
 
     def run_here(self, ranks: int, *job: str, on_line: OnLine | None = None) -> Finished:
-        """Run a job (`-m`, a module, or a script, and its arguments) on this machine alone.
+        """Run a job (`-m`, a module, or a script, and its arguments) over gloo on this machine alone.
 
         Raises:
             JobFailed: it did not succeed within `timeout_s`.
         """
         timeout_s = f"{self.timeout_s:.0f}"
-        where = [*self.where, "-H", f"localhost:{ranks}", "--timeout", timeout_s]
-        return run([*launch_command(*where), *job], timeout_s=self.timeout_s, on_line=on_line)
+        where = ["-H", f"localhost:{ranks}", "--share-gpus", "--timeout", timeout_s]
+        command = [*launch_command(*self.where, *where), *job]
+        return run(command, timeout_s=self.timeout_s, on_line=on_line)
 
 
 def launch_command(*words: str) -> list[str]:

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from mpiddp.bench.machine import machine, one_line
 from mpiddp.bench.options import launch_words, parse
 from mpiddp.errors import UserError
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import make_request
+from mpiddp.launch.plan import make_plan
 from mpiddp.launch.starters.environment import without_secrets
+from mpiddp.train.config import check_options
 
 BENCHMARKS = {
     "scaling": "images/s and efficiency against the number of ranks",
@@ -105,14 +107,14 @@ def _jobs(options: argparse.Namespace, benchmark: Benchmark, started_at: float) 
     ranks = ["-n", str(options.n)] if getattr(options, "n", None) else []
     if not benchmark.takes_hosts:
         ranks = ["-H", "localhost:1"]
-    job = ["-m", "mpiddp", "bench-rank", *getattr(options, "training", [])]
-    if getattr(options, "backend", None):  # over gloo ranks need no GPU of their own
-        job += ["--backend", options.backend]
-    starter, request = make_request(
-        parse_options([*where, *ranks, *job]), started_at, os.environ, say
-    )
-    per_host = max(node.ranks for node in request.nodes)
-    return Jobs(tuple(where), request.world_size, per_host, starter.name, options.timeout)
+    backend = getattr(options, "backend", None) or check_options(getattr(options, "training", []))
+    if backend == "gloo":  # over which ranks need no GPU of their own
+        where.append("--share-gpus")
+    launch_options = parse_options([*where, *ranks, "-m", "mpiddp", "bench-rank"])
+    plan = make_plan(replace(launch_options, backend=backend), started_at, os.environ)
+    per_host = max(node.ranks for node in plan.request.nodes)
+    slots = plan.request.world_size
+    return Jobs(tuple(where), slots, per_host, plan.starter.name, options.timeout)
 
 
 def _check_writable(folder: Path) -> None:

@@ -145,6 +145,15 @@ def parse(argv: list[str]) -> TrainConfig:
     return config
 
 
+def check_options(argv: list[str]) -> str:
+    """For a launcher, before anything starts: refuses bad options; the backend that good ones ask for.
+
+    Raises:
+        UserError: as `parse`.
+    """
+    return parse(argv).backend or "auto"
+
+
 def settle(config: TrainConfig, world: World, *, on_gpu: bool, has_bf16: bool) -> TrainConfig:
     """Fill in what depends on the machines: a small, quick run on CPUs, a larger one on GPUs.
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpiddp.launch import log
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.launch.supervise.mpirun_process import SWEEP_S, MpirunProcess
@@ -24,8 +25,6 @@ STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to answer, and for those that ne
 END_S = 2.0  # for ranks that were told to end
 SILENCE_S = 1.0  # for a host to acknowledge a message
 LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,11 @@ class Supervisor:
         server: ControlServer | None,
         state: JobState,
         limits: Limits,
-        say: Say,
     ) -> None:
         self._selector = selector
         self._server = server
         self._state = state
         self._limits = limits
-        self._say = say
         self._agenda: list[tuple[float, Callable[[], None]]] = []  # the next one first
         self._stops = 0
         self._is_failing = False
@@ -96,7 +93,7 @@ class Supervisor:
             self._receive_last_messages(signals)
             self._selector.unregister(signals)
             if left := self._mpirun.sweep(0.0 if self._stops > 1 else SWEEP_S):
-                self._say(f"cannot be killed, for the system holds them: processes {left}.")
+                log.info(f"cannot be killed, for the system holds them: processes {left}.")
         code = self._mpirun.code
         assert code is not None
         was_killed = code < 0 and not self._is_ending
@@ -165,7 +162,7 @@ class Supervisor:
         self._send_all("stop")
         self._in(self._limits.grace_s, self._stop_mpirun)
         if self._state.supports_stop:
-            self._say(f"{reason}: the ranks save and stop; another signal ends them at once.")
+            log.info(f"{reason}: the ranks save and stop; another signal ends them at once.")
 
     def _stop_by_the_clock(self) -> None:
         if not self._stops:
@@ -230,7 +227,7 @@ class Supervisor:
         from mpiddp.launch.supervise.hang_report import hang_sentences
 
         for sentence in hang_sentences(self._state, self._limits.hang_timeout_s or 0.0):
-            self._say(sentence)
+            log.info(sentence)
         self._end("the ranks that hang were stopped.")
 
     def _check_for_missing_ranks(self, timeout_s: float) -> None:
