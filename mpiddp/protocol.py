@@ -17,7 +17,7 @@ from _blake2 import blake2b
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 ANNOUNCED = "MPIDDP_ANNOUNCED"
-URGENT = b"!"  # in no word of a launcher's
+URGENT = b"!"  # in no message of a launcher
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 TEXT_LIMIT = 16 * 1024  # characters of a text; JSON may need 12 bytes for one
 

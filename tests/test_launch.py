@@ -358,7 +358,7 @@ def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
     daemon.chmod(0o755)
     code = (
         "import os, sys; from selectors import DefaultSelector\n"
-        "from mpiddp.launch.supervise import supervisor; supervisor.SWEEP_S = 0.3\n"
+        "from mpiddp.launch.supervise import supervisor; supervisor.ORPHANS_S = 0.3\n"
         "from mpiddp.launch.supervise.job_state import JobState\n"
         "from mpiddp.launch.supervise.signals import signals_on_socket\n"
         "job = supervisor.Supervisor(DefaultSelector(), None, JobState([]), supervisor.Limits())\n"

@@ -272,5 +272,5 @@ def test_all_behind_the_script_is_the_scripts(
     argv: list[str], command: list[str], is_module: bool
 ) -> None:
     options = parse_options(argv)
-    assert (options.job.words, options.job.is_module) == (tuple(command), is_module)
+    assert (options.job.command, options.job.is_module) == (tuple(command), is_module)
     assert not options.dry_run

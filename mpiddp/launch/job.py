@@ -13,14 +13,14 @@ from mpiddp.verbs import VERBS, Verb
 class Job:
     """A script, or with `is_module` the name of a module, and its arguments."""
 
-    words: tuple[str, ...]
+    command: tuple[str, ...]
     is_module: bool = False
 
     @property
     def _rank_verb(self) -> Verb | None:
-        if not self.is_module or self.words[0] != "mpiddp" or len(self.words) < 2:
+        if not self.is_module or self.command[0] != "mpiddp" or len(self.command) < 2:
             return None
-        verb = VERBS.get(self.words[1])
+        verb = VERBS.get(self.command[1])
         return verb if verb is not None and verb.is_rank else None
 
     def check_options(self) -> str | None:
@@ -35,12 +35,12 @@ class Job:
         verb = self._rank_verb
         if verb is None or verb.options is None:
             return None
-        backend: str = import_module(verb.options).check_options(list(self.words[2:]))
+        backend: str = import_module(verb.options).check_options(list(self.command[2:]))
         return backend
 
-    def argv(self, python: Path) -> tuple[str, ...]:
+    def rank_command(self, python: Path) -> tuple[str, ...]:
         """The command of a rank: a rank verb as it is, anything else through `mpiddp run`."""
         if self._rank_verb is not None:
-            return (str(python), "-m", *self.words)
+            return (str(python), "-m", *self.command)
         module = ("-m",) if self.is_module else ()
-        return (str(python), "-m", "mpiddp", "run", *module, *self.words)
+        return (str(python), "-m", "mpiddp", "run", *module, *self.command)

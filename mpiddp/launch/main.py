@@ -39,6 +39,6 @@ def main(argv: list[str]) -> int:
     if outcome.sentence:
         log.info(outcome.sentence)
     if outcome.resumes:
-        words = [*without_secrets(argv), *outcome.announcement.resume_args]
-        log.info(f"to go on: {shlex.join(['mpiddp', 'launch', *words])}")
+        arguments = [*without_secrets(argv), *outcome.announcement.resume_args]
+        log.info(f"to go on: {shlex.join(['mpiddp', 'launch', *arguments])}")
     return outcome.code

@@ -11,7 +11,7 @@ from mpiddp.errors import UserError
 
 
 def option_parser() -> argparse.ArgumentParser:
-    """The parser. `module` and `script` get the job's words, one of them None or empty."""
+    """The parser. `module` and `script` get the job's command line, one of them None or empty."""
     parser = OneSentenceParser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]",
@@ -20,6 +20,14 @@ def option_parser() -> argparse.ArgumentParser:
         "checkpoint, 130 interrupted.",
         allow_abbrev=False,
     )
+    for add_group in (_add_where, _add_how, _add_failures, _add_ends, _add_output):
+        add_group(parser)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where (default: this machine, or the Slurm allocation)")
     either = add.add_mutually_exclusive_group()
     either.add_argument("--hostfile", metavar="FILE", help="hosts and their slots, one a line")
@@ -36,6 +44,8 @@ def option_parser() -> argparse.ArgumentParser:
         "--bind", choices=("none", "numa", "core"), default="none", help="what a rank is bound to"
     )
 
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how")
     add.add_argument("--mpirun", metavar="PATH", help="of the MPI to use, its library included")
     add.add_argument("--master-addr", metavar="ADDR", help="where the ranks meet")
@@ -59,6 +69,8 @@ def option_parser() -> argparse.ArgumentParser:
         help="seconds the ranks have to meet",
     )
 
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("when something fails")
     add.add_argument(
         "--max-restarts",
@@ -80,6 +92,8 @@ def option_parser() -> argparse.ArgumentParser:
         help="the same, as long as so many ranks are left",
     )
 
+
+def _add_ends(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("when to end")
     add.add_argument(
         "--stop-after",
@@ -104,14 +118,12 @@ def option_parser() -> argparse.ArgumentParser:
         help="end the job when no rank makes a step for so long (default: never)",
     )
 
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to show")
     add.add_argument("--dry-run", action="store_true", help="explain the command, start nothing")
     add.add_argument("--report", action="store_true", help="print which ranks run where")
     add.add_argument("-v", "--verbose", action="store_true", help="say what was chosen, and why")
-
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def duration(option: str) -> Callable[[str], float]:

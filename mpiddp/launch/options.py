@@ -108,15 +108,15 @@ def _part(kind: type[_Part], values: argparse.Namespace) -> _Part:
 
 def _job(values: argparse.Namespace) -> Job:
     is_module = values.module is not None
-    words: list[str] = values.module if is_module else values.script
-    if words[:1] == ["--"]:
-        words = words[1:]
-    if not words:
+    command: list[str] = values.module if is_module else values.script
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
         raise UserError(f"nothing to launch: name a script or a module. {EXAMPLE}")
-    if words[0].startswith("-"):
-        raise UserError(f"{words[0]} is no option of mpiddp launch. See: --help")
-    if not is_module and not Path(words[0]).is_file():
-        if Path(words[0]).exists():
-            raise UserError(f"{words[0]} is no file that could be a script.")
-        raise UserError(f"{words[0]} not found (looked in {Path.cwd()}).")
-    return Job(tuple(words), is_module)
+    if command[0].startswith("-"):
+        raise UserError(f"{command[0]} is no option of mpiddp launch. See: --help")
+    if not is_module and not Path(command[0]).is_file():
+        if Path(command[0]).exists():
+            raise UserError(f"{command[0]} is no file that could be a script.")
+        raise UserError(f"{command[0]} not found (looked in {Path.cwd()}).")
+    return Job(tuple(command), is_module)

@@ -86,7 +86,7 @@ def make_plan(
         starter,
         Request(
             nodes=nodes,
-            job=options.job.argv(python),
+            job=options.job.rank_command(python),
             folder=_working_folder(env),
             exports=forwarded(env, [*exports, *settings]),
             settings=settings,

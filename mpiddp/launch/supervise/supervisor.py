@@ -1,4 +1,4 @@
-"""Watches over one mpirun: hears its ranks, ends what does not end by itself, passes stops on.
+"""Watches over one mpirun: receives from its ranks, ends what does not end by itself, passes stops on.
 
 One loop over sockets, signals and times; it costs nothing while nothing happens.
 """
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from mpiddp.launch import log
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import JobState
-from mpiddp.launch.supervise.mpirun_process import SWEEP_S, MpirunProcess
+from mpiddp.launch.supervise.mpirun_process import ORPHANS_S, MpirunProcess
 from mpiddp.launch.supervise.signals import STOP_SIGNALS, child_exits_on_socket
 
 STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
 SPREAD_S = 3.0  # for a failure to reach all ranks by itself
 FAREWELL_S = 10.0  # for mpirun to end when no rank is left
-STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to answer, and for those that need to be poked
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to answer, and for those that need an interrupt
 END_S = 2.0  # for ranks that were told to end
 SILENCE_S = 1.0  # for a host to acknowledge a message
 LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
@@ -52,7 +52,7 @@ class MpirunEnd:
 
 
 class Supervisor:
-    """One job. `server` is None where the ranks cannot reach this process: then mpirun's message counts."""
+    """One job. `server` is None where the ranks cannot reach this process: then mpirun's exit code counts."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Supervisor:
                 self._wait(signals)
             self._receive_last_messages(signals)
             self._selector.unregister(signals)
-            if left := self._mpirun.sweep(0.0 if self._stops > 1 else SWEEP_S):
+            if left := self._mpirun.end_orphans(0.0 if self._stops > 1 else ORPHANS_S):
                 log.info(f"cannot be killed, for the system holds them: processes {left}.")
         code = self._mpirun.code
         assert code is not None
