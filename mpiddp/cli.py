@@ -17,7 +17,7 @@ from mpiddp.errors import (
     silence_stdout,
 )
 from mpiddp.text import did_you_mean
-from mpiddp.verbs import VERBS
+from mpiddp.verbs import RANK_VERBS, VERBS
 from mpiddp.world import likely_place
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch.distributed.launch puts it before all that the user wrote; the environment has it too.
         del words[0]
     verb, *rest = words or ["--help"]
-    is_rank = verb in VERBS and VERBS[verb].is_rank
+    is_rank = verb in RANK_VERBS
     try:
         try:
             return _call(verb, rest)
@@ -64,10 +64,10 @@ def _call(verb: str, words: list[str]) -> int:
     if verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
         raise UserError(f'mpiddp: no verb "{verb}".{hint} Known: {", ".join(VERBS)}.')
-    code: int = import_module(VERBS[verb].module).main(words)
+    code: int = import_module(VERBS[verb][0]).main(words)
     return code
 
 
 def usage() -> str:
-    verbs = "\n".join(f"  {name:<12} {verb.purpose}" for name, verb in VERBS.items())
+    verbs = "\n".join(f"  {verb:<12} {purpose}" for verb, (_, purpose) in VERBS.items())
     return f"usage: mpiddp VERB [options]\n\n{verbs}\n\nmpiddp VERB --help tells more of each."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from mpiddp.verbs import VERBS, Verb
+from mpiddp.verbs import OPTION_CHECKS, RANK_VERBS
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Job:
     is_module: bool = False
 
     @property
-    def _rank_verb(self) -> Verb | None:
-        if not self.is_module or self.command[0] != "mpiddp" or len(self.command) < 2:
-            return None
-        verb = VERBS.get(self.command[1])
-        return verb if verb is not None and verb.is_rank else None
+    def rank_verb(self) -> str | None:
+        """Which of our own verbs this is, if it is one that joins a job by itself."""
+        is_ours = self.is_module and self.command[0] == "mpiddp"
+        verb = self.command[1] if is_ours and len(self.command) > 1 else None
+        return verb if verb in RANK_VERBS else None
 
     def check_options(self) -> str | None:
         """The backend that the job asks for: "nccl", "gloo" or "auto"; None if nobody here can tell.
@@ -32,15 +32,15 @@ class Job:
             UserError: an option that makes no sense.
             SystemExit: code 0, after --help.
         """
-        verb = self._rank_verb
-        if verb is None or verb.options is None:
+        module = OPTION_CHECKS.get(self.rank_verb or "")
+        if module is None:
             return None
-        backend: str = import_module(verb.options).check_options(list(self.command[2:]))
+        backend: str = import_module(module).check_options(list(self.command[2:]))
         return backend
 
     def rank_command(self, python: Path) -> tuple[str, ...]:
         """The command of a rank: a rank verb as it is, anything else through `mpiddp run`."""
-        if self._rank_verb is not None:
+        if self.rank_verb is not None:
             return (str(python), "-m", *self.command)
         module = ("-m",) if self.is_module else ()
         return (str(python), "-m", "mpiddp", "run", *module, *self.command)

@@ -14,9 +14,6 @@ import time
 
 from mpiddp.launch import log
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import make_plan
-from mpiddp.launch.starters.compose import compose
-from mpiddp.launch.starters.environment import without_secrets
 
 
 def main(argv: list[str]) -> int:
@@ -29,6 +26,11 @@ def main(argv: list[str]) -> int:
     started_at = time.time()
     os.environ.pop("MPIDDP_ANNOUNCED", None)  # the job around this one is another job
     options = parse_options(argv)
+    # Only now: --help and a wrong option answer at once.
+    from mpiddp.launch.plan import make_plan
+    from mpiddp.launch.starters.compose import compose
+    from mpiddp.launch.starters.environment import without_secrets
+
     plan = make_plan(options, started_at, os.environ)
     if options.dry_run:
         print(compose(plan.starter, plan.request).explained())

@@ -58,15 +58,15 @@ def make_plan(
     # Not resolved: a virtual environment is known by the path of its own python.
     python = Path(sys.executable).absolute()
 
-    named = find_hosts(options.where, env)
-    starter = _find_starter(options.how, python, env, in_allocation=named.is_allocation)
+    named, in_allocation = find_hosts(options.where, env)
+    starter = _find_starter(options.how, python, env, in_allocation=in_allocation)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
 
     def preflight(hosts: Hosts) -> Mapping[Host, HostInfo]:
         return _preflight(options, starter, python, hosts, env, requested)
 
-    found = check_hosts(options.where, named.hosts, preflight)
+    found = check_hosts(options.where, named, preflight)
     hosts = with_slots(options.where, found, options.backend, dry_run=options.dry_run)
     nodes = place_ranks(
         options.where,

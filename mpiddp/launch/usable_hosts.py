@@ -23,14 +23,6 @@ _read_once = cache(read_hostfile)  # a pipe has its text once, and a restart wan
 
 
 @dataclass(frozen=True)
-class NamedHosts:
-    """The hosts that the user names, or those of the Slurm allocation, or this machine."""
-
-    hosts: Hosts
-    is_allocation: bool
-
-
-@dataclass(frozen=True)
 class UsableHosts:
     """The hosts that passed the preflight, and what they told; {} where nobody asked them.
 
@@ -42,8 +34,8 @@ class UsableHosts:
     some_left_out: bool = False
 
 
-def find_hosts(where: Where, env: Mapping[str, str]) -> NamedHosts:
-    """Read the hosts.
+def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, bool]:
+    """The hosts that the user names, or this machine; and whether they are those of a Slurm allocation.
 
     Raises:
         UserError: a hostfile or a list that makes no sense.
@@ -60,7 +52,7 @@ def find_hosts(where: Where, env: Mapping[str, str]) -> NamedHosts:
         hosts = allocated or Hosts("this machine", (Host("localhost"),))
     if where.exclude is not None:
         hosts = exclude(hosts, where.exclude)
-    return NamedHosts(hosts, is_allocation=allocated is not None)
+    return hosts, allocated is not None
 
 
 def check_hosts(
