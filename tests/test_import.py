@@ -13,6 +13,7 @@ from tests.ranks import clean_env
 HEAVY = ("torch", "mpi4py", "numpy", "PIL")
 STDLIB_ROOMS = (
     "mpiddp",
+    "mpiddp.runtime.announcement",
     "mpiddp.runtime.master_address",
     "mpiddp.cli",
     "mpiddp.runtime.coordinator",

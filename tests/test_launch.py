@@ -54,10 +54,12 @@ def running(word: str) -> list[str]:
     return found
 
 
-def test_a_dry_run_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_a_dry_run_loads_nothing_heavy_and_nothing_of_the_ranks(tmp_path: Path) -> None:
     code = (
         "import sys; from mpiddp.launch.main import main; main(sys.argv[1:]);"
-        "print(sorted({'torch', 'numpy', 'mpi4py', 'asyncio'} & sys.modules.keys()))"
+        "heavy = ('torch', 'numpy', 'mpi4py', 'asyncio')\n"
+        "ranks = tuple(f'mpiddp.{each}' for each in ('runtime', 'checkpoints', 'train', 'bench'))\n"
+        "print([name for name in sys.modules if name in heavy or name.startswith(ranks)])"
     )
     command = [sys.executable, "-c", code, "--dry-run", "-H", "localhost:2", script(tmp_path, "")]
     done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
