@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpiddp.errors import UserError
+    from mpiddp.runtime.announcement import announce
     from mpiddp.runtime.process_group import init, process_group
     from mpiddp.runtime.session import should_stop
     from mpiddp.world import World
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "World", "init", "process_group", "should_stop"]
+__all__ = ["UserError", "World", "announce", "init", "process_group", "should_stop"]
 
 _ROOMS = {
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
+    "announce": "mpiddp.runtime.announcement",
     "init": "mpiddp.runtime.process_group",
     "process_group": "mpiddp.runtime.process_group",
     "should_stop": "mpiddp.runtime.session",

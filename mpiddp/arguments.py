@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import NoReturn
 
 from mpiddp.errors import UserError
+from mpiddp.text import did_you_mean
+
+# verb: (module with main(argv) -> int, what it is for)
+VERBS = {
+    "launch": ("mpiddp.launch.main", "start a script on every slot of a hostfile with one mpirun"),
+    "run": (
+        "mpiddp.runtime.run_script",
+        "run an env:// script as this rank, under mpirun, srun or torchrun",
+    ),
+    "train": ("mpiddp.train.main", "train a ResNet as this rank, or alone"),
+    "hosts": ("mpiddp.hosts.main", "check, convert and compare hostfiles"),
+    "checkpoints": ("mpiddp.checkpoints.main", "list, verify and prune checkpoints"),
+    "bench": ("mpiddp.bench.main", "measure scaling, all-reduce, start-up, the step, the data"),
+    "bench-rank": ("mpiddp.bench.ranks.main", "one rank of a benchmark, which bench starts"),
+}
+
+# The verbs that every rank of a job calls. They join the job by themselves.
+RANK_VERBS = ("run", "train", "bench-rank")
+
+# rank verb: the module that checks its options before a job starts, by check_options(argv). That returns
+# the backend which the options ask for: "nccl", "gloo", or "auto" for nccl on GPUs.
+OPTION_CHECKS = {"train": "mpiddp.train.options"}
 
 
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse whose complaints are a UserError, without a page of usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}. See: {self.prog} --help")
+        hint = self._nearest_option(message)
+        raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
+
+    def _nearest_option(self, message: str) -> str:
+        """A question that names the option which is nearest to an unknown one."""
+        found = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
+        if found is None:
+            return ""
+        actions = self._option_string_actions.items()
+        known = [name for name, action in actions if action.help != argparse.SUPPRESS]
+        return did_you_mean(found[1], known)
 
 
 class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):

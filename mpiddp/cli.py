@@ -1,4 +1,4 @@
-"""The verbs of the command line: one table, each verb's module loaded only when it is called."""
+"""The command line: finds the verb, calls it, and turns its end into an exit code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from mpiddp.arguments import RANK_VERBS, VERBS
 from mpiddp.errors import (
     BAD_INPUT,
     DONE,
@@ -16,23 +17,8 @@ from mpiddp.errors import (
     print_from_one_rank,
     silence_stdout,
 )
+from mpiddp.text import did_you_mean
 from mpiddp.world import likely_ranks
-
-# verb: (module with main(argv) -> int, what it is for)
-VERBS = {
-    "launch": ("mpiddp.launch.main", "start a script on every slot of a hostfile with one mpirun"),
-    "run": (
-        "mpiddp.runtime.run_script",
-        "run an env:// script as this rank, under mpirun, srun or torchrun",
-    ),
-    "train": ("mpiddp.train.main", "train a ResNet as this rank, or alone"),
-    "hosts": ("mpiddp.hosts.main", "check, convert and compare hostfiles"),
-    "checkpoints": ("mpiddp.checkpoints.main", "list, verify and prune checkpoints"),
-    "bench": ("mpiddp.bench.main", "measure scaling, all-reduce, start-up, the step, the data"),
-    "bench-rank": ("mpiddp.bench.ranks.main", "one rank of a benchmark, which bench starts"),
-}
-
-RANKS = ("run", "train", "bench-rank")  # the verbs that every rank of a job calls
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,24 +28,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch.distributed.launch puts it before all that the user wrote; the environment has it too.
         del args[0]
     verb, *rest = args or ["--help"]
+    is_rank = verb in RANK_VERBS
     try:
         try:
             return _call(verb, rest)
         finally:
-            if verb not in RANKS and sys.stdout is not None:  # it may have been closed
+            if not is_rank and sys.stdout is not None:  # it may have been closed
                 sys.stdout.flush()  # here, where it can be told that nobody reads any more
     except UserError as error:
         # One rank of a job prints it; a launcher's variables mean nothing to other verbs.
-        rank, local_rank = likely_ranks(os.environ) if verb in RANKS else (0, 0)
+        rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
         print_from_one_rank(str(error), rank, local_rank)
         return BAD_INPUT
     except BrokenPipeError:
-        if verb in RANKS:
+        if is_rank:
             raise
         silence_stdout()
         return FAILED
     except KeyboardInterrupt:
-        if verb in RANKS:  # a script ends as Python ends it
+        if is_rank:  # a script ends as Python ends it
             raise
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -75,7 +62,8 @@ def _call(verb: str, args: list[str]) -> int:
         print(f"mpiddp {__version__}")
         return DONE
     if verb not in VERBS:
-        raise UserError(f'mpiddp: no verb "{verb}". Known: {", ".join(VERBS)}.')
+        hint = did_you_mean(verb, VERBS)
+        raise UserError(f'mpiddp: no verb "{verb}".{hint} Known: {", ".join(VERBS)}.')
     code: int = import_module(VERBS[verb][0]).main(args)
     return code
 

@@ -1,25 +1,26 @@
 """The control channel between a rank and its launcher, for both of its ends: JSON lines over TCP.
 
     launcher -> rank   challenge, stop, stacks, end; one urgent byte
-    rank -> launcher   hello, started, joining, log, resume, batch, supports_stop, progress, stacks,
-                        stopped, failed, done
+    rank -> launcher   hello, started, joining, log, announce, supports_stop, progress, stacks, stopped,
+                        failed, done
 
 MPIDDP_CONTROL says where the launcher listens, MPIDDP_CONTROL_SECRET proves that both belong to one
-job; the secret itself never crosses the wire. Without these two there is no channel.
+job; the secret itself never crosses the wire. Without these two there is no channel. MPIDDP_ANNOUNCED
+hands a restart what an earlier attempt has announced, see `mpiddp.runtime.announcement`.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+from _blake2 import blake2b  # not by way of hashlib, see `proof`
 from dataclasses import dataclass
-
-from mpiddp.blake2 import blake2b
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
 TIMEOUT, LAUNCHED_AT = "MPIDDP_TIMEOUT", "MPIDDP_LAUNCHED_AT"
 REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
+ANNOUNCED = "MPIDDP_ANNOUNCED"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,12 @@ VARIABLES = (
     Variable(
         LAUNCHED_AT, "`launch`", "every rank", "when the command was given, in seconds since 1970"
     ),
+    Variable(
+        ANNOUNCED,
+        "`launch`, at a restart",
+        "every rank, through `mpiddp.runtime.announcement.announced`",
+        "what an earlier attempt announced, as JSON: global_batch_size, world_size",
+    ),
     Variable(JOB, "`launch`", "`launch`", "the job's id, by which it finds what is left of a job"),
     Variable(
         ADDRESS,
@@ -89,6 +96,7 @@ VARIABLES = (
     ),
 )
 URGENT = b"!"  # in no word of a launcher's
+URGENT = b"!"  # in no message of a launcher
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 TEXT_LIMIT = 16 * 1024  # characters of a text; JSON may need 12 bytes for one
 
@@ -97,8 +105,11 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
     "log": {"path": (str,)},  # where a traceback will be found
-    "resume": {"arguments": (list,)},
-    "batch": {"images": (int,), "per_pass": (int,)},
+    "announce": {
+        "resume_args": (list,),
+        "global_batch_size": (int, type(None)),
+        "max_ranks": (int, type(None)),
+    },
     "supports_stop": {},
     "progress": {"step": (int,)},
     "stacks": {"text": (str,), "step": (int,)},
@@ -119,7 +130,8 @@ def dumps(kind: str, **facts: object) -> bytes:
 
 def proof(secret: str, challenge: str, rank: int) -> str:
     """What only somebody who has the secret can answer to `challenge`."""
-    # A keyed BLAKE2 is a MAC.
+    # A keyed BLAKE2 is a MAC. Python's own stands in `_blake2`: hashlib would load OpenSSL besides, 3.7 MB
+    # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. tests/test_still_needed.py watches this.
     return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
 
 

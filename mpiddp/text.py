@@ -1,9 +1,9 @@
-"""Text that several parts of the program read or print: lists, counts, durations, tables."""
+"""Text that several parts of the program read or print: lists, counts, durations, tables, near names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
@@ -55,3 +55,11 @@ def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ())
         ).rstrip()
         for row in rows
     )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """' Did you mean "launch"?' for "lauch"; "" where no known name is near."""
+    from difflib import get_close_matches  # only an error needs it
+
+    nearest = get_close_matches(name, list(known), n=1)
+    return f' Did you mean "{nearest[0]}"?' if nearest else ""

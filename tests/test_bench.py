@@ -196,7 +196,8 @@ def test_the_launching_process_loads_no_torch() -> None:
         ),
         (
             ["step", "--ark", "resnet18"],
-            "mpiddp train: unrecognized arguments: --ark resnet18. See: mpiddp train --help",
+            'mpiddp train: unrecognized arguments: --ark resnet18. Did you mean "--arch"? '
+            "See: mpiddp train --help",
         ),
         (
             ["scaling", "-H", "localhost:2", "--ranks", "2,3"],

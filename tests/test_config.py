@@ -196,14 +196,15 @@ def test_a_bad_value(option: str, found: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--batchsize=4"], "unrecognized arguments: --batchsize=4"),
-        (["--epoch=4"], "unrecognized arguments: --epoch=4"),  # no abbreviations
-        (["resnet50"], "unrecognized arguments: resnet50"),
-        (["--lr"], "argument --lr: expected one argument"),
+        (["--batchsize=4"], 'unrecognized arguments: --batchsize=4. Did you mean "--batch-size"?'),
+        (["--epoch=4"], 'unrecognized arguments: --epoch=4. Did you mean "--epochs"?'),
+        (["--zzz"], "unrecognized arguments: --zzz. See: mpiddp train --help"),
+        (["resnet50"], "unrecognized arguments: resnet50. See: mpiddp train --help"),
+        (["--lr"], "argument --lr: expected one argument."),
     ],
 )
 def test_bad_words(words: list[str], expected: str) -> None:
-    assert refusal(*words).startswith(f"mpiddp train: {expected}.")
+    assert refusal(*words).startswith(f"mpiddp train: {expected}")
 
 
 # What may differ between a checkpoint and the run that goes on from it

@@ -245,7 +245,13 @@ def test_strangers_are_dropped_and_change_nothing(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"{]", b'{"type": "dance"}', b'{"type": "progress"}', b'{"type": "progress", "step": "x"}'],
+    [
+        b"{]",
+        b'{"type": "dance"}',
+        b'{"type": "progress"}',
+        b'{"type": "progress", "step": "x"}',
+        b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
+    ],
 )
 def test_a_rank_is_dropped_as_well_for_what_is_no_protocol(launcher: Launcher, line: bytes) -> None:
     secret = launcher.listener.settings[SECRET]

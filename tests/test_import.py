@@ -26,6 +26,7 @@ LAUNCHER = sorted(
 HEAVY = ("torch", "mpi4py", "numpy", "PIL")
 STDLIB_ROOMS = (
     "mpiddp",
+    "mpiddp.runtime.announcement",
     "mpiddp.runtime.master_address",
     "mpiddp.checkpoints.main",
     "mpiddp.cli",

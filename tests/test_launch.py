@@ -56,10 +56,12 @@ def running(word: str) -> list[str]:
     return found
 
 
-def test_a_dry_run_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_a_dry_run_loads_nothing_heavy_and_nothing_of_the_ranks(tmp_path: Path) -> None:
     code = (
         "import sys; from mpiddp.launch.main import main; main(sys.argv[1:]);"
-        "print(sorted({'torch', 'numpy', 'mpi4py', 'asyncio'} & sys.modules.keys()))"
+        "heavy = ('torch', 'numpy', 'mpi4py', 'asyncio')\n"
+        "ranks = tuple(f'mpiddp.{each}' for each in ('runtime', 'checkpoints', 'train', 'bench'))\n"
+        "print([name for name in sys.modules if name in heavy or name.startswith(ranks)])"
     )
     command = [sys.executable, "-c", code, "--dry-run", "-H", "localhost:2", script(tmp_path, "")]
     done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
@@ -341,9 +343,9 @@ def test_ranks_that_cannot_reach_the_launcher_count_by_mpiruns_word(
         "from mpiddp.launch import plan, restarts\n"
         "from mpiddp.launch.options import parse_options\n"
         "options = parse_options(sys.argv[1:])\n"
-        "mpi, request = plan.make_request(options, time.time(), os.environ, print)\n"
-        "request = replace(request, control_address=None)\n"
-        "outcome = restarts.run(options, mpi, request, time.time(), print)\n"
+        "planned = plan.make_plan(options, time.time(), os.environ)\n"
+        "request = replace(planned.request, control_address=None)\n"
+        "outcome = restarts.run(options, replace(planned, request=request), time.time())\n"
         "sys.exit(outcome.code)\n"
     )
     command = [sys.executable, "-c", text, "-H", "localhost:2"]
@@ -365,10 +367,11 @@ def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
     daemon.chmod(0o755)
     code = (
         "import os, sys; from selectors import DefaultSelector\n"
-        "from mpiddp.launch import job, supervisor; supervisor.SWEEP_S = 0.3\n"
+        "from mpiddp.launch.supervise import supervisor; supervisor.ORPHANS_S = 0.3\n"
+        "from mpiddp.launch.supervise.job_state import JobState\n"
         "from mpiddp.launch.supervise.signals import signals_on_socket\n"
-        "job = job.Supervisor(DefaultSelector(), None, job.Record([]), job.Limits(), print)\n"
-        "with heard() as signals:\n"
+        "job = supervisor.Supervisor(DefaultSelector(), None, JobState([]), supervisor.Limits())\n"
+        "with signals_on_socket() as signals:\n"
         "    print(job.run(['sh', '-c', sys.argv[1]], os.environ, signals))"
     )
     command = [sys.executable, "-c", code, f"setsid {daemon} & sleep 0.3; exit 7"]
@@ -376,6 +379,7 @@ def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
         command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S
     )
     assert (
-        done.stdout == "End(code=7, interrupted=False, was_killed=False, failed_stopping=False)\n"
+        done.stdout
+        == "MpirunEnd(code=7, interrupted=False, was_killed=False, failed_stopping=False)\n"
     )
     assert running(str(daemon)) == []

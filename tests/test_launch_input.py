@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp import cli
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocation import allocation
 from mpiddp.hosts.hostfile import Host, parse_host_list
 from mpiddp.hosts.nodes import Node, is_this_host, name_nodes, ranks_by_host
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
-from mpiddp.launch.network import link_to, requested_interfaces
+from mpiddp.launch.network import link_to, request_interface
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, requested_backend
+from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus
 from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import parse_exports
 
@@ -54,10 +55,32 @@ def test_gpus_are_counted_by_nvidia_smi_and_narrowed_by_cuda_visible_devices(
     assert count_gpus(here, {"PATH": "/nowhere"}) == 0
 
 
-def test_the_backend_among_the_scripts_arguments() -> None:
-    assert requested_backend(["--lr", "1", "--backend", "nccl"]) == "nccl"
-    assert requested_backend(["--backend=gloo"]) == "gloo"
-    assert requested_backend(["--backend"]) is None
+def test_too_few_gpus_on_one_of_several_hosts() -> None:
+    """A job that goes to the GPUs is refused, and one that nobody here can judge is not."""
+    hosts = parse_host_list("localhost:1,far:4")
+    for backend in ("nccl", "auto"):
+        with pytest.raises(UserError, match=r"^far has 2 GPUs but 4 slots: ranks would share GPUs"):
+            fit_to_gpus(hosts, backend, lambda _: 2, hosts.hosts)
+    assert fit_to_gpus(hosts, "gloo", lambda _: 2, hosts.hosts) == (hosts, [])
+    note = "far has 2 GPUs but 4 slots: ranks that use GPUs would share them, which NCCL refuses"
+    assert fit_to_gpus(hosts, None, lambda _: 2, hosts.hosts) == (hosts, [note])
+
+
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        (["-m", "mpiddp", "train", "--lr", "1", "--backend", "nccl"], "nccl"),
+        (["-m", "mpiddp", "train", "--backend=gloo"], "gloo"),
+        (["-m", "mpiddp", "train"], "auto"),
+        (["-m", "mpiddp"], None),
+        (["-m", "mpiddp", "bench-rank", "loader"], None),
+        ([__file__, "--backend", "gloo"], None),
+    ],
+)
+def test_a_verb_of_ours_tells_the_backend_that_it_asks_for(
+    words: list[str], backend: str | None
+) -> None:
+    assert parse_options(words).backend == backend
 
 
 def test_this_machine_goes_by_its_own_name() -> None:
@@ -71,11 +94,14 @@ def test_this_machine_goes_by_its_own_name() -> None:
 
 
 def test_the_network_is_the_requested_one_or_the_one_that_leads_to_all_hosts() -> None:
-    assert [each.name for each in requested_interfaces("127.0.0.1")] == ["lo"]
+    requested = request_interface("127.0.0.1")
+    assert [each.name for each in requested.own] == ["lo"]
+    assert requested.everywhere == "127.0.0.0/8"  # other hosts have other addresses there
+    assert request_interface("lo").everywhere == "lo"
     with pytest.raises(
         UserError, match=r'interface "nope" is not on .*, which has lo \(127.0.0.1\)'
     ):
-        requested_interfaces("nope")
+        request_interface("nope")
     assert link_to([]) is None
     assert link_to(["far.invalid"]) is None
     assert link_to(["127.0.0.1"]) is None  # nobody else gets here by that one
@@ -170,7 +196,18 @@ def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Pa
         ),
         (
             lambda: parse_options(["--hostfil", "f", "train.py"]),
-            "mpiddp launch: unrecognized arguments: --hostfil. See: mpiddp launch --help",
+            'mpiddp launch: unrecognized arguments: --hostfil. Did you mean "--hostfile"? '
+            "See: mpiddp launch --help",
+        ),
+        (
+            lambda: cli._call("lauch", []),
+            'mpiddp: no verb "lauch". Did you mean "launch"? '
+            "Known: launch, run, train, hosts, checkpoints, bench, bench-rank.",
+        ),
+        (
+            lambda: cli._call("zzz", []),
+            'mpiddp: no verb "zzz". '
+            "Known: launch, run, train, hosts, checkpoints, bench, bench-rank.",
         ),
         (
             lambda: parse_options(["-n", "2"]),
@@ -239,5 +276,5 @@ def test_all_behind_the_script_is_the_scripts(
     argv: list[str], command: list[str], is_module: bool
 ) -> None:
     options = parse_options(argv)
-    assert (options.command, options.is_module) == (command, is_module)
+    assert (options.job.command, options.job.is_module) == (tuple(command), is_module)
     assert not options.dry_run

@@ -111,8 +111,17 @@ def test_more_slots_than_gpus(hosts: Cluster) -> None:
     stub.chmod(0o755)
     path = hosts["node0"].run(["sh", "-c", "echo $PATH"]).stdout.strip()
     env = {"PATH": f"{tools}:{path}"}
-    sentence = refusal(launch(hosts, "-H", "node0:2,node1:4", env=env))
-    assert sentence == "node1 has 2 GPUs but 4 slots: ranks would share GPUs."
+    where = ("-H", "node0:2,node1:4", "-n", "1")
+    train = [str(BIN / "python"), "-m", "mpiddp", "launch", *where, "-m", "mpiddp", "train"]
+    done = hosts["node0"].run(train, cwd=ROOT, env=env)
+    assert refusal(done) == "node1 has 2 GPUs but 4 slots: ranks would share GPUs."
+    done = launch(hosts, *where, env=env)
+    assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
+    assert done.stderr.startswith(
+        "mpiddp: node1 has 2 GPUs but 4 slots: ranks that use GPUs would share them"
+    )
+    done = launch(hosts, *where, "--share-gpus", env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
 
 
 def test_a_bare_host_without_gpus_gets_one_rank(hosts: Cluster) -> None:

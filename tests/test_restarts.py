@@ -12,12 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mpiddp.launch.restarts import _keeping_batch
-from mpiddp.launch.supervise.job_state import Batch
+import mpiddp
+from mpiddp.runtime.announcement import Announced, announced
+from mpiddp.train.config import parse
+from mpiddp.train.restart import keep_global_batch
 from tests import cluster
 from tests.cluster import Cluster
 from tests.patience import PATIENCE_S
@@ -178,22 +182,91 @@ def wait_for_step(records: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "ranks_before"),
     [
-        ["train", "--batch-size", "4", "--seed", "1"],
-        ["train", "--batch_size=4", "--seed", "1"],
-        ["train", "--global-batch-size", "12", "--seed", "1"],
-        ["train", "--seed", "1", "--grad-accum-steps", "3"],
+        (["--batch-size", "4", "--seed", "1"], 3),
+        (["--batch_size=4", "--seed", "1"], 3),
+        (["--global-batch-size", "12", "--seed", "1"], 3),
+        (["--seed", "1", "--grad-accum-steps", "3", "--batch-size", "1"], 4),
+        (["--seed", "1", "--grad-accum-steps", "3", "--global-batch-size=12"], 1),
     ],
 )
 @pytest.mark.parametrize(("ranks", "passes"), [(1, 3), (2, 2), (3, 1), (4, 1)])
-def test_the_global_batch_stays(words: list[str], ranks: int, passes: int) -> None:
-    """In passes of no more than the 4 images that a rank had room for."""
-    dealt = ["--global-batch-size=12", "--uneven", f"--grad-accum-steps={passes}"]
-    assert _keeping_batch(words, Batch(12, per_pass=4), ranks) == ["train", "--seed", "1", *dealt]
+def test_the_global_batch_stays(
+    words: list[str], ranks_before: int, ranks: int, passes: int
+) -> None:
+    """In passes of no more images than a rank had room for, which are 4 in all cases but one."""
+    written = parse(words)
+    before = Announced(global_batch_size=12, world_size=ranks_before)
+    kept = keep_global_batch(written, before, ranks)
+    if ranks == ranks_before:
+        assert kept == written
+        return
+    if written.batch_size == 1:
+        passes = max(1, 6 // ranks)  # as many single images as may be: BatchNorm wants two
+    assert kept == replace(
+        written, batch_size=None, global_batch_size=12, uneven=True, grad_accum_steps=passes
+    )
+    assert kept.seed == 1
 
 
 def test_no_pass_is_left_with_a_single_image() -> None:
     """Which BatchNorm could not work with: rather more images than before."""
-    assert _keeping_batch([], Batch(8, per_pass=1), 3)[-1] == "--grad-accum-steps=1"
-    assert _keeping_batch([], Batch(10, per_pass=2), 4)[-1] == "--grad-accum-steps=1"
+    for images, before, ranks in ((8, 8, 3), (10, 5, 4)):
+        kept = keep_global_batch(parse([]), Announced(images, before), ranks)
+        assert kept.grad_accum_steps == 1
+
+
+def test_a_first_attempt_trains_as_written() -> None:
+    assert keep_global_batch(parse([]), None, 2) == parse([])
+
+
+ANNOUNCES = """
+import os, sys, mpiddp
+from mpiddp.runtime.announcement import announced
+if announced() is None:
+    mpiddp.announce(resume_args=["--resume", "a b"], global_batch_size=12, max_ranks=2)
+    sys.exit(3)
+mpiddp.announce(resume_args=["--again"], global_batch_size=5)
+if os.environ["RANK"] == "0":
+    print(os.environ["WORLD_SIZE"], sys.argv[1:], announced(), flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("end", "attempts"), [(0, 1), (3, 2)])
+def test_a_restart_hands_back_what_any_script_announced_first(
+    tmp_path: Path, end: int, attempts: int
+) -> None:
+    # What an outer job's launcher has handed on means nothing here.
+    outer = {"MPIDDP_ANNOUNCED": '{"global_batch_size": 7, "world_size": 7}'}
+    job = (script(tmp_path, ANNOUNCES), str(end))
+    done = launch("-H", "localhost:3", "--max-restarts", "2", *job, **outer)
+    assert done.returncode == (1 if end else 0), done.stderr
+    told = f"2 ['{end}', '--resume', 'a b'] Announced(global_batch_size=12, world_size=3)\n"
+    assert done.stdout == told * attempts
+    said = "mpiddp: 2 ranks instead of 3: the global batch stays 12.\n"
+    assert done.stderr.count(said) == attempts
+
+
+def test_announcing_without_a_launcher_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPIDDP_ANNOUNCED", raising=False)
+    mpiddp.announce(resume_args=["--resume"], global_batch_size=4, max_ranks=2)
+    assert announced() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"resume_args": "--resume"}, TypeError, "resume_args: expected a sequence of strings"),
+        ({"resume_args": [1]}, TypeError, "resume_args: expected a sequence of strings"),
+        ({"global_batch_size": 2.0}, TypeError, "global_batch_size: expected a whole number"),
+        ({"global_batch_size": True}, TypeError, "global_batch_size: expected a whole number"),
+        ({"max_ranks": 0}, ValueError, "max_ranks: expected 1 or more, not 0"),
+    ],
+)
+def test_an_announcement_that_makes_no_sense(
+    arguments: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        mpiddp.announce(**arguments)

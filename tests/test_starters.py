@@ -168,7 +168,7 @@ def test_a_dry_run_shows_a_command_to_paste_and_a_reason_for_every_flag(mpi: str
     assert "hush" not in text
     assert shlex.split(pasted)[-len(command.argv) :] == command.argv
     for flag in command.flags:
-        assert f"\n  {shlex.join(flag.words)}\n" in text
+        assert f"\n  {shlex.join(flag.arguments)}\n" in text
         assert f"\n      {flag.reason}" in text
 
 

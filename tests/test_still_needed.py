@@ -24,7 +24,7 @@ def run(code: str) -> str:
 
 
 def test_hashlib_still_loads_openssl() -> None:
-    """mpiddp/blake2.py"""
+    """mpiddp/protocol.py, `proof`"""
     tells = "import sys; print('_hashlib' in sys.modules)"
     assert run(f"import hashlib; {tells}") == "True"
     assert run(f"import mpiddp.launch.main, mpiddp.protocol; {tells}") == "False"

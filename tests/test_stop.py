@@ -21,7 +21,7 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from mpiddp.errors import UserError
-from mpiddp.launch.options import duration
+from mpiddp.launch.option_parser import duration
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script

@@ -71,7 +71,10 @@ CASES: dict[str, tuple[str, str]] = {
         "--arch=resnet19",
         "mpiddp train: argument --arch: invalid choice: 'resnet19' .*See: mpiddp train --help",
     ),
-    "word": ("--use-sin", "mpiddp train: unrecognized arguments: --use-sin. See: .*"),
+    "word": (
+        "--use-sin",
+        'mpiddp train: unrecognized arguments: --use-sin. Did you mean "--use-syn"\\? See: .*',
+    ),
     "batch": ("--global-batch-size=7", ".* 7 does not divide by 2 ranks: 6 or 8 would."),
     "large batch": (
         "--batch-size=99999999 --use-syn",

@@ -94,7 +94,7 @@ class Jobs:
 
     def command_here(self, ranks: int, *job: str) -> list[str]:
         timeout_s = f"{self.timeout_s:.0f}"
-        where = [*self.where, "-H", f"localhost:{ranks}", "--timeout", timeout_s]
+        where = [*self.where, "-H", f"localhost:{ranks}", "--share-gpus", "--timeout", timeout_s]
         return [*launch_command(*where), *job]
 
 

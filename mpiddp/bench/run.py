@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from mpiddp.bench import charts
@@ -19,8 +19,9 @@ from mpiddp.bench.machine import machine
 from mpiddp.bench.options import SharedOptions, name_of, parse
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import make_request
+from mpiddp.launch.plan import make_plan
 from mpiddp.launch.starters.environment import without_secrets
+from mpiddp.train.options import check_options
 
 
 def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: list[str]) -> int:
@@ -73,16 +74,14 @@ def _jobs(
     ranks = ["-n", str(shared.n)] if shared.n else []
     if not benchmark.takes_hosts:
         ranks = ["-H", "localhost:1"]
-    job = ["-m", "mpiddp", "bench-rank", *training]
-    if backend:  # over gloo ranks need no GPU of their own
-        job += ["--backend", backend]
-    starter, request = make_request(
-        parse_options([*where, *ranks, *job]), started_at, os.environ, note
-    )
-    per_host = max(node.ranks for node in request.nodes)
-    return Jobs(
-        tuple(where), request.world_size, per_host, starter.name, shared.timeout, tuple(training)
-    )
+    backend = backend or check_options(training)
+    if backend == "gloo":  # its ranks need no GPU of their own
+        where = [*where, "--share-gpus"]
+    launch_options = parse_options([*where, *ranks, "-m", "mpiddp", "bench-rank"])
+    plan = make_plan(replace(launch_options, backend=backend), started_at, os.environ)
+    slots = plan.request.world_size
+    per_host = max(node.ranks for node in plan.request.nodes)
+    return Jobs(tuple(where), slots, per_host, plan.starter.name, shared.timeout, tuple(training))
 
 
 def _check_writable(folder: Path) -> None:

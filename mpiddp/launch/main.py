@@ -8,15 +8,12 @@ end into an exit code.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import time
 
+from mpiddp.launch import log
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import make_request
-from mpiddp.launch.starters.compose import compose
-from mpiddp.launch.starters.environment import without_secrets
 
 
 def main(argv: list[str]) -> int:
@@ -27,28 +24,23 @@ def main(argv: list[str]) -> int:
         UserError: bad input, found before anything was started.
     """
     started_at = time.time()
+    os.environ.pop("MPIDDP_ANNOUNCED", None)  # the job around this one is another job
     options = parse_options(argv)
-    if options.is_module and options.command[:2] == ["mpiddp", "train"]:
-        from mpiddp.train.options import parse
+    # Only now: --help and a wrong option answer at once.
+    from mpiddp.launch.plan import make_plan
+    from mpiddp.launch.starters.compose import compose
+    from mpiddp.launch.starters.environment import without_secrets
 
-        parse(options.command[2:])  # its ranks would only say what is wrong once they meet
-    starter, request = make_request(options, started_at, os.environ, _say)
+    plan = make_plan(options, started_at, os.environ)
     if options.dry_run:
-        print(compose(starter, request).explained())
+        print(compose(plan.starter, plan.request).explained())
         return 0
     from mpiddp.launch.restarts import run  # a dry run has no use for sockets and secrets
 
-    outcome = run(options, starter, request, started_at, _say)
+    outcome = run(options, plan, started_at)
     if outcome.sentence:
-        _say(outcome.sentence)
+        log.info(outcome.sentence)
     if outcome.resumes:
-        _say(
-            f"to go on: {shlex.join(['mpiddp', 'launch', *without_secrets(argv), *outcome.resume])}"
-        )
+        arguments = [*without_secrets(argv), *outcome.announcement.resume_args]
+        log.info(f"to go on: {shlex.join(['mpiddp', 'launch', *arguments])}")
     return outcome.code
-
-
-def _say(sentence: str) -> None:
-    # Not by way of sys.stderr, which at exit would try once more, and end this process with code 120.
-    with contextlib.suppress(OSError):  # a terminal that is gone must not take the job with it
-        os.write(2, f"mpiddp: {sentence}\n".encode(errors="backslashreplace"))

@@ -1,150 +1,122 @@
-"""The options of `mpiddp launch`: everything before the script; all behind it is the script's own."""
+"""The options of `mpiddp launch` as frozen records. The parser's namespace goes no further than here."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
+from mpiddp.launch.job import Job
+from mpiddp.launch.option_parser import option_parser
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
 
 
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    """The parsed options; `command` is the script and its arguments, `is_module` says it is `-m`.
+@dataclass(frozen=True)
+class Where:
+    """Which hosts, and how many ranks on them."""
+
+    hostfile: str | None
+    host_list: str | None
+    n: int | None
+    npernode: int | None
+    exclude: str | None
+    min_hosts: int | None
+    min_ranks: int | None
+    check: bool  # ask the hosts whether they can be used
+    share_gpus: bool
+
+    @property
+    def names_hosts(self) -> bool:
+        return (self.hostfile, self.host_list) != (None, None)
+
+    @property
+    def names_ranks(self) -> bool:
+        return (self.n, self.npernode) != (None, None)
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether the job may start without hosts that are broken."""
+        return (self.min_hosts, self.min_ranks) != (None, None)
+
+
+@dataclass(frozen=True)
+class How:
+    """How the ranks start, and how they join."""
+
+    mpirun: str | None
+    bind: str
+    master_addr: str | None
+    interface: str | None
+    exports: tuple[str, ...]  # VAR or VAR=VALUE
+    timeout_s: int | None
+
+
+@dataclass(frozen=True)
+class When:
+    """When the job ends, and how often it starts again."""
+
+    max_restarts: int
+    stop_after_s: float | None
+    grace_s: float
+    hang_timeout_s: float | None
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Everything that the command line says. `backend` is what the job's own options ask for, if known."""
+
+    job: Job
+    backend: str | None
+    where: Where
+    how: How
+    when: When
+    dry_run: bool
+    report: bool
+    verbose: bool
+
+
+def parse_options(argv: list[str]) -> LaunchOptions:
+    """The options as written, those of the job checked as well, where it is one of our own verbs.
 
     Raises:
         UserError: an option or a number that makes no sense, or no script that exists.
     """
-    options = _parser().parse_args(argv)
-    options.can_shrink = (options.min_hosts, options.min_ranks) != (None, None)
-    options.is_module = options.module is not None
-    options.command = options.module if options.is_module else options.script
-    if options.command[:1] == ["--"]:
-        del options.command[0]
-    if not options.command:
+    values = option_parser().parse_args(argv)
+    values.exports = tuple(values.exports)
+    job = _job(values)
+    return LaunchOptions(
+        job=job,
+        backend=job.check_options(),
+        where=_part(Where, values),
+        how=_part(How, values),
+        when=_part(When, values),
+        dry_run=values.dry_run,
+        report=values.report,
+        verbose=values.verbose,
+    )
+
+
+_Part = TypeVar("_Part", Where, How, When)
+
+
+def _part(kind: type[_Part], values: argparse.Namespace) -> _Part:
+    return kind(**{field.name: getattr(values, field.name) for field in fields(kind)})
+
+
+def _job(values: argparse.Namespace) -> Job:
+    is_module = values.module is not None
+    command: list[str] = values.module if is_module else values.script
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
         raise UserError(f"nothing to launch: name a script or a module. {EXAMPLE}")
-    if options.command[0].startswith("-"):
-        raise UserError(f"{options.command[0]} is no option of mpiddp launch. See: --help")
-    if not options.is_module and not Path(options.command[0]).is_file():
-        if Path(options.command[0]).exists():
-            raise UserError(f"{options.command[0]} is no file that could be a script.")
-        raise UserError(f"{options.command[0]} not found (looked in {Path.cwd()}).")
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneSentenceParser(
-        prog="mpiddp launch",
-        usage="%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]",
-        description="Start a script on every slot of a hostfile, with one mpirun.",
-        epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request after a "
-        "checkpoint, 130 interrupted.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument_group("where (default: this machine, or the Slurm allocation)")
-    either = add.add_mutually_exclusive_group()
-    either.add_argument("--hostfile", metavar="FILE", help="hosts and their slots, one a line")
-    either.add_argument("-H", dest="host_list", metavar="H1:2,H2:4", help="the same, right here")
-    add.add_argument("-n", type=_whole("-n", 1), metavar="N", help="ranks (default: all slots)")
-    add.add_argument(
-        "--npernode", type=_whole("--npernode", 1), metavar="K", help="ranks on each host"
-    )
-    add.add_argument("--exclude", metavar="HOST,HOST", help="hosts to leave out")
-    add.add_argument(
-        "--bind", choices=("none", "numa", "core"), default="none", help="what a rank is bound to"
-    )
-
-    add = parser.add_argument_group("how")
-    add.add_argument("--mpirun", metavar="PATH", help="of the MPI to use, its library included")
-    add.add_argument("--master-addr", metavar="ADDR", help="where the ranks meet")
-    add.add_argument("--interface", metavar="NAME", help="the network interface to use")
-    add.add_argument(
-        "-x", action="append", default=[], metavar="VAR[=VALUE]", help="a variable for the ranks"
-    )
-    add.add_argument(
-        "--no-check", dest="check", action="store_false", help="start without a look at the hosts"
-    )
-    add.add_argument(
-        "--timeout", type=_whole("--timeout", 1), metavar="S", help="seconds the ranks have to meet"
-    )
-
-    add = parser.add_argument_group("when something fails")
-    add.add_argument(
-        "--max-restarts",
-        type=_whole("--max-restarts", 0),
-        default=0,
-        metavar="K",
-        help="start a job that failed again, from its newest checkpoint (default 0 times)",
-    )
-    add.add_argument(
-        "--min-hosts",
-        type=_whole("--min-hosts", 1),
-        metavar="H",
-        help="go without hosts that are broken, as long as so many are left",
-    )
-    add.add_argument(
-        "--min-ranks",
-        type=_whole("--min-ranks", 1),
-        metavar="N",
-        help="the same, as long as so many ranks are left",
-    )
-
-    add = parser.add_argument_group("when to end")
-    add.add_argument(
-        "--stop-after",
-        type=duration("--stop-after"),
-        metavar="55m",
-        help="then stop as after a Ctrl-C: save, leave with code 75",
-    )
-    add.add_argument(
-        "--grace",
-        type=duration("--grace"),
-        default=30.0,
-        metavar="S",
-        help="how long the ranks may take to stop (default 30)",
-    )
-    add.add_argument(
-        "--hang-timeout",
-        type=duration("--hang-timeout"),
-        metavar="S",
-        help="end the job when no rank makes a step for so long (default: never)",
-    )
-
-    add = parser.add_argument_group("what to show")
-    add.add_argument("--dry-run", action="store_true", help="explain the command, start nothing")
-    add.add_argument("--report", action="store_true", help="print which ranks run where")
-    add.add_argument("-v", "--verbose", action="store_true", help="say what was chosen, and why")
-
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
-
-
-def duration(option: str) -> Callable[[str], float]:
-    """Reads "90", "90s", "55m" and "1.5h", and returns seconds."""
-
-    def parse(text: str) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-        seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-        if not seconds > 0:
-            raise UserError(f"{option} {text}: expected a time, as in 90, 90s, 55m or 1.5h.")
-        return seconds
-
-    return parse
-
-
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-
-
-def _whole(option: str, low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        # Open MPI 5 takes `-n abc` and `-n 0`, and launches something all the same.
-        if not (text.isascii() and text.isdigit() and int(text) >= low):
-            raise UserError(f"{option} {text}: expected a whole number, {low} or more.")
-        return int(text)
-
-    return parse
+    if command[0].startswith("-"):
+        raise UserError(f"{command[0]} is no option of mpiddp launch. See: --help")
+    if not is_module and not Path(command[0]).is_file():
+        if Path(command[0]).exists():
+            raise UserError(f"{command[0]} is no file that could be a script.")
+        raise UserError(f"{command[0]} not found (looked in {Path.cwd()}).")
+    return Job(tuple(command), is_module)

@@ -1,118 +1,140 @@
-"""A job that fails is started again, from its newest checkpoint, on the hosts that are there then.
+"""A job that fails starts again, from its newest checkpoint, on the hosts that are there then.
 
-Every restart begins like a start, with a look at all hosts: one that is broken is left out if the
-user can do without it, and is back as soon as it answers again.
+Every restart begins like a start, with a preflight of all hosts. A broken host is left out if the user
+can do without it, and is back as soon as it answers again. What the job has announced (see
+`mpiddp.runtime.announcement`) is handed to its restarts.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mpiddp.errors import FAILED, INTERRUPTED, UserError
-from mpiddp.launch.plan import make_request
+from mpiddp.launch import log
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.supervise.attempt import Outcome, attempt
-from mpiddp.launch.supervise.job_state import Batch
+from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.supervise.signals import is_asked_to_stop, signals_on_socket
 from mpiddp.launch.supervise.supervisor import Limits
+from mpiddp.protocol import ANNOUNCED
 from mpiddp.text import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 START_TIMEOUT_S = 120.0  # until the first rank is there: all disks may be cold
 
-Say = Callable[[str], None]
+
+@dataclass(frozen=True)
+class _Known:
+    """What the attempts have announced so far: the first announcement of each kind stands.
+
+    `world_size` is that of the attempt that announced the global batch.
+    """
+
+    announcement: Announcement = NOTHING_ANNOUNCED
+    world_size: int = 0
+
+    def after(self, later: Announcement, world_size: int) -> _Known:
+        """The same, once an attempt with `world_size` ranks has announced `later`."""
+        known = self.announcement
+        has_batch = known.global_batch_size is not None
+        merged = Announcement(
+            known.resume_args or later.resume_args,
+            known.global_batch_size if has_batch else later.global_batch_size,
+            later.max_ranks if known.max_ranks is None else known.max_ranks,
+        )
+        return _Known(merged, self.world_size if has_batch else world_size)
 
 
-def run(
-    options: argparse.Namespace, starter: RankStarter, request: Request, started_at: float, say: Say
-) -> Outcome:
-    """Run the job, and again after each failure, `options.max_restarts` times at most."""
+def run(options: LaunchOptions, plan: Plan, started_at: float) -> Outcome:
+    """Run the job, and again after each failure, `--max-restarts` times at most."""
     with signals_on_socket() as signals:
-        return _run(options, starter, request, started_at, say, signals)
+        return _run(options, plan, started_at, signals)
 
 
-def _run(
-    options: argparse.Namespace,
-    starter: RankStarter,
-    request: Request,
-    started_at: float,
-    say: Say,
-    signals: socket.socket,
-) -> Outcome:
-    begun = time.monotonic() - (time.time() - started_at)
-    outcome = attempt(starter, request, _limits(options, starter, begun), say, signals)
-    resume, batch = outcome.resume, outcome.batch
-    world_size = request.world_size  # of the attempt that has told its batch
+def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: socket.socket) -> Outcome:
+    began_at = time.monotonic() - (time.time() - started_at)
+    known = _Known()
     in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
-    for restart in range(1, options.max_restarts + 1):
+    outcome = attempt(plan.starter, plan.request, _limits(options, plan.starter, began_at), signals)
+    for restart in range(1, options.when.max_restarts + 1):
         if outcome.code != FAILED or outcome.was_to_stop:
             break
-        say(outcome.sentence)
+        known = known.after(outcome.announcement, plan.request.world_size)
+        log.info(outcome.sentence)
         in_a_row = 1 if outcome.made_steps else in_a_row + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** min(in_a_row - 1, 10), LONGEST_PAUSE_S)
-        if is_asked_to_stop(signals, within_s=pause_s):
-            return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
-        try:
-            most_ranks = max(1, batch.images // 2) if batch else None
-            starter, request = make_request(
-                options, started_at, os.environ, say, most_ranks=most_ranks
-            )
-        except UserError as error:  # a host may need longer than this pause
-            if is_asked_to_stop(signals, within_s=0.0):
-                return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
-            outcome = Outcome(FAILED, str(error), resume, batch)
+        planned = _plan_restart(options, started_at, known, signals, pause_s)
+        if isinstance(planned, Outcome):
+            outcome = planned
             continue
-        if is_asked_to_stop(signals, within_s=0.0):
-            return Outcome(INTERRUPTED, "interrupted between two starts.", resume, batch)
-        hosts = all_of([node.name for node in request.nodes])
-        say(f"restarting on {hosts} (restart {restart} of {options.max_restarts}).")
-        job = [*request.job, *resume]
-        if batch and request.world_size != world_size:
-            job = _keeping_batch(job, batch, request.world_size)
-            say(
-                f"{request.world_size} ranks instead of {world_size}: the global batch stays "
-                f"{batch.images}."
-            )
-        request = replace(request, job=tuple(job))
-        outcome = attempt(starter, request, _limits(options, starter, begun), say, signals)
-        resume = resume or outcome.resume
-        if batch is None:
-            batch, world_size = outcome.batch, request.world_size
-    return replace(outcome, resume=resume)
+        plan = planned
+        _tell(plan.request, known, restart, options.when.max_restarts)
+        limits = _limits(options, plan.starter, began_at)
+        outcome = attempt(plan.starter, _resuming(plan.request, known), limits, signals)
+    known = known.after(outcome.announcement, plan.request.world_size)
+    return replace(outcome, announcement=known.announcement)
 
 
-def _limits(options: argparse.Namespace, starter: RankStarter, begun: float) -> Limits:
-    """The clock of --stop-after runs on over restarts, from `begun` in time.monotonic()'s seconds."""
-    stop_after_s = options.stop_after
+def _plan_restart(
+    options: LaunchOptions,
+    started_at: float,
+    known: _Known,
+    signals: socket.socket,
+    pause_s: float,
+) -> Plan | Outcome:
+    """The plan for the hosts that are there after the pause; an outcome if there is to be no attempt."""
+    interrupted = Outcome(INTERRUPTED, "interrupted between two starts.")
+    if is_asked_to_stop(signals, within_s=pause_s):
+        return interrupted
+    planned: Plan | Outcome
+    try:
+        max_ranks = known.announcement.max_ranks
+        planned = make_plan(options, started_at, os.environ, max_ranks=max_ranks)
+    except UserError as error:  # a host may need longer than this pause
+        planned = Outcome(FAILED, str(error))
+    return interrupted if is_asked_to_stop(signals, within_s=0.0) else planned
+
+
+def _tell(request: Request, known: _Known, restart: int, max_restarts: int) -> None:
+    hosts = all_of([node.name for node in request.nodes])
+    log.info(f"restarting on {hosts} (restart {restart} of {max_restarts}).")
+    global_batch_size = known.announcement.global_batch_size
+    if global_batch_size is not None and request.world_size != known.world_size:
+        log.info(
+            f"{request.world_size} ranks instead of {known.world_size}: the global batch stays "
+            f"{global_batch_size}."
+        )
+
+
+def _resuming(request: Request, known: _Known) -> Request:
+    """The request with what the job has announced for its restarts."""
+    settings = {}
+    global_batch_size = known.announcement.global_batch_size
+    if global_batch_size is not None:
+        batch = {"global_batch_size": global_batch_size, "world_size": known.world_size}
+        settings[ANNOUNCED] = json.dumps(batch)
+    return replace(
+        request,
+        job=(*request.job, *known.announcement.resume_args),
+        settings={**request.settings, **settings},
+        exports=tuple(sorted({*request.exports, *settings})),
+    )
+
+
+def _limits(options: LaunchOptions, starter: RankStarter, began_at: float) -> Limits:
+    """The clock of --stop-after runs on over restarts, from `began_at` in time.monotonic()'s seconds."""
+    when = options.when
+    stop_after_s = when.stop_after_s
     if stop_after_s is not None:
-        stop_after_s = max(0.0, begun + stop_after_s - time.monotonic())
+        stop_after_s = max(0.0, began_at + stop_after_s - time.monotonic())
     # srun may have to wait for others' steps to end.
-    starts_in = max(START_TIMEOUT_S, 2 * (options.timeout or 0))
-    start_timeout_s = None if starter.kind == "slurm" else starts_in
-    return Limits(options.grace, start_timeout_s, stop_after_s, options.hang_timeout)
-
-
-def _keeping_batch(job: Sequence[str], batch: Batch, world_size: int) -> list[str]:
-    """The words of `mpiddp train` for the same global batch on so many ranks.
-
-    In as many backward passes as it takes for none to be larger than before: fewer ranks have the
-    memory that they had.
-    """
-    kept: list[str] = []
-    words = iter(job)
-    for word in words:
-        name, has_value, _ = word.replace("_", "-").partition("=")
-        if name not in ("--batch-size", "--global-batch-size", "--grad-accum-steps"):
-            kept.append(word)
-        elif not has_value:
-            next(words, None)
-    passes = -(-batch.images // (batch.per_pass * world_size))
-    passes = max(1, min(passes, batch.images // (2 * world_size)))  # BatchNorm wants two images
-    dealt = [f"--global-batch-size={batch.images}", "--uneven", f"--grad-accum-steps={passes}"]
-    return [*kept, *dealt]
+    starts_in_s = max(START_TIMEOUT_S, 2 * (options.how.timeout_s or 0))
+    start_timeout_s = None if starter.kind == "slurm" else starts_in_s
+    return Limits(when.grace_s, start_timeout_s, stop_after_s, when.hang_timeout_s)

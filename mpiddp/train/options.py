@@ -102,6 +102,15 @@ def parse(argv: list[str]) -> TrainOptions:
     return options
 
 
+def check_options(argv: list[str]) -> str:
+    """Refuse bad options before a job starts, and return the backend that good ones request.
+
+    Raises:
+        UserError: as `parse`.
+    """
+    return parse(argv).backend or "auto"
+
+
 def _dashed(argument: str) -> str:
     """--use_syn=1 to --use-syn=1; the value keeps its underscores."""
     if not argument.startswith("--"):

@@ -18,6 +18,7 @@ import torch
 from mpiddp.checkpoints import replicas
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import DONE, STOPPED, UserError
+from mpiddp.runtime.announcement import announce, announced
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
@@ -37,6 +38,7 @@ from mpiddp.train.parallel import check_compression
 from mpiddp.train.plan import Plan, make_plan
 from mpiddp.train.rank_log import rank_log
 from mpiddp.train.records import save_json
+from mpiddp.train.restart import IMAGES_PER_PASS, keep_global_batch
 from mpiddp.world import World
 
 PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
@@ -69,7 +71,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             plan = make_plan(config, data, coordinator)
             model = build_model(config, data)
         start = resume.find(coordinator, config, data.contents, run)
-        _tell_launcher(config, plan, run, session)
+        _announce(config, plan, run)
         writer_ranks = _create_run_dir(run, config, coordinator)
         if backend == "nccl":
             os.environ.update(flight_recorder.settings(run.logs, os.environ))
@@ -103,6 +105,7 @@ def _resolve(
             raise options
         backend = choose_backend(options.backend)
         device = device_of(coordinator.world, backend)
+        options = keep_global_batch(options, announced(), coordinator.world.world_size)
         config = resolve_defaults(
             options,
             coordinator.world,
@@ -134,11 +137,14 @@ def _open_data(config: TrainConfig, coordinator: Coordinator, device: torch.devi
     return data
 
 
-def _tell_launcher(config: TrainConfig, plan: Plan, run: RunDir, session: Session) -> None:
+def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
     """What the launcher needs to start this run again: on fewer hosts, or from its checkpoint."""
-    shards = plan.shards
-    session.send("batch", images=shards.global_batch_size, per_pass=shards.batch_size)
-    session.send("resume", arguments=resume_args(config, run.path))
+    images = plan.shards.global_batch_size
+    announce(
+        resume_args=resume_args(config, run.path),
+        global_batch_size=images,
+        max_ranks=max(1, images // IMAGES_PER_PASS),
+    )
 
 
 def _create_run_dir(run: RunDir, config: TrainConfig, coordinator: Coordinator) -> list[int]:

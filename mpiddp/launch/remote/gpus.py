@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,12 +92,13 @@ def fit_to_gpus(
     because NCCL fails where ranks share one; without any GPU its slots stay as they are written.
 
     Args:
-        backend: the script's --backend. Ranks over gloo need no GPU of their own.
+        backend: what the job asks for; "auto" is nccl on GPUs, None is not known. Ranks over gloo need
+            no GPU of their own.
         known: the hosts whose GPUs `count` knows without ssh.
 
     Raises:
-        UserError: fewer GPUs than slots. This machine alone gets fewer ranks instead, with a
-            note, unless the backend is nccl.
+        UserError: fewer GPUs than slots. This machine alone gets fewer ranks instead, with a note,
+            unless the job asks for nccl; other hosts get a note only where the backend is not known.
     """
     notes: list[str] = []
     fitted: list[Host] = []
@@ -114,22 +115,12 @@ def fit_to_gpus(
                     f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
                     "or leave out --backend nccl."
                 )
-            if not is_alone:
+            if is_alone:
+                notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
+                slots = gpus
+            elif backend is not None:
                 raise UserError(f"{found}: ranks would share GPUs.")
-            notes.append(f"{found}: starting {counted(gpus, 'rank')} there")
-            slots = gpus
+            else:
+                notes.append(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
         fitted.append(replace(host, slots=slots))
     return replace(hosts, hosts=tuple(fitted)), notes
-
-
-def requested_backend(arguments: Sequence[str]) -> str | None:
-    """The value of --backend among the script's arguments, None when it is not there."""
-    for position, argument in enumerate(arguments):
-        if argument == "--backend" and position + 1 < len(arguments):
-            return arguments[position + 1]
-        if argument.startswith("--backend="):
-            return argument.partition("=")[2]
-    return None
-
-
-asked_backend = requested_backend  # the old name

@@ -47,14 +47,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Flag:
-    """Words of the command line that belong together, and why they are there."""
+    """Arguments of the command line that belong together, and why they are there."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     reason: str
 
 
-def flag(*words: str, why: str) -> Flag:
-    return Flag(words, why)
+def flag(*arguments: str, why: str) -> Flag:
+    return Flag(arguments, why)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Command:
 
     @property
     def argv(self) -> list[str]:
-        return [self.program, *(word for flag in self.flags for word in flag.words), *self.job]
+        return [self.program, *(each for flag in self.flags for each in flag.arguments), *self.job]
 
     def write_files(self) -> None:
         for path, text in self.files.items():
@@ -84,7 +84,7 @@ class Command:
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # One reason often serves several flags in a row: it is said once, under the last of them.
         for position, flag in enumerate(self.flags):
-            lines.append(f"  {shlex.join(flag.words)}")
+            lines.append(f"  {shlex.join(flag.arguments)}")
             following = self.flags[position + 1 : position + 2]
             if not following or following[0].reason != flag.reason:
                 lines.append(f"      {flag.reason}")

@@ -19,5 +19,5 @@ _COMPOSERS: dict[StarterKind, Callable[[RankStarter, Request], Command]] = {
 
 
 def compose(starter: RankStarter, request: Request) -> Command:
-    """The command that starts `request` with `mpi`."""
+    """The command that starts `request` with `starter`."""
     return _COMPOSERS[starter.kind](starter, request)

@@ -1,4 +1,4 @@
-"""Which MPI is installed: finds mpirun and learns its flavour, version and library.
+"""Which MPI is installed: finds mpirun and learns its kind, version and library.
 
 One venv with one torch serves every MPI, because mpi4py is pointed at the library that belongs to the
 mpirun in use.
@@ -105,10 +105,10 @@ def find_srun(env: Mapping[str, str]) -> Path:
 
 
 def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
-    """Ask `program` for its version (a few milliseconds) and look for its library beside it.
+    """Ask `program` for its version (a few milliseconds) and find its library beside it.
 
     Raises:
-        UserError: it does not run, or it is none of the flavours known here.
+        UserError: it does not run, or it is no kind that is known here.
     """
     try:
         answer = subprocess.run(
@@ -122,9 +122,9 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{program} --version does not run: {error}") from error
-    for flavour, pattern in _VERSIONS:
+    for kind, pattern in _VERSIONS:
         if match := pattern.search(answer):
-            return RankStarter(flavour, match[1], program, _find_library(flavour, program))
+            return RankStarter(kind, match[1], program, _find_library(kind, program))
     first_line = answer.strip().partition("\n")[0]
     raise UserError(
         f'{program} --version says "{first_line}": neither Open MPI, MPICH nor Intel MPI. '

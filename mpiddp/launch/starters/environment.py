@@ -41,14 +41,15 @@ def is_secret(name: str) -> bool:
     return _matches(name.upper(), SECRET)
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
+def without_secrets(arguments: Sequence[str]) -> list[str]:
     """A command for others to read: of `-x TOKEN=VALUE` only `-x TOKEN`, as set in the environment."""
-    shown = list(words)
-    for index, word in enumerate(words):
-        is_value = index > 0 and words[index - 1] == "-x"
-        option = "" if is_value else next((o for o in ("-x=", "-x") if word.startswith(o)), None)
+    shown = list(arguments)
+    for index, argument in enumerate(arguments):
+        is_value = index > 0 and arguments[index - 1] == "-x"
+        found = (each for each in ("-x=", "-x") if argument.startswith(each))
+        option = "" if is_value else next(found, None)
         if option is not None:
-            name, has_value, _ = word.removeprefix(option).partition("=")
+            name, has_value, _ = argument.removeprefix(option).partition("=")
             if has_value and is_secret(name):
                 shown[index] = option + name
     return shown

@@ -10,44 +10,41 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.launch import log
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.detect import RankStarter, with_own_folder
 from mpiddp.launch.supervise.control_server import ControlServer, Message
-from mpiddp.launch.supervise.job_state import Batch, JobState
+from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement, JobState
 from mpiddp.launch.supervise.supervisor import Limits, MpirunEnd, Supervisor
 from mpiddp.protocol import JOB
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's own exit code, what is to be said of it, and how the job could go on.
-
-    `resume` are arguments that the same command needs besides to go on where this one ended.
-    """
+    """The launcher's own exit code, what is to be said of it, and how the job resumes."""
 
     code: int
     sentence: str = ""
-    resume: tuple[str, ...] = ()
-    batch: Batch | None = None
+    announcement: Announcement = NOTHING_ANNOUNCED
     made_steps: bool = False
     was_to_stop: bool = False  # somebody asked for it
 
     @property
     def resumes(self) -> bool:
         """Whether the same command goes on where this one was ended."""
-        return self.code == STOPPED or (self.code == INTERRUPTED and bool(self.resume))
+        return self.code == STOPPED or (
+            self.code == INTERRUPTED and bool(self.announcement.resume_args)
+        )
 
 
 def attempt(
-    starter: RankStarter, request: Request, limits: Limits, say: Say, signals: socket.socket
+    starter: RankStarter, request: Request, limits: Limits, signals: socket.socket
 ) -> Outcome:
     """Run the job to its end, and leave nothing of it behind on any host that can be reached.
 
@@ -59,30 +56,29 @@ def attempt(
     job = os.urandom(8).hex()
     with selectors.DefaultSelector() as selector:
         server = None
-        told = {JOB: job}
+        settings = {JOB: job}
         if request.control_address is not None:
             server = ControlServer(request.control_address, len(hosts), selector)
-            told |= server.settings
+            settings |= server.settings
         request = replace(
             request,
-            settings={**request.settings, **told},
-            exports=tuple(sorted({*request.exports, *told})),
+            settings={**request.settings, **settings},
+            exports=tuple(sorted({*request.exports, *settings})),
         )
-        supervisor = Supervisor(selector, server, state, limits, say)
+        supervisor = Supervisor(selector, server, state, limits)
         with _private_folder(needed=bool(compose(starter, request).files)) as folder:
             command = compose(starter, replace(request, scratch=folder))
             command.write_files()
             env = {**with_own_folder(starter.program, os.environ), **command.settings}
             end = supervisor.run(command.argv, env, signals)
         if server is None:
-            outcome = _by_mpirun(starter, end)
+            outcome = _outcome_by_mpirun(starter, end)
         else:
             server.close()
-            outcome = _outcome(starter, end, state, supervisor.verdict)
+            outcome = _outcome_by_ranks(starter, end, state, supervisor.verdict)
     outcome = replace(
         outcome,
-        resume=state.resume,
-        batch=state.batch,
+        announcement=state.announcement,
         made_steps=bool(state.steps),
         was_to_stop=end.interrupted,
     )
@@ -91,17 +87,20 @@ def attempt(
 
         silent = state.silent_hosts()
         nodes = [node for node in request.nodes if node.name not in silent]
-        sweep(nodes, job, request.job[0], say)
+        sweep(nodes, job, request.job[0], log.info)
     return outcome
 
 
-def _outcome(starter: RankStarter, end: MpirunEnd, state: JobState, verdict: str) -> Outcome:
+def _outcome_by_ranks(
+    starter: RankStarter, end: MpirunEnd, state: JobState, verdict: str
+) -> Outcome:
+    """The verdict of the ranks; mpirun's exit code counts only where none of them has spoken."""
     if state.all_stopped:
         return Outcome(STOPPED, "stopped on request.")
     if verdict:
         return Outcome(FAILED, verdict)
     if end.failed_stopping and (first := state.first_failure()) and _says_why(first, state):
-        return _failed(starter, end, state, first)
+        return _outcome_of_failure(starter, end, state, first)
     if end.interrupted and not (state.all_done and state.supports_stop):
         return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
     if state.all_done:
@@ -111,12 +110,14 @@ def _outcome(starter: RankStarter, end: MpirunEnd, state: JobState, verdict: str
     first = state.first_failure()
     if first is None:
         if end.code in (DONE, BAD_INPUT, STOPPED) and not state.started:
-            return _silent_job(end)
+            return _outcome_without_ranks(end)
         return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
-    return _failed(starter, end, state, first)
+    return _outcome_of_failure(starter, end, state, first)
 
 
-def _failed(starter: RankStarter, end: MpirunEnd, state: JobState, first: Message) -> Outcome:
+def _outcome_of_failure(
+    starter: RankStarter, end: MpirunEnd, state: JobState, first: Message
+) -> Outcome:
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
         return Outcome(first.facts["code"], state.unsaid(first))
     return Outcome(FAILED, state.sentence(first, _signal(starter, end.code)))
@@ -129,7 +130,7 @@ def _says_why(first: Message, state: JobState) -> bool:
     return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
 
 
-def _by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
+def _outcome_by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
     """The verdict where the ranks cannot reach this process."""
     if end.interrupted:
         return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
@@ -138,7 +139,7 @@ def _by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
     return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
 
 
-def _silent_job(end: MpirunEnd) -> Outcome:
+def _outcome_without_ranks(end: MpirunEnd) -> Outcome:
     """mpirun ended without a complaint, but no rank ever reported: those that refuse may not have."""
     if end.code == DONE:
         return Outcome(FAILED, "the job failed: mpirun ended, but no rank has reported.")

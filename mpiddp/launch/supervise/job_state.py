@@ -21,11 +21,15 @@ _AT_ONCE_S = 0.1  # a rank that ends without a signal takes no others with it so
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Images of one step over all ranks, and the most that a rank takes in one backward pass."""
+class Announcement:
+    """What the job says of its restarts, see `mpiddp.runtime.announcement.announce`."""
 
-    images: int
-    per_pass: int
+    resume_args: tuple[str, ...] = ()
+    global_batch_size: int | None = None
+    max_ranks: int | None = None
+
+
+NOTHING_ANNOUNCED = Announcement()
 
 
 @dataclass
@@ -45,8 +49,7 @@ class JobState:
     stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
     frames: dict[int, str] = field(default_factory=dict)  # stacks out of native code
     logs: dict[int, str] = field(default_factory=dict)
-    batch: Batch | None = None
-    resume: tuple[str, ...] = ()  # what to add to the command, for it to go on
+    announcement: Announcement = NOTHING_ANNOUNCED
 
     def note(self, message: Message) -> None:
         rank, facts = message.rank, message.facts
@@ -66,10 +69,10 @@ class JobState:
                 self.frames[rank] = f"{self.frames.get(rank, '')}{facts['text']}\n"
             case "log":
                 self.logs[rank] = facts["path"]
-            case "resume":
-                self.resume = tuple(facts["arguments"])
-            case "batch":
-                self.batch = Batch(facts["images"], facts["per_pass"])
+            case "announce":
+                self.announcement = Announcement(
+                    tuple(facts["resume_args"]), facts["global_batch_size"], facts["max_ranks"]
+                )
             case "stopped":
                 self.stopped[rank] = facts
             case "done":

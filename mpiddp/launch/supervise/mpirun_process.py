@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mpiddp.errors import UserError
 
-SWEEP_S = 2.0  # for what mpirun left behind to end by itself
+ORPHANS_S = 2.0  # for what mpirun left behind to end by itself
 KILL_S = 5.0  # for the system to end what was killed: not where a disk or a driver holds it
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -51,9 +51,9 @@ class MpirunProcess:
 
     def reap_adopted(self) -> None:
         """Collect the orphans that have ended, for nobody else will."""
-        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != self._process.pid:
+            while (ended := os.waitid(os.P_ALL, 0, options)) and ended.si_pid != self._process.pid:
                 os.waitpid(ended.si_pid, 0)
 
     def stop(self) -> None:
@@ -68,8 +68,8 @@ class MpirunProcess:
         """Kill all that the job has on this host, whereupon its daemons on other hosts end too."""
         _signal_all(self._left(), signal.SIGKILL)
 
-    def sweep(self, grace_s: float) -> list[int]:
-        """MpirunEnd what the job has left on this host: politely first, and after `grace_s` for certain.
+    def end_orphans(self, grace_s: float) -> list[int]:
+        """End what the job has left on this host: politely first, and after `grace_s` for certain.
 
         Returns what cannot be ended.
         """

@@ -1,4 +1,4 @@
-"""Watches over one mpirun: hears its ranks, ends what does not end by itself, passes stops on.
+"""Watches over one mpirun: receives from its ranks, ends what does not end by itself, passes stops on.
 
 One loop over sockets, signals and times; it costs nothing while nothing happens.
 """
@@ -12,20 +12,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpiddp.launch import log
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import JobState
-from mpiddp.launch.supervise.mpirun_process import SWEEP_S, MpirunProcess
+from mpiddp.launch.supervise.mpirun_process import ORPHANS_S, MpirunProcess
 from mpiddp.launch.supervise.signals import STOP_SIGNALS, child_exits_on_socket
 
 STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
 SPREAD_S = 3.0  # for a failure to reach all ranks by itself
 FAREWELL_S = 10.0  # for mpirun to end when no rank is left
-STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to answer, and for those that need to be poked
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to answer, and for those that need an interrupt
 END_S = 2.0  # for ranks that were told to end
 SILENCE_S = 1.0  # for a host to acknowledge a message
 LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class MpirunEnd:
 
 
 class Supervisor:
-    """One job. `server` is None where the ranks cannot reach this process: then mpirun's message counts."""
+    """One job. `server` is None where the ranks cannot reach this process: then mpirun's exit code counts."""
 
     def __init__(
         self,
@@ -61,13 +60,11 @@ class Supervisor:
         server: ControlServer | None,
         state: JobState,
         limits: Limits,
-        say: Say,
     ) -> None:
         self._selector = selector
         self._server = server
         self._state = state
         self._limits = limits
-        self._say = say
         self._agenda: list[tuple[float, Callable[[], None]]] = []  # the next one first
         self._stops = 0
         self._is_failing = False
@@ -95,8 +92,8 @@ class Supervisor:
                 self._wait(signals)
             self._receive_last_messages(signals)
             self._selector.unregister(signals)
-            if left := self._mpirun.sweep(0.0 if self._stops > 1 else SWEEP_S):
-                self._say(f"cannot be killed, for the system holds them: processes {left}.")
+            if left := self._mpirun.end_orphans(0.0 if self._stops > 1 else ORPHANS_S):
+                log.info(f"cannot be killed, for the system holds them: processes {left}.")
         code = self._mpirun.code
         assert code is not None
         was_killed = code < 0 and not self._is_ending
@@ -165,7 +162,7 @@ class Supervisor:
         self._send_all("stop")
         self._in(self._limits.grace_s, self._stop_mpirun)
         if self._state.supports_stop:
-            self._say(f"{reason}: the ranks save and stop; another signal ends them at once.")
+            log.info(f"{reason}: the ranks save and stop; another signal ends them at once.")
 
     def _stop_by_the_clock(self) -> None:
         if not self._stops:
@@ -230,7 +227,7 @@ class Supervisor:
         from mpiddp.launch.supervise.hang_report import hang_sentences
 
         for sentence in hang_sentences(self._state, self._limits.hang_timeout_s or 0.0):
-            self._say(sentence)
+            log.info(sentence)
         self._end("the ranks that hang were stopped.")
 
     def _check_for_missing_ranks(self, timeout_s: float) -> None:

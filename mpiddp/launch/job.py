@@ -1,0 +1,46 @@
+"""What every rank runs: a script, a module, or one of our own verbs that join a job by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script, or with `is_module` the name of a module, and its arguments."""
+
+    command: tuple[str, ...]
+    is_module: bool = False
+
+    @property
+    def rank_verb(self) -> str | None:
+        """Which of our own verbs this is, if it is one that joins a job by itself."""
+        is_ours = self.is_module and self.command[0] == "mpiddp"
+        verb = self.command[1] if is_ours and len(self.command) > 1 else None
+        return verb if verb in RANK_VERBS else None
+
+    def check_options(self) -> str | None:
+        """The backend that the job asks for: "nccl", "gloo" or "auto"; None if nobody here can tell.
+
+        Ranks would complain of their options only once they have joined; a verb of ours is asked before.
+
+        Raises:
+            UserError: an option that makes no sense.
+            SystemExit: code 0, after --help.
+        """
+        module = OPTION_CHECKS.get(self.rank_verb or "")
+        if module is None:
+            return None
+        backend: str = import_module(module).check_options(list(self.command[2:]))
+        return backend
+
+    def rank_command(self, python: Path) -> tuple[str, ...]:
+        """The command of a rank: a rank verb as it is, anything else through `mpiddp run`."""
+        if self.rank_verb is not None:
+            return (str(python), "-m", *self.command)
+        module = ("-m",) if self.is_module else ()
+        return (str(python), "-m", "mpiddp", "run", *module, *self.command)

@@ -1,0 +1,84 @@
+"""The hosts of a job: those that the user names, without those that a job can do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpiddp.errors import UserError
+from mpiddp.hosts import allocation
+from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.nodes import UnusableHosts
+from mpiddp.hosts.slots import exclude
+from mpiddp.launch import log
+from mpiddp.launch.options import Where
+
+if TYPE_CHECKING:
+    from mpiddp.launch.remote.preflight import HostInfo
+
+_read_once = cache(read_hostfile)  # a pipe has its text once, and a restart wants it again
+
+
+@dataclass(frozen=True)
+class UsableHosts:
+    """The hosts that passed the preflight, and what they told; {} where nobody asked them.
+
+    `some_left_out`: the user has named more.
+    """
+
+    hosts: Hosts
+    info: Mapping[Host, HostInfo]
+    some_left_out: bool = False
+
+
+def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, bool]:
+    """The hosts that the user names, or this machine; and whether they are those of a Slurm allocation.
+
+    Raises:
+        UserError: a hostfile or a list that makes no sense.
+    """
+    allocated = None
+    if where.hostfile is not None:
+        # Names that differ only after their first dot are two hosts, and every MPI can be told so.
+        read = read_hostfile if Path(where.hostfile).is_file() else _read_once
+        hosts = read(where.hostfile, keep_fqdn=True)
+    elif where.host_list is not None:
+        hosts = parse_host_list(where.host_list, keep_fqdn=True)
+    else:
+        allocated = allocation.allocation(env)
+        hosts = allocated or Hosts("this machine", (Host("localhost"),))
+    if where.exclude is not None:
+        hosts = exclude(hosts, where.exclude)
+    return hosts, allocated is not None
+
+
+def check_hosts(
+    where: Where, hosts: Hosts, preflight: Callable[[Hosts], Mapping[Host, HostInfo]]
+) -> UsableHosts:
+    """Leave out the hosts that cannot be used, as far as the user can do with fewer than all.
+
+    Raises:
+        UserError: too few hosts are left.
+    """
+    usable = _count_usable(hosts.hosts)
+    if usable < (where.min_hosts or 1):
+        named = "host is" if usable == 1 else "hosts are"
+        raise UserError(f"only {usable} {named} named, and --min-hosts is {where.min_hosts}.")
+    try:
+        return UsableHosts(hosts, preflight(hosts))
+    except UnusableHosts as unusable:
+        left = tuple(host for host in hosts.hosts if host not in unusable.complaints)
+        if not where.can_shrink or _count_usable(left) < (where.min_hosts or 1):
+            raise
+        for complaint in unusable.complaints.values():
+            log.info(f"left out: {complaint}")
+    hosts = replace(hosts, hosts=left)
+    return UsableHosts(hosts, preflight(hosts), some_left_out=True)
+
+
+def _count_usable(hosts: tuple[Host, ...]) -> int:
+    """A host with slots=0 takes no rank, so it may be broken."""
+    return sum(host.slots != 0 for host in hosts)

@@ -1,0 +1,69 @@
+"""What a script tells its launcher of a restart, and what a restarted script learns of the attempts before.
+
+    mpiddp.announce(resume_args=["--resume", "last"], global_batch_size=512, max_ranks=256)
+
+The launcher knows no script's options. It appends `resume_args` to the command of a restart, and starts
+no more ranks than `max_ranks`. A restart with another number of ranks finds the global batch of the
+first attempt in `announced()`, and decides itself how to deal it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mpiddp.protocol import ANNOUNCED
+from mpiddp.runtime.session import current
+
+
+@dataclass(frozen=True)
+class Announced:
+    """The global batch that an earlier attempt of this job announced, and the ranks of that attempt."""
+
+    global_batch_size: int
+    world_size: int
+
+
+def announce(
+    *,
+    resume_args: Sequence[str] = (),
+    global_batch_size: int | None = None,
+    max_ranks: int | None = None,
+) -> None:
+    """Tell the launcher how to restart this job. Without `mpiddp launch` this does nothing.
+
+    Call it on every rank, or on one, once the values are known and before the first step. A later call
+    replaces an earlier one.
+
+    Args:
+        resume_args: arguments that the same command needs besides, to resume where this job ends.
+        global_batch_size: samples of one step over all ranks, which a restart is to keep.
+        max_ranks: the most ranks that the job can use.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a number below 1.
+    """
+    if isinstance(resume_args, str) or not all(isinstance(word, str) for word in resume_args):
+        raise TypeError(f"resume_args: expected a sequence of strings, not {resume_args!r}")
+    for name, value in (("global_batch_size", global_batch_size), ("max_ranks", max_ranks)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected a whole number or None, not {value!r}")
+        if value < 1:
+            raise ValueError(f"{name}: expected 1 or more, not {value}")
+    current().send(
+        "announce",
+        resume_args=list(resume_args),
+        global_batch_size=global_batch_size,
+        max_ranks=max_ranks,
+    )
+
+
+def announced(env: Mapping[str, str] = os.environ) -> Announced | None:
+    """What an earlier attempt of this job announced; None in a first attempt, or if none did."""
+    text = env.get(ANNOUNCED)
+    return Announced(**json.loads(text)) if text else None
