@@ -20,7 +20,7 @@ import pytest
 
 import mpiddp
 from mpiddp.runtime.announcement import Announced, announced
-from mpiddp.train.config import parse
+from mpiddp.train.options import parse
 from mpiddp.train.restart import keep_global_batch
 from tests import cluster
 from tests.cluster import Cluster

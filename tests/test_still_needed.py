@@ -12,7 +12,7 @@ import time
 import torch.distributed as dist
 
 from tests.ranks import ROOT, clean_env
-from tests.test_control import Launcher
+from tests.test_control_channel import Launcher
 
 
 def run(code: str) -> str:
