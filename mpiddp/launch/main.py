@@ -42,5 +42,5 @@ def main(argv: list[str]) -> int:
         log.info(outcome.sentence)
     if outcome.resumes:
         arguments = [*without_secrets(argv), *outcome.announcement.resume_args]
-        log.info(f"to go on: {shlex.join(['mpiddp', 'launch', *arguments])}")
+        log.info(f"to resume: {shlex.join(['mpiddp', 'launch', *arguments])}")
     return outcome.code

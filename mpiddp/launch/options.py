@@ -112,11 +112,13 @@ def _job(values: argparse.Namespace) -> Job:
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
-        raise UserError(f"nothing to launch: name a script or a module. {EXAMPLE}")
+        raise UserError(f"nothing to launch. Name a script or a module. {EXAMPLE}")
     if command[0].startswith("-"):
-        raise UserError(f"{command[0]} is no option of mpiddp launch. See: --help")
+        raise UserError(
+            f"{command[0]} is not an option of mpiddp launch. See: mpiddp launch --help"
+        )
     if not is_module and not Path(command[0]).is_file():
         if Path(command[0]).exists():
-            raise UserError(f"{command[0]} is no file that could be a script.")
+            raise UserError(f"{command[0]} is not a regular file. Expected a Python script.")
         raise UserError(f"{command[0]} not found (looked in {Path.cwd()}).")
     return Job(tuple(command), is_module)

@@ -120,15 +120,12 @@ def _preflight(
     A host with slots=0 takes no rank, so it may be broken.
     """
     used = [host for host in hosts.hosts if host.slots != 0]
-    local = [is_this_host(host.name) for host in used]
-    if all(local) or starter.kind == "slurm" or options.dry_run or not options.where.check:
+    is_local = all(is_this_host(host.name) for host in used)
+    if is_local or starter.kind == "slurm" or options.dry_run or not options.where.check:
         return {}
-    from mpiddp.launch.remote.preflight import (  # only jobs over several hosts pay for it
-        HostRequirements,
-        look,
-    )
+    from mpiddp.launch.remote import preflight  # only jobs over several hosts pay for it
 
-    requirements = HostRequirements(
+    requirements = preflight.HostRequirements(
         python=str(python),
         mpirun=str(starter.program),
         daemon=str(starter.daemon),
@@ -136,7 +133,7 @@ def _preflight(
         path=env.get("PATH", os.defpath),
         interface=requested.everywhere if requested else None,
     )
-    return look(used, local, requirements)
+    return preflight.check_hosts(used, requirements)
 
 
 def _explain(
@@ -151,8 +148,9 @@ def _explain(
         log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
     if network.control_address is None and not options.dry_run:
         log.info(
-            f"no address is known by which {nodes[-1].name} reaches this machine: the job's end is what "
-            f"{starter.program.name} says of it, and a stop ends it without a save. Name an --interface."
+            f"no address of this machine is known that {nodes[-1].name} can reach: "
+            f"{starter.program.name}'s exit code decides the result, and a stop ends the job without a "
+            "save. Name one: --interface NAME"
         )
 
 

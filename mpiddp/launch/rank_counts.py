@@ -14,6 +14,7 @@ from mpiddp.launch.options import Where
 from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, usable
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.usable_hosts import UsableHosts
+from mpiddp.text import counted
 
 
 def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run: bool) -> Hosts:
@@ -29,14 +30,16 @@ def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run
         if host in found.info:
             return usable(found.info[host].gpus, os.environ)
         if dry_run and not is_this_host(host.name):
-            log.info(f"{host.name} has no slot count, and a dry run asks no host: taken as 1")
+            log.info(
+                f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1"
+            )
             return 1
         return count_gpus(host)
 
     backend = "gloo" if where.share_gpus else backend
     hosts, notes = fit_to_gpus(found.hosts, backend, count, found.info.keys())
     if not where.names_hosts:
-        log.info(f"no hosts named: {hosts.source}, slots={hosts.total_slots}")
+        log.info(f"no hosts given: using {hosts.source}, slots={hosts.total_slots}")
     for note in notes:
         log.info(note)
     return hosts
@@ -67,9 +70,8 @@ def place_ranks(
     if max_ranks is not None and _total(placed) > max_ranks:
         placed = ranks_per_host(hosts, max_ranks, where.npernode)
     if (total := _total(placed)) < (where.min_ranks or 1):
-        ranks = "rank" if total == 1 else "ranks"
         raise UserError(
-            f"only {total} {ranks} can be started, and --min-ranks is {where.min_ranks}."
+            f"only {counted(total, 'rank')} can start, but --min-ranks is {where.min_ranks}."
         )
     if starter.kind == "slurm":
         return tuple(Node(host.name, ranks) for host, ranks in placed)

@@ -90,7 +90,7 @@ def _plan_restart(
     pause_s: float,
 ) -> Plan | Outcome:
     """The plan for the hosts that are there after the pause; an outcome if there is to be no attempt."""
-    interrupted = Outcome(INTERRUPTED, "interrupted between two starts.")
+    interrupted = Outcome(INTERRUPTED, "interrupted before a restart.")
     if is_asked_to_stop(signals, within_s=pause_s):
         return interrupted
     planned: Plan | Outcome
@@ -108,7 +108,7 @@ def _tell(request: Request, known: _Known, restart: int, max_restarts: int) -> N
     global_batch_size = known.announcement.global_batch_size
     if global_batch_size is not None and request.world_size != known.world_size:
         log.info(
-            f"{request.world_size} ranks instead of {known.world_size}: the global batch stays "
+            f"{request.world_size} ranks instead of {known.world_size}; the global batch stays at "
             f"{global_batch_size}."
         )
 

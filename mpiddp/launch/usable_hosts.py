@@ -15,6 +15,7 @@ from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.slots import exclude
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
+from mpiddp.text import counted
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo
@@ -65,8 +66,9 @@ def check_hosts(
     """
     usable = _count_usable(hosts.hosts)
     if usable < (where.min_hosts or 1):
-        named = "host is" if usable == 1 else "hosts are"
-        raise UserError(f"only {usable} {named} named, and --min-hosts is {where.min_hosts}.")
+        raise UserError(
+            f"only {counted(usable, 'host')} given, but --min-hosts is {where.min_hosts}."
+        )
     try:
         return UsableHosts(hosts, preflight(hosts))
     except UnusableHosts as unusable:
@@ -74,7 +76,7 @@ def check_hosts(
         if not where.can_shrink or _count_usable(left) < (where.min_hosts or 1):
             raise
         for complaint in unusable.complaints.values():
-            log.info(f"left out: {complaint}")
+            log.info(f"leaving out a host: {complaint}")
     hosts = replace(hosts, hosts=left)
     return UsableHosts(hosts, preflight(hosts), some_left_out=True)
 

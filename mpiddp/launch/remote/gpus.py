@@ -51,7 +51,8 @@ def _names_over_ssh(host: Host) -> list[str] | None:
     no_answer = [f"no answer in {_TIMEOUT_S:g} s" if answer.exit_code is None else "no answer"]
     reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
     raise UserError(
-        f"ssh {host.name}, to count its GPUs: {reason}. Mend the login, or write its slots."
+        f"ssh {host.name}: cannot count its GPUs: {reason}. "
+        f"Fix the login, or write: {host.name} slots=N"
     )
 
 
@@ -63,8 +64,8 @@ def no_python(name: str, python: str) -> str:
 def no_nvidia_smi(name: str) -> str:
     """The sentence for a host where it does not answer: nor would NCCL."""
     return (
-        f"{name}: nvidia-smi is there and does not answer. Mend the driver, or set "
-        "CUDA_VISIBLE_DEVICES= to go without GPUs."
+        f"{name}: nvidia-smi does not answer. Repair the driver, or set CUDA_VISIBLE_DEVICES= to "
+        "run without GPUs."
     )
 
 
@@ -116,7 +117,7 @@ def fit_to_gpus(
                     "or leave out --backend nccl."
                 )
             if is_alone:
-                notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
+                notes.append(f"{found}: starting only {counted(gpus, 'rank')} there")
                 slots = gpus
             elif backend is not None:
                 raise UserError(f"{found}: ranks would share GPUs.")

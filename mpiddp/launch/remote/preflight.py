@@ -93,13 +93,6 @@ def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[H
     return infos
 
 
-def look(
-    hosts: Sequence[Host], local: Sequence[bool], wanted: HostRequirements
-) -> dict[Host, HostInfo]:
-    """`check_hosts` for callers of the old name."""
-    return check_hosts(hosts, wanted)
-
-
 def probe_program(requirements: HostRequirements) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     # The names that the probe imports by, with empty packages above them.
@@ -127,7 +120,7 @@ def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
     if not info.has_folder:
         return (
             f"{name}: the working folder {requirements.folder} is missing. "
-            "Make it there, or start from a folder that every host has."
+            "Create it there, or launch from a folder that every host has."
         )
     for program, is_there in (
         (requirements.mpirun, info.mpirun is not None),
@@ -165,8 +158,8 @@ def _ssh_complaint(host: Host, errors: str) -> str:
         return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
     if "IDENTIFICATION HAS CHANGED" in errors:
         return (
-            f"ssh {name}: its host key has changed. Make sure that it is the same host, "
-            f"then: ssh-keygen -R {name}"
+            f"ssh {name}: its host key has changed. Check that it is the same host, "
+            f"then run: ssh-keygen -R {name}"
         )
     if "Host key verification failed" in errors:
         return (
@@ -176,14 +169,18 @@ def _ssh_complaint(host: Host, errors: str) -> str:
     if denied := re.search(r"Permission denied \(([^)]*)\)", errors):
         return f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id {_port(host)}{host.ssh_target}"
     if "Connection refused" in errors:
-        return f"ssh {name}: connection refused. Start sshd there, or name its port: port="
-    if "No route to host" in errors or "Network is unreachable" in errors:
         return (
-            f"ssh {name}: no route leads there from {here}. Is it switched on, and the network up?"
+            f"ssh {name}: connection refused. "
+            f"Start sshd there, or give its port in the hostfile: {name} port=N"
         )
+    if "No route to host" in errors or "Network is unreachable" in errors:
+        return f"ssh {name}: no route from {here}. Check that the host is on and the network is up."
     if "timed out" in errors:
-        return f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. Is it switched on, and the network up?"
-    last = errors.strip().splitlines()[-1:] or ["it said nothing"]
+        return (
+            f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. "
+            "Check that the host is on and the network is up."
+        )
+    last = errors.strip().splitlines()[-1:] or ["no output"]
     return f"ssh {name} failed: {last[0]}. Try: {_ssh(host)} true"
 
 
@@ -202,10 +199,15 @@ def _disagreements(infos: Iterable[HostInfo], requirements: HostRequirements) ->
     for package in ("torch", "mpi4py"):
         versions = {info.host.name: getattr(info, package) or "missing" for info in infos}
         if len(set(versions.values())) > 1:
-            complaints.append(f"{package} differs: {_by_value(versions)}.")
+            complaints.append(
+                f"{package} differs: {_by_value(versions)}. Install the same version on every host."
+            )
     versions = {info.host.name: (info.mpirun or "").partition("\n")[0] for info in infos}
     if len(set(versions.values())) > 1:
-        complaints.append(f"{requirements.mpirun} differs: {_by_value(versions)}.")
+        complaints.append(
+            f"{requirements.mpirun} differs: {_by_value(versions)}. "
+            "Install the same MPI on every host."
+        )
     return complaints
 
 

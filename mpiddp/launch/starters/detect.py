@@ -121,14 +121,16 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
             timeout=10,
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{program} --version does not run: {error}") from error
+        raise UserError(
+            f"{program} --version cannot run: {error}. Name another mpirun: --mpirun PATH"
+        ) from error
     for kind, pattern in _VERSIONS:
         if match := pattern.search(answer):
             return RankStarter(kind, match[1], program, _find_library(kind, program))
     first_line = answer.strip().partition("\n")[0]
     raise UserError(
-        f'{program} --version says "{first_line}": neither Open MPI, MPICH nor Intel MPI. '
-        "Name another one: --mpirun PATH"
+        f'{program} --version prints "{first_line}". Expected Open MPI, MPICH or Intel MPI. '
+        "Name another: --mpirun PATH"
     )
 
 

@@ -65,7 +65,9 @@ def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, s
     for export in exports:
         name, has_value, value = export.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(f'-x {export}: "{name}" is no variable\'s name. Example: -x DEBUG=1')
+            raise UserError(
+                f'-x {export}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
+            )
         if not has_value and name not in env:
             raise UserError(f"-x {name}: {name} is not set here. Write: -x {name}=VALUE")
         variables[name] = value if has_value else None

@@ -7,7 +7,14 @@ from pathlib import PurePath
 
 from mpiddp.launch.starters.command import Command, Flag, Request, flag
 from mpiddp.launch.starters.detect import RankStarter
-from mpiddp.launch.starters.shared import BINDINGS, EXPORT, NETWORK, WDIR, ssh_arguments, ssh_config
+from mpiddp.launch.starters.shared import (
+    BINDINGS,
+    EXPORT_ONLY,
+    NETWORK,
+    WDIR,
+    ssh_arguments,
+    ssh_config,
+)
 
 
 def mpich(starter: RankStarter, request: Request) -> Command:
@@ -23,7 +30,7 @@ def mpich(starter: RankStarter, request: Request) -> Command:
         settings.setdefault("UCX_TLS", "tcp,self")
         exports.append("UCX_TLS")
     flags = [
-        flag("-hosts", hosts, why="each host's number of ranks, in order"),
+        flag("-hosts", hosts, why="the number of ranks on each host, in order"),
         flag("-bind-to", request.bind, why=BINDINGS[request.bind]),
         *_hydra(request, exports),
         flag("-n", str(request.world_size), why="one process per rank"),
@@ -40,7 +47,7 @@ def intel_mpi(starter: RankStarter, request: Request) -> Command:
     machines = str(PurePath(request.scratch, "mpiddp-machines"))
     files[machines] = "".join(f"{node.name}:{node.ranks}\n" for node in request.nodes)
     flags = [
-        flag("-machinefile", machines, why="each host's number of ranks, in order"),
+        flag("-machinefile", machines, why="the number of ranks on each host, in order"),
         *_hydra(request, request.exports),
         flag("-genv", *_INTEL_PINNING[request.bind], why=BINDINGS[request.bind]),
         flag("-n", str(request.world_size), why="one process per rank"),
@@ -58,7 +65,7 @@ _INTEL_PINNING = {
 def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:
     """What MPICH's and Intel's process managers have in common."""
     flags = [
-        flag("-genvlist", ",".join(exports), why=f"only {EXPORT}"),
+        flag("-genvlist", ",".join(exports), why=EXPORT_ONLY),
         flag("-wdir", request.folder, why=WDIR),
     ]
     if len(request.nodes) > 1 and request.interface:

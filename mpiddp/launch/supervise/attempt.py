@@ -83,11 +83,11 @@ def attempt(
         was_to_stop=end.interrupted,
     )
     if outcome.code not in (DONE, BAD_INPUT, STOPPED) and starter.kind != "slurm":
-        from mpiddp.launch.remote.orphans import sweep
+        from mpiddp.launch.remote.orphans import kill_orphans
 
         silent = state.silent_hosts()
         nodes = [node for node in request.nodes if node.name not in silent]
-        sweep(nodes, job, request.job[0], log.info)
+        kill_orphans(nodes, job, request.job[0], log.info)
     return outcome
 
 
@@ -142,7 +142,7 @@ def _outcome_by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
 def _outcome_without_ranks(end: MpirunEnd) -> Outcome:
     """mpirun ended without a complaint, but no rank ever reported: those that refuse may not have."""
     if end.code == DONE:
-        return Outcome(FAILED, "the job failed: mpirun ended, but no rank has reported.")
+        return Outcome(FAILED, "the job failed: mpirun ended, but no rank ever reported.")
     return Outcome(end.code)
 
 

@@ -75,7 +75,8 @@ class ControlServer:
             self._socket = socket.create_server((address, 0), family=family, backlog=1024)
         except OSError as error:
             raise UserError(
-                f"this machine cannot listen on {address} ({error.strerror}). Name another --interface."
+                f"cannot listen on {address} of this machine ({error.strerror}). "
+                "Name another interface: --interface NAME"
             ) from None
         self._socket.setblocking(False)
         self._peers: set[_Peer] = set()

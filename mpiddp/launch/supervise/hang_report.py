@@ -31,12 +31,13 @@ def hang_sentences(state: JobState, timeout_s: float) -> list[str]:
         what = f"{state.name(rank)} has made no step for {timeout_s:g} s"
         if rank in mute and rank in state.frames:
             found.append(
-                f"{what}: native code keeps its interpreter. The others wait at step {furthest}. "
-                f"Its Python stack follows, the innermost call first.\n{state.frames[rank].rstrip()}"
+                f"{what}: native code holds its Python interpreter. The others wait at step "
+                f"{furthest}. Its Python stack follows, innermost call first.\n"
+                f"{state.frames[rank].rstrip()}"
             )
         elif rank in mute:
             found.append(
-                f"{what} and does not answer: stopped, or stuck in native code. "
+                f"{what} and does not answer: it is stopped, or stuck in native code. "
                 f"The others wait at step {furthest}."
             )
         else:
@@ -66,13 +67,14 @@ def missing_sentence(state: JobState, timeout_s: float) -> str:
 def _last_line(state: JobState, rank: int) -> str:
     """Where its Python is: the innermost line that is not of Python's own way of importing."""
     if rank not in state.started:
-        return "none: its Python has not started there."
+        return "none; its Python has not started."
     if rank not in state.stacks and (top := _INNERMOST.search(state.frames.get(rank, ""))):
-        return f"in {top[1]}, {top[2]}, where native code keeps its interpreter."
+        return f"in {top[1]}, {top[2]}, where native code holds the interpreter."
     if rank not in state.stacks:
         pid = state.started[rank]["pid"]
         return (
-            f"none: it started (pid {pid}) and does not answer: stopped, or stuck in native code."
+            f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native "
+            "code."
         )
     frames = _main_frames(state.stacks[rank]["text"])
     file, place, code = [frame for frame in frames if not frame[0].startswith("<frozen ")][-1]

@@ -138,18 +138,18 @@ class JobState:
             ranks = [r for r, message in self.failures.items() if _is_silent(message)]
             there = sorted(r for r in ranks if self.host_of(r) == host)
             names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
-            return f"lost {host} ({names}): no sign of life came from it any more.{others}"
+            return f"lost {host} ({names}): the host stopped answering.{others}"
         if first.kind == "lost" and killed_by:
             return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
         if killed_by == "" and first.kind == "lost" and len(lost := self._lost_with(first)) > 1:
             return (
-                f"the ranks on {', '.join(lost)} ended at once, without a word, as when MPI's daemon "
-                "on one of these hosts is killed."
+                f"the ranks on {', '.join(lost)} ended at the same moment without an error, as when "
+                "the MPI daemon on one of these hosts is killed."
             )
         if first.kind == "lost":
             return (
-                f"{self.name(first.rank)} was the first to end, without a word: killed, crashed in "
-                f"native code, or by os._exit.{others}"
+                f"{self.name(first.rank)} ended first, without an error: it was killed, crashed in "
+                f"native code, or called os._exit.{others}"
             )
         error, log = first.facts["error"], self.logs.get(first.rank)
         if not first.facts["traceback"]:

@@ -42,7 +42,7 @@ class MpirunProcess:
                 preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
             )
         except OSError as error:  # a host list of more than 128 KiB is one
-            raise UserError(f"{argv[0]} cannot be started: {error.strerror}.") from None
+            raise UserError(f"cannot start {argv[0]}: {error.strerror}.") from None
 
     @property
     def code(self) -> int | None:

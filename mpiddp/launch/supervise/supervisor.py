@@ -93,7 +93,8 @@ class Supervisor:
             self._receive_last_messages(signals)
             self._selector.unregister(signals)
             if left := self._mpirun.end_orphans(0.0 if self._stops > 1 else ORPHANS_S):
-                log.info(f"cannot be killed, for the system holds them: processes {left}.")
+                processes = ", ".join(map(str, left))
+                log.info(f"processes {processes} cannot be killed: they are blocked in the kernel.")
         code = self._mpirun.code
         assert code is not None
         was_killed = code < 0 and not self._is_ending
@@ -162,7 +163,9 @@ class Supervisor:
         self._send_all("stop")
         self._in(self._limits.grace_s, self._stop_mpirun)
         if self._state.supports_stop:
-            log.info(f"{reason}: the ranks save and stop; another signal ends them at once.")
+            log.info(
+                f"{reason}: the ranks are saving and stopping; another signal kills them at once."
+            )
 
     def _stop_by_the_clock(self) -> None:
         if not self._stops:
@@ -190,8 +193,8 @@ class Supervisor:
         """No rank at all has come: then it is mpirun that hangs, and nobody else would ever say so."""
         if not self._state.started and not self._is_failing and not self._stops:
             self._end(
-                f"no rank has started in {self._limits.start_timeout_s:g} s: mpirun hangs, or its "
-                "logins on other hosts do. Where starting takes that long: --timeout."
+                f"no rank has started in {self._limits.start_timeout_s:g} s: mpirun or one of its "
+                "ssh logins hangs. If a start takes that long, raise --timeout."
             )
 
     def _check_for_hangs(self) -> None:
@@ -228,7 +231,7 @@ class Supervisor:
 
         for sentence in hang_sentences(self._state, self._limits.hang_timeout_s or 0.0):
             log.info(sentence)
-        self._end("the ranks that hang were stopped.")
+        self._end("the job hung and was stopped.")
 
     def _check_for_missing_ranks(self, timeout_s: float) -> None:
         """Some ranks wait for others that have not come: these are asked for their stacks first."""
