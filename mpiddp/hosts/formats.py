@@ -42,16 +42,19 @@ def render_host(hosts: Hosts, host: Host, mpi: MpiName) -> str:
     where = hosts.where(host)
     if host.port is not None:
         raise UserError(
-            f"{where}: {MPI_NAMES[mpi]} has no word for port={host.port}. "
+            f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express port={host.port}. "
             f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
         )
     if ":" in host.name:
         raise UserError(
-            f"{where}: {MPI_NAMES[mpi]} has no word for the IPv6 address {host.name}. "
+            f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express the IPv6 address {host.name}. "
             "Give it a name in /etc/hosts, or use IPv4."
         )
     if host.slots == 0:
-        raise UserError(f"{where}: {MPI_NAMES[mpi]} has no word for 0 slots. Remove {host.name}.")
+        raise UserError(
+            f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express slots=0. "
+            f"Remove {host.name}."
+        )
     count = "" if host.slots is None else f":{host.slots}"
     return f"{host.name}{count} user={host.user}" if host.user else f"{host.name}{count}"
 

@@ -118,7 +118,7 @@ def parse_hostfile(data: bytes, source: str, *, keep_fqdn: bool = False) -> Host
             host = _parse_host(f"{source}:{number}", tokens)
             found.append(replace(host, line=number, text=text))
     if not found:
-        raise UserError(f"{source} names no host. {EXAMPLE}")
+        raise UserError(f"{source} lists no host. {EXAMPLE}")
     return _checked(Hosts(source, tuple(found)), keep_fqdn=keep_fqdn)
 
 
@@ -126,12 +126,12 @@ def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
     """The hosts of `-H h1:2,h2:4`; UserError as for a hostfile."""
     example = "Example: -H node1:2,node2:4"
     if not text.strip():
-        raise UserError(f"-H names no host. {example}")
+        raise UserError(f"-H lists no host. {example}")
     found = []
     for entry in text.split(","):
         tokens = _tokens(entry)
         if len(tokens) != 1:
-            raise UserError(f'-H: "{shown(entry)}" is not one host. {example}')
+            raise UserError(f'-H: "{shown(entry)}" is not a host. {example}')
         found.append(_parse_host("-H", tokens))
     return _checked(Hosts("-H", tuple(found)), keep_fqdn=keep_fqdn)
 
@@ -145,7 +145,7 @@ def _text(data: bytes, source: str) -> str:
         )
     if data.startswith(codecs.BOM_UTF8):
         raise UserError(
-            f"{source}:1: a byte order mark (BOM), which mpirun cannot parse. "
+            f"{source}:1: starts with a byte order mark (BOM), which mpirun cannot parse. "
             rf"Run: sed -i '1s/^\xef\xbb\xbf//' {quoted}"
         )
     text = data.decode(errors="surrogateescape")
@@ -199,7 +199,7 @@ def _parse_host(where: str, tokens: list[str]) -> Host:
                 f"{EXAMPLE}"
             )
         if key in numbers or (key == "user" and user is not None):
-            raise UserError(f'{where}: "{shown(token)}" gives {key} a second time. Remove one.')
+            raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
         if key == "user":
             user = _checked_name(where, "user", value)
         else:
@@ -251,7 +251,7 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
     for host in hosts.hosts:
         first = seen.setdefault(host.key, host)
         if first is not host and host.line is None:
-            raise UserError(f"-H: {host.name} is named twice. Write it once: {host.name}:N")
+            raise UserError(f"-H: {host.name} is listed twice. Write it once: {host.name}:N")
         if first is not host:
             raise UserError(
                 f"{hosts.where(host)}: {host.name} is already on line {first.line}. "
@@ -269,5 +269,5 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
                 "Use IP addresses, or --keep-fqdn."
             )
     if all(host.slots == 0 for host in hosts.hosts):
-        raise UserError(f"{hosts.source}: every host has slots=0, which leaves no rank. {EXAMPLE}")
+        raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start. {EXAMPLE}")
     return hosts

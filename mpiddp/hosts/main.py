@@ -34,7 +34,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     keep.add_argument(
         "--keep-fqdn",
         action="store_true",
-        help="accept names that are equal up to their first dot, where Open MPI cuts them",
+        help="accept names that differ only after their first dot, where Open MPI cuts them",
     )
     parser = OneSentenceParser(
         prog="mpiddp hosts",
@@ -57,7 +57,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     check.add_argument(
         "--mpi",
         choices=list(MPI_NAMES),
-        help="also refuse syntax that this MPI's mpirun cannot read",
+        help="also reject lines that this MPI's own mpirun cannot read",
     )
     convert = verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm")
     convert.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
@@ -93,8 +93,8 @@ def _convert(hosts: Hosts, form: Form) -> int:
     print(render(hosts, form), end="")
     for host in hosts.without_slots:
         print(
-            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch takes one "
-            "per GPU, Open MPI's mpirun one per core, MPICH's one.",
+            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch starts one "
+            "rank per GPU, Open MPI's mpirun one per core, MPICH's one per host.",
             file=sys.stderr,
         )
     return 0

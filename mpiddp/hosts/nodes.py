@@ -91,7 +91,7 @@ def name_nodes(
             if ":" in host.name:
                 raise UserError(
                     f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
-                    "its first colon. Give the host a name that leads to an IPv4 address."
+                    "its first colon. Use a name that resolves to an IPv4 address."
                 )
             nodes.append(Node(host.name, ranks, host.user, host.port))
             continue

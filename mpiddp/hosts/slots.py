@@ -20,7 +20,7 @@ def exclude(hosts: Hosts, names: str) -> Hosts:
             )
     left = tuple(host for host in hosts.hosts if host.key not in keys)
     if all(host.slots == 0 for host in left):
-        raise UserError(f"--exclude {names} leaves no slot of {hosts.source}.")
+        raise UserError(f"--exclude {names} leaves no slots in {hosts.source}.")
     return replace(hosts, hosts=left)
 
 
@@ -36,8 +36,9 @@ def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> Non
                 )
         if n is not None and n > npernode * len(usable):
             raise UserError(
-                f"-n {n} is more than --npernode {npernode} gives on {counted(len(usable), 'host')} of "
-                f"{hosts.source}: {counted(npernode * len(usable), 'rank')}."
+                f"-n {n} is more than --npernode {npernode} allows on the "
+                f"{counted(len(usable), 'host')} of {hosts.source}: "
+                f"{counted(npernode * len(usable), 'rank')}."
             )
     if n is not None and n > hosts.total_slots:
         raise UserError(

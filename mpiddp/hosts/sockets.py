@@ -63,8 +63,8 @@ def resolve_own(name: str) -> str:
     own = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
     if not own:
         raise UserError(
-            f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and there "
-            "is no address that other hosts could reach. Set MASTER_ADDR to one."
+            f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and other "
+            "hosts cannot reach that address. Set MASTER_ADDR to one that they can reach."
         )
     return own[0]
 
@@ -92,13 +92,13 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise UserError(
-                f"MASTER_PORT={port} is taken on {hostname} ({address}). "
-                "Leave it unset, and a free one is chosen."
+                f"MASTER_PORT={port} is in use on {hostname} ({address}). "
+                "Unset it to let mpiddp choose a free port."
             ) from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise UserError(
-                f"{address} is no address of {hostname}, where rank 0 runs. "
-                "Leave MASTER_ADDR unset, or name one of that host."
+                f"{address} is not an address of {hostname}, where rank 0 runs. "
+                "Unset MASTER_ADDR, or set it to one of that host."
             ) from None
         raise UserError(
             f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
