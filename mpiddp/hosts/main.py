@@ -20,7 +20,11 @@ from mpiddp.text import counted
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp hosts ARGV`: 0, or 1 when `diff` found a difference; UserError for bad input."""
+    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference, else 0.
+
+    Raises:
+        UserError: bad input.
+    """
     options = _parse(argv)
     if options.verb == "check":
         return _check(_read(options, options.file), options.mpi)
@@ -108,7 +112,7 @@ def _diff(a: Hosts, b: Hosts) -> int:
 
 
 def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
-    """UserError for a line that `mpiddp launch` understands but this MPI's own mpirun does not."""
+    """Raise UserError for a line that `mpiddp launch` accepts but this MPI's own mpirun cannot parse."""
     right = render_host(hosts, host, mpi)
     written, comment, _ = host.text.partition("#")
     first, *rest = written.split()
@@ -133,7 +137,7 @@ def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
 
 
 def table(hosts: Hosts) -> str:
-    """The hosts a line each, in the order of their ranks, and the totals under them."""
+    """The hosts, one per line in the order of their ranks, and the totals below."""
     rows = [("host", "slots", "user", "port")]
     for host in hosts.hosts:
         slots = "GPUs" if host.slots is None else str(host.slots)
