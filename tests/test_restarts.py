@@ -65,12 +65,12 @@ TELLS_PAUSES = """
 import sys
 from mpiddp import cli
 from mpiddp.launch import restarts
-ask = restarts.is_asked_to_stop
+ask = restarts.stop_is_requested
 def tell(signals, within_s):
     if within_s:
         print("pause", within_s, file=sys.stderr, flush=True)
     return ask(signals, within_s=0.0)
-restarts.is_asked_to_stop = tell
+restarts.stop_is_requested = tell
 sys.exit(cli.main())
 """
 

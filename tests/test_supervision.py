@@ -333,9 +333,9 @@ def test_a_refusal_is_said_where_no_rank_was_to_say_it() -> None:
     refusal = failed(3, 1.0, "what is wrong")
     record.note(refusal)
     record.note(lost(0, 2.0))
-    assert record.unsaid(refusal) == "what is wrong"
+    assert record.unprinted_error(refusal) == "what is wrong"
     record.note(failed(2, 3.0, "what is wrong"))
-    assert record.unsaid(refusal) == ""
+    assert record.unprinted_error(refusal) == ""
 
 
 def test_ranks_that_vanish_at_once() -> None:

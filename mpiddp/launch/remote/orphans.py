@@ -15,7 +15,7 @@ from mpiddp.protocol import JOB
 
 TIMEOUT_S = 8.0
 
-_FAR_PROGRAM = """
+_REMOTE_PROGRAM = """
 import os, signal
 from pathlib import Path
 mark = {mark!r}
@@ -42,7 +42,7 @@ def kill_orphans(nodes: Sequence[Node], job: str, python: str, log: Callable[[st
     ]
     if not has_ssh():
         return
-    program = _FAR_PROGRAM.format(mark=f"{JOB}={job}".encode())
+    program = _REMOTE_PROGRAM.format(mark=f"{JOB}={job}".encode())
     for host, answer in run_on_hosts(hosts, python, program, timeout_s=TIMEOUT_S).items():
         if answer.exit_code != 0:
             log(

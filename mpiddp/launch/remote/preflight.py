@@ -1,7 +1,6 @@
-"""The preflight: a check of every host before anything starts, so that a broken host is a sentence
-instead of a hang.
+"""The preflight: check every host before anything starts, so that a broken host causes an error, not a hang.
 
-It reaches all hosts at once over ssh, and needs nothing but a Python 3 there.
+It contacts all hosts at once over ssh, and needs only a Python 3 there.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from mpiddp.text import all_of
 
 TIMEOUT_S = 15.0
 
-# The modules that travel to the hosts, each after those that it imports.
+# The modules that are sent to the hosts, each after those that it imports.
 TRAVELLING: tuple[ModuleType, ...] = (interfaces, nvidia_smi, versions, probe)
 
-_FAR_PROGRAM = """
+_REMOTE_PROGRAM = """
 import json, sys, types
 sources, requirements = json.loads({payload!r})
 for name, source in sources.items():
@@ -41,11 +40,11 @@ print(json.dumps(sys.modules[{probe!r}].host_info(requirements)))
 
 @dataclass(frozen=True)
 class HostRequirements:
-    """What has to be on every host. Paths are absolute."""
+    """What every host must have. Paths are absolute."""
 
     python: str
     mpirun: str
-    daemon: str  # what mpirun starts there
+    daemon: str  # the program that mpirun starts there
     folder: str
     path: str  # the PATH that the ranks will have
     interface: str | None = None  # by name, address or network
@@ -53,7 +52,7 @@ class HostRequirements:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What the probe found on one host, see `mpiddp.hosts.probe.host_info`."""
+    """The probe's result for one host, see `mpiddp.hosts.probe.host_info`."""
 
     host: Host
     has_folder: bool
@@ -61,16 +60,16 @@ class HostInfo:
     mpirun: str | None  # its first lines of --version
     torch: str | None
     mpi4py: str | None
-    gpus: int | None  # None where nvidia-smi does not answer
+    gpus: int | None  # None if nvidia-smi does not answer
     interfaces: tuple[Interface, ...]
 
 
 def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[Host, HostInfo]:
-    """Check every host: all of them can be used, and fit together.
+    """Check that every host can be used, and that all have the same versions.
 
     Raises:
-        UnusableHosts: hosts that cannot be used.
-        UserError: hosts that do not fit together.
+        UnusableHosts: some hosts cannot be used.
+        UserError: versions differ between the hosts.
     """
     answers = run_on_hosts(
         hosts, requirements.python, probe_program(requirements), timeout_s=TIMEOUT_S
@@ -95,17 +94,17 @@ def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[H
 
 def probe_program(requirements: HostRequirements) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
-    # The names that the probe imports by, with empty packages above them.
+    # The names by which the probe imports, with empty parent packages.
     sources = {"mpiddp": "", "mpiddp.hosts": ""}
     for module in TRAVELLING:
         assert module.__file__ is not None
         sources[module.__name__] = Path(module.__file__).read_text()
     payload = json.dumps([sources, asdict(requirements)])
-    return _FAR_PROGRAM.format(payload=payload, probe=probe.__name__)
+    return _REMOTE_PROGRAM.format(payload=payload, probe=probe.__name__)
 
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:
-    """The last line that the probe wrote: the start-up files of a far shell may print before it."""
+    """The result in the probe's last line. The start-up files of the remote shell may print others before."""
     for line in reversed(answer.stdout.splitlines()):
         if line.startswith('{"has_folder"'):
             fields = json.loads(line)
@@ -115,7 +114,7 @@ def _read(host: Host, answer: Answer) -> HostInfo | None:
 
 
 def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
-    """What is wrong with this host alone, as one sentence; None if nothing is."""
+    """The problem of this host alone, as one sentence; None if it has none."""
     name = info.host.name
     if not info.has_folder:
         return (
@@ -143,7 +142,7 @@ def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
 
 
 def _no_answer(host: Host, answer: Answer, requirements: HostRequirements) -> str:
-    """Why the probe did not answer, as one sentence."""
+    """The reason why the probe did not answer, as one sentence."""
     if answer.exit_code is None:
         return f"ssh {host.name}: no answer in {TIMEOUT_S:g} s. Try: {_ssh(host)} true"
     if answer.exit_code == NO_PROGRAM:
@@ -152,7 +151,7 @@ def _no_answer(host: Host, answer: Answer, requirements: HostRequirements) -> st
 
 
 def _ssh_complaint(host: Host, errors: str) -> str:
-    """What ssh itself wrote, as a sentence that says what to do."""
+    """The sentence for ssh's own error, with the command that fixes it."""
     name, here = host.name, socket.gethostname()
     if "Could not resolve hostname" in errors:
         return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
@@ -189,12 +188,12 @@ def _ssh(host: Host) -> str:
 
 
 def _port(host: Host) -> str:
-    """As ssh, ssh-copy-id and ssh-keyscan all have it."""
+    """The port option of ssh, ssh-copy-id and ssh-keyscan."""
     return f"-p {host.port} " if host.port else ""
 
 
 def _disagreements(infos: Iterable[HostInfo], requirements: HostRequirements) -> list[str]:
-    """What differs between hosts that can each be used alone."""
+    """The version differences between hosts that can each be used alone."""
     complaints = []
     for package in ("torch", "mpi4py"):
         versions = {info.host.name: getattr(info, package) or "missing" for info in infos}

@@ -25,8 +25,8 @@ def mpich(starter: RankStarter, request: Request) -> Command:
     if files:
         settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = ssh_arguments(files)
     if len(request.nodes) > 1 and "UCX_TLS" not in request.env:
-        # For a few messages TCP will do, and UCX takes several containers of one machine for one
-        # host, between which it then waits for ever.
+        # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
+        # and then hangs between them.
         settings.setdefault("UCX_TLS", "tcp,self")
         exports.append("UCX_TLS")
     flags = [
@@ -43,7 +43,7 @@ def intel_mpi(starter: RankStarter, request: Request) -> Command:
     settings = dict(request.settings)
     if files:
         settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = ssh_arguments(files)
-    # A file, because its -hosts takes no counts and deals the ranks out as it likes.
+    # A file, because its -hosts accepts no counts and assigns the ranks in another order.
     machines = str(PurePath(request.scratch, "mpiddp-machines"))
     files[machines] = "".join(f"{node.name}:{node.ranks}\n" for node in request.nodes)
     flags = [
@@ -63,7 +63,7 @@ _INTEL_PINNING = {
 
 
 def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:
-    """What MPICH's and Intel's process managers have in common."""
+    """The flags that MPICH's and Intel's process managers share."""
     flags = [
         flag("-genvlist", ",".join(exports), why=EXPORT_ONLY),
         flag("-wdir", request.folder, why=WDIR),
