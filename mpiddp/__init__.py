@@ -1,6 +1,6 @@
-"""mpiddp: one mpirun starts every rank of a hostfile, torch.distributed does the rest.
+"""mpiddp: one mpirun starts every rank of a hostfile; torch.distributed trains.
 
-The public names load on first use, so that `import mpiddp` stays free of torch and mpi4py.
+The public names load on first use, so that `import mpiddp` imports neither torch nor mpi4py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["UserError", "World", "announce", "init", "process_group", "should_stop"]
 
-_ROOMS = {
+_MODULES = {
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "announce": "mpiddp.runtime.announcement",
@@ -29,6 +29,6 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module 'mpiddp' has no attribute '{name}'")
-    return getattr(import_module(_ROOMS[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m mpiddp VERB …`, the same as the console script `mpiddp`."""
+"""`python -m mpiddp COMMAND …`, the same as the console script `mpiddp`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""argparse as every verb uses it: complaints in one sentence, and the values that several of them read."""
+"""The table of verbs, and argparse as every verb uses it: one sentence per error, shared value parsers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ from typing import NoReturn
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean
 
-# verb: (module with main(argv) -> int, what it is for)
+# verb: (module with main(argv) -> int, its line in `mpiddp --help`)
 VERBS = {
     "launch": ("mpiddp.launch.main", "start a script on every slot of a hostfile with one mpirun"),
     "run": (
         "mpiddp.runtime.run_script",
-        "run an env:// script as this rank, under mpirun, srun or torchrun",
+        "run an env:// script as one rank, under mpirun, srun or torchrun",
     ),
-    "train": ("mpiddp.train.main", "train a ResNet as this rank, or alone"),
+    "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
     "hosts": ("mpiddp.hosts.main", "check, convert and compare hostfiles"),
     "checkpoints": ("mpiddp.checkpoints.main", "list, verify and prune checkpoints"),
-    "bench": ("mpiddp.bench.main", "measure scaling, all-reduce, start-up, the step, the data"),
-    "bench-rank": ("mpiddp.bench.ranks.main", "one rank of a benchmark, which bench starts"),
+    "bench": (
+        "mpiddp.bench.main",
+        "measure scaling, all-reduce, steps, data, start-up, rendezvous",
+    ),
 }
 
-# The verbs that every rank of a job calls. They join the job by themselves.
+# Verbs that other verbs start. No help lists them.
+INTERNAL_VERBS = {"bench-rank": "mpiddp.bench.ranks.main"}
+
+# The verbs that every rank of a job runs. They join the job by themselves.
 RANK_VERBS = ("run", "train", "bench-rank")
 
-# rank verb: the module that checks its options before a job starts, by check_options(argv). That returns
-# the backend which the options ask for: "nccl", "gloo", or "auto" for nccl on GPUs.
+# rank verb: the module whose check_options(argv) checks its options before a job starts. It returns the
+# backend that the options request: "nccl", "gloo", or "auto" for nccl on GPUs.
 OPTION_CHECKS = {"train": "mpiddp.train.options"}
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """argparse whose complaints are a UserError, without a page of usage before it."""
+    """argparse that raises its errors as UserError, without printing the usage."""
 
     def error(self, message: str) -> NoReturn:
         hint = self._nearest_option(message)
         raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
 
     def _nearest_option(self, message: str) -> str:
-        """A question that names the option which is nearest to an unknown one."""
+        """A question that names the known option nearest to an unknown one."""
         found = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
         if found is None:
             return ""
@@ -50,12 +55,12 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 
 class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):
-    """Each option's default after its help, where it has one worth reading that the help has not told."""
+    """Append an option's default to its help, unless the help mentions one or there is none to print."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        is_told = "default" in (action.help or "")
+        has_default = "default" in (action.help or "")
         is_plain = action.default is None or isinstance(action.default, (bool, list))
-        return action.help if is_told or is_plain else super()._get_help_string(action)
+        return action.help if has_default or is_plain else super()._get_help_string(action)
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:

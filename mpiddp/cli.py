@@ -1,4 +1,4 @@
-"""The command line: finds the verb, calls it, and turns its end into an exit code."""
+"""The command line `mpiddp COMMAND …`: calls the verb's main and turns its end into an exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpiddp.arguments import RANK_VERBS, VERBS
+from mpiddp.arguments import INTERNAL_VERBS, RANK_VERBS, VERBS
 from mpiddp.errors import (
     BAD_INPUT,
     DONE,
@@ -22,10 +22,10 @@ from mpiddp.world import likely_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code is 2, and one sentence stands on stderr, for bad input."""
+    """Run one verb. Bad input prints one sentence on stderr and returns exit code 2."""
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if args[0].startswith(("--local-rank", "--local_rank")):
-        # torch.distributed.launch puts it before all that the user wrote; the environment has it too.
+        # torch.distributed.launch puts it before the user's arguments; the environment has it too.
         del args[0]
     verb, *rest = args or ["--help"]
     is_rank = verb in RANK_VERBS
@@ -33,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _call(verb, rest)
         finally:
-            if not is_rank and sys.stdout is not None:  # it may have been closed
-                sys.stdout.flush()  # here, where it can be told that nobody reads any more
+            if not is_rank and sys.stdout is not None:  # None if it was closed
+                sys.stdout.flush()  # here, where a BrokenPipeError can still be handled
     except UserError as error:
-        # One rank of a job prints it; a launcher's variables mean nothing to other verbs.
+        # One rank of a job prints it. Other verbs ignore a launcher's variables.
         rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
         print_from_one_rank(str(error), rank, local_rank)
         return BAD_INPUT
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence_stdout()
         return FAILED
     except KeyboardInterrupt:
-        if is_rank:  # a script ends as Python ends it
+        if is_rank:  # a script ends as it would under python
             raise
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -54,20 +54,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _call(verb: str, args: list[str]) -> int:
     if verb in ("-h", "--help"):
-        print(usage())
+        print(_usage())
         return DONE
     if verb == "--version":
         from mpiddp import __version__
 
         print(f"mpiddp {__version__}")
         return DONE
-    if verb not in VERBS:
+    modules = {name: module for name, (module, _) in VERBS.items()} | INTERNAL_VERBS
+    if verb not in modules:
         hint = did_you_mean(verb, VERBS)
-        raise UserError(f'mpiddp: no verb "{verb}".{hint} Known: {", ".join(VERBS)}.')
-    code: int = import_module(VERBS[verb][0]).main(args)
+        raise UserError(
+            f'mpiddp: unknown command "{verb}".{hint} Expected one of: {", ".join(VERBS)}.'
+        )
+    code: int = import_module(modules[verb]).main(args)
     return code
 
 
-def usage() -> str:
+def _usage() -> str:
     verbs = "\n".join(f"  {verb:<12} {purpose}" for verb, (_, purpose) in VERBS.items())
-    return f"usage: mpiddp VERB [options]\n\n{verbs}\n\nmpiddp VERB --help tells more of each."
+    return (
+        "usage: mpiddp COMMAND [options]\n\n"
+        "Start PyTorch jobs on the hosts of a hostfile with one mpirun.\n\n"
+        f"commands:\n{verbs}\n\n"
+        "example: mpiddp launch -H node1:4,node2:4 train.py --lr 0.1\n"
+        "See: mpiddp COMMAND --help"
+    )

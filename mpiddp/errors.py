@@ -1,6 +1,6 @@
-"""The one exception that people read as a sentence about their input, never as a traceback.
+"""UserError, which prints as one sentence without a traceback, and the exit codes.
 
-Everything else that is raised is a bug or a failed job, and keeps its traceback.
+Any other exception is a bug or a failed job and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import time
 DONE = 0
 FAILED = 1
 BAD_INPUT = 2
-STOPPED = 75  # EX_TEMPFAIL: on request, after a checkpoint; the same command resumes
-INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
+STOPPED = 75  # EX_TEMPFAIL: stopped on request after a checkpoint; the same command resumes
+INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 
 class UserError(Exception):
-    """Bad input: one sentence with what was found, what was expected and how to fix it.
+    """Bad input, as one sentence: what was found, what was expected and how to fix it.
 
     The command line prints it on stderr, once per job, and exits with code 2.
     """
 
 
 def print_from_one_rank(sentence: str, rank: int, local_rank: int) -> None:
-    """Print what every rank may have to say, where they cannot talk to each other; then it is to exit.
+    """Print a sentence that every rank may have, without communication. The caller then exits.
 
-    Rank 0 speaks at once, and its end makes most launchers end the others. One rank of each host
-    that is still there then speaks too: the trouble may be that host's alone.
+    Rank 0 prints at once, and its exit makes most launchers end the other ranks. After a pause, the
+    first rank of each host that is still running prints too, because only that host may have the problem.
     """
     if rank != 0:
         time.sleep(2.0)
@@ -36,5 +36,5 @@ def print_from_one_rank(sentence: str, rank: int, local_rank: int) -> None:
 
 
 def silence_stdout() -> None:
-    """Nobody reads it any more: what follows goes nowhere, and Python does not complain at its end."""
+    """Redirect stdout to /dev/null once its reader is gone, so that Python's flush at exit succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,19 +1,19 @@
-"""The control channel between a rank and its launcher, for both of its ends: JSON lines over TCP.
+"""The protocol of the control channel between a rank and its launcher: JSON lines over TCP.
 
     launcher -> rank   challenge, stop, stacks, end; one urgent byte
     rank -> launcher   hello, started, joining, log, announce, supports_stop, progress, stacks, stopped,
                         failed, done
 
-MPIDDP_CONTROL says where the launcher listens, MPIDDP_CONTROL_SECRET proves that both belong to one
-job; the secret itself never crosses the wire. Without these two there is no channel. MPIDDP_ANNOUNCED
-hands a restart what an earlier attempt has announced, see `mpiddp.runtime.announcement`.
+MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
+the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
+an earlier attempt's announcement to a restart, see `mpiddp.runtime.announcement`.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from _blake2 import blake2b  # not by way of hashlib, see `proof`
+from _blake2 import blake2b  # hashlib would load OpenSSL, see `proof`
 from dataclasses import dataclass
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
@@ -25,7 +25,7 @@ ANNOUNCED = "MPIDDP_ANNOUNCED"
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable of this project, in words for docs/environment.md."""
+    """An environment variable of this project, as docs/environment.md describes it."""
 
     name: str
     set_by: str
@@ -33,23 +33,28 @@ class Variable:
     holds: str
 
 
-# Every one that there is. tests/test_environment.py finds those that are missing here.
+# All MPIDDP_* variables. tests/test_environment.py fails if one is missing here.
 VARIABLES = (
     Variable(
         INTERFACE,
         "the user, or `launch --interface`",
         "every rank",
-        "the network of the job's own traffic: an interface's name, an address, or a network such as "
-        "10.0.0.0/24; several with commas",
+        "the network of the job's traffic: an interface's name, an address, or a network such as "
+        "10.0.0.0/24; several separated by commas",
     ),
     Variable(
         TIMEOUT,
         "the user, or `launch --timeout`",
         "every rank",
-        "how many seconds the ranks may take to join (60)",
+        "seconds in which all ranks must join (default: 60)",
     ),
-    Variable(DATA, "the user", "`train`, `bench`", "the folder of data sets, as `--data-dir` does"),
-    Variable("MPIDDP_PYTHON", "the user", "`run.sh`", "the Python to build on, with its torch"),
+    Variable(DATA, "the user", "`train`, `bench`", "the folder of data sets, as `--data-dir`"),
+    Variable(
+        "MPIDDP_PYTHON",
+        "the user",
+        "`run.sh`",
+        "the Python to build the environment with, including its torch",
+    ),
     Variable(
         "MPIDDP_MPIRUN", "the user", "`run.sh`", "the mpirun to use instead of Open MPI's wheel"
     ),
@@ -57,15 +62,20 @@ VARIABLES = (
         PLACEMENT,
         "`launch`",
         "every rank",
-        "the hosts that the hostfile names, with their ranks: node1:4,node2:2",
+        "the hosts of the job with their numbers of ranks: node1:4,node2:2",
     ),
     Variable(
         NETWORKS,
         "`launch`",
         "every rank",
-        "the networks that lead to the other hosts, unless an interface is named",
+        "the networks that lead to the other hosts, unless an interface is requested",
     ),
-    Variable(REPORT, "`launch --report`", "every rank", "1: rank 0 prints where each rank is"),
+    Variable(
+        REPORT,
+        "`launch --report`",
+        "every rank",
+        "1: rank 0 prints the host and device of every rank",
+    ),
     Variable(
         VERBOSE,
         "`launch -v`",
@@ -73,7 +83,10 @@ VARIABLES = (
         "1: print the master address, each rank's interface, and the time of the first all-reduce",
     ),
     Variable(
-        LAUNCHED_AT, "`launch`", "every rank", "when the command was given, in seconds since 1970"
+        LAUNCHED_AT,
+        "`launch`",
+        "every rank",
+        "when the user started the command, in seconds since 1970",
     ),
     Variable(
         ANNOUNCED,
@@ -81,30 +94,34 @@ VARIABLES = (
         "every rank, through `mpiddp.runtime.announcement.announced`",
         "what an earlier attempt announced, as JSON: global_batch_size, world_size",
     ),
-    Variable(JOB, "`launch`", "`launch`", "the job's id, by which it finds what is left of a job"),
+    Variable(
+        JOB,
+        "`launch`",
+        "`launch`",
+        "the job's id, by which the launcher finds a job's leftover processes",
+    ),
     Variable(
         ADDRESS,
         "`launch`",
         "every rank, which removes it",
-        "where the launcher listens to the ranks: ADDRESS:PORT",
+        "the address on which the launcher listens for the ranks: ADDRESS:PORT",
     ),
     Variable(
         SECRET,
         "`launch`",
         "every rank, which removes it",
-        "what proves that a rank belongs to the job, as hex digits",
+        "the secret that proves that a rank belongs to the job, in hex digits",
     ),
 )
-URGENT = b"!"  # in no word of a launcher's
-URGENT = b"!"  # in no message of a launcher
+URGENT = b"!"  # no message of a launcher contains it
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
-TEXT_LIMIT = 16 * 1024  # characters of a text; JSON may need 12 bytes for one
+TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 
-# What a rank may say, and what has to stand in it.
+# The messages that a rank may send, with their required fields and types.
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
-    "log": {"path": (str,)},  # where a traceback will be found
+    "log": {"path": (str,)},  # of the file that will contain a traceback
     "announce": {
         "resume_args": (list,),
         "global_batch_size": (int, type(None)),
@@ -129,16 +146,16 @@ def dumps(kind: str, **facts: object) -> bytes:
 
 
 def proof(secret: str, challenge: str, rank: int) -> str:
-    """What only somebody who has the secret can answer to `challenge`."""
-    # A keyed BLAKE2 is a MAC. Python's own stands in `_blake2`: hashlib would load OpenSSL besides, 3.7 MB
-    # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. tests/test_still_needed.py watches this.
+    """The answer to `challenge`, which only an owner of the secret can compute."""
+    # A keyed BLAKE2 is a MAC. Python's own is in `_blake2`; hashlib would also load OpenSSL, 3.7 MB
+    # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. tests/test_still_needed.py checks this.
     return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
 
 
 def notice_silence(connection: socket.socket) -> None:
-    """Let the kernel end the connection 12 s after the other host has fallen silent.
+    """Make the kernel end the connection 12 s after the other host stops answering.
 
-    Not a heartbeat of our own: a rank that imports torch, or computes, cannot send one.
+    The protocol has no heartbeat: a rank that imports torch, or computes, could not send one.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -152,7 +169,7 @@ def notice_silence(connection: socket.socket) -> None:
 
 
 def variables_table() -> str:
-    """The table of docs/environment.md, which `python -m mpiddp.protocol` prints."""
+    """The table of docs/environment.md. `python -m mpiddp.protocol` prints it."""
     head = "| variable | set by | read by | holds |\n|---|---|---|---|\n"
     rows = (f"| `{v.name}` | {v.set_by} | {v.read_by} | {v.holds} |\n" for v in VARIABLES)
     return head + "".join(rows)

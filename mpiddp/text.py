@@ -1,4 +1,4 @@
-"""Text that several parts of the program read or print: lists, counts, durations, tables, near names."""
+"""Text that several modules parse or print: lists, counts, durations, tables, similar names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """ "a, b, and 7 more": the first of many, short enough for an error."""
+    """ "a, b, and 7 more": the first names of a long list, short enough for an error."""
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -25,7 +25,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """The seconds in "90", "90s", "55m" or "1.5h". Raises ValueError for all else, and for 0."""
+    """The seconds in "90", "90s", "55m" or "1.5h". Raises ValueError for any other text, and for 0."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)([smh]?)", text, re.ASCII)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not seconds > 0:
@@ -46,7 +46,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """A table, one line a row, two spaces between columns. `right`: the columns to align right."""
+    """A table with one line per row and two spaces between columns. `right`: columns to align right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -58,8 +58,8 @@ def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ())
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' Did you mean "launch"?' for "lauch"; "" where no known name is near."""
-    from difflib import get_close_matches  # only an error needs it
+    """' Did you mean "launch"?' for "lauch"; "" if no known name is similar."""
+    from difflib import get_close_matches  # imported here because only an error needs it
 
     nearest = get_close_matches(name, list(known), n=1)
     return f' Did you mean "{nearest[0]}"?' if nearest else ""

@@ -1,7 +1,7 @@
-"""Who this process is among the ranks of a job, read from what its launcher left in the environment.
+"""World: this process's rank and the sizes of the job, read from the launcher's environment variables.
 
-Every launcher is one row of a table: the names of its variables. A row is taken whole or not at all,
-so a process never believes to be rank 0 because something was missing.
+Every launcher is one row of a table: the names of its variables. A row is used only if it is complete,
+so a process never takes itself for rank 0 because a variable is missing.
 
     mpirun -np 2 python -c 'import mpiddp; print(mpiddp.World.from_env())'
 """
@@ -20,10 +20,10 @@ from mpiddp.hosts.slurm_nodelist import expand_counts
 
 @dataclass(frozen=True)
 class Launcher:
-    """One launcher as data: which variables carry a rank's identity.
+    """One launcher as data: the variables that hold a rank's identity.
 
-    The row counts as present when `proof` is in the environment: the variable that nobody else sets
-    and that a stale shell profile would not hold.
+    The launcher is present if any variable of `proof` is in the environment. No other launcher sets
+    these, and a stale shell profile does not contain them.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Launcher:
     local_rank: str
     local_world_size: str
     speaks_mpi: bool = False
-    node_id: str = ""  # this node's place, where local_world_size lists the counts of all nodes
+    node_id: str = ""  # this node's index, if local_world_size lists the counts of all nodes
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -51,13 +51,13 @@ def _mpi(name: str, prefix: str) -> Launcher:
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-# The innermost launcher wins, so the order matters: `mpirun … torchrun` is torchrun's job, and a
-# RANK left over in a shell profile loses against the mpirun that really started this process.
+# The innermost launcher wins, so the order matters: `mpirun … torchrun` is torchrun's job, and the
+# mpirun that started this process takes precedence over a RANK left over in a shell profile.
 LAUNCHERS = (
     Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *TORCH),
     _mpi("openmpi", "OMPI_COMM_WORLD"),
     _mpi("mvapich2", "MV2_COMM_WORLD"),
-    # srun's pmi2 plugin sets PMI_RANK and PMI_SIZE as well, so these two alone prove no Hydra there.
+    # srun's pmi2 plugin sets PMI_RANK and PMI_SIZE as well, so these two alone do not prove Hydra.
     Launcher(
         "hydra",
         ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),
@@ -67,8 +67,8 @@ LAUNCHERS = (
         "MPI_LOCALNRANKS",
         speaks_mpi=True,
     ),
-    # SLURM_NTASKS also stands in the shell of an salloc and in an sbatch script, where this process is
-    # no task at all: only a step makes ranks.
+    # The shell of an salloc and an sbatch script have SLURM_NTASKS too, but they are not tasks: only a
+    # job step has ranks.
     Launcher(
         "slurm",
         ("SLURM_STEP_ID",),
@@ -87,12 +87,12 @@ STALE = "these variables do not come from one launcher. Unset the stale ones."
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the job. The fields that default to None need the others to be known.
+    """This process's identity in the job. The fields that default to None become known later.
 
     rank in [0, world_size), local_rank in [0, local_world_size) among the ranks of this host.
     node_rank in [0, num_nodes) numbers the hosts in the order of their lowest rank. It and the master
     address are None until the ranks have joined, see `mpiddp.runtime.rendezvous`. backend and device
-    (torch's name of it: "cuda:1", "cpu") are None until there is a process group, see
+    (torch's name for it: "cuda:1", "cpu") are None until a process group exists, see
     `mpiddp.runtime.process_group`.
     """
 
@@ -113,11 +113,11 @@ class World:
     def from_env(cls, env: Mapping[str, str] | None = None) -> World:
         """The world of the innermost launcher found in `env` (default: os.environ).
 
-        With no launcher at all this is rank 0 of 1, with `launcher.name == "none"`.
+        Without any launcher this is rank 0 of 1, with `launcher.name == "none"`.
 
         Raises:
-            UserError: a launcher's variables are only partly set, no whole numbers, or contradict
-                each other.
+            UserError: a launcher's variables are only partly set, are not whole numbers, or
+                contradict each other.
         """
         env = os.environ if env is None else env
         for launcher in LAUNCHERS:
@@ -131,10 +131,10 @@ class World:
         missing = [name for name in launcher.variables if name not in env]
         if missing:
             raise UserError(
-                f"only a part of {launcher.name}'s variables is set: found "
+                f"only some of {launcher.name}'s variables are set: found "
                 f"{', '.join(f'{name}={env[name]}' for name in found) or launcher.proof[0]}, "
                 f"missing {', '.join(missing)}. "
-                "Start the job with mpirun, torchrun or srun, or unset what is there."
+                "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
         numbers = [
             _tasks_on_node(launcher, env)
@@ -156,9 +156,9 @@ class World:
 
 
 def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
-    """Rank and local rank, as far as a launcher tells; (0, 0) where none does.
+    """Rank and local rank by the launcher's variables, unchecked; (0, 0) without a launcher.
 
-    Good enough to decide which of several ranks speaks, where `World.from_env` may have failed.
+    Decides which of several ranks prints an error, where `World.from_env` may have failed.
     """
     for launcher in LAUNCHERS:
         rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
@@ -177,7 +177,7 @@ def _present(launcher: Launcher, env: Mapping[str, str]) -> bool:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """A step of tasks, that is: salloc's shell may be a step as well, one with an id near 2**32."""
+    """Whether this is a job step with tasks. salloc's shell may be a step too, with an id near 2**32."""
     step = env.get("SLURM_STEP_ID")
     return step is not None and not (step.isdigit() and int(step) > 2**32 - 16)
 
@@ -189,7 +189,7 @@ def _whole_number(name: str, text: str) -> int:
 
 
 def _tasks_on_node(launcher: Launcher, env: Mapping[str, str]) -> int:
-    """Slurm's compressed counts ("2(x3),1" is 2, 2, 2, 1), looked up for this node."""
+    """This node's count in Slurm's compressed list ("2(x3),1" is 2, 2, 2, 1)."""
     name, text = launcher.local_world_size, env[launcher.local_world_size]
     try:
         counts = expand_counts(text)

@@ -31,7 +31,7 @@ NAME = f'is not a name of letters, digits, ".", "_" and "-". {EXAMPLE}'
 KEYS = f"is not one of slots=, max_slots=, port= and user=. {EXAMPLE}"
 CRLF = r"Windows line endings, which mpirun cannot parse. Run: sed -i 's/\r$//' hosts.txt"
 BOM = (
-    "a byte order mark (BOM), which mpirun cannot parse. "
+    "starts with a byte order mark (BOM), which mpirun cannot parse. "
     r"Run: sed -i '1s/^\xef\xbb\xbf//' hosts.txt"
 )
 SHORT = "Use IP addresses, or --keep-fqdn."
@@ -149,8 +149,8 @@ def test_addresses_are_not_cut_at_the_first_dot() -> None:
         ("::1::2", f':1: "::1::2" is not an IP address. {EXAMPLE}'),
         ("node1 cores=4", f':1: "cores=4" {KEYS}'),
         ("node1 node2", f':1: "node2" {KEYS}'),
-        ("node1:2 slots=3", ':1: "slots=3" gives slots a second time. Remove one.'),
-        ("joe@node1 user=jim", ':1: "user=jim" gives user a second time. Remove one.'),
+        ("node1:2 slots=3", ':1: "slots=3" sets slots twice. Remove one.'),
+        ("joe@node1 user=jim", ':1: "user=jim" sets user twice. Remove one.'),
         (
             "node1 slots=4 max_slots=2",
             ":1: max_slots=2 is less than slots=4. Raise it, or write: node1 slots=2",
@@ -164,9 +164,9 @@ def test_addresses_are_not_cut_at_the_first_dot() -> None:
         ("::1\n0:0::1", ":2: ::1 is already on line 1. Merge them into one slots= line."),
         ("a.x.org\na.y.org\n", f': a.x.org and a.y.org both shorten to "a". {SHORT}'),
         ("a.x.org\na\n", f': a.x.org and a both shorten to "a". {SHORT}'),
-        ("", f" names no host. {EXAMPLE}"),
-        ("# node1\n\n", f" names no host. {EXAMPLE}"),
-        ("node1 slots=0", f": every host has slots=0, which leaves no rank. {EXAMPLE}"),
+        ("", f" lists no host. {EXAMPLE}"),
+        ("# node1\n\n", f" lists no host. {EXAMPLE}"),
+        ("node1 slots=0", f": every host has slots=0, so no rank can start. {EXAMPLE}"),
     ],
 )
 def test_an_error_says_where_what_and_what_mends_it(text: str | bytes, message: str) -> None:
@@ -177,11 +177,11 @@ def test_an_error_says_where_what_and_what_mends_it(text: str | bytes, message: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", f"-H names no host. {LIST}"),
-        ("h1,,h2", f'-H: "" is not one host. {LIST}'),
-        ("h1 slots=2", f'-H: "h1 slots=2" is not one host. {LIST}'),
+        ("", f"-H lists no host. {LIST}"),
+        ("h1,,h2", f'-H: "" is not a host. {LIST}'),
+        ("h1 slots=2", f'-H: "h1 slots=2" is not a host. {LIST}'),
         ("h1:two", '-H: "h1:two" is not a positive integer. Example: node1:4'),
-        ("h1:2,h1", "-H: h1 is named twice. Write it once: h1:N"),
+        ("h1:2,h1", "-H: h1 is listed twice. Write it once: h1:N"),
         ("-oProxyCommand=x", f'-H: host "-oProxyCommand=x" {OPTION}'),
         ("a.x.org,a.y.org", f'-H: a.x.org and a.y.org both shorten to "a". {SHORT}'),
     ],
@@ -257,7 +257,7 @@ def test_ranks_fill_the_slots_in_the_order_of_the_file() -> None:
     [
         (8, None, "-n 8 is more than the 6 slots of hosts.txt (node1=4, node2=2)."),
         (None, 3, "--npernode 3 is more than the 2 slots of node2 (hosts.txt:2)."),
-        (5, 2, "-n 5 is more than --npernode 2 gives on 2 hosts of hosts.txt: 4 ranks."),
+        (5, 2, "-n 5 is more than --npernode 2 allows on the 2 hosts of hosts.txt: 4 ranks."),
     ],
 )
 def test_more_ranks_than_slots(n: int | None, npernode: int | None, message: str) -> None:
@@ -282,7 +282,7 @@ def test_exclude() -> None:
         '--exclude: "node9" is not in hosts.txt, which has node1, node2, node3.'
     )
     assert refusal(lambda: exclude(hosts, "node1,node2")) == (
-        "--exclude node1,node2 leaves no slot of hosts.txt."
+        "--exclude node1,node2 leaves no slots in hosts.txt."
     )
 
 
@@ -303,11 +303,11 @@ def test_what_a_form_cannot_say() -> None:
         return refusal(lambda: render(parse(line), form))
 
     assert refused("node1 slots=2 port=2222", "mpich") == (
-        "hosts.txt:1: MPICH has no word for port=2222. "
+        "hosts.txt:1: MPICH's hostfile format cannot express port=2222. "
         'Put "Port 2222" under "Host node1" in ~/.ssh/config.'
     )
     assert refused("::1 slots=2", "mpich") == (
-        "hosts.txt:1: MPICH has no word for the IPv6 address ::1. "
+        "hosts.txt:1: MPICH's hostfile format cannot express the IPv6 address ::1. "
         "Give it a name in /etc/hosts, or use IPv4."
     )
     assert refused("node1", "slurm") == (
@@ -430,7 +430,7 @@ def test_check_says_which_slots_are_open(capsys: pytest.CaptureFixture[str]) -> 
             "mpich",
             "a comment after a host, which MPICH cannot parse. Give it a line of its own.",
         ),
-        ("node1:0", "mpich", "MPICH has no word for 0 slots. Remove node1."),
+        ("node1:0", "mpich", "MPICH's hostfile format cannot express slots=0. Remove node1."),
     ],
 )
 def test_check_for_one_mpi(line: str, mpi: str, message: str) -> None:
@@ -460,8 +460,8 @@ def test_convert_prints_the_other_form(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr()
     assert printed.out == "node1:4\nnode2\n"
     assert printed.err == (
-        "note: hosts.txt:2: node2 has no slot count. mpiddp launch takes one per GPU, "
-        "Open MPI's mpirun one per core, MPICH's one.\n"
+        "note: hosts.txt:2: node2 has no slot count. mpiddp launch starts one rank per GPU, "
+        "Open MPI's mpirun one per core, MPICH's one per host.\n"
     )
 
 

@@ -79,11 +79,11 @@ def ranks(hosts: Cluster) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """The launcher's own, but for those of its sweep, which may find ranks that were ending.
+    """The launcher's own sentences, without those about leftover processes, which may be ending ranks.
 
-    Not those of the ranks: where the launcher is slow, one that has waited in vain says so as well.
+    The ranks' own are not among them: if the launcher is slow, a rank that has waited in vain prints one.
     """
-    return re.findall(r"mpiddp: (?!.*\bswept\b).*", text)
+    return re.findall(r"mpiddp: (?!.*\bleftover process).*", text)
 
 
 def only_1_of_2(last_words: str) -> list[str]:
@@ -106,14 +106,14 @@ def test_a_rank_that_is_still_importing_is_named_with_its_place(
 def test_a_rank_whose_python_never_started(hosts: Cluster, trouble: Path) -> None:
     (trouble / "trouble.py").write_text(SLEEP)
     done = launch(hosts, trouble, "--timeout", "4")
-    assert sentences(done.stderr) == only_1_of_2("none: its Python has not started there.")
+    assert sentences(done.stderr) == only_1_of_2("none; its Python has not started.")
 
 
 def test_a_rank_that_is_stopped(hosts: Cluster, trouble: Path) -> None:
     (trouble / "torch.py").write_text("import os\nos.kill(os.getpid(), 19)\n")
     done = launch(hosts, trouble, "--timeout", "4")
     (said,) = sentences(done.stderr)
-    words = r"none: it started \(pid \d+\) and does not answer: stopped, or stuck in native code\."
+    words = r"none; it started \(pid \d+\) but does not answer: it is stopped, or stuck in native code\."
     assert re.fullmatch(re.escape(only_1_of_2("")[0]) + words, said)
 
 
@@ -148,7 +148,7 @@ def test_ranks_that_srun_has_started(hosts: Cluster, trouble: Path) -> None:
         done = batch.sbatch(f"#!/bin/sh\n{words}\n", *options, cwd=ROOT, env=env(trouble))
     place = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(6000)"
     hosts_found, *said = sentences(done.stdout)
-    assert hosts_found.startswith("mpiddp: no hosts named: Slurm job ")
+    assert hosts_found.startswith("mpiddp: no hosts given: using Slurm job ")
     assert (said, done.returncode) == (only_1_of_2(place), 1)
 
 

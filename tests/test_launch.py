@@ -101,7 +101,9 @@ def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == ranks
         slots = 1 if words == () else cores
-        assert own_lines(done.stderr) == [f"mpiddp: no hosts named: this machine, slots={slots}"]
+        assert own_lines(done.stderr) == [
+            f"mpiddp: no hosts given: using this machine, slots={slots}"
+        ]
     done = launch_on_some("-n", str(cores + 1))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == (
@@ -117,7 +119,7 @@ def test_exit_codes(tmp_path: Path, code: int, expected: int) -> None:
     assert done.returncode == expected
     said = {
         3: [f"mpiddp: rank N on {gethostname()} ended first, with exit code 3. {OTHERS}"],
-        75: [f"mpiddp: to go on: mpiddp launch -H localhost:2 {path}"],
+        75: [f"mpiddp: to resume: mpiddp launch -H localhost:2 {path}"],
     }
     sentences = [re.sub("rank [01]", "rank N", line) for line in own_lines(done.stderr)]
     assert sentences == said.get(code, [])
@@ -360,7 +362,7 @@ def test_ranks_that_cannot_reach_the_launcher_count_by_mpiruns_word(
     assert done.returncode == code, done.stderr
 
 
-def test_what_mpirun_leaves_behind_is_swept(tmp_path: Path) -> None:
+def test_processes_that_mpirun_leaves_behind_are_killed(tmp_path: Path) -> None:
     """Even a daemon in a session of its own, that does not listen to SIGTERM."""
     daemon = tmp_path / "daemon"
     daemon.write_text("#!/bin/sh\ntrap '' TERM\nwhile true; do sleep 0.1; done\n")

@@ -36,7 +36,7 @@ def test_this_machine_gets_no_more_slots_than_gpus_and_says_so() -> None:
     hosts = parse_host_list("localhost:4")
     fitted, notes = fit_to_gpus(hosts, None, lambda _: 2)
     assert fitted.total_slots == 2
-    assert notes == ["localhost has 2 GPUs but 4 slots: starting 2 ranks there"]
+    assert notes == ["localhost has 2 GPUs but 4 slots: starting only 2 ranks there"]
     assert fit_to_gpus(hosts, "gloo", lambda _: 2) == (hosts, [])
     assert fit_to_gpus(hosts, "nccl", lambda _: 0)[0].total_slots == 4
 
@@ -201,17 +201,17 @@ def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Pa
         ),
         (
             lambda: cli._call("lauch", []),
-            'mpiddp: no verb "lauch". Did you mean "launch"? '
-            "Known: launch, run, train, hosts, checkpoints, bench, bench-rank.",
+            'mpiddp: unknown command "lauch". Did you mean "launch"? '
+            "Expected one of: launch, run, train, hosts, checkpoints, bench.",
         ),
         (
             lambda: cli._call("zzz", []),
-            'mpiddp: no verb "zzz". '
-            "Known: launch, run, train, hosts, checkpoints, bench, bench-rank.",
+            'mpiddp: unknown command "zzz". '
+            "Expected one of: launch, run, train, hosts, checkpoints, bench.",
         ),
         (
             lambda: parse_options(["-n", "2"]),
-            "nothing to launch: name a script or a module. "
+            "nothing to launch. Name a script or a module. "
             "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train",
         ),
         (
@@ -220,7 +220,7 @@ def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Pa
         ),
         (
             lambda: parse_exports(["A-B=1"], {}),
-            '-x A-B=1: "A-B" is no variable\'s name. Example: -x DEBUG=1',
+            '-x A-B=1: "A-B" is not a valid variable name. Example: -x DEBUG=1',
         ),
         (
             lambda: parse_exports(["GONE"], {}),
@@ -238,7 +238,7 @@ def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Pa
         (
             lambda: named_here("[fd00::3]:1"),
             "-H: fd00::3 is an IPv6 address, which every mpirun cuts at its first colon. "
-            "Give the host a name that leads to an IPv4 address.",
+            "Use a name that resolves to an IPv4 address.",
         ),
         (
             lambda: allocation({"SLURM_JOB_ID": "7"}),
@@ -260,7 +260,7 @@ def named_here(host_list: str) -> tuple[Node, ...]:
 
 def test_a_foreign_program_is_no_mpirun(tmp_path: Path) -> None:
     program = fake_mpirun(tmp_path, "ls (GNU coreutils) 9.1")
-    with pytest.raises(UserError, match="neither Open MPI, MPICH nor Intel MPI"):
+    with pytest.raises(UserError, match="Expected Open MPI, MPICH or Intel MPI"):
         identify(program, os.environ)
 
 

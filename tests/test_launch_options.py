@@ -90,5 +90,5 @@ def test_a_rank_that_never_joins_is_waited_for_as_long_as_said(tmp_path: Path) -
     # Rank 0, which waits in vain, may have said so as well where the launcher is slow.
     assert re.findall("mpiddp: .*", done.stderr) == [
         f"mpiddp: only 1 of 2 ranks joined in 3 s. Missing: rank 1 on {HOST}. "
-        "Its last words: none: its Python has not started there."
+        "Its last words: none; its Python has not started."
     ]

@@ -240,13 +240,17 @@ def test_listen_binds_every_candidate_and_no_other_address() -> None:
 def test_a_taken_port_is_refused_and_nothing_stays_bound(listener: socket.socket) -> None:
     port = port_of(listener)
     refused = refusal(lambda: listen(candidates_for("127.0.0.2", "127.0.0.1", port=port)))
-    assert refused.startswith(f"MASTER_PORT={port} is taken on {socket.gethostname()} (127.0.0.1).")
+    assert refused.startswith(
+        f"MASTER_PORT={port} is in use on {socket.gethostname()} (127.0.0.1)."
+    )
     listen(candidates_for("127.0.0.2", port=port))[0].close()
 
 
 def test_an_address_of_another_host_is_refused() -> None:
     sentence = refusal(lambda: listen(candidates_for("192.0.2.7")))
-    assert sentence.startswith(f"192.0.2.7 is no address of {socket.gethostname()}, where rank 0")
+    assert sentence.startswith(
+        f"192.0.2.7 is not an address of {socket.gethostname()}, where rank 0"
+    )
 
 
 def test_probe_tells_what_answers_from_what_does_not(listener: socket.socket) -> None:

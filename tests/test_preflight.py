@@ -82,7 +82,7 @@ def test_every_broken_host_is_named_at_once(hosts: Cluster) -> None:
         sentences = refusal(launch(hosts, "-H", "node0:1,node1:1,node2:1,nowhere:1"))
     assert sentences.splitlines() == [
         "ssh node1: permission denied (publickey). Run: ssh-copy-id node1",
-        "ssh node2: connection refused. Start sshd there, or name its port: port=",
+        "ssh node2: connection refused. Start sshd there, or give its port in the hostfile: node2 port=N",
         "nowhere: cannot be resolved from node0. Add it to DNS or /etc/hosts.",
     ]
 
@@ -155,6 +155,9 @@ def test_an_interpreter_that_one_host_lacks(hosts: Cluster, linked_environment: 
     )
 
 
+SAME_VERSION = "Install the same version on every host."
+
+
 def give_own_python(host: Host, wrapper: str) -> None:
     """Let /run/env/bin/python be `wrapper` on this host, and all else there what it is elsewhere."""
     script = (
@@ -175,7 +178,7 @@ def test_versions_that_differ(hosts: Cluster, linked_environment: Path) -> None:
         launch(hosts, "-H", "node0:1,node1:1", python=linked_environment / "bin" / "python")
     )
     here = importlib.metadata.version("torch")
-    assert sentence == f"torch differs: {here} on node0, 2.12.1 on node1."
+    assert sentence == f"torch differs: {here} on node0, 2.12.1 on node1. {SAME_VERSION}"
 
 
 def test_a_host_whose_python_has_its_standard_library_alone(
@@ -189,6 +192,6 @@ def test_a_host_whose_python_has_its_standard_library_alone(
     torch, mpi4py = (importlib.metadata.version(name) for name in ("torch", "mpi4py"))
     sentences = refusal(launch(hosts, "-H", "node0:1,node1:1", python=python))
     assert sentences.splitlines() == [
-        f"torch differs: {torch} on node0, missing on node1.",
-        f"mpi4py differs: {mpi4py} on node0, missing on node1.",
+        f"torch differs: {torch} on node0, missing on node1. {SAME_VERSION}",
+        f"mpi4py differs: {mpi4py} on node0, missing on node1. {SAME_VERSION}",
     ]

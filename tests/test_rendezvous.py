@@ -132,8 +132,8 @@ def test_a_taken_port_is_said_once() -> None:
         for _ in range(5):  # a race, if it is not right
             done = mpirun(4, job("rendezvous"), env={"MASTER_PORT": port})
             assert refusal(done) == (
-                f"MASTER_PORT={port} is taken on {socket.gethostname()} (127.0.0.1). "
-                "Leave it unset, and a free one is chosen."
+                f"MASTER_PORT={port} is in use on {socket.gethostname()} (127.0.0.1). "
+                "Unset it to let mpiddp choose a free port."
             )
 
 
@@ -141,7 +141,7 @@ def test_a_taken_port_is_said_once() -> None:
     ("env", "sentence"),
     [
         ({"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port. Expected 1 to 65535'),
-        ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7 is no address of .*, where rank 0 runs"),
+        ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7 is not an address of .*, where rank 0 runs"),
         ({"MASTER_ADDR": "a..b"}, "a..b: cannot be resolved from "),
         ({"MPI4PY_LIBMPI": "/none.so"}, "mpi4py found no MPI library .*MPI4PY_LIBMPI"),
     ],
@@ -303,7 +303,7 @@ def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> 
         (ENV, "RANK=0 and WORLD_SIZE=2 are set but MASTER_ADDR and MASTER_PORT not: "),
         (ENV | {"MASTER_ADDR": "127.0.0.1"}, "RANK=0 and WORLD_SIZE=2 are set but MASTER_PORT not"),
         (ENV | {"MASTER_ADDR": "a..b", "MASTER_PORT": "1"}, "a..b: cannot be resolved from "),
-        (ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"}, "192.0.2.7 is no address of "),
+        (ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"}, "192.0.2.7 is not an address of "),
         (ENV | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
         ({"MASTER_PORT": "70000"}, 'MASTER_PORT="70000" is not a port.'),
         (SRUN | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),

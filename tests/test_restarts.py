@@ -65,12 +65,12 @@ TELLS_PAUSES = """
 import sys
 from mpiddp import cli
 from mpiddp.launch import restarts
-ask = restarts.is_asked_to_stop
+ask = restarts.stop_is_requested
 def tell(signals, within_s):
     if within_s:
         print("pause", within_s, file=sys.stderr, flush=True)
     return ask(signals, within_s=0.0)
-restarts.is_asked_to_stop = tell
+restarts.stop_is_requested = tell
 sys.exit(cli.main())
 """
 
@@ -109,7 +109,7 @@ def test_a_stop_between_two_starts_is_heard(tmp_path: Path) -> None:
         next(line for line in job.stderr if "failed first: ZeroDivisionError" in line)
         job.terminate()
         last = job.stderr.read().splitlines()[-1]
-    assert (last, job.returncode) == ("mpiddp: interrupted between two starts.", 130)
+    assert (last, job.returncode) == ("mpiddp: interrupted before a restart.", 130)
 
 
 def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
         stdout, stderr = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 0, stderr
     sentences = (
-        "mpiddp: lost node1 (rank 1): no sign of life came from it any more.",
+        "mpiddp: lost node1 (rank 1): the host stopped answering.",
         "mpiddp: restarting on node0 and node2 (restart 1 of 3).",
-        "mpiddp: 2 ranks instead of 3: the global batch stays 15.",
+        "mpiddp: 2 ranks instead of 3; the global batch stays at 15.",
         "mpiddp: restarting on node0, node1 and node2 (restart 2 of 3).",
     )
     # mpirun's own last words may end without a newline.
@@ -160,13 +160,13 @@ def test_too_few_hosts_are_an_error(hosts: Cluster) -> None:
     command[command.index("--min-hosts") + 1] = "2"
     done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("mpiddp: left out: nowhere: cannot be resolved")
+    assert done.stderr.startswith("mpiddp: leaving out a host: nowhere: cannot be resolved")
 
 
 def test_more_hosts_wanted_than_named_is_an_error() -> None:
     done = launch("--min-hosts", "3", "-H", "localhost:2", "-m", "platform")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "only 1 host is named, and --min-hosts is 3.\n"
+    assert done.stderr == "only 1 host given, but --min-hosts is 3.\n"
 
 
 def last_step(records: Path) -> int:
@@ -245,7 +245,7 @@ def test_a_restart_hands_back_what_any_script_announced_first(
     assert done.returncode == (1 if end else 0), done.stderr
     told = f"2 ['{end}', '--resume', 'a b'] Announced(global_batch_size=12, world_size=3)\n"
     assert done.stdout == told * attempts
-    said = "mpiddp: 2 ranks instead of 3: the global batch stays 12.\n"
+    said = "mpiddp: 2 ranks instead of 3; the global batch stays at 12.\n"
     assert done.stderr.count(said) == attempts
 
 

@@ -241,7 +241,7 @@ def test_variables_partly_set_are_said_once_by_all_ranks_of_a_real_mpirun() -> N
     for _ in range(3):
         done = mpirun(4, *RUN, "any.py", env={"TORCHELASTIC_RUN_ID": "stale"})
         (sentence,) = own_lines(done.stderr)
-        assert sentence.startswith("only a part of torchrun's variables is set: ")
+        assert sentence.startswith("only some of torchrun's variables are set: ")
         assert done.returncode == 2
 
 

@@ -95,7 +95,7 @@ def test_slurms_signal_before_the_time_limit_stops_in_good_order(batch: Slurm) -
     done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
     assert done.returncode == 75, done.stdout
     assert "mpiddp: stopped on request." in done.stdout
-    assert f"mpiddp: to go on: mpiddp {shlex.join(words)} {out}" in done.stdout
+    assert f"mpiddp: to resume: mpiddp {shlex.join(words)} {out}" in done.stdout
     assert len(list((out / "checkpoints").iterdir())) == 1
 
 

@@ -1,4 +1,4 @@
-"""A job that is asked to stop saves at one step on all ranks and says how to go on.
+"""A job that receives a stop request saves at one step on all ranks and prints the command that resumes it.
 
 Tests mpiddp/launch/supervise/, mpiddp/runtime/stop_request.py.
 python -m pytest tests/test_stop.py
@@ -21,7 +21,7 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from mpiddp.errors import UserError
-from mpiddp.launch.option_parser import duration
+from mpiddp.launch.option_parser import option_parser
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
@@ -117,7 +117,7 @@ def test_all_ranks_stop_at_one_step(tmp_path: Path, mpi: str, number: int) -> No
     saved = stdout.split()
     assert len(saved) == 6, stdout
     assert len(set(saved)) == 2, stdout
-    resumes = f"mpiddp: to go on: {shlex.join(['mpiddp', 'launch', *arguments])}"
+    resumes = f"mpiddp: to resume: {shlex.join(['mpiddp', 'launch', *arguments])}"
     # mpirun's own last words may end without a newline.
     assert stderr.endswith(f"{resumes}\n"), stderr
 
@@ -273,7 +273,7 @@ def test_the_clock_stops_a_training_and_the_printed_command_goes_on(tmp_path: Pa
     assert stopped, done.stdout
     saved = next(folder.glob("runs/*/checkpoints/step_*"))
     assert int(saved.name[5:]) == int(stopped[1]) < 40
-    resumes = done.stderr.splitlines()[-1].partition("to go on: mpiddp ")[2]
+    resumes = done.stderr.splitlines()[-1].partition("to resume: mpiddp ")[2]
     words = shlex.split(resumes)
     del words[words.index("--stop-after") : words.index("--stop-after") + 2]
     again = subprocess.run(
@@ -312,7 +312,7 @@ def test_a_rank_that_is_at_its_end_already_does_not_keep_others_from_stopping(
         job.send_signal(signal.SIGUSR1)
         stdout, stderr = job.communicate(timeout=PATIENCE_S)
     assert (job.returncode, stdout) == (75, "saved\nthrough\n")
-    assert "mpiddp: to go on: " in stderr
+    assert "mpiddp: to resume: " in stderr
 
 
 def test_the_clock_adds_nothing_to_a_stop_that_is_under_way(tmp_path: Path) -> None:
@@ -328,11 +328,12 @@ def test_the_clock_adds_nothing_to_a_stop_that_is_under_way(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("55m", 3300.0), ("1.5h", 5400.0)]
 )
-def test_times(text: str, seconds: float) -> None:
-    assert duration("--grace")(text) == seconds
+def test_times_of_grace(text: str, seconds: float) -> None:
+    assert option_parser().parse_args(["--grace", text, "script.py"]).grace_s == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "5d", "soon", "nan"])
-def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(UserError, match=r"--grace .*: expected a time, as in 90, 90s, 55m or 1.5h"):
-        duration("--grace")(text)
+def test_grace_refuses_a_text_that_is_no_time(text: str) -> None:
+    expected = r"--grace .*: expected a time such as 90, 90s, 55m or 1\.5h\."
+    with pytest.raises(UserError, match=expected):
+        option_parser().parse_args([f"--grace={text}", "script.py"])

@@ -155,8 +155,8 @@ def _named(how: str) -> str:
     return f"mpiddp: rank 1 on node1 {how}"
 
 
-AT_ONCE = "node1.* ended at once, without a word, as when MPI's daemon"
-WORDLESS = "was the first to end, without a word"
+AT_ONCE = "node1.* ended at the same moment without an error, as when the MPI daemon"
+WORDLESS = "ended first, without an error"
 HANGS = "has made no step for 3 s"
 LOST = r"mpiddp: lost node1 \(rank 1\)"
 WATCHED = ("--hang-timeout", "3")
@@ -189,7 +189,7 @@ FAULTS = (
     Fault("a rank: a lock it holds itself", _named(HANGS), act="deadlock", options=WATCHED),
     Fault(
         "a rank: native code that keeps the GIL",
-        _named(f"{HANGS}: native code keeps its interpreter"),
+        _named(f"{HANGS}: native code holds its Python interpreter"),
         act="hold the interpreter",
         options=WATCHED,
     ),

@@ -36,9 +36,9 @@ class Request:
 
 
 REQUESTS = (
-    Request("SIGTERM", (signal.SIGTERM,), 75, "mpiddp: SIGTERM: the ranks save and stop"),
-    Request("SIGUSR1", (signal.SIGUSR1,), 75, "mpiddp: SIGUSR1: the ranks save and stop"),
-    Request("Ctrl-C", (signal.SIGINT,), 75, "mpiddp: SIGINT: the ranks save and stop"),
+    Request("SIGTERM", (signal.SIGTERM,), 75, "mpiddp: SIGTERM: the ranks are saving and stopping"),
+    Request("SIGUSR1", (signal.SIGUSR1,), 75, "mpiddp: SIGUSR1: the ranks are saving and stopping"),
+    Request("Ctrl-C", (signal.SIGINT,), 75, "mpiddp: SIGINT: the ranks are saving and stopping"),
     Request("Ctrl-C twice", (signal.SIGINT,) * 2, 130, "mpiddp: interrupted: the job was stopped"),
 )
 
@@ -94,7 +94,7 @@ def _last_step(job: Job) -> int:
 
 def _resume(job: Job) -> str:
     """Run the command that the launcher printed, or the same one where it printed none."""
-    printed = re.search("mpiddp: to go on: mpiddp (.*)", job.said())
+    printed = re.search("mpiddp: to resume: mpiddp (.*)", job.said())
     arguments = shlex.split(printed[1]) if printed else job.arguments
     command = [sys.executable, "-m", "mpiddp", *arguments]
     done = job.hosts["node0"].run(command, env=ENV, cwd=job.folder, timeout_s=END_TIMEOUT_S)

@@ -1,1 +1,1 @@
-"""Which machines there are, and how to run something on them. Standard library only."""
+"""The hosts of a job, and how to run a program on them. Standard library only."""

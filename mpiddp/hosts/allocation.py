@@ -1,4 +1,4 @@
-"""The hosts of a Slurm allocation, for a launch that names none itself.
+"""The hosts of a Slurm allocation, for a launch without --hostfile and -H.
 
 salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
 """
@@ -13,10 +13,10 @@ from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 
 
 def allocation(env: Mapping[str, str]) -> Hosts | None:
-    """The allocation that this shell or sbatch script stands in, None outside of any.
+    """The allocation of this shell or sbatch script, None outside of any.
 
-    A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node they
-    are not what Slurm counts then, which is cores, but its GPUs, or one on a CPU host.
+    A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node
+    they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
 
     Raises:
         UserError: Slurm's variables are incomplete.

@@ -1,4 +1,4 @@
-"""A hostfile written for one MPI, and two of them compared."""
+"""Write a hostfile in the format of one MPI, and compare two hostfiles."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MPI_NAMES: dict[MpiName, str] = {"openmpi": "Open MPI", "mpich": "MPICH", "intel
 
 
 def render(hosts: Hosts, form: Form) -> str:
-    """The hosts as a hostfile for one MPI; UserError for what that MPI cannot express.
+    """The hosts as a hostfile for one MPI. Raises UserError for a key that this MPI cannot express.
 
     - `openmpi`: `user@node1 slots=2 max_slots=4 port=2222`.
     - `mpich` (and Intel MPI): `node1:2 user=joe`. max_slots and hosts with 0 slots are left out:
-      Hydra knows no such limit; a count of 0 crashes MPICH's and is ignored by Intel's.
-    - `slurm`: one line a rank, each a node's name: what SLURM_HOSTFILE takes with
-      `srun --distribution=arbitrary`. Users and ports are left out, as Slurm uses no ssh; each
-      host's slot count must be known.
+      Hydra has no such limit; a count of 0 crashes MPICH's Hydra, and Intel's ignores it.
+    - `slurm`: one line per rank with its node's name, for SLURM_HOSTFILE and
+      `srun --distribution=arbitrary`. Users and ports are left out because Slurm does not use ssh.
+      Each host's slot count must be known.
     """
     if form == "slurm":
         lines = [host.name for host, count in ranks_per_host(hosts) for _ in range(count)]
@@ -34,7 +34,7 @@ def render(hosts: Hosts, form: Form) -> str:
 
 
 def render_host(hosts: Hosts, host: Host, mpi: MpiName) -> str:
-    """The line of one host as this MPI's mpirun reads it; UserError for what it cannot express."""
+    """The line of one host in this MPI's format. Raises UserError for a key that it cannot express."""
     if mpi == "openmpi":
         keys = {"slots": host.slots, "max_slots": host.max_slots, "port": host.port}
         written = [f"{key}={value}" for key, value in keys.items() if value is not None]
@@ -42,22 +42,25 @@ def render_host(hosts: Hosts, host: Host, mpi: MpiName) -> str:
     where = hosts.where(host)
     if host.port is not None:
         raise UserError(
-            f"{where}: {MPI_NAMES[mpi]} has no word for port={host.port}. "
+            f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express port={host.port}. "
             f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
         )
     if ":" in host.name:
         raise UserError(
-            f"{where}: {MPI_NAMES[mpi]} has no word for the IPv6 address {host.name}. "
+            f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express the IPv6 address {host.name}. "
             "Give it a name in /etc/hosts, or use IPv4."
         )
     if host.slots == 0:
-        raise UserError(f"{where}: {MPI_NAMES[mpi]} has no word for 0 slots. Remove {host.name}.")
+        raise UserError(
+            f"{where}: {MPI_NAMES[mpi]}'s hostfile format cannot express slots=0. "
+            f"Remove {host.name}."
+        )
     count = "" if host.slots is None else f":{host.slots}"
     return f"{host.name}{count} user={host.user}" if host.user else f"{host.name}{count}"
 
 
 def diff(a: Hosts, b: Hosts) -> list[str]:
-    """What differs between two hostfiles, a line each; empty when they place ranks alike."""
+    """The differences between two hostfiles, one per line; empty if they place ranks alike."""
     old, new = ({host.key: host for host in hosts.hosts} for hosts in (a, b))
     lines = [f"{old[key].name}: only in {a.source}" for key in old if key not in new]
     lines += [f"{new[key].name}: only in {b.source}" for key in new if key not in old]

@@ -1,7 +1,7 @@
-"""Which hosts a job runs on, and how many slots each of them has.
+"""The hosts of a job and their slots, parsed from a hostfile or from -H.
 
-Reads Open MPI's hostfile grammar and MPICH's `host:n` alike, into one `Hosts`. Everything that mpirun
-or ssh would misread is refused here, with file, line and what to write instead.
+Reads Open MPI's hostfile grammar and MPICH's `host:n` into one `Hosts`. Input that mpirun or ssh would
+misread raises an error with the file, the line and what to write instead.
 Try it: `mpiddp hosts check hostfiles/local`.
 """
 
@@ -21,7 +21,7 @@ EXAMPLE = "Example: node1 slots=4"
 
 _KEYS = ("slots", "max_slots", "port", "user")
 
-# A name goes to ssh and to mpirun as an argument: nothing that either could take for an option.
+# A name becomes an argument of ssh and of mpirun, so it must not look like an option.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ADDRESS = re.compile(r"[0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 _BRACKETED = re.compile(r"\[([^]]*:[^]]*)\](?::(.*))?")
@@ -31,10 +31,10 @@ _MAX_BYTES = 4 << 20  # the wrong file may be a 10 GB checkpoint, or /dev/zero
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a hostfile; two are equal whatever line they stand on, and however it reads.
+    """One host of a hostfile. The line and its text do not count when two hosts are compared.
 
-    `name` is a host name or an IP literal (IPv6 without brackets). `slots` is None where the file
-    gives no count: as many as the host has GPUs, or 1 on a CPU host.
+    `name` is a host name or an IP literal (IPv6 without brackets). `slots` is None if the file gives no
+    count: then the host gets one slot per GPU, or 1 on a CPU host.
     """
 
     name: str
@@ -47,39 +47,39 @@ class Host:
 
     @property
     def ssh_target(self) -> str:
-        """What ssh is given: `name`, or `user@name`."""
+        """The destination argument of ssh: `name`, or `user@name`."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property
     def key(self) -> str:
-        """What tells two hosts apart: host names ignore case."""
+        """The name to compare hosts by. Host names ignore case."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job in the order of their ranks; `source` is the file's name, or "-H"."""
+    """The hosts of a job in the order of their ranks. `source` is the file's name, or "-H"."""
 
     source: str = field(compare=False)
     hosts: tuple[Host, ...]
 
     @property
     def without_slots(self) -> tuple[Host, ...]:
-        """The hosts whose slot count the file leaves open."""
+        """The hosts for which the file gives no slot count."""
         return tuple(host for host in self.hosts if host.slots is None)
 
     @property
     def total_slots(self) -> int:
-        """The sum of all slots; UserError when a host's count is not known."""
+        """The sum of all slots. Raises UserError if a host's count is not known."""
         return sum(slots_of(self, host) for host in self.hosts)
 
     def where(self, host: Host) -> str:
-        """Where a host was read, for an error: `hosts.txt:3`, or `-H`."""
+        """The host's position in the input, for an error: `hosts.txt:3`, or `-H`."""
         return self.source if host.line is None else f"{self.source}:{host.line}"
 
 
 def slots_of(hosts: Hosts, host: Host) -> int:
-    """The host's slot count, which must be known by now; UserError when it is not."""
+    """The host's slot count. Raises UserError if it is not known."""
     if host.slots is None:
         raise UserError(
             f"{hosts.where(host)}: {host.name} has no slot count. Write: {host.name} slots=N"
@@ -88,18 +88,18 @@ def slots_of(hosts: Hosts, host: Host) -> int:
 
 
 def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
-    """Read a hostfile; UserError with file, line and hint for whatever is wrong with it.
+    """Read a hostfile. Raises UserError with file, line and hint for its first error.
 
-    `keep_fqdn` allows names that are equal up to their first dot: Open MPI, which cuts them there,
-    must then be told not to.
+    `keep_fqdn` accepts names that differ only after their first dot. Open MPI cuts names there by
+    default, so the caller must set its option that keeps full names.
     """
     source = str(path)
     try:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
-        raise UserError(f"{source} not found{looked}. Not falling back to this machine.") from None
+        folder = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+        raise UserError(f"{source} not found{folder}. Not falling back to this machine.") from None
     except IsADirectoryError:
         raise UserError(f"{source} is a directory. Name a hostfile in it.") from None
     except PermissionError:
@@ -111,33 +111,33 @@ def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
 
 
 def parse_hostfile(data: bytes, source: str, *, keep_fqdn: bool = False) -> Hosts:
-    """The hosts in a hostfile's bytes; `source` names them in errors. As `read_hostfile`."""
+    """The hosts in a hostfile's bytes, as `read_hostfile`. `source` is the file's name in errors."""
     found = []
     for number, text in enumerate(_text(data, source).split("\n"), start=1):
         if tokens := _tokens(text.partition("#")[0]):
             host = _parse_host(f"{source}:{number}", tokens)
             found.append(replace(host, line=number, text=text))
     if not found:
-        raise UserError(f"{source} names no host. {EXAMPLE}")
+        raise UserError(f"{source} lists no host. {EXAMPLE}")
     return _checked(Hosts(source, tuple(found)), keep_fqdn=keep_fqdn)
 
 
 def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
-    """The hosts of `-H h1:2,h2:4`; UserError as for a hostfile."""
+    """The hosts of `-H h1:2,h2:4`. Raises UserError as for a hostfile."""
     example = "Example: -H node1:2,node2:4"
     if not text.strip():
-        raise UserError(f"-H names no host. {example}")
+        raise UserError(f"-H lists no host. {example}")
     found = []
     for entry in text.split(","):
         tokens = _tokens(entry)
         if len(tokens) != 1:
-            raise UserError(f'-H: "{shown(entry)}" is not one host. {example}')
+            raise UserError(f'-H: "{shown(entry)}" is not a host. {example}')
         found.append(_parse_host("-H", tokens))
     return _checked(Hosts("-H", tuple(found)), keep_fqdn=keep_fqdn)
 
 
 def _text(data: bytes, source: str) -> str:
-    """The file as text, or the UserError that says why it is none."""
+    """The file's bytes as text. Raises UserError if they are not text that mpirun can parse."""
     quoted = shlex.quote(source)
     if len(data) > _MAX_BYTES:
         raise UserError(
@@ -145,7 +145,7 @@ def _text(data: bytes, source: str) -> str:
         )
     if data.startswith(codecs.BOM_UTF8):
         raise UserError(
-            f"{source}:1: a byte order mark (BOM), which mpirun cannot parse. "
+            f"{source}:1: starts with a byte order mark (BOM), which mpirun cannot parse. "
             rf"Run: sed -i '1s/^\xef\xbb\xbf//' {quoted}"
         )
     text = data.decode(errors="surrogateescape")
@@ -166,18 +166,18 @@ def _line_at(text: str, index: int) -> int:
 
 
 def _tokens(line: str) -> list[str]:
-    """The words of one line; `slots = 2` is one word, as in Open MPI."""
+    """The tokens of one line. `slots = 2` is one token, as in Open MPI."""
     return re.findall(r"[^ \t]+", re.sub(r"[ \t]*=[ \t]*", "=", line))
 
 
 def shown(text: str) -> str:
-    """Input as an error may show it: on one line, printable and short."""
+    """Input in the form that an error shows: on one line, printable and short."""
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _parse_host(where: str, tokens: list[str]) -> Host:
-    """One host from the words of its line."""
+    """One host from the tokens of its line."""
     before, at, rest = tokens[0].rpartition("@")
     name, count = rest, None
     if bracketed := _BRACKETED.fullmatch(rest):
@@ -199,7 +199,7 @@ def _parse_host(where: str, tokens: list[str]) -> Host:
                 f"{EXAMPLE}"
             )
         if key in numbers or (key == "user" and user is not None):
-            raise UserError(f'{where}: "{shown(token)}" gives {key} a second time. Remove one.')
+            raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
         if key == "user":
             user = _checked_name(where, "user", value)
         else:
@@ -217,7 +217,7 @@ def _parse_host(where: str, tokens: list[str]) -> Host:
 
 
 def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
-    """A host's or a user's name that ssh cannot take for an option; addresses in their short form."""
+    """The name of a host or a user, checked; an IP address in its short form."""
     if name.startswith("-"):
         raise UserError(
             f'{where}: {kind} "{shown(name)}" starts with "-" and would reach ssh as an option. '
@@ -237,7 +237,7 @@ def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
 
 
 def _number(where: str, token: str, value: str, example: str) -> int:
-    """A count as Open MPI reads it: slots=0 is one too, a host that takes no rank."""
+    """A count as Open MPI reads it. 0 is allowed: a host with slots=0 takes no rank."""
     if not re.fullmatch("[0-9]+", value):
         raise UserError(f'{where}: "{shown(token)}" is not a positive integer. {example}')
     if len(value) > 6:
@@ -246,12 +246,12 @@ def _number(where: str, token: str, value: str, example: str) -> int:
 
 
 def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
-    """The hosts, unless two of them are one to mpirun, or none of them takes a rank."""
+    """`hosts`, checked: mpirun can tell them apart, and at least one takes a rank."""
     seen: dict[str, Host] = {}
     for host in hosts.hosts:
         first = seen.setdefault(host.key, host)
         if first is not host and host.line is None:
-            raise UserError(f"-H: {host.name} is named twice. Write it once: {host.name}:N")
+            raise UserError(f"-H: {host.name} is listed twice. Write it once: {host.name}:N")
         if first is not host:
             raise UserError(
                 f"{hosts.where(host)}: {host.name} is already on line {first.line}. "
@@ -260,7 +260,7 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
     shortened: dict[str, Host] = {}
     for host in () if keep_fqdn else hosts.hosts:
         if _ADDRESS.fullmatch(host.name):
-            continue  # Open MPI cuts names at the first dot, but leaves addresses whole
+            continue  # Open MPI cuts names at the first dot, but not addresses
         short = host.key.partition(".")[0]
         first = shortened.setdefault(short, host)
         if first is not host:
@@ -269,5 +269,5 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
                 "Use IP addresses, or --keep-fqdn."
             )
     if all(host.slots == 0 for host in hosts.hosts):
-        raise UserError(f"{hosts.source}: every host has slots=0, which leaves no rank. {EXAMPLE}")
+        raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start. {EXAMPLE}")
     return hosts

@@ -1,7 +1,8 @@
-"""The network interfaces of this host. Standard library only: the launcher sends this file to other
-hosts.
+"""The network interfaces of this host.
 
-python -m mpiddp.hosts.interfaces        # prints them
+Standard library only: the launcher sends this file to other hosts.
+
+    python -m mpiddp.hosts.interfaces        # prints them
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from pathlib import Path
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 
-# Bridges of containers and virtual machines: they have one address on every host, and reach none.
+# Bridges of containers and virtual machines. They have the same address on every host and reach none.
 _VIRTUAL = ("docker", "virbr", "br-", "cni", "flannel", "lxcbr", "lxdbr", "podman")
 
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface that is up, with its first address: IPv4, or IPv6 where it has no other."""
+    """An interface that is up, with its first address: IPv4, or IPv6 if it has no IPv4 address."""
 
     name: str
     address: str
@@ -35,13 +36,13 @@ class Interface:
         return ipaddress.ip_address(self.address).is_loopback
 
     def matches(self, requested: str) -> bool:
-        """Whether the user requested this one: by its name, its address, or a network that it is in.
+        """Whether `requested` means this interface, by its name, its address or its network.
 
         `requested` may list several of these, separated by commas.
         """
-        return any(self._is_called(each) for each in requested.split(","))
+        return any(self._matches_one(each) for each in requested.split(","))
 
-    def _is_called(self, requested: str) -> bool:
+    def _matches_one(self, requested: str) -> bool:
         if "/" not in requested:
             return requested in (self.name, self.address)
         try:
@@ -80,7 +81,7 @@ def interfaces() -> list[Interface]:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """All IPv4 addresses of this host, also the second and later ones of an interface."""
+    """All IPv4 addresses of this host, including the second and later ones of an interface."""
     try:
         table = Path("/proc/net/fib_trie").read_text()
     except OSError:
@@ -91,7 +92,7 @@ def own_addresses() -> tuple[str, ...]:
 def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
     try:
         return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
-    except OSError:  # no address of this family, or the interface has just gone
+    except OSError:  # no address of this family, or the interface has just been removed
         return None
 
 
@@ -100,14 +101,16 @@ def _ipv4(answer: bytes) -> str:
 
 
 def _ipv6_addresses() -> dict[str, str]:
-    """Interface name to its first global IPv6 address with prefix length."""
+    """Each interface's first global IPv6 address, with its prefix length."""
     table = Path("/proc/net/if_inet6")
     addresses: dict[str, str] = {}
     if not table.exists():
         return addresses
     for line in table.read_text().splitlines():
         digits, _, prefix, scope, _, name = line.split()
-        if scope == "00":  # global: link-local ones need a zone, which no other host shares
+        if (
+            scope == "00"
+        ):  # global. A link-local address needs a zone, which other hosts do not share.
             address = ipaddress.IPv6Address(int(digits, 16))
             addresses.setdefault(name, f"{address}/{int(prefix, 16)}")
     return addresses

@@ -20,7 +20,11 @@ from mpiddp.text import counted
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp hosts ARGV`: 0, or 1 when `diff` found a difference; UserError for bad input."""
+    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference, else 0.
+
+    Raises:
+        UserError: bad input.
+    """
     options = _parse(argv)
     if options.verb == "check":
         return _check(_read(options, options.file), options.mpi)
@@ -34,7 +38,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     keep.add_argument(
         "--keep-fqdn",
         action="store_true",
-        help="accept names that are equal up to their first dot, where Open MPI cuts them",
+        help="accept names that differ only after their first dot, where Open MPI cuts them",
     )
     parser = OneSentenceParser(
         prog="mpiddp hosts",
@@ -57,7 +61,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     check.add_argument(
         "--mpi",
         choices=list(MPI_NAMES),
-        help="also refuse syntax that this MPI's mpirun cannot read",
+        help="also reject lines that this MPI's own mpirun cannot read",
     )
     convert = verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm")
     convert.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
@@ -93,8 +97,8 @@ def _convert(hosts: Hosts, form: Form) -> int:
     print(render(hosts, form), end="")
     for host in hosts.without_slots:
         print(
-            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch takes one "
-            "per GPU, Open MPI's mpirun one per core, MPICH's one.",
+            f"note: {hosts.where(host)}: {host.name} has no slot count. mpiddp launch starts one "
+            "rank per GPU, Open MPI's mpirun one per core, MPICH's one per host.",
             file=sys.stderr,
         )
     return 0
@@ -108,7 +112,7 @@ def _diff(a: Hosts, b: Hosts) -> int:
 
 
 def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
-    """UserError for a line that `mpiddp launch` understands but this MPI's own mpirun does not."""
+    """Raise UserError for a line that `mpiddp launch` accepts but this MPI's own mpirun cannot parse."""
     right = render_host(hosts, host, mpi)
     written, comment, _ = host.text.partition("#")
     first, *rest = written.split()
@@ -133,7 +137,7 @@ def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
 
 
 def table(hosts: Hosts) -> str:
-    """The hosts a line each, in the order of their ranks, and the totals under them."""
+    """The hosts, one per line in the order of their ranks, and the totals below."""
     rows = [("host", "slots", "user", "port")]
     for host in hosts.hosts:
         slots = "GPUs" if host.slots is None else str(host.slots)

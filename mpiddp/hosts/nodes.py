@@ -1,6 +1,6 @@
-"""Which host of a job is this machine, and under which name mpirun gets each host.
+"""The nodes of a job: the name under which mpirun gets each host, and whether a host is this machine.
 
-mpirun gets this machine under its own name, so that it never reaches for it over ssh.
+mpirun gets this machine under its own host name, so that it does not use ssh to reach it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mpiddp.hosts.hostfile import Host, Hosts
 
 @dataclass(frozen=True)
 class Node:
-    """A host with its number of ranks, under the name that mpirun uses for it.
+    """A host with its number of ranks, under the name that mpirun gets.
 
-    `user` and `port` are for ssh, None for ssh's own defaults.
+    `user` and `port` are ssh's; None means ssh's own default.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Node:
 
 
 class UnusableHosts(UserError):
-    """Hosts that cannot be used, and for each a sentence with the command that fixes it."""
+    """Hosts that cannot be used. `complaints` has a sentence for each, with the command that fixes it."""
 
     def __init__(self, complaints: Mapping[Host, str]) -> None:
         super().__init__("\n".join(complaints.values()))
@@ -43,19 +43,20 @@ def is_this_host(name: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # a label that no name can have
+    except (OSError, UnicodeError):  # UnicodeError for an invalid name
         return False
     return any(_is_own_address(family, address) for family, _, _, _, address in found)
 
 
 def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -> bool:
-    """Only a machine's own addresses can be bound to, and nothing is sent to find out."""
+    """Whether a socket can bind to `address`: a machine binds only to its own. Nothing is sent."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             if not _binds_to_any(family):
                 probe.bind(address)
                 return True
-            # Then by the source of what would be sent there, which for a loopback is 127.0.0.1.
+            # Binding proves nothing here. The source address of a packet to it does: the same
+            # address, or the loopback.
             probe.connect((address[0], 9, *address[2:]))
         except OSError:
             return False
@@ -63,7 +64,7 @@ def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -
 
 
 def _binds_to_any(family: socket.AddressFamily) -> bool:
-    """Whether this machine may bind to addresses that it does not have yet, as a load balancer."""
+    """Whether this machine may bind to addresses that it does not have, as a load balancer does."""
     version = "ipv6" if family == socket.AF_INET6 else "ipv4"
     try:
         return Path(f"/proc/sys/net/{version}/ip_nonlocal_bind").read_text().strip() == "1"
@@ -74,15 +75,15 @@ def _binds_to_any(family: socket.AddressFamily) -> bool:
 def name_nodes(
     hosts: Hosts, ranks_of_hosts: Sequence[tuple[Host, int]], own_name: str
 ) -> tuple[Node, ...]:
-    """The hosts under their names for mpirun: this machine is `own_name`.
+    """The hosts under their names for mpirun. This machine gets `own_name`.
 
-    By that name every mpirun knows that it runs on that host, and uses no ssh to reach it.
+    Every mpirun recognizes its own host by that name and does not use ssh to reach it.
 
     Args:
-        ranks_of_hosts: the hosts that take ranks, each with their number.
+        ranks_of_hosts: the hosts that take ranks, each with its number of ranks.
 
     Raises:
-        UserError: two of the hosts are this machine, or one goes by an IPv6 address.
+        UserError: two of the hosts are this machine, or one is given by an IPv6 address.
     """
     nodes: list[Node] = []
     here: Host | None = None
@@ -91,7 +92,7 @@ def name_nodes(
             if ":" in host.name:
                 raise UserError(
                     f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
-                    "its first colon. Give the host a name that leads to an IPv4 address."
+                    "its first colon. Use a name that resolves to an IPv4 address."
                 )
             nodes.append(Node(host.name, ranks, host.user, host.port))
             continue
@@ -106,7 +107,7 @@ def name_nodes(
 
 
 def ranks_by_host(nodes: Sequence[Node]) -> list[str]:
-    """A line for each host with its ranks: "node1: ranks 0-3"."""
+    """One line per host with its ranks: "node1: ranks 0-3"."""
     lines, first = [], 0
     for node in nodes:
         last = first + node.ranks - 1

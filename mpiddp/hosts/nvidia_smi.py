@@ -1,5 +1,7 @@
-"""The GPUs of this host, as nvidia-smi lists them. Standard library only: the launcher sends this file
-to other hosts."""
+"""The GPUs of this host, as nvidia-smi lists them.
+
+Standard library only: the launcher sends this file to other hosts.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ import re
 import shutil
 import subprocess
 
-TIMEOUT_S = 20.0  # without persistence mode it wakes eight GPUs in ten seconds or so
+TIMEOUT_S = 20.0  # without persistence mode it takes about 10 s to wake eight GPUs
 
 
 def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[str] | None:
-    """The name of each GPU, [] where there is no nvidia-smi, None where it does not answer.
+    """The name of each GPU; [] without nvidia-smi, None if nvidia-smi does not answer.
 
     Args:
-        path: the folders to look for nvidia-smi in, as PATH has them; this process's PATH by default.
+        path: the folders to search for nvidia-smi, in PATH's format (default: this process's PATH).
     """
     program = shutil.which("nvidia-smi", path=path)
     if program is None:

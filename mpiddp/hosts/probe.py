@@ -1,7 +1,7 @@
-"""What the preflight needs to know of a host. Runs there, on the far side of an ssh connection.
+"""The preflight's probe. It runs on each host, over ssh, and reports what that host has.
 
-The launcher sends the text of this file and of the modules of this package that it imports, so a host
-needs nothing but a Python 3; see `mpiddp.launch.remote.preflight`.
+The launcher sends the source of this file and of the modules that it imports from this package, so a
+host needs only a Python 3. See `mpiddp.launch.remote.preflight`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.nvidia_smi import gpu_names
 from mpiddp.hosts.versions import package_version
 
-NVIDIA_SMI_TIMEOUT_S = 12.0  # less than the preflight has for a host
+NVIDIA_SMI_TIMEOUT_S = 12.0  # less than the preflight's own timeout
 
 
 def host_info(requirements: dict[str, Any]) -> dict[str, Any]:
-    """The fields of HostInfo, but the host itself, as JSON. `requirements` is HostRequirements as JSON.
+    """The fields of HostInfo except `host`, as JSON. `requirements` is HostRequirements as JSON.
 
-    "mpirun" is the start of its answer to --version, None where it cannot be run. "gpus" is None where
-    nvidia-smi does not answer.
+    "mpirun" is the beginning of its --version output, None if it cannot run. "gpus" is None if nvidia-smi
+    does not answer.
     """
     path = f"{requirements['path']}:{os.environ.get('PATH', os.defpath)}"
     gpus = gpu_names(path, timeout_s=NVIDIA_SMI_TIMEOUT_S)
     return {
-        "has_folder": os.path.isdir(requirements["folder"]),  # noqa: PTH112 - any error is a no
+        "has_folder": os.path.isdir(requirements["folder"]),  # noqa: PTH112 - False for any error
         "has_daemon": os.access(requirements["daemon"], os.X_OK),
         "mpirun": _program_version(requirements["mpirun"]),
         "torch": package_version("torch"),

@@ -1,4 +1,4 @@
-"""How many ranks each host takes: its slots, as far as the launch's options allow."""
+"""The number of ranks on each host: its slots, within the limits of -n, --npernode and --exclude."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from mpiddp.text import counted, listed
 
 
 def exclude(hosts: Hosts, names: str) -> Hosts:
-    """The hosts without those of `--exclude node1,node2`; UserError for a stranger, or none left."""
+    """The hosts without those of `--exclude node1,node2`.
+
+    Raises:
+        UserError: a name is not in `hosts`, or no slot remains.
+    """
     keys = [name.strip().lower() for name in names.split(",")]
     for key in keys:
         if key not in [host.key for host in hosts.hosts]:
@@ -20,12 +24,12 @@ def exclude(hosts: Hosts, names: str) -> Hosts:
             )
     left = tuple(host for host in hosts.hosts if host.key not in keys)
     if all(host.slots == 0 for host in left):
-        raise UserError(f"--exclude {names} leaves no slot of {hosts.source}.")
+        raise UserError(f"--exclude {names} leaves no slots in {hosts.source}.")
     return replace(hosts, hosts=left)
 
 
 def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> None:
-    """UserError when the hosts have too few slots for `n` ranks, or `npernode` on each of them."""
+    """Raise UserError if the hosts have too few slots for `n` ranks, or for `npernode` on each host."""
     usable = [host for host in hosts.hosts if slots_of(hosts, host) > 0]
     if npernode is not None:
         for host in usable:
@@ -36,8 +40,9 @@ def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> Non
                 )
         if n is not None and n > npernode * len(usable):
             raise UserError(
-                f"-n {n} is more than --npernode {npernode} gives on {counted(len(usable), 'host')} of "
-                f"{hosts.source}: {counted(npernode * len(usable), 'rank')}."
+                f"-n {n} is more than --npernode {npernode} allows on the "
+                f"{counted(len(usable), 'host')} of {hosts.source}: "
+                f"{counted(npernode * len(usable), 'rank')}."
             )
     if n is not None and n > hosts.total_slots:
         raise UserError(
@@ -49,9 +54,9 @@ def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> Non
 def ranks_per_host(
     hosts: Hosts, n: int | None = None, npernode: int | None = None
 ) -> list[tuple[Host, int]]:
-    """How many ranks each host takes: its slots (or `npernode`) filled in order, `n` in all.
+    """The hosts with their numbers of ranks: `n` ranks fill the slots (or `npernode`) in order.
 
-    Hosts that take none are left out. UserError as `check_ranks`.
+    Hosts without a rank are left out. Raises UserError as `check_ranks`.
     """
     check_ranks(hosts, n, npernode)
     left = hosts.total_slots if n is None else n

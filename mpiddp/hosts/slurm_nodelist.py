@@ -1,4 +1,4 @@
-"""Slurm's compressed lists of hosts and of counts, as its variables hold them."""
+"""Expand Slurm's compressed lists of hosts and of counts, as found in its variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _expand_name(pattern: str) -> list[str]:
 
 
 def expand_counts(counts: str) -> list[int]:
-    """`2(x3),1` → 2, 2, 2, 1. Raises ValueError for a text that is no such list."""
+    """`2(x3),1` → 2, 2, 2, 1. Raises ValueError for any other text."""
     expanded: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)

@@ -1,6 +1,6 @@
-"""The sockets of a rendezvous: read the port, resolve names, bind one address, try several.
+"""The sockets of a rendezvous: read the port, resolve names, bind one address, probe several.
 
-Rank 0 binds before it announces, so no port is ever probed, closed and then hoped for.
+Rank 0 binds its port before it announces it, so no other process can take the port in between.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import interfaces
 
 PROBE_TIMEOUT_S = 2.0
-OPEN_BESIDES = 1024  # files that are open besides those that are counted
+OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
 
 
 def port_in(env: Mapping[str, str]) -> int:
-    """MASTER_PORT, or 0 where it is unset: any free one.
+    """MASTER_PORT, or 0 (any free port) if it is unset.
 
     Raises:
-        UserError: it is no port.
+        UserError: it is not a port.
     """
     text = env.get("MASTER_PORT") or "0"
     if not text.isascii() or not text.isdigit() or int(text) > 65535:
@@ -35,14 +35,14 @@ def port_in(env: Mapping[str, str]) -> int:
 
 
 def resolve(name: str) -> str:
-    """The address of a host, given by its name or its address: IPv4 where it has both.
+    """The address of a host, given its name or its address. IPv4 takes precedence over IPv6.
 
     Raises:
-        UserError: it has none.
+        UserError: the name cannot be resolved.
     """
     try:
         answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter for what cannot be a name: "a..b"
+    except (OSError, UnicodeError):  # UnicodeError for an invalid name such as "a..b"
         raise UserError(
             f"{name}: cannot be resolved from {socket.gethostname()}. Add it to DNS or /etc/hosts, "
             "or set MASTER_ADDR to an address of the host where rank 0 runs."
@@ -52,7 +52,7 @@ def resolve(name: str) -> str:
 
 
 def resolve_own(name: str) -> str:
-    """What the other hosts resolve this host's name to: not the 127.0.1.1 that Debian gives it here.
+    """This host's address as other hosts resolve its name, not the 127.0.1.1 of Debian's /etc/hosts.
 
     Raises:
         UserError: it has no such address.
@@ -63,14 +63,14 @@ def resolve_own(name: str) -> str:
     own = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
     if not own:
         raise UserError(
-            f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and there "
-            "is no address that other hosts could reach. Set MASTER_ADDR to one."
+            f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and other "
+            "hosts cannot reach that address. Set MASTER_ADDR to one that they can reach."
         )
     return own[0]
 
 
 def allow_open(count: int) -> None:
-    """Let this process have `count` files and sockets open, as far as the system's own limit goes."""
+    """Raise this process's limit of open files and sockets to `count`, within the system's hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -78,10 +78,10 @@ def allow_open(count: int) -> None:
 
 
 def bind(address: str, port: int, hostname: str) -> socket.socket:
-    """A socket of this host, `hostname`, that listens on one address only. Port 0: any free one.
+    """A socket that listens on one address of this host, `hostname`. Port 0 means any free port.
 
     Raises:
-        UserError: the port is taken, or the address is not one of this host.
+        UserError: the port is in use, or the address is not one of this host.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,13 +92,13 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise UserError(
-                f"MASTER_PORT={port} is taken on {hostname} ({address}). "
-                "Leave it unset, and a free one is chosen."
+                f"MASTER_PORT={port} is in use on {hostname} ({address}). "
+                "Unset it to let mpiddp choose a free port."
             ) from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise UserError(
-                f"{address} is no address of {hostname}, where rank 0 runs. "
-                "Leave MASTER_ADDR unset, or name one of that host."
+                f"{address} is not an address of {hostname}, where rank 0 runs. "
+                "Unset MASTER_ADDR, or set it to one of that host."
             ) from None
         raise UserError(
             f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
@@ -107,7 +107,7 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
 
 
 def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
-    """Which of the addresses answer a TCP connection; all tried at once, in `PROBE_TIMEOUT_S`."""
+    """The addresses that accept a TCP connection within `PROBE_TIMEOUT_S`. All are tried at once."""
     reached: list[str] = []
     deadline = time.monotonic() + PROBE_TIMEOUT_S
     with selectors.DefaultSelector() as selector:
@@ -119,7 +119,7 @@ def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
             attempt.setblocking(False)
             if attempt.connect_ex((address, port)) in (0, errno.EINPROGRESS):
                 selector.register(attempt, selectors.EVENT_WRITE, address)
-            else:  # no route there: such a socket would look as if it were connected
+            else:  # no route. The selector would report this socket as connected.
                 attempt.close()
         while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(remaining):
@@ -128,7 +128,7 @@ def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
                     reached.append(key.data)
                 selector.unregister(attempt)
                 attempt.close()
-            if addresses[0] in reached:  # a dead network need not be waited for much longer
+            if addresses[0] in reached:  # the best one: do not wait for a dead network
                 deadline = min(deadline, time.monotonic() + 0.05)
         for key in list(selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
@@ -136,7 +136,7 @@ def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
 
 
 def wait_for(address: str, port: int, timeout_s: float) -> bool:
-    """Whether somebody listens there before time is up: torch's own attempts log every failure."""
+    """Whether the port accepts a connection within `timeout_s`. torch's own attempts log every failure."""
     deadline = time.monotonic() + timeout_s
     while (remaining := deadline - time.monotonic()) > 0:
         try:

@@ -1,6 +1,6 @@
-"""Run one program on many hosts at once over ssh, and collect what each of them answers.
+"""Run one program on many hosts at once over ssh, and collect each host's output.
 
-ssh asks the user for nothing, and its own checks stay as the user has set them.
+ssh never prompts the user. Its host key checks stay as the user configured them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mpiddp.hosts.nodes import is_this_host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 
 CONNECT_TIMEOUT_S = 5
-NO_PROGRAM = 96  # no exit code of ssh (255), of a shell (126, 127, 128 + N) or of Python (1, 2)
+NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
 
 _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
 
-# What the shell on each host runs. This line is the same for every host and every user: the program
-# comes through stdin, so a shell never reads a part of a hostfile or of a path. The shell is the same
-# kind that starts mpirun's daemon: no login, no prompt, no activated environment. The program starts
-# in the root folder, because Python imports what lies in its working folder.
+# The command of the shell on each host. It is the same for every host and every user: the program's
+# name comes through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's
+# daemon starts in the same kind of shell: not a login shell, not interactive, no activated environment.
+# The program starts in the root folder, because Python imports modules from its working folder.
 _SHELL_LINE = (
     "IFS= read -r program; "
     f'command -v "$program" >/dev/null 2>&1 || exit {NO_PROGRAM}; cd / && exec "$program"'
@@ -36,10 +36,10 @@ _SHELL_LINE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program on a host has written, and how it ended.
+    """The output of a program on a host, and its exit code.
 
-    `exit_code` is None where the program had not ended in time, `NO_PROGRAM` where the host has no
-    such program, and 255 where ssh itself failed.
+    `exit_code` is None if the program did not end in time, `NO_PROGRAM` if the host does not have the
+    program, and 255 if ssh itself failed.
     """
 
     exit_code: int | None
@@ -57,14 +57,14 @@ def run_on_hosts(
 ) -> dict[Host, Answer]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
 
-    This machine runs it without ssh. What still runs at the end is killed on this side.
+    This machine runs it without ssh. A process that still runs at the deadline is killed on this side.
 
     Args:
         program: a path or a name, without arguments.
         timeout_s: the time for all hosts together.
 
     Raises:
-        UserError: another host is among `hosts`, and ssh is not installed here.
+        UserError: `hosts` contains another host, and ssh is not installed here.
     """
     if not has_ssh() and not all(is_this_host(host.name) for host in hosts):
         raise UserError("ssh is not installed here. Run: sudo apt-get install openssh-client")
@@ -83,26 +83,26 @@ def run_on_hosts(
 
 
 def _command(host: Host) -> list[str]:
-    """What this machine starts to run `_SHELL_LINE` on `host`."""
+    """The command that runs `_SHELL_LINE` on `host`."""
     if is_this_host(host.name):
         return ["sh", "-c", _SHELL_LINE]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
     port = ["-p", str(host.port)] if host.port else []
-    # Users may log in with another shell than a Bourne shell: csh, fish.
+    # A user's login shell may not be a Bourne shell: csh, fish.
     line = f"exec sh -c {shlex.quote(_SHELL_LINE)}"
-    # "--" ends ssh's options; the hostfile's grammar already lets no name begin with a dash.
+    # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
     return ["ssh", *options, *port, "--", host.ssh_target, line]
 
 
 class _Running:
-    """The program on one host, with what it has written so far."""
+    """The program on one host, with its output so far."""
 
     def __init__(self, host: Host, stdin: bytes) -> None:
         self.host = host
         self.stdout = b""
-        # Files in memory, because a user with many pipes gets pipes that hold less than a program.
-        # stderr is one as well: a connection that ssh keeps open for later (ControlPersist) may hold
-        # it open long after the program's end.
+        # stdin is a file in memory: a user with many pipes gets pipes that are smaller than a program.
+        # stderr is a file too: a connection that ssh keeps for later (ControlPersist) may hold it open
+        # long after the program's end.
         self._stderr = os.memfd_create("mpiddp-stderr")
         with os.fdopen(os.memfd_create("mpiddp-stdin"), "w+b") as file:
             file.write(stdin)

@@ -1,10 +1,13 @@
-"""The versions of installed packages. Standard library only: the launcher sends this file to other hosts."""
+"""The versions of installed packages.
+
+Standard library only: the launcher sends this file to other hosts.
+"""
 
 from __future__ import annotations
 
 
 def package_version(package: str) -> str | None:
-    """The version in the package's metadata, None where it is not installed.
+    """The version in the package's metadata, None if it is not installed.
 
     Importing torch to read its version would take seconds.
     """

@@ -1,4 +1,4 @@
-"""What every rank runs: a script, a module, or one of our own verbs that join a job by themselves."""
+"""The command of every rank: a script, a module, or one of mpiddp's verbs that join a job by themselves."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Job:
 
     @property
     def rank_verb(self) -> str | None:
-        """Which of our own verbs this is, if it is one that joins a job by itself."""
+        """The verb, if the job is one of mpiddp's own verbs that join a job by themselves."""
         is_ours = self.is_module and self.command[0] == "mpiddp"
         verb = self.command[1] if is_ours and len(self.command) > 1 else None
         return verb if verb in RANK_VERBS else None
 
     def check_options(self) -> str | None:
-        """The backend that the job asks for: "nccl", "gloo" or "auto"; None if nobody here can tell.
+        """The backend that the job requests: "nccl", "gloo" or "auto"; None for a script or a module.
 
-        Ranks would complain of their options only once they have joined; a verb of ours is asked before.
+        The ranks themselves would report a wrong option only after they have joined.
 
         Raises:
-            UserError: an option that makes no sense.
+            UserError: an invalid option.
             SystemExit: code 0, after --help.
         """
         module = OPTION_CHECKS.get(self.rank_verb or "")
@@ -39,7 +39,7 @@ class Job:
         return backend
 
     def rank_command(self, python: Path) -> tuple[str, ...]:
-        """The command of a rank: a rank verb as it is, anything else through `mpiddp run`."""
+        """The command of a rank: a rank verb unchanged, anything else through `mpiddp run`."""
         if self.rank_verb is not None:
             return (str(python), "-m", *self.command)
         module = ("-m",) if self.is_module else ()

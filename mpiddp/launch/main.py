@@ -1,7 +1,6 @@
-"""`mpiddp launch`: one command that starts a script on every host of a hostfile.
+"""`mpiddp launch`: start a script on every host of a hostfile.
 
-Reads the hosts, composes one command for the MPI that is installed, watches over it, and turns its
-end into an exit code.
+Reads the hosts, composes one command for the installed MPI, supervises it, and returns the exit code.
 
     mpiddp launch --hostfile hostfiles/two_nodes --dry-run train.py --epochs 3
 """
@@ -17,16 +16,16 @@ from mpiddp.launch.options import parse_options
 
 
 def main(argv: list[str]) -> int:
-    """Launch what `argv` says. The exit code: 0 done, 1 the job failed, 2 its ranks refused their
+    """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 its ranks refused their
     input, 75 stopped on request after a checkpoint, 130 interrupted.
 
     Raises:
-        UserError: bad input, found before anything was started.
+        UserError: bad input, found before anything started.
     """
     started_at = time.time()
-    os.environ.pop("MPIDDP_ANNOUNCED", None)  # the job around this one is another job
+    os.environ.pop("MPIDDP_ANNOUNCED", None)  # it belongs to an enclosing job
     options = parse_options(argv)
-    # Only now: --help and a wrong option answer at once.
+    # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import make_plan
     from mpiddp.launch.starters.compose import compose
     from mpiddp.launch.starters.environment import without_secrets
@@ -35,12 +34,12 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print(compose(plan.starter, plan.request).explained())
         return 0
-    from mpiddp.launch.restarts import run  # a dry run has no use for sockets and secrets
+    from mpiddp.launch.restarts import run  # a dry run needs no sockets and secrets
 
     outcome = run(options, plan, started_at)
     if outcome.sentence:
         log.info(outcome.sentence)
     if outcome.resumes:
         arguments = [*without_secrets(argv), *outcome.announcement.resume_args]
-        log.info(f"to go on: {shlex.join(['mpiddp', 'launch', *arguments])}")
+        log.info(f"to resume: {shlex.join(['mpiddp', 'launch', *arguments])}")
     return outcome.code

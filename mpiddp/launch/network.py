@@ -1,4 +1,4 @@
-"""The network of a job: the one that the user requests, or the one that leads to the other hosts."""
+"""The network of a job: the requested one, or the one that leads to the other hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RequestedInterface:
-    """--interface: what it means on this machine, and the name or the networks that it means on all hosts."""
+    """--interface: its interfaces on this machine, and the name or the networks that all hosts use."""
 
     own: tuple[Interface, ...]
     everywhere: str
@@ -26,9 +26,9 @@ class RequestedInterface:
 
 @dataclass(frozen=True)
 class JobNetwork:
-    """This machine's interface for the job, and what MPI has to keep to on all hosts, if that is known.
+    """This machine's interface for the job, and the networks that MPI must use on all hosts, if known.
 
-    `control_address` is the one address of this machine that all ranks can reach, None if none is known.
+    `control_address` is the address of this machine that all ranks can reach, None if none is known.
     """
 
     interface: Interface | None
@@ -37,10 +37,10 @@ class JobNetwork:
 
 
 def request_interface(requested: str) -> RequestedInterface:
-    """This machine's interfaces that --interface means: by name, address or network.
+    """This machine's interfaces that --interface selects, by name, address or network.
 
     Raises:
-        UserError: it selects none.
+        UserError: it selects no interface.
     """
     present = interfaces()
     found = tuple(interface for interface in present if interface.matches(requested))
@@ -49,7 +49,9 @@ def request_interface(requested: str) -> RequestedInterface:
         raise UserError(
             f'interface "{requested}" is not on {socket.gethostname()}, which has {names}.'
         )
-    if requested in [each.address for each in found]:  # other hosts have others there
+    if requested in [
+        each.address for each in found
+    ]:  # other hosts have other addresses in that network
         return RequestedInterface(found, ",".join(each.network for each in found))
     return RequestedInterface(found, requested)
 
@@ -60,8 +62,8 @@ def find_network(
     """The network that `nodes` share.
 
     Args:
-        requested: an interface that all hosts have; this machine's network of that name they may not have.
-        infos: what the hosts told of themselves.
+        requested: an interface that all hosts have, maybe in another network than this machine's.
+        infos: the preflight's results.
     """
     others = [node.name for node in nodes if not is_this_host(node.name)]
     if requested is not None:
@@ -82,7 +84,7 @@ def _shared_network(
         return link.interface, ()
     own = (link.interface.name, link.interface.network)
     found = [[(each.name, each.network) for each in info.interfaces] for info in infos]
-    # Open MPI 5 warns of a network where a host has IPv6 as well, of a name it does not.
+    # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
     is_everywhere = bool(found) and all(own in names for names in found)
     return link.interface, (own[0] if is_everywhere else own[1],)
 
@@ -97,16 +99,16 @@ def _control_address(others: Sequence[str], interface: Interface | None) -> str 
 
 @dataclass(frozen=True)
 class Link:
-    """The interface that leads to all other hosts. `is_direct`: they are in the same network."""
+    """The interface that leads to all other hosts. `is_direct`: all are in its network."""
 
     interface: Interface
     is_direct: bool
 
 
 def link_to(hosts: Sequence[str]) -> Link | None:
-    """How this machine reaches all of `hosts`; None when no single interface leads to all of them.
+    """The interface by which this machine reaches all of `hosts`; None if no single one leads to all.
 
-    The kernel's routing table answers; nothing is sent.
+    The result comes from the kernel's routing table. Nothing is sent.
     """
     routes = {_route(host) for host in hosts}
     own = {route[0] if route else None for route in routes}
@@ -119,13 +121,13 @@ def link_to(hosts: Sequence[str]) -> Link | None:
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's own address on the way to `host`; None if there is no way."""
+    """This machine's own address on the route to `host`; None without a route."""
     route = _route(host)
     return route[0] if route else None
 
 
 def _route(host: str) -> tuple[str, str] | None:
-    """Own address and the host's, as a connection to it would have them."""
+    """This machine's address and the host's, as a connection to it would have them."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

@@ -1,17 +1,17 @@
-"""The parser of `mpiddp launch`: everything before the script; all behind it is the script's own."""
+"""The parser of `mpiddp launch`. It reads the options before the script; those after it are the script's."""
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
+from mpiddp.text import parse_duration
 
 
 def option_parser() -> argparse.ArgumentParser:
-    """The parser. `module` and `script` get the job's command line, one of them None or empty."""
+    """The parser. `module` or `script` holds the job's command line; the other is None or empty."""
     parser = OneSentenceParser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]",
@@ -30,43 +30,68 @@ def option_parser() -> argparse.ArgumentParser:
 def _add_where(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where (default: this machine, or the Slurm allocation)")
     either = add.add_mutually_exclusive_group()
-    either.add_argument("--hostfile", metavar="FILE", help="hosts and their slots, one a line")
-    either.add_argument("-H", dest="host_list", metavar="H1:2,H2:4", help="the same, right here")
-    add.add_argument("-n", type=_whole("-n", 1), metavar="N", help="ranks (default: all slots)")
+    either.add_argument(
+        "--hostfile", metavar="FILE", help="file of hosts and slots, one host per line"
+    )
+    either.add_argument(
+        "-H", dest="host_list", metavar="H1:2,H2:4", help="hosts and slots on the command line"
+    )
     add.add_argument(
-        "--npernode", type=_whole("--npernode", 1), metavar="K", help="ranks on each host"
+        "-n", type=_whole("-n", 1), metavar="N", help="number of ranks (default: all slots)"
+    )
+    add.add_argument(
+        "--npernode",
+        type=_whole("--npernode", 1),
+        metavar="K",
+        help="number of ranks on each host (default: all slots)",
     )
     add.add_argument("--exclude", metavar="HOST,HOST", help="hosts to leave out")
     add.add_argument(
-        "--share-gpus", action="store_true", help="more ranks than GPUs on a host, as gloo allows"
+        "--share-gpus",
+        action="store_true",
+        help="allow more ranks than GPUs on a host, for a script that uses gloo",
     )
     add.add_argument(
-        "--bind", choices=("none", "numa", "core"), default="none", help="what a rank is bound to"
+        "--bind",
+        choices=("none", "numa", "core"),
+        default="none",
+        help="bind each rank to nothing, a NUMA node or a core (default: none)",
     )
 
 
 def _add_how(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("how")
-    add.add_argument("--mpirun", metavar="PATH", help="of the MPI to use, its library included")
-    add.add_argument("--master-addr", metavar="ADDR", help="where the ranks meet")
-    add.add_argument("--interface", metavar="NAME", help="the network interface to use")
+    add.add_argument(
+        "--mpirun", metavar="PATH", help="mpirun of the MPI to use (its library is used too)"
+    )
+    add.add_argument(
+        "--master-addr", metavar="ADDR", help="rank 0's address, as the other ranks reach it"
+    )
+    add.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="network interface for the job: a name, an address or a network",
+    )
     add.add_argument(
         "-x",
         dest="exports",
         action="append",
         default=[],
         metavar="VAR[=VALUE]",
-        help="a variable for the ranks",
+        help="pass this environment variable to the ranks (repeatable)",
     )
     add.add_argument(
-        "--no-check", dest="check", action="store_false", help="start without a look at the hosts"
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="skip the preflight checks of the hosts",
     )
     add.add_argument(
         "--timeout",
         dest="timeout_s",
         type=_whole("--timeout", 1),
         metavar="S",
-        help="seconds the ranks have to meet",
+        help="seconds in which all ranks must join (default: 60)",
     )
 
 
@@ -77,74 +102,82 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         type=_whole("--max-restarts", 0),
         default=0,
         metavar="K",
-        help="start a job that failed again, from its newest checkpoint (default 0 times)",
+        help="restart a failed job up to K times, from its newest checkpoint (default: 0)",
     )
     add.add_argument(
         "--min-hosts",
         type=_whole("--min-hosts", 1),
         metavar="H",
-        help="go without hosts that are broken, as long as so many are left",
+        help="leave out hosts that fail the preflight, as long as H hosts remain",
     )
     add.add_argument(
         "--min-ranks",
         type=_whole("--min-ranks", 1),
         metavar="N",
-        help="the same, as long as so many ranks are left",
+        help="the same, as long as N ranks remain",
     )
 
 
 def _add_ends(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("when to end")
+    add = parser.add_argument_group("when to stop")
     add.add_argument(
         "--stop-after",
         dest="stop_after_s",
-        type=duration("--stop-after"),
+        type=_duration("--stop-after"),
         metavar="55m",
-        help="then stop as after a Ctrl-C: save, leave with code 75",
+        help="after this time, save and stop with exit code 75, as on Ctrl-C",
     )
     add.add_argument(
         "--grace",
         dest="grace_s",
-        type=duration("--grace"),
+        type=_duration("--grace"),
         default=30.0,
         metavar="S",
-        help="how long the ranks may take to stop (default 30)",
+        help="time that the ranks have to stop before they are killed (default: 30 s)",
     )
     add.add_argument(
         "--hang-timeout",
         dest="hang_timeout_s",
-        type=duration("--hang-timeout"),
+        type=_duration("--hang-timeout"),
         metavar="S",
-        help="end the job when no rank makes a step for so long (default: never)",
+        help="end the job if no rank makes a step for this long (default: never)",
     )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what to show")
-    add.add_argument("--dry-run", action="store_true", help="explain the command, start nothing")
-    add.add_argument("--report", action="store_true", help="print which ranks run where")
-    add.add_argument("-v", "--verbose", action="store_true", help="say what was chosen, and why")
+    add = parser.add_argument_group("output")
+    add.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the command with a reason for each flag; start nothing",
+    )
+    add.add_argument(
+        "--report", action="store_true", help="print the host and device of every rank"
+    )
+    add.add_argument(
+        "-v", "--verbose", action="store_true", help="print each choice and its reason"
+    )
 
 
-def duration(option: str) -> Callable[[str], float]:
-    """Reads "90", "90s", "55m" and "1.5h", and returns seconds."""
+def _duration(option: str) -> Callable[[str], float]:
+    """A parser for a time in seconds, whose error names the option."""
 
     def parse(text: str) -> float:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-        seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-        if not seconds > 0:
-            raise UserError(f"{option} {text}: expected a time, as in 90, 90s, 55m or 1.5h.")
-        return seconds
+        try:
+            return parse_duration(text)
+        except ValueError:
+            raise UserError(
+                f"{option} {text}: expected a time such as 90, 90s, 55m or 1.5h."
+            ) from None
 
     return parse
 
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-
-
 def _whole(option: str, low: int) -> Callable[[str], int]:
+    """A parser for whole numbers of at least `low`, whose error names the option."""
+
     def parse(text: str) -> int:
-        # Open MPI 5 takes `-n abc` and `-n 0`, and launches something all the same.
+        # Open MPI 5 accepts `-n abc` and `-n 0`, and starts something anyway.
         if not (text.isascii() and text.isdigit() and int(text) >= low):
             raise UserError(f"{option} {text}: expected a whole number, {low} or more.")
         return int(text)

@@ -1,4 +1,4 @@
-"""The options of `mpiddp launch` as frozen records. The parser's namespace goes no further than here."""
+"""The options of `mpiddp launch` as frozen records. No other module sees the parser's namespace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpidd
 
 @dataclass(frozen=True)
 class Where:
-    """Which hosts, and how many ranks on them."""
+    """The hosts, and the number of ranks on them."""
 
     hostfile: str | None
     host_list: str | None
@@ -25,7 +25,7 @@ class Where:
     exclude: str | None
     min_hosts: int | None
     min_ranks: int | None
-    check: bool  # ask the hosts whether they can be used
+    check: bool  # run the preflight
     share_gpus: bool
 
     @property
@@ -38,7 +38,7 @@ class Where:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether the job may start without hosts that are broken."""
+        """Whether the job may start without hosts that fail the preflight."""
         return (self.min_hosts, self.min_ranks) != (None, None)
 
 
@@ -56,7 +56,7 @@ class How:
 
 @dataclass(frozen=True)
 class When:
-    """When the job ends, and how often it starts again."""
+    """When the job ends, and how often it restarts."""
 
     max_restarts: int
     stop_after_s: float | None
@@ -66,7 +66,7 @@ class When:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Everything that the command line says. `backend` is what the job's own options ask for, if known."""
+    """The whole command line. `backend` is the one that the job's own options request, if known."""
 
     job: Job
     backend: str | None
@@ -79,10 +79,10 @@ class LaunchOptions:
 
 
 def parse_options(argv: list[str]) -> LaunchOptions:
-    """The options as written, those of the job checked as well, where it is one of our own verbs.
+    """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too.
 
     Raises:
-        UserError: an option or a number that makes no sense, or no script that exists.
+        UserError: an invalid option or number, or a script that does not exist.
     """
     values = option_parser().parse_args(argv)
     values.exports = tuple(values.exports)
@@ -112,11 +112,13 @@ def _job(values: argparse.Namespace) -> Job:
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
-        raise UserError(f"nothing to launch: name a script or a module. {EXAMPLE}")
+        raise UserError(f"nothing to launch. Name a script or a module. {EXAMPLE}")
     if command[0].startswith("-"):
-        raise UserError(f"{command[0]} is no option of mpiddp launch. See: --help")
+        raise UserError(
+            f"{command[0]} is not an option of mpiddp launch. See: mpiddp launch --help"
+        )
     if not is_module and not Path(command[0]).is_file():
         if Path(command[0]).exists():
-            raise UserError(f"{command[0]} is no file that could be a script.")
+            raise UserError(f"{command[0]} is not a regular file. Expected a Python script.")
         raise UserError(f"{command[0]} not found (looked in {Path.cwd()}).")
     return Job(tuple(command), is_module)

@@ -1,4 +1,4 @@
-"""From the options of `mpiddp launch` to what starts where: hosts read, checked, filled and connected."""
+"""Turn the options of `mpiddp launch` into a plan: the hosts, their ranks, the network, the starter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt at a job: what starts it, and the request for that."""
+    """One attempt at a job: the starter, and the request for it."""
 
     starter: RankStarter
     request: Request
@@ -44,18 +44,18 @@ def make_plan(
     *,
     max_ranks: int | None = None,
 ) -> Plan:
-    """Look everything up, and tell the user on the way.
+    """Find the hosts, the starter and the network, and log the choices that the user should know.
 
     Args:
-        started_at: when the user pressed enter, in seconds since 1970.
-        max_ranks: start no more, whatever the options say.
+        started_at: when the user started the command, in seconds since 1970.
+        max_ranks: an upper bound on the number of ranks, beside the options.
 
     Raises:
-        UserError: anything that makes no sense, or that this machine lacks.
+        UserError: bad input, or something that this machine lacks.
     """
     exports = parse_exports(options.how.exports, env)
     requested = request_interface(options.how.interface) if options.how.interface else None
-    # Not resolved: a virtual environment is known by the path of its own python.
+    # Not resolved: the path of its python identifies a virtual environment.
     python = Path(sys.executable).absolute()
 
     named, in_allocation = find_hosts(options.where, env)
@@ -115,20 +115,17 @@ def _preflight(
     env: Mapping[str, str],
     requested: RequestedInterface | None,
 ) -> Mapping[Host, HostInfo]:
-    """What the hosts tell of themselves; {} where nobody is asked: Slurm has looked at its own.
+    """The preflight's results; {} if it does not run. Slurm checks its own hosts.
 
-    A host with slots=0 takes no rank, so it may be broken.
+    Hosts with slots=0 take no rank and are not checked.
     """
     used = [host for host in hosts.hosts if host.slots != 0]
-    local = [is_this_host(host.name) for host in used]
-    if all(local) or starter.kind == "slurm" or options.dry_run or not options.where.check:
+    is_local = all(is_this_host(host.name) for host in used)
+    if is_local or starter.kind == "slurm" or options.dry_run or not options.where.check:
         return {}
-    from mpiddp.launch.remote.preflight import (  # only jobs over several hosts pay for it
-        HostRequirements,
-        look,
-    )
+    from mpiddp.launch.remote import preflight  # only jobs over several hosts pay for it
 
-    requirements = HostRequirements(
+    requirements = preflight.HostRequirements(
         python=str(python),
         mpirun=str(starter.program),
         daemon=str(starter.daemon),
@@ -136,14 +133,14 @@ def _preflight(
         path=env.get("PATH", os.defpath),
         interface=requested.everywhere if requested else None,
     )
-    return look(used, local, requirements)
+    return preflight.check_hosts(used, requirements)
 
 
 def _explain(
     options: LaunchOptions, starter: RankStarter, nodes: Sequence[Node], network: JobNetwork
 ) -> None:
-    """Tell the user what was chosen, where the options ask for it, and what will not work."""
-    if options.verbose or options.dry_run:  # --report shows what the ranks find
+    """Log the choices, if the options request it, and what will not work."""
+    if options.verbose or options.dry_run:  # --report prints what the ranks find
         for line in ranks_by_host(nodes):
             log.info(line)
     if options.verbose and network.interface:
@@ -151,8 +148,9 @@ def _explain(
         log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
     if network.control_address is None and not options.dry_run:
         log.info(
-            f"no address is known by which {nodes[-1].name} reaches this machine: the job's end is what "
-            f"{starter.program.name} says of it, and a stop ends it without a save. Name an --interface."
+            f"no address of this machine is known that {nodes[-1].name} can reach: "
+            f"{starter.program.name}'s exit code decides the result, and a stop ends the job without a "
+            "save. Name one: --interface NAME"
         )
 
 
@@ -163,7 +161,7 @@ def _settings(
     requested: RequestedInterface | None,
     started_at: float,
 ) -> dict[str, str]:
-    """What the launcher tells the ranks, as environment variables."""
+    """The environment variables that the launcher sets for the ranks."""
     values = {
         "MPIDDP_PLACEMENT": ",".join(f"{node.name}:{node.ranks}" for node in nodes),
         "MPIDDP_NETWORKS": ",".join(network.networks) or None,
@@ -185,13 +183,13 @@ def _defaults(
     network: JobNetwork,
     env: Mapping[str, str],
 ) -> dict[str, str]:
-    """More such variables, where the user has not set them."""
+    """Variables that the launcher sets unless the user has set them."""
     defaults = {}
     starts_here = len(nodes) > 1 and is_this_host(nodes[0].name)
     if starter.kind == "slurm" and starts_here and network.interface:
-        # srun tells nobody rank 0's address, and its host's name may lie in another network.
+        # srun does not pass on rank 0's address, and its host's name may resolve to another network.
         defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
-    # Beside its own python, mpi4py finds the library by itself.
+    # mpi4py finds the library by itself if it is installed beside python.
     if starter.libmpi is not None and starter.program.parent != python.parent:
         named = None if how.mpirun else env.get("MPI4PY_LIBMPI")
         defaults["MPI4PY_LIBMPI"] = named or str(starter.libmpi)
@@ -199,7 +197,7 @@ def _defaults(
 
 
 def _working_folder(env: Mapping[str, str]) -> str:
-    """This folder, by the name that the shell has for it: behind it may stand another on each host."""
+    """This folder by the shell's name for it, a link that may lead to a different folder on each host."""
     logical = Path(env.get("PWD", ""))
     if logical.is_absolute() and logical.is_dir() and logical.samefile(Path.cwd()):
         return str(logical)

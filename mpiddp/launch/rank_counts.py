@@ -1,4 +1,4 @@
-"""How many ranks each host takes: its slots, its GPUs, and what the options of the launch want of them."""
+"""The number of ranks on each host, from its slots, its GPUs and the options of the launch."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from mpiddp.launch.options import Where
 from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, usable
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.usable_hosts import UsableHosts
+from mpiddp.text import counted
 
 
 def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run: bool) -> Hosts:
-    """The hosts with known slot counts. Tells the user what is not to be expected.
+    """The hosts with known slot counts. Logs the counts that the user may not expect.
 
     Raises:
         UserError: a host with fewer GPUs than slots.
     """
 
     def count(host: Host) -> int:
-        if not where.names_hosts and where.names_ranks:  # -n is how many the user wants
+        if not where.names_hosts and where.names_ranks:  # the user requests a number
             return count_gpus(host) or len(os.sched_getaffinity(0))
         if host in found.info:
             return usable(found.info[host].gpus, os.environ)
         if dry_run and not is_this_host(host.name):
-            log.info(f"{host.name} has no slot count, and a dry run asks no host: taken as 1")
+            log.info(
+                f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1"
+            )
             return 1
         return count_gpus(host)
 
     backend = "gloo" if where.share_gpus else backend
     hosts, notes = fit_to_gpus(found.hosts, backend, count, found.info.keys())
     if not where.names_hosts:
-        log.info(f"no hosts named: {hosts.source}, slots={hosts.total_slots}")
+        log.info(f"no hosts given: using {hosts.source}, slots={hosts.total_slots}")
     for note in notes:
         log.info(note)
     return hosts
@@ -54,8 +57,8 @@ def place_ranks(
 
     Args:
         hosts: with known slot counts.
-        max_ranks: start no more, whatever the options say.
-        some_left_out: hosts are missing, so that fewer ranks than `-n` may start.
+        max_ranks: an upper bound on the number of ranks, beside the options.
+        some_left_out: some hosts are left out, so fewer ranks than `-n` may start.
 
     Raises:
         UserError: more ranks than slots, or fewer than the user accepts.
@@ -67,14 +70,13 @@ def place_ranks(
     if max_ranks is not None and _total(placed) > max_ranks:
         placed = ranks_per_host(hosts, max_ranks, where.npernode)
     if (total := _total(placed)) < (where.min_ranks or 1):
-        ranks = "rank" if total == 1 else "ranks"
         raise UserError(
-            f"only {total} {ranks} can be started, and --min-ranks is {where.min_ranks}."
+            f"only {counted(total, 'rank')} can start, but --min-ranks is {where.min_ranks}."
         )
     if starter.kind == "slurm":
         return tuple(Node(host.name, ranks) for host, ranks in placed)
     own_name = socket.gethostname()
-    if starter.kind == "openmpi" and starter.major < 5:  # which cuts its own name in any case
+    if starter.kind == "openmpi" and starter.major < 5:  # it always cuts its own name
         own_name = own_name.partition(".")[0]
     return name_nodes(hosts, placed, own_name)
 

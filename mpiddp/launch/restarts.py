@@ -1,8 +1,8 @@
-"""A job that fails starts again, from its newest checkpoint, on the hosts that are there then.
+"""Restart a failed job from its newest checkpoint, on the hosts that are usable then.
 
-Every restart begins like a start, with a preflight of all hosts. A broken host is left out if the user
-can do without it, and is back as soon as it answers again. What the job has announced (see
-`mpiddp.runtime.announcement`) is handed to its restarts.
+Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
+allow it, and takes part again once it answers. A restart receives the job's announcement (see
+`mpiddp.runtime.announcement`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.supervise.attempt import Outcome, attempt
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
-from mpiddp.launch.supervise.signals import is_asked_to_stop, signals_on_socket
+from mpiddp.launch.supervise.signals import signals_on_socket, stop_is_requested
 from mpiddp.launch.supervise.supervisor import Limits
 from mpiddp.protocol import ANNOUNCED
 from mpiddp.text import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-START_TIMEOUT_S = 120.0  # until the first rank is there: all disks may be cold
+START_TIMEOUT_S = 120.0  # until the first rank has started; disk caches may be cold
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What the attempts have announced so far: the first announcement of each kind stands.
+    """What the attempts have announced so far. The first announcement of each kind counts.
 
     `world_size` is that of the attempt that announced the global batch.
     """
@@ -41,7 +41,7 @@ class _Known:
     world_size: int = 0
 
     def after(self, later: Announcement, world_size: int) -> _Known:
-        """The same, once an attempt with `world_size` ranks has announced `later`."""
+        """This record after an attempt with `world_size` ranks has announced `later`."""
         known = self.announcement
         has_batch = known.global_batch_size is not None
         merged = Announcement(
@@ -53,7 +53,7 @@ class _Known:
 
 
 def run(options: LaunchOptions, plan: Plan, started_at: float) -> Outcome:
-    """Run the job, and again after each failure, `--max-restarts` times at most."""
+    """Run the job, and restart it after each failure, at most `--max-restarts` times."""
     with signals_on_socket() as signals:
         return _run(options, plan, started_at, signals)
 
@@ -61,10 +61,10 @@ def run(options: LaunchOptions, plan: Plan, started_at: float) -> Outcome:
 def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: socket.socket) -> Outcome:
     began_at = time.monotonic() - (time.time() - started_at)
     known = _Known()
-    in_a_row = 0  # failures with no step between them: a job that gets on waits no longer each time
+    in_a_row = 0  # failures without a step between them: the pause grows only for these
     outcome = attempt(plan.starter, plan.request, _limits(options, plan.starter, began_at), signals)
     for restart in range(1, options.when.max_restarts + 1):
-        if outcome.code != FAILED or outcome.was_to_stop:
+        if outcome.code != FAILED or outcome.stop_was_requested:
             break
         known = known.after(outcome.announcement, plan.request.world_size)
         log.info(outcome.sentence)
@@ -75,7 +75,7 @@ def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: socket.
             outcome = planned
             continue
         plan = planned
-        _tell(plan.request, known, restart, options.when.max_restarts)
+        _log_restart(plan.request, known, restart, options.when.max_restarts)
         limits = _limits(options, plan.starter, began_at)
         outcome = attempt(plan.starter, _resuming(plan.request, known), limits, signals)
     known = known.after(outcome.announcement, plan.request.world_size)
@@ -89,32 +89,32 @@ def _plan_restart(
     signals: socket.socket,
     pause_s: float,
 ) -> Plan | Outcome:
-    """The plan for the hosts that are there after the pause; an outcome if there is to be no attempt."""
-    interrupted = Outcome(INTERRUPTED, "interrupted between two starts.")
-    if is_asked_to_stop(signals, within_s=pause_s):
+    """The plan for the hosts that are usable after the pause; an outcome if no attempt can start."""
+    interrupted = Outcome(INTERRUPTED, "interrupted before a restart.")
+    if stop_is_requested(signals, within_s=pause_s):
         return interrupted
     planned: Plan | Outcome
     try:
         max_ranks = known.announcement.max_ranks
         planned = make_plan(options, started_at, os.environ, max_ranks=max_ranks)
-    except UserError as error:  # a host may need longer than this pause
+    except UserError as error:  # a host may be usable after the next pause
         planned = Outcome(FAILED, str(error))
-    return interrupted if is_asked_to_stop(signals, within_s=0.0) else planned
+    return interrupted if stop_is_requested(signals, within_s=0.0) else planned
 
 
-def _tell(request: Request, known: _Known, restart: int, max_restarts: int) -> None:
+def _log_restart(request: Request, known: _Known, restart: int, max_restarts: int) -> None:
     hosts = all_of([node.name for node in request.nodes])
     log.info(f"restarting on {hosts} (restart {restart} of {max_restarts}).")
     global_batch_size = known.announcement.global_batch_size
     if global_batch_size is not None and request.world_size != known.world_size:
         log.info(
-            f"{request.world_size} ranks instead of {known.world_size}: the global batch stays "
+            f"{request.world_size} ranks instead of {known.world_size}; the global batch stays at "
             f"{global_batch_size}."
         )
 
 
 def _resuming(request: Request, known: _Known) -> Request:
-    """The request with what the job has announced for its restarts."""
+    """The request with the job's announcement for its restarts."""
     settings = {}
     global_batch_size = known.announcement.global_batch_size
     if global_batch_size is not None:
@@ -129,12 +129,12 @@ def _resuming(request: Request, known: _Known) -> Request:
 
 
 def _limits(options: LaunchOptions, starter: RankStarter, began_at: float) -> Limits:
-    """The clock of --stop-after runs on over restarts, from `began_at` in time.monotonic()'s seconds."""
+    """The limits of one attempt. The clock of --stop-after starts at `began_at` (time.monotonic())."""
     when = options.when
     stop_after_s = when.stop_after_s
     if stop_after_s is not None:
         stop_after_s = max(0.0, began_at + stop_after_s - time.monotonic())
-    # srun may have to wait for others' steps to end.
+    # srun may have to wait for other job steps to end.
     starts_in_s = max(START_TIMEOUT_S, 2 * (options.how.timeout_s or 0))
     start_timeout_s = None if starter.kind == "slurm" else starts_in_s
     return Limits(when.grace_s, start_timeout_s, stop_after_s, when.hang_timeout_s)

@@ -1,4 +1,4 @@
-"""The hosts of a job: those that the user names, without those that a job can do without."""
+"""The hosts of a job: those that the user names, without unusable ones that the job can do without."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.slots import exclude
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
+from mpiddp.text import counted
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo
 
-_read_once = cache(read_hostfile)  # a pipe has its text once, and a restart wants it again
+_read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
 
 @dataclass(frozen=True)
 class UsableHosts:
-    """The hosts that passed the preflight, and what they told; {} where nobody asked them.
+    """The hosts that passed the preflight, and its results; {} if it did not run.
 
-    `some_left_out`: the user has named more.
+    `some_left_out`: the user named more hosts.
     """
 
     hosts: Hosts
@@ -35,14 +36,14 @@ class UsableHosts:
 
 
 def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, bool]:
-    """The hosts that the user names, or this machine; and whether they are those of a Slurm allocation.
+    """The hosts that the user names, or this machine, and whether they come from a Slurm allocation.
 
     Raises:
-        UserError: a hostfile or a list that makes no sense.
+        UserError: an invalid hostfile or list.
     """
     allocated = None
     if where.hostfile is not None:
-        # Names that differ only after their first dot are two hosts, and every MPI can be told so.
+        # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
         read = read_hostfile if Path(where.hostfile).is_file() else _read_once
         hosts = read(where.hostfile, keep_fqdn=True)
     elif where.host_list is not None:
@@ -58,15 +59,16 @@ def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, bool]:
 def check_hosts(
     where: Where, hosts: Hosts, preflight: Callable[[Hosts], Mapping[Host, HostInfo]]
 ) -> UsableHosts:
-    """Leave out the hosts that cannot be used, as far as the user can do with fewer than all.
+    """The hosts that pass the preflight. Unusable ones are left out, within --min-hosts and --min-ranks.
 
     Raises:
-        UserError: too few hosts are left.
+        UserError: too few hosts remain.
     """
     usable = _count_usable(hosts.hosts)
     if usable < (where.min_hosts or 1):
-        named = "host is" if usable == 1 else "hosts are"
-        raise UserError(f"only {usable} {named} named, and --min-hosts is {where.min_hosts}.")
+        raise UserError(
+            f"only {counted(usable, 'host')} given, but --min-hosts is {where.min_hosts}."
+        )
     try:
         return UsableHosts(hosts, preflight(hosts))
     except UnusableHosts as unusable:
@@ -74,11 +76,11 @@ def check_hosts(
         if not where.can_shrink or _count_usable(left) < (where.min_hosts or 1):
             raise
         for complaint in unusable.complaints.values():
-            log.info(f"left out: {complaint}")
+            log.info(f"leaving out a host: {complaint}")
     hosts = replace(hosts, hosts=left)
     return UsableHosts(hosts, preflight(hosts), some_left_out=True)
 
 
 def _count_usable(hosts: tuple[Host, ...]) -> int:
-    """A host with slots=0 takes no rank, so it may be broken."""
+    """The number of hosts that take ranks: those with slots=0 do not."""
     return sum(host.slots != 0 for host in hosts)

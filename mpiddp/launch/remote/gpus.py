@@ -1,4 +1,4 @@
-"""How many GPUs the hosts have: the slots of a host that names none, and the most that it can use."""
+"""Count the GPUs of the hosts: the default and the upper bound of a host's slots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TIMEOUT_S = CONNECT_TIMEOUT_S + nvidia_smi.TIMEOUT_S
 
 
 def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
-    """The GPUs that ranks on `host` can use, 0 where there is no nvidia-smi.
+    """The number of GPUs that ranks on `host` can use, 0 without nvidia-smi.
 
-    Another host counts its own over ssh, by the Python that runs here.
+    Another host counts its own: ssh runs the same Python there.
 
     Raises:
-        UserError: ssh does not get there, Python is not there, or nvidia-smi hangs.
+        UserError: ssh fails, Python is missing there, or nvidia-smi hangs.
     """
     if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0
@@ -43,7 +43,7 @@ def _names_over_ssh(host: Host) -> list[str] | None:
     program = f"{source}\nimport json\nprint(json.dumps(gpu_names()))\n"
     answer = run_on_hosts([host], python, program, timeout_s=_TIMEOUT_S)[host]
     if answer.exit_code == 0:
-        # The start-up files of a far shell may print before it.
+        # The start-up files of the remote shell may print something first.
         names: list[str] | None = json.loads(answer.stdout.splitlines()[-1])
         return names
     if answer.exit_code == NO_PROGRAM:
@@ -51,28 +51,29 @@ def _names_over_ssh(host: Host) -> list[str] | None:
     no_answer = [f"no answer in {_TIMEOUT_S:g} s" if answer.exit_code is None else "no answer"]
     reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
     raise UserError(
-        f"ssh {host.name}, to count its GPUs: {reason}. Mend the login, or write its slots."
+        f"ssh {host.name}: cannot count its GPUs: {reason}. "
+        f"Fix the login, or write: {host.name} slots=N"
     )
 
 
 def no_python(name: str, python: str) -> str:
-    """The sentence for a host without the Python that every rank needs."""
+    """The error for a host without the Python that every rank needs."""
     return f"{name}: {python} is missing. Install it at the same path on every host."
 
 
 def no_nvidia_smi(name: str) -> str:
-    """The sentence for a host where it does not answer: nor would NCCL."""
+    """The error for a host where nvidia-smi does not answer. NCCL would not work there either."""
     return (
-        f"{name}: nvidia-smi is there and does not answer. Mend the driver, or set "
-        "CUDA_VISIBLE_DEVICES= to go without GPUs."
+        f"{name}: nvidia-smi does not answer. Repair the driver, or set CUDA_VISIBLE_DEVICES= to "
+        "run without GPUs."
     )
 
 
 def usable(installed: int | None, env: Mapping[str, str]) -> int:
-    """How many of a host's GPUs CUDA_VISIBLE_DEVICES leaves, which the ranks get from here.
+    """The number of a host's GPUs that CUDA_VISIBLE_DEVICES, which the ranks inherit, leaves visible.
 
     Args:
-        installed: None where nvidia-smi does not answer, which matters only where GPUs are wanted.
+        installed: None if nvidia-smi does not answer, which matters only for a job that uses GPUs.
     """
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1") or installed is None:
@@ -86,19 +87,20 @@ def fit_to_gpus(
     count: Callable[[Host], int] = count_gpus,
     known: Collection[Host] = (),
 ) -> tuple[Hosts, list[str]]:
-    """`hosts` with every slot count known, and sentences about what the user would not expect.
+    """`hosts` with every slot count known, and notes about counts that the user may not expect.
 
-    A bare host gets a slot per GPU, or one without GPUs. A host has no more slots than GPUs,
-    because NCCL fails where ranks share one; without any GPU its slots stay as they are written.
+    A host without a slot count gets one slot per GPU, or 1 without GPUs. A host gets no more slots than
+    GPUs, because NCCL fails if ranks share one. Without any GPU its slots stay as written.
 
     Args:
-        backend: what the job asks for; "auto" is nccl on GPUs, None is not known. Ranks over gloo need
-            no GPU of their own.
+        backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown. With gloo a rank
+            needs no GPU of its own.
         known: the hosts whose GPUs `count` knows without ssh.
 
     Raises:
-        UserError: fewer GPUs than slots. This machine alone gets fewer ranks instead, with a note,
-            unless the job asks for nccl; other hosts get a note only where the backend is not known.
+        UserError: a host has fewer GPUs than slots. A job on this machine alone starts fewer ranks
+            instead, with a note, unless it requests nccl. If the backend is unknown, other hosts get a
+            note.
     """
     notes: list[str] = []
     fitted: list[Host] = []
@@ -116,7 +118,7 @@ def fit_to_gpus(
                     "or leave out --backend nccl."
                 )
             if is_alone:
-                notes.append(f"{found}: starting {gpus} rank{'' if gpus == 1 else 's'} there")
+                notes.append(f"{found}: starting only {counted(gpus, 'rank')} there")
                 slots = gpus
             elif backend is not None:
                 raise UserError(f"{found}: ranks would share GPUs.")

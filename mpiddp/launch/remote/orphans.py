@@ -1,7 +1,7 @@
-"""Kill what a job has left on other hosts: processes that carry its id, and no others.
+"""Kill the processes that a job left on other hosts. Only processes that carry the job's id are killed.
 
-A daemon that was killed, or an mpirun that had to be, may leave ranks behind which hang in a
-collective. The id is in the environment that each process was started with.
+A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. The id is in the
+environment that each process was started with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpiddp.protocol import JOB
 
 TIMEOUT_S = 8.0
 
-_FAR_PROGRAM = """
+_REMOTE_PROGRAM = """
 import os, signal
 from pathlib import Path
 mark = {mark!r}
@@ -24,13 +24,13 @@ for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\\0"):
             os.kill(int(entry.name), signal.SIGKILL)
             print(entry.name)
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # it has ended, or belongs to another user
         pass
 """
 
 
-def kill_orphans(nodes: Sequence[Node], job: str, python: str, say: Callable[[str], None]) -> None:
-    """Kill what is left of `job` on all other hosts at once, and say what that was.
+def kill_orphans(nodes: Sequence[Node], job: str, python: str, log: Callable[[str], None]) -> None:
+    """Kill the remaining processes of `job` on all other hosts at once, and log how many there were.
 
     Args:
         python: an interpreter that every host has.
@@ -42,15 +42,14 @@ def kill_orphans(nodes: Sequence[Node], job: str, python: str, say: Callable[[st
     ]
     if not has_ssh():
         return
-    program = _FAR_PROGRAM.format(mark=f"{JOB}={job}".encode())
+    program = _REMOTE_PROGRAM.format(mark=f"{JOB}={job}".encode())
     for host, answer in run_on_hosts(hosts, python, program, timeout_s=TIMEOUT_S).items():
         if answer.exit_code != 0:
-            say(
-                f"{host.name} cannot be reached, so nothing was swept there; "
+            log(
+                f"{host.name} cannot be reached, so no leftover process was killed there; "
                 "its ranks end by themselves."
             )
         elif killed := [line for line in answer.stdout.splitlines() if line.isdigit()]:
-            say(f"swept {len(killed)} of the job's processes from {host.name}.")
-
-
-sweep = kill_orphans  # the old name
+            count = len(killed)
+            processes = "leftover process" if count == 1 else "leftover processes"
+            log(f"killed {count} {processes} of the job on {host.name}.")

@@ -1,7 +1,6 @@
-"""The preflight: a check of every host before anything starts, so that a broken host is a sentence
-instead of a hang.
+"""The preflight: check every host before anything starts, so that a broken host causes an error, not a hang.
 
-It reaches all hosts at once over ssh, and needs nothing but a Python 3 there.
+It contacts all hosts at once over ssh, and needs only a Python 3 there.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from mpiddp.text import all_of
 
 TIMEOUT_S = 15.0
 
-# The modules that travel to the hosts, each after those that it imports.
+# The modules that are sent to the hosts, each after those that it imports.
 TRAVELLING: tuple[ModuleType, ...] = (interfaces, nvidia_smi, versions, probe)
 
-_FAR_PROGRAM = """
+_REMOTE_PROGRAM = """
 import json, sys, types
 sources, requirements = json.loads({payload!r})
 for name, source in sources.items():
@@ -41,11 +40,11 @@ print(json.dumps(sys.modules[{probe!r}].host_info(requirements)))
 
 @dataclass(frozen=True)
 class HostRequirements:
-    """What has to be on every host. Paths are absolute."""
+    """What every host must have. Paths are absolute."""
 
     python: str
     mpirun: str
-    daemon: str  # what mpirun starts there
+    daemon: str  # the program that mpirun starts there
     folder: str
     path: str  # the PATH that the ranks will have
     interface: str | None = None  # by name, address or network
@@ -53,7 +52,7 @@ class HostRequirements:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What the probe found on one host, see `mpiddp.hosts.probe.host_info`."""
+    """The probe's result for one host, see `mpiddp.hosts.probe.host_info`."""
 
     host: Host
     has_folder: bool
@@ -61,16 +60,16 @@ class HostInfo:
     mpirun: str | None  # its first lines of --version
     torch: str | None
     mpi4py: str | None
-    gpus: int | None  # None where nvidia-smi does not answer
+    gpus: int | None  # None if nvidia-smi does not answer
     interfaces: tuple[Interface, ...]
 
 
 def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[Host, HostInfo]:
-    """Check every host: all of them can be used, and fit together.
+    """Check that every host can be used, and that all have the same versions.
 
     Raises:
-        UnusableHosts: hosts that cannot be used.
-        UserError: hosts that do not fit together.
+        UnusableHosts: some hosts cannot be used.
+        UserError: versions differ between the hosts.
     """
     answers = run_on_hosts(
         hosts, requirements.python, probe_program(requirements), timeout_s=TIMEOUT_S
@@ -93,26 +92,19 @@ def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[H
     return infos
 
 
-def look(
-    hosts: Sequence[Host], local: Sequence[bool], wanted: HostRequirements
-) -> dict[Host, HostInfo]:
-    """`check_hosts` for callers of the old name."""
-    return check_hosts(hosts, wanted)
-
-
 def probe_program(requirements: HostRequirements) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
-    # The names that the probe imports by, with empty packages above them.
+    # The names by which the probe imports, with empty parent packages.
     sources = {"mpiddp": "", "mpiddp.hosts": ""}
     for module in TRAVELLING:
         assert module.__file__ is not None
         sources[module.__name__] = Path(module.__file__).read_text()
     payload = json.dumps([sources, asdict(requirements)])
-    return _FAR_PROGRAM.format(payload=payload, probe=probe.__name__)
+    return _REMOTE_PROGRAM.format(payload=payload, probe=probe.__name__)
 
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:
-    """The last line that the probe wrote: the start-up files of a far shell may print before it."""
+    """The result in the probe's last line. The start-up files of the remote shell may print others before."""
     for line in reversed(answer.stdout.splitlines()):
         if line.startswith('{"has_folder"'):
             fields = json.loads(line)
@@ -122,12 +114,12 @@ def _read(host: Host, answer: Answer) -> HostInfo | None:
 
 
 def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
-    """What is wrong with this host alone, as one sentence; None if nothing is."""
+    """The problem of this host alone, as one sentence; None if it has none."""
     name = info.host.name
     if not info.has_folder:
         return (
             f"{name}: the working folder {requirements.folder} is missing. "
-            "Make it there, or start from a folder that every host has."
+            "Create it there, or launch from a folder that every host has."
         )
     for program, is_there in (
         (requirements.mpirun, info.mpirun is not None),
@@ -150,7 +142,7 @@ def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
 
 
 def _no_answer(host: Host, answer: Answer, requirements: HostRequirements) -> str:
-    """Why the probe did not answer, as one sentence."""
+    """The reason why the probe did not answer, as one sentence."""
     if answer.exit_code is None:
         return f"ssh {host.name}: no answer in {TIMEOUT_S:g} s. Try: {_ssh(host)} true"
     if answer.exit_code == NO_PROGRAM:
@@ -159,14 +151,14 @@ def _no_answer(host: Host, answer: Answer, requirements: HostRequirements) -> st
 
 
 def _ssh_complaint(host: Host, errors: str) -> str:
-    """What ssh itself wrote, as a sentence that says what to do."""
+    """The sentence for ssh's own error, with the command that fixes it."""
     name, here = host.name, socket.gethostname()
     if "Could not resolve hostname" in errors:
         return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
     if "IDENTIFICATION HAS CHANGED" in errors:
         return (
-            f"ssh {name}: its host key has changed. Make sure that it is the same host, "
-            f"then: ssh-keygen -R {name}"
+            f"ssh {name}: its host key has changed. Check that it is the same host, "
+            f"then run: ssh-keygen -R {name}"
         )
     if "Host key verification failed" in errors:
         return (
@@ -176,14 +168,18 @@ def _ssh_complaint(host: Host, errors: str) -> str:
     if denied := re.search(r"Permission denied \(([^)]*)\)", errors):
         return f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id {_port(host)}{host.ssh_target}"
     if "Connection refused" in errors:
-        return f"ssh {name}: connection refused. Start sshd there, or name its port: port="
-    if "No route to host" in errors or "Network is unreachable" in errors:
         return (
-            f"ssh {name}: no route leads there from {here}. Is it switched on, and the network up?"
+            f"ssh {name}: connection refused. "
+            f"Start sshd there, or give its port in the hostfile: {name} port=N"
         )
+    if "No route to host" in errors or "Network is unreachable" in errors:
+        return f"ssh {name}: no route from {here}. Check that the host is on and the network is up."
     if "timed out" in errors:
-        return f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. Is it switched on, and the network up?"
-    last = errors.strip().splitlines()[-1:] or ["it said nothing"]
+        return (
+            f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. "
+            "Check that the host is on and the network is up."
+        )
+    last = errors.strip().splitlines()[-1:] or ["no output"]
     return f"ssh {name} failed: {last[0]}. Try: {_ssh(host)} true"
 
 
@@ -192,20 +188,25 @@ def _ssh(host: Host) -> str:
 
 
 def _port(host: Host) -> str:
-    """As ssh, ssh-copy-id and ssh-keyscan all have it."""
+    """The port option of ssh, ssh-copy-id and ssh-keyscan."""
     return f"-p {host.port} " if host.port else ""
 
 
 def _disagreements(infos: Iterable[HostInfo], requirements: HostRequirements) -> list[str]:
-    """What differs between hosts that can each be used alone."""
+    """The version differences between hosts that can each be used alone."""
     complaints = []
     for package in ("torch", "mpi4py"):
         versions = {info.host.name: getattr(info, package) or "missing" for info in infos}
         if len(set(versions.values())) > 1:
-            complaints.append(f"{package} differs: {_by_value(versions)}.")
+            complaints.append(
+                f"{package} differs: {_by_value(versions)}. Install the same version on every host."
+            )
     versions = {info.host.name: (info.mpirun or "").partition("\n")[0] for info in infos}
     if len(set(versions.values())) > 1:
-        complaints.append(f"{requirements.mpirun} differs: {_by_value(versions)}.")
+        complaints.append(
+            f"{requirements.mpirun} differs: {_by_value(versions)}. "
+            "Install the same MPI on every host."
+        )
     return complaints
 
 

@@ -1,1 +1,1 @@
-"""One module for each program that starts ranks: from a request to its command line."""
+"""One module for each program that starts ranks. Each turns a request into a command line."""

@@ -1,7 +1,7 @@
-"""What one command that starts every rank is made of, and the page that explains it.
+"""The command that starts every rank: its request, its flags, and the text of --dry-run.
 
-`mpiddp.launch.starters.compose` fills it in for the MPI that is installed. Every flag carries the
-reason why it is there, which is what `mpiddp launch --dry-run` prints.
+`mpiddp.launch.starters.compose` composes it for the installed MPI. `mpiddp launch --dry-run` prints the
+reason of every flag.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mpiddp.launch.starters.environment import is_secret
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be started where, whatever the MPI.
+    """The job to start and its hosts, independent of the MPI.
 
-    `nodes` stand in the order of the ranks. `settings` are the variables that the launcher sets itself,
-    in mpirun's own environment; `exports` are the names of all variables that the ranks get. `env` is
-    the user's environment. `networks` ("10.0.0.0/24", or the name of an interface that all hosts have)
-    are all that may be used, if any are named, and `interface` is this machine's own one.
-    `control_address` is where the ranks reach the launcher, None if that is not known. `scratch` is the
-    folder where files for mpirun will lie.
+    `nodes` are in the order of the ranks. `settings` are the variables that the launcher sets itself, in
+    mpirun's environment; `exports` are the names of all variables that the ranks get. `env` is the user's
+    environment. `networks` ("10.0.0.0/24", or the name of an interface that all hosts have), if not
+    empty, are the only ones that MPI may use, and `interface` is this machine's interface.
+    `control_address` is the launcher's address for the ranks, None if it is not known. `scratch` is the
+    folder for mpirun's files.
     """
 
     nodes: tuple[Node, ...]
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Flag:
-    """Arguments of the command line that belong together, and why they are there."""
+    """Arguments of the command line that belong together, and their reason."""
 
     arguments: tuple[str, ...]
     reason: str
@@ -76,13 +76,13 @@ class Command:
             Path(path).write_text(text)
 
     def explained(self) -> str:
-        """The command ready to paste, and under it every flag with its reason."""
+        """The command ready to paste, followed by every flag with its reason."""
         lines = []
         for path, text in self.files.items():
             lines += [f"cat > {shlex.quote(path)} <<'END'", text.rstrip("\n"), "END"]
         assignments = [_assignment(name, value) for name, value in self.settings.items()]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
-        # One reason often serves several flags in a row: it is said once, under the last of them.
+        # Several flags in a row often share a reason: print it once, below the last of them.
         for position, flag in enumerate(self.flags):
             lines.append(f"  {shlex.join(flag.arguments)}")
             following = self.flags[position + 1 : position + 2]
@@ -92,5 +92,5 @@ class Command:
 
 
 def _assignment(name: str, value: str) -> str:
-    """As a shell takes it; a secret is left to be taken from the shell's own variable."""
+    """The assignment in shell syntax. A secret is taken from the shell's own variable."""
     return f'{name}="${name}"' if is_secret(name) else f"{name}={shlex.quote(value)}"

@@ -1,4 +1,4 @@
-"""The command that starts a request exactly on its hosts and in its order: one function for each MPI."""
+"""Compose the command that starts a request on exactly its hosts and in its order, for each MPI."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which MPI is installed: finds mpirun and learns its kind, version and library.
+"""Detect the installed MPI: find mpirun, and determine its kind, version and library.
 
-One venv with one torch serves every MPI, because mpi4py is pointed at the library that belongs to the
-mpirun in use.
+One venv with one torch works with every MPI, because mpi4py is told to load the library that belongs to
+the mpirun in use.
 
     mpiddp launch --dry-run --mpirun PATH -n 2 train.py
 """
@@ -28,7 +28,7 @@ NAMES: dict[StarterKind, str] = {
     "slurm": "Slurm's srun",
 }
 
-# What the program's --version says about it. Hydra is MPICH's mpirun and also that of its relatives.
+# The patterns of each program's --version output. Hydra is the mpirun of MPICH and of its relatives.
 _VERSIONS: tuple[tuple[StarterKind, re.Pattern[str]], ...] = (
     ("openmpi", re.compile(r"\(Open MPI\) (\d[\w.]*)")),
     ("intelmpi", re.compile(r"Intel\(R\) MPI Library.* Version (\d[\w.]*)")),
@@ -36,7 +36,7 @@ _VERSIONS: tuple[tuple[StarterKind, re.Pattern[str]], ...] = (
     ("slurm", re.compile(r"^slurm(?:-wlm)? (\d[\w.]*)")),
 )
 
-# The library's file name is its binary interface: .so.40 is Open MPI's, .so.12 is MPICH's and Intel's.
+# The library's file name shows its binary interface: .so.40 is Open MPI's, .so.12 MPICH's and Intel's.
 _LIBRARIES: dict[StarterKind, str] = {
     "openmpi": "libmpi.so.40",
     "mpich": "libmpi.so.12",
@@ -46,7 +46,7 @@ _LIBRARIES: dict[StarterKind, str] = {
 
 @dataclass(frozen=True)
 class RankStarter:
-    """One installed MPI. `program` is absolute; `libmpi` is None where mpi4py has to search itself."""
+    """One installed MPI. `program` is absolute. `libmpi` is None if mpi4py must find the library itself."""
 
     kind: StarterKind
     version: str
@@ -70,12 +70,12 @@ class RankStarter:
 
 
 def find_mpirun(explicit: str | None, python: Path, env: Mapping[str, str]) -> Path:
-    """The absolute path of mpirun: the one named, else the one beside `python`, else PATH's.
+    """The absolute path of mpirun: the one named, else the one beside `python`, else the one on PATH.
 
-    Symlinks stay as they are: an MPI finds its own files by the path that it was called by.
+    Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
 
     Raises:
-        UserError: there is none.
+        UserError: no mpirun is found.
     """
     path = env.get("PATH")
     if explicit is not None:
@@ -94,7 +94,7 @@ def find_mpirun(explicit: str | None, python: Path, env: Mapping[str, str]) -> P
 
 
 def find_srun(env: Mapping[str, str]) -> Path:
-    """The absolute path of Slurm's srun; UserError when there is none."""
+    """The absolute path of Slurm's srun. Raises UserError if it is not on PATH."""
     found = shutil.which("srun", path=env.get("PATH"))
     if found is None:
         raise UserError(
@@ -105,10 +105,10 @@ def find_srun(env: Mapping[str, str]) -> Path:
 
 
 def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
-    """Ask `program` for its version (a few milliseconds) and find its library beside it.
+    """Run `program --version` (a few milliseconds) and find its library beside it.
 
     Raises:
-        UserError: it does not run, or it is no kind that is known here.
+        UserError: it cannot run, or its kind is unknown.
     """
     try:
         answer = subprocess.run(
@@ -121,19 +121,21 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
             timeout=10,
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{program} --version does not run: {error}") from error
+        raise UserError(
+            f"{program} --version cannot run: {error}. Name another mpirun: --mpirun PATH"
+        ) from error
     for kind, pattern in _VERSIONS:
         if match := pattern.search(answer):
             return RankStarter(kind, match[1], program, _find_library(kind, program))
     first_line = answer.strip().partition("\n")[0]
     raise UserError(
-        f'{program} --version says "{first_line}": neither Open MPI, MPICH nor Intel MPI. '
-        "Name another one: --mpirun PATH"
+        f'{program} --version prints "{first_line}". Expected Open MPI, MPICH or Intel MPI. '
+        "Name another: --mpirun PATH"
     )
 
 
 def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """`env` with the program's folder on PATH, where Intel's mpirun looks for its other half."""
+    """`env` with the program's folder on PATH, where Intel's mpirun looks for its other programs."""
     folders = env.get("PATH", os.defpath).split(os.pathsep)
     if str(program.parent) in folders:
         return dict(env)

@@ -1,6 +1,6 @@
-"""Which environment variables travel to the ranks: an allow-list, never the whole environment.
+"""The environment variables that the ranks get: an allow-list, never the whole environment.
 
-Variables go by name, so that no value stands on a command line, where every user of a host can read it.
+Variables are passed by name, so that no value is on a command line, where every user of a host can read it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ALLOWED = (
     "HF_*",
     "MPIDDP_*",
     "MPI4PY_LIBMPI",
-    # Rank 0 honours these two, and it may run on another host than the launcher.
+    # Rank 0 uses these two, and it may run on another host than the launcher.
     "MASTER_ADDR",
     "MASTER_PORT",
 )
 
-# A variable with such a name goes only when -x names it: it may well be a password.
+# A variable with such a name is passed only if -x names it: it may be a password.
 SECRET = ("*TOKEN*", "*SECRET*", "*KEY*", "*PASSWORD*", "*PASSWD*", "*CREDENTIAL*")
 
 
@@ -42,7 +42,7 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """A command for others to read: of `-x TOKEN=VALUE` only `-x TOKEN`, as set in the environment."""
+    """A command that is safe to print: `-x TOKEN=VALUE` becomes `-x TOKEN`."""
     shown = list(arguments)
     for index, argument in enumerate(arguments):
         is_value = index > 0 and arguments[index - 1] == "-x"
@@ -56,16 +56,18 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables of the user's `-x VAR` (None: as it is set here) and `-x VAR=VALUE` options.
+    """The variables of the options `-x VAR` (None: its value here) and `-x VAR=VALUE`.
 
     Raises:
-        UserError: not a variable's name, or a variable that is not set here and was given no value.
+        UserError: an invalid variable name, or a variable without a value that is not set here.
     """
     variables: dict[str, str | None] = {}
     for export in exports:
         name, has_value, value = export.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(f'-x {export}: "{name}" is no variable\'s name. Example: -x DEBUG=1')
+            raise UserError(
+                f'-x {export}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
+            )
         if not has_value and name not in env:
             raise UserError(f"-x {name}: {name} is not set here. Write: -x {name}=VALUE")
         variables[name] = value if has_value else None
@@ -73,7 +75,7 @@ def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, s
 
 
 def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> tuple[str, ...]:
-    """The sorted names of the variables for the ranks: `exports`, and what of `env` is allowed."""
+    """The sorted names of the variables for the ranks: `exports`, and the allowed ones of `env`."""
     allowed = {name for name in env if _matches(name, ALLOWED) and not is_secret(name)}
     return tuple(sorted(allowed.union(exports)))
 

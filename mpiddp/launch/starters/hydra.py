@@ -7,7 +7,14 @@ from pathlib import PurePath
 
 from mpiddp.launch.starters.command import Command, Flag, Request, flag
 from mpiddp.launch.starters.detect import RankStarter
-from mpiddp.launch.starters.shared import BINDINGS, EXPORT, NETWORK, WDIR, ssh_arguments, ssh_config
+from mpiddp.launch.starters.shared import (
+    BINDINGS,
+    EXPORT_ONLY,
+    NETWORK,
+    WDIR,
+    ssh_arguments,
+    ssh_config,
+)
 
 
 def mpich(starter: RankStarter, request: Request) -> Command:
@@ -18,12 +25,12 @@ def mpich(starter: RankStarter, request: Request) -> Command:
     if files:
         settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = ssh_arguments(files)
     if len(request.nodes) > 1 and "UCX_TLS" not in request.env:
-        # For a few messages TCP will do, and UCX takes several containers of one machine for one
-        # host, between which it then waits for ever.
+        # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
+        # and then hangs between them.
         settings.setdefault("UCX_TLS", "tcp,self")
         exports.append("UCX_TLS")
     flags = [
-        flag("-hosts", hosts, why="each host's number of ranks, in order"),
+        flag("-hosts", hosts, why="the number of ranks on each host, in order"),
         flag("-bind-to", request.bind, why=BINDINGS[request.bind]),
         *_hydra(request, exports),
         flag("-n", str(request.world_size), why="one process per rank"),
@@ -36,11 +43,11 @@ def intel_mpi(starter: RankStarter, request: Request) -> Command:
     settings = dict(request.settings)
     if files:
         settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = ssh_arguments(files)
-    # A file, because its -hosts takes no counts and deals the ranks out as it likes.
+    # A file, because its -hosts accepts no counts and assigns the ranks in another order.
     machines = str(PurePath(request.scratch, "mpiddp-machines"))
     files[machines] = "".join(f"{node.name}:{node.ranks}\n" for node in request.nodes)
     flags = [
-        flag("-machinefile", machines, why="each host's number of ranks, in order"),
+        flag("-machinefile", machines, why="the number of ranks on each host, in order"),
         *_hydra(request, request.exports),
         flag("-genv", *_INTEL_PINNING[request.bind], why=BINDINGS[request.bind]),
         flag("-n", str(request.world_size), why="one process per rank"),
@@ -56,9 +63,9 @@ _INTEL_PINNING = {
 
 
 def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:
-    """What MPICH's and Intel's process managers have in common."""
+    """The flags that MPICH's and Intel's process managers share."""
     flags = [
-        flag("-genvlist", ",".join(exports), why=f"only {EXPORT}"),
+        flag("-genvlist", ",".join(exports), why=EXPORT_ONLY),
         flag("-wdir", request.folder, why=WDIR),
     ]
     if len(request.nodes) > 1 and request.interface:

@@ -16,29 +16,42 @@ from mpiddp.launch.starters.shared import (
     ssh_config,
 )
 
-_KEEPALIVE = "a host that is cut off is noticed within seconds, not minutes"
-# From so many hosts on Open MPI has some log in to others.
+_KEEPALIVE = "detects a lost host within seconds instead of minutes"
+# With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
-_LOGINS_FROM_HERE = "all logins come from this host: the others need not know one another"
-_WHOLE_NAMES = "names stay whole: cut at the first dot, as is usual, ssh may not know them"
+_LOGINS_FROM_HERE = (
+    "this host makes all ssh logins; the other hosts need no ssh keys for each other"
+)
+_FULL_NAMES = (
+    "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know "
+    "the short ones"
+)
 
 
 def open_mpi(starter: RankStarter, request: Request) -> Command:
     flags = []
     if request.as_root:
-        flags.append(flag("--allow-run-as-root", why="you are root, as is usual in a container"))
+        flags.append(
+            flag("--allow-run-as-root", why="mpirun refuses to run as root without this flag")
+        )
     hosts = ",".join(node.name for node in request.nodes for _ in range(node.ranks))
     flags += [
         flag("-n", str(request.world_size), why="one process per rank"),
         flag(
             *("-H", hosts, "--map-by", "seq"),
-            why="each rank's host, one by one: Open MPI's other mappings have their own order",
+            why="the host of each rank in order; Open MPI's other mappings reorder hosts",
         ),
         flag("--bind-to", request.bind, why=BINDINGS[request.bind]),
     ]
     parameters = [
-        ("pml", "ob1", "skips 1 s of looking for fast networks: MPI only carries a few messages"),
-        ("btl", "self,vader,tcp", "for them shared memory and TCP will do, which every host has"),
+        (
+            *("pml", "ob1"),
+            "skips a 1 s search for fast networks; MPI carries only a few messages",
+        ),
+        (
+            *("btl", "self,vader,tcp"),
+            "shared memory and TCP are enough for these messages, and every host has them",
+        ),
     ]
     files = ssh_config(request)
     if len(request.nodes) > 1:
@@ -55,7 +68,7 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
             ]
     if any("." in node.name and not _is_address(node.name) for node in request.nodes):
         runtime = "orte" if starter.major < 5 else "prte"
-        parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _WHOLE_NAMES))
+        parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _FULL_NAMES))
     if files:
         parameters.append(("plm_rsh_args", ssh_arguments(files), SSH_CONFIG))
     if len(request.nodes) > _TREE_RADIX:

@@ -9,18 +9,19 @@ from mpiddp.hosts.nodes import Node
 from mpiddp.launch.starters.command import Request
 
 BINDINGS = {
-    "none": "a rank's data loading needs more than the one core that MPI would give it",
-    "numa": "--bind numa: a rank keeps to the cores and the memory of one NUMA node",
-    "core": "--bind core: a rank keeps to one core",
+    "none": "no binding: MPI would give each rank one core, and data loading needs more",
+    "numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
+    "core": "--bind core: each rank uses one core",
 }
 WDIR = "the same working folder on every host"
-EXPORT = "these variables reach the ranks on other hosts, by name: no value is shown to `ps`"
-NETWORK = "the network that the hosts share, for not every one of a host's leads to the others"
-SSH_CONFIG = "the users and ports that the hostfile names, before your own ssh settings"
+EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
+EXPORT_ONLY = "passes only these variables to the ranks, by name, so that `ps` shows no value"
+NETWORK = "the network that connects the hosts; not every network of a host does"
+SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
 
 
 def ssh_config(request: Request) -> dict[str, str]:
-    """The file that tells ssh of users and ports, which no MPI's command line has room for."""
+    """The file that gives ssh the users and ports. No MPI has a command-line option for them."""
     special = [node for node in request.nodes if node.user or node.port]
     if not special:
         return {}

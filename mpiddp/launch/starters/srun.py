@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from mpiddp.launch.starters.command import Command, Request, flag
 from mpiddp.launch.starters.detect import RankStarter
-from mpiddp.launch.starters.shared import BINDINGS, EXPORT, WDIR
+from mpiddp.launch.starters.shared import BINDINGS, EXPORT_ONLY, WDIR
 
 
 def srun(starter: RankStarter, request: Request) -> Command:
@@ -16,21 +16,23 @@ def srun(starter: RankStarter, request: Request) -> Command:
         flag(f"--ntasks={request.world_size}", why="one process per rank"),
         flag(
             *("--distribution=arbitrary", f"--nodelist={hosts}"),
-            why="each rank's host, one by one",
+            why="the host of each rank, in order",
         ),
-        flag("--mpi=none", why="the ranks meet by Slurm's own variables, MPI is not needed"),
+        flag("--mpi=none", why="the ranks join through Slurm's variables; MPI is not needed"),
         flag(f"--cpu-bind={binding}", why=BINDINGS[request.bind]),
-        flag("--kill-on-bad-exit=1", why="a rank that fails ends the job"),
+        flag("--kill-on-bad-exit=1", why="one failed rank ends the job"),
         flag("--quit-on-interrupt", why="one Ctrl-C is enough"),
         flag(f"--chdir={request.folder}", why=WDIR),
-        flag(f"--export={','.join(_with_login(request))}", why=f"only {EXPORT}"),
+        flag(f"--export={','.join(_with_login(request))}", why=EXPORT_ONLY),
     ]
     if cpus := request.env.get("SLURM_CPUS_PER_TASK"):
-        flags.append(flag(f"--cpus-per-task={cpus}", why="srun forgets what sbatch was asked for"))
+        flags.append(
+            flag(f"--cpus-per-task={cpus}", why="srun does not inherit this option from sbatch")
+        )
     return Command(str(starter.program), tuple(flags), request.job, request.settings)
 
 
 def _with_login(request: Request) -> Iterable[str]:
-    """srun leaves out even what every login has."""
+    """The exports and the variables of a login. srun passes on no variable that is not named."""
     login = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys()
     return sorted(login.union(request.exports))

@@ -1,7 +1,7 @@
-"""One attempt at a job: a control channel, one mpirun, and the verdict over its end.
+"""One attempt at a job: a control channel, one mpirun, and the verdict.
 
-A job has succeeded when every rank said so. mpirun's own exit code counts only where no rank has
-spoken: it is 0 after a killed daemon or a cut link, and 255 or 143 whatever the script returned.
+A job has succeeded when every rank has reported success. mpirun's exit code counts only if no rank has
+reported: it is 0 after a killed daemon or a cut link, and 255 or 143 whatever the script returned.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mpiddp.protocol import JOB
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's own exit code, what is to be said of it, and how the job resumes."""
+    """The launcher's exit code, the sentence that explains it, and how the job resumes."""
 
     code: int
     sentence: str = ""
     announcement: Announcement = NOTHING_ANNOUNCED
     made_steps: bool = False
-    was_to_stop: bool = False  # somebody asked for it
+    stop_was_requested: bool = False
 
     @property
     def resumes(self) -> bool:
-        """Whether the same command goes on where this one was ended."""
+        """Whether the same command resumes the job."""
         return self.code == STOPPED or (
             self.code == INTERRUPTED and bool(self.announcement.resume_args)
         )
@@ -46,10 +46,10 @@ class Outcome:
 def attempt(
     starter: RankStarter, request: Request, limits: Limits, signals: socket.socket
 ) -> Outcome:
-    """Run the job to its end, and leave nothing of it behind on any host that can be reached.
+    """Run the job to its end, and leave no process of it on any host that can be reached.
 
     Args:
-        signals: where stops are asked for, see `mpiddp.launch.supervise.signals.signals_on_socket`.
+        signals: stop requests, see `mpiddp.launch.supervise.signals.signals_on_socket`.
     """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
     state = JobState(hosts)
@@ -80,26 +80,26 @@ def attempt(
         outcome,
         announcement=state.announcement,
         made_steps=bool(state.steps),
-        was_to_stop=end.interrupted,
+        stop_was_requested=end.interrupted,
     )
     if outcome.code not in (DONE, BAD_INPUT, STOPPED) and starter.kind != "slurm":
-        from mpiddp.launch.remote.orphans import sweep
+        from mpiddp.launch.remote.orphans import kill_orphans
 
         silent = state.silent_hosts()
         nodes = [node for node in request.nodes if node.name not in silent]
-        sweep(nodes, job, request.job[0], log.info)
+        kill_orphans(nodes, job, request.job[0], log.info)
     return outcome
 
 
 def _outcome_by_ranks(
     starter: RankStarter, end: MpirunEnd, state: JobState, verdict: str
 ) -> Outcome:
-    """The verdict of the ranks; mpirun's exit code counts only where none of them has spoken."""
+    """The verdict by the ranks' messages. mpirun's exit code counts only if no rank has reported."""
     if state.all_stopped:
         return Outcome(STOPPED, "stopped on request.")
     if verdict:
         return Outcome(FAILED, verdict)
-    if end.failed_stopping and (first := state.first_failure()) and _says_why(first, state):
+    if end.failed_stopping and (first := state.first_failure()) and _has_reason(first, state):
         return _outcome_of_failure(starter, end, state, first)
     if end.interrupted and not (state.all_done and state.supports_stop):
         return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
@@ -119,19 +119,19 @@ def _outcome_of_failure(
     starter: RankStarter, end: MpirunEnd, state: JobState, first: Message
 ) -> Outcome:
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Outcome(first.facts["code"], state.unsaid(first))
+        return Outcome(first.facts["code"], state.unprinted_error(first))
     return Outcome(FAILED, state.sentence(first, _signal(starter, end.code)))
 
 
-def _says_why(first: Message, state: JobState) -> bool:
-    """Whether a rank that was to save and stop has failed at that, not been stopped by the request."""
+def _has_reason(first: Message, state: JobState) -> bool:
+    """Whether a rank failed while it saved and stopped, rather than being ended by the request."""
     if first.kind != "failed" or first.rank not in state.supports_stop:
         return False
     return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
 
 
 def _outcome_by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
-    """The verdict where the ranks cannot reach this process."""
+    """The verdict if the ranks cannot reach this process."""
     if end.interrupted:
         return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
     if end.code in (DONE, BAD_INPUT, STOPPED):
@@ -140,9 +140,9 @@ def _outcome_by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
 
 
 def _outcome_without_ranks(end: MpirunEnd) -> Outcome:
-    """mpirun ended without a complaint, but no rank ever reported: those that refuse may not have."""
+    """The verdict if mpirun ended without a failure but no rank reported, as ranks that refuse may not."""
     if end.code == DONE:
-        return Outcome(FAILED, "the job failed: mpirun ended, but no rank has reported.")
+        return Outcome(FAILED, "the job failed: mpirun ended, but no rank ever reported.")
     return Outcome(end.code)
 
 
@@ -155,9 +155,9 @@ def _cause(starter: RankStarter, code: int) -> str:
 
 
 def _signal(starter: RankStarter, code: int) -> str | None:
-    """The signal that mpirun says has killed a rank, "" if none has; None where it does not tell.
+    """The signal that killed a rank by mpirun's exit code, "" if none did; None if the code is ambiguous.
 
-    Elsewhere 128 + N may be a code that the launcher made up, or that of a rank it has ended.
+    Except under Open MPI, 128 + N may be the starter's own code, or that of a rank that it has ended.
     """
     if starter.kind != "openmpi":
         return None
@@ -169,9 +169,9 @@ def _private_folder(needed: bool) -> Iterator[str]:
     if not needed:
         yield "."
         return
-    import tempfile  # costs 10 ms, and most jobs need no file
+    import tempfile  # 10 ms, and most jobs need no file
 
-    # Every mpirun cuts ssh's arguments at their blanks.
-    place = "/tmp" if " " in tempfile.gettempdir() else None
-    with tempfile.TemporaryDirectory(prefix="mpiddp-", dir=place) as folder:
+    # Every mpirun splits ssh's arguments at blanks.
+    parent = "/tmp" if " " in tempfile.gettempdir() else None
+    with tempfile.TemporaryDirectory(prefix="mpiddp-", dir=parent) as folder:
         yield folder

@@ -1,7 +1,7 @@
-"""The launcher's end of the control channel: who of the ranks is connected, and what they say.
+"""The launcher's end of the control channel: the connected ranks and their messages.
 
-It listens on one address only. A connection that does not prove in time that it belongs to the job,
-or that sends what is not this protocol, is dropped, and nothing else happens.
+It listens on one address only. It drops a connection that does not prove in time that it belongs to the
+job, or that violates the protocol, without any other effect.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ STRANGERS = 64  # connections without a proof, beyond one for each rank
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank said, at a time of `time.monotonic()`.
+    """A message from a rank, with its time in `time.monotonic()`'s seconds.
 
-    `kind` is one of the protocol's messages, or "lost": the connection ended; then facts["silent"] says
-    whether that is because nothing at all came from its host any more. Or "frames": a line of the
-    stacks that a rank writes from native code.
+    `kind` is one of the protocol's messages, "lost" or "frames". "lost": the connection ended, and
+    facts["silent"] is whether the host stopped answering. "frames": a line of the stacks that a rank
+    writes from native code.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class ControlServer:
     """The server for `world_size` ranks, on a free port of `address`.
 
     Raises:
-        UserError: it cannot listen there.
+        UserError: it cannot listen on `address`.
     """
 
     def __init__(self, address: str, world_size: int, selector: selectors.BaseSelector) -> None:
@@ -75,14 +75,15 @@ class ControlServer:
             self._socket = socket.create_server((address, 0), family=family, backlog=1024)
         except OSError as error:
             raise UserError(
-                f"this machine cannot listen on {address} ({error.strerror}). Name another --interface."
+                f"cannot listen on {address} of this machine ({error.strerror}). "
+                "Name another interface: --interface NAME"
             ) from None
         self._socket.setblocking(False)
         self._peers: set[_Peer] = set()
         self._by_rank: dict[int, _Peer] = {}
         selector.register(self._socket, selectors.EVENT_READ, self)
         host, port = self._socket.getsockname()[:2]
-        # What the ranks need, as environment variables.
+        # The environment variables that the ranks need.
         self.settings = {ADDRESS: f"{host}:{port}", SECRET: self._secret}
 
     def close(self) -> None:
@@ -96,12 +97,12 @@ class ControlServer:
         return set(self._by_rank)
 
     def receive(self, data: object) -> list[Message]:
-        """What is new on one of the selector's ready sockets; `data` is what it was registered with."""
+        """The new messages of a ready socket. `data` is its data in the selector."""
         if data is self:
             self._accept()
             return []
         assert isinstance(data, _Peer)
-        if data not in self._peers:  # dropped since the selector saw it
+        if data not in self._peers:  # dropped since the selector returned it
             return []
         if data.unsent:
             self._send(data)
@@ -117,13 +118,13 @@ class ControlServer:
         messages = []
         for line in [*lines, data.buffer] if len(data.buffer) > LINE_LIMIT else lines:
             try:
-                messages += self._understand(data, line)
+                messages += self._parse(data, line)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 return [*messages, *self._lose(data, silent=False)]
         return messages
 
     def send_all(self, kind: str, **facts: object) -> None:
-        """Say something to every rank that is connected."""
+        """Send a message to every connected rank."""
         for rank in list(self._by_rank):
             self.send(rank, kind, **facts)
 
@@ -133,14 +134,14 @@ class ControlServer:
             self._send(peer)
 
     def interrupt(self, rank: int) -> None:
-        """Ask a rank that cannot answer for its stacks, by the kernel."""
+        """Request the stacks of a rank that does not answer: an urgent byte makes its kernel signal it."""
         peer = self._by_rank[rank]
         peer.was_interrupted = True
-        with contextlib.suppress(OSError):  # reading will show that as well
+        with contextlib.suppress(OSError):  # the next read fails too
             peer.connection.send(URGENT, socket.MSG_OOB)
 
     def drop_silent_hosts(self) -> list[Message]:
-        """Give up those ranks whose hosts do not even acknowledge what was sent to them."""
+        """Drop the ranks whose hosts have not acknowledged what was sent to them."""
         import fcntl
 
         messages = []
@@ -153,7 +154,7 @@ class ControlServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:  # it has gone already
+        except OSError:  # it has already closed
             return
         now = time.monotonic()
         for peer in [peer for peer in self._peers if peer.rank is None]:
@@ -171,12 +172,12 @@ class ControlServer:
         peer.unsent = dumps("challenge", challenge=peer.challenge)
         self._send(peer)
 
-    def _understand(self, peer: _Peer, line: bytes) -> list[Message]:
-        """Raises ValueError, or whatever a strange value leads to, for what is not the protocol."""
+    def _parse(self, peer: _Peer, line: bytes) -> list[Message]:
+        """Parse a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
         if len(line) > LINE_LIMIT:
             raise ValueError("too long")
         if peer.was_interrupted and peer.rank is not None and not _is_json(line):
-            # Its stack, maybe in the middle of a message that it was about to say.
+            # A line of its stack, maybe in the middle of a message that it was sending.
             return [Message(peer.rank, "frames", {"text": line.decode()}, time.monotonic())]
         facts = json.loads(line)
         kind = facts.pop("type")
@@ -190,7 +191,7 @@ class ControlServer:
         rank = facts["rank"]
         if type(rank) is not int or rank not in range(self.world_size) or rank in self._by_rank:
             raise ValueError(rank)
-        # How long this comparison takes tells nothing: every connection has another challenge.
+        # The time of this comparison reveals nothing: every connection has another challenge.
         if facts["proof"] != proof(self._secret, peer.challenge, rank):
             raise ValueError("no proof")
         peer.rank = rank
@@ -198,12 +199,12 @@ class ControlServer:
         return []
 
     def _send(self, peer: _Peer) -> None:
-        """As much as the connection takes; the rest goes when it takes more."""
+        """Send as much as the connection accepts. The rest follows when it accepts more."""
         try:
             sent = peer.connection.send(peer.unsent)
         except BlockingIOError:
             sent = 0
-        except OSError:  # reading will show that as well
+        except OSError:  # the next read fails too
             sent = len(peer.unsent)
         peer.unsent = peer.unsent[sent:]
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
@@ -223,7 +224,7 @@ class ControlServer:
         peer.connection.close()
 
 
-_SIOCOUTQ = 0x5411  # bytes that the other side has not acknowledged yet
+_SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
 
 def _is_json(line: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Which ranks a job is waiting for, to make a step or to join, and where in their code they are."""
+"""Report the ranks that a job waits for, to make a step or to join, and where in their code they are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mpiddp.launch.supervise.job_state import JobState
 _WAITS = re.compile(r"/torch/")
 _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 
-# The first lines of what faulthandler writes of the main thread.
+# The first lines of faulthandler's output for the main thread.
 _INNERMOST = re.compile(r'^Stack .*\n  File "([^"]+)", (.*)', re.MULTILINE)
 
 
 def hang_sentences(state: JobState, timeout_s: float) -> list[str]:
-    """A sentence for each stuck rank, its stacks behind it.
+    """A sentence for each stuck rank, followed by its stack.
 
-    Stuck are those that do not even answer; else those that are behind; else those that are outside
+    The stuck ranks are those that do not answer; else those that are behind; else those that are outside
     of torch, where the others wait.
     """
     ranks = [rank for rank in range(state.world_size) if rank not in state.done]
@@ -31,12 +31,13 @@ def hang_sentences(state: JobState, timeout_s: float) -> list[str]:
         what = f"{state.name(rank)} has made no step for {timeout_s:g} s"
         if rank in mute and rank in state.frames:
             found.append(
-                f"{what}: native code keeps its interpreter. The others wait at step {furthest}. "
-                f"Its Python stack follows, the innermost call first.\n{state.frames[rank].rstrip()}"
+                f"{what}: native code holds its Python interpreter. The others wait at step "
+                f"{furthest}. Its Python stack follows, innermost call first.\n"
+                f"{state.frames[rank].rstrip()}"
             )
         elif rank in mute:
             found.append(
-                f"{what} and does not answer: stopped, or stuck in native code. "
+                f"{what} and does not answer: it is stopped, or stuck in native code. "
                 f"The others wait at step {furthest}."
             )
         else:
@@ -64,15 +65,16 @@ def missing_sentence(state: JobState, timeout_s: float) -> str:
 
 
 def _last_line(state: JobState, rank: int) -> str:
-    """Where its Python is: the innermost line that is not of Python's own way of importing."""
+    """The line that the rank's Python executes: the innermost one outside of Python's import system."""
     if rank not in state.started:
-        return "none: its Python has not started there."
+        return "none; its Python has not started."
     if rank not in state.stacks and (top := _INNERMOST.search(state.frames.get(rank, ""))):
-        return f"in {top[1]}, {top[2]}, where native code keeps its interpreter."
+        return f"in {top[1]}, {top[2]}, where native code holds the interpreter."
     if rank not in state.stacks:
         pid = state.started[rank]["pid"]
         return (
-            f"none: it started (pid {pid}) and does not answer: stopped, or stuck in native code."
+            f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native "
+            "code."
         )
     frames = _main_frames(state.stacks[rank]["text"])
     file, place, code = [frame for frame in frames if not frame[0].startswith("<frozen ")][-1]
@@ -81,6 +83,6 @@ def _last_line(state: JobState, rank: int) -> str:
 
 def _main_frames(text: str) -> list[tuple[str, str, str]]:
     """The main thread's frames, outermost first: file, "line 3, in work", and that line's code."""
-    # It comes last, and so is the one that is still there when the text had to be cut.
+    # It comes last, so it remains when the text is truncated.
     main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]
     return _FRAME.findall(main)

@@ -1,4 +1,4 @@
-"""What the ranks have said so far, and the verdict that follows from it, whatever mpirun returns."""
+"""The ranks' messages so far, and the verdict that follows from them, independent of mpirun's exit code."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any
 
 from mpiddp.launch.supervise.control_server import Message
 
-# What a rank says when another one has gone. If that is really why, the other's end was noticed at
-# about the same time.
+# Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
+# other's end at about the same time.
 _CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
 _CONSEQUENCE_S = 0.3
-_FIRST_S = (
-    5.0  # the others' messages may overtake those of the rank that the store knows to be first
-)
-_SILENCE_S = 15.0  # before a host is known to be gone
-_AT_ONCE_S = 0.1  # a rank that ends without a signal takes no others with it so soon
+# The others' messages may overtake the message of the rank that failed first according to the store.
+_FIRST_S = 5.0
+_SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
+_AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the job says of its restarts, see `mpiddp.runtime.announcement.announce`."""
+    """What the job announces for its restarts, see `mpiddp.runtime.announcement.announce`."""
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None
@@ -34,7 +33,7 @@ NOTHING_ANNOUNCED = Announcement()
 
 @dataclass
 class JobState:
-    """All that is known of a job's ranks. `hosts` are those that the ranks are wanted on."""
+    """The state of a job's ranks. `hosts` has the requested host of each rank."""
 
     hosts: Sequence[str]
     started: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -86,12 +85,12 @@ class JobState:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not come to meet the others."""
+        """The ranks that have not joined."""
         return [rank for rank in range(self.world_size) if rank not in self.joining]
 
     @property
     def newest_step_at(self) -> float | None:
-        """When a rank was last known to have made a step, in time.monotonic()'s seconds."""
+        """The time of the newest step of any rank, in time.monotonic()'s seconds."""
         return max((at for _, at in self.steps.values()), default=None)
 
     @property
@@ -100,37 +99,37 @@ class JobState:
 
     @property
     def all_stopped(self) -> bool:
-        """Whether the job ended early as it was asked to, with all that it had saved.
+        """Whether the job stopped on request after a save.
 
-        Some ranks may have had less to do than others, and been at their end already.
+        Some ranks may have had less to do than others, and finished before the request.
         """
         return self.all_done and bool(self.stopped)
 
     def first_failure(self) -> Message | None:
-        """The rank that the others' trouble comes from.
+        """The failure that caused the others.
 
-        One that vanished outranks the broken connections of its peers, and a host that fell silent
-        did so long before it was noticed.
+        A rank that vanished takes precedence over the broken connections of its peers, and a silent host
+        stopped answering long before it was noticed.
         """
         return min(self.failures.values(), key=_began, default=None)
 
     def silent_hosts(self) -> set[str]:
-        """Those of `hosts` that nothing comes from any more."""
+        """The ones of `hosts` that stopped answering."""
         return {self.hosts[rank] for rank, message in self.failures.items() if _is_silent(message)}
 
     def host_of(self, rank: int) -> str:
-        """The name that the host has for itself, once it has said so."""
+        """The rank's own name of its host, once it has reported it; else the requested host."""
         return str(self.started.get(rank, {}).get("host", self.hosts[rank]))
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.host_of(rank)}"
 
     def sentence(self, first: Message, killed_by: str | None = None) -> str:
-        """Who failed first, of what, and where to read more.
+        """The verdict: the rank that failed first, why, and where its traceback is.
 
         Args:
-            killed_by: the signal that mpirun saw a rank end by, "" if there was none; None where it
-                does not tell.
+            killed_by: the signal by which a rank ended according to mpirun, "" if there was none, None
+                if mpirun does not report it.
         """
         others = " The other ranks were stopped." if self.world_size > 1 else ""
         if first.kind == "lost" and first.facts["silent"]:
@@ -138,18 +137,18 @@ class JobState:
             ranks = [r for r, message in self.failures.items() if _is_silent(message)]
             there = sorted(r for r in ranks if self.host_of(r) == host)
             names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
-            return f"lost {host} ({names}): no sign of life came from it any more.{others}"
+            return f"lost {host} ({names}): the host stopped answering.{others}"
         if first.kind == "lost" and killed_by:
             return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
         if killed_by == "" and first.kind == "lost" and len(lost := self._lost_with(first)) > 1:
             return (
-                f"the ranks on {', '.join(lost)} ended at once, without a word, as when MPI's daemon "
-                "on one of these hosts is killed."
+                f"the ranks on {', '.join(lost)} ended at the same moment without an error, as when "
+                "the MPI daemon on one of these hosts is killed."
             )
         if first.kind == "lost":
             return (
-                f"{self.name(first.rank)} was the first to end, without a word: killed, crashed in "
-                f"native code, or by os._exit.{others}"
+                f"{self.name(first.rank)} ended first, without an error: it was killed, crashed in "
+                f"native code, or called os._exit.{others}"
             )
         error, log = first.facts["error"], self.logs.get(first.rank)
         if not first.facts["traceback"]:
@@ -160,15 +159,15 @@ class JobState:
         summary = error.strip().partition("\n")[0]
         return f"{self.name(first.rank)} failed first: {summary}{where}.{others}"
 
-    def unsaid(self, refusal: Message) -> str:
-        """Why a rank refused, if `errors.print_from_one_rank` chose none of those that did."""
+    def unprinted_error(self, refusal: Message) -> str:
+        """The error of a rank that refused, "" if `errors.print_from_one_rank` has printed it on a rank."""
         refused = (rank for rank, message in self.failures.items() if message.kind == "failed")
         if any(self.hosts.index(self.hosts[rank]) == rank for rank in refused):
             return ""
         return str(refusal.facts["error"])
 
     def _lost_with(self, first: Message) -> list[str]:
-        """The hosts of the ranks that vanished as `first` did, in the order of their ranks."""
+        """The hosts of the ranks that vanished together with `first`, in the order of their ranks."""
         ranks = [
             rank
             for rank, message in sorted(self.failures.items())
@@ -182,7 +181,7 @@ def _is_silent(message: Message) -> bool:
 
 
 def _began(message: Message) -> float:
-    """When the trouble of this rank began, as far as it can be told."""
+    """The estimated time when this rank's failure began."""
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
     if message.facts["traceback"] and _CONSEQUENCE.search(message.facts["error"]):

@@ -1,7 +1,7 @@
-"""mpirun and what it starts on this host: started, stopped, and nothing of it left.
+"""Start and stop mpirun and every process that it starts on this host.
 
-mpirun gets a session of its own, so that a Ctrl-C reaches it once, from here. This process adopts
-whatever mpirun leaves behind, so that nothing gets lost between its end and ours.
+mpirun gets its own session, so that a Ctrl-C reaches it once, from this process. This process adopts
+mpirun's orphans, so that none of them outlives the job.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from mpiddp.errors import UserError
 
-ORPHANS_S = 2.0  # for what mpirun left behind to end by itself
-KILL_S = 5.0  # for the system to end what was killed: not where a disk or a driver holds it
+ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
+KILL_S = 5.0  # time for killed processes to end, unless a disk or a driver blocks them
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -28,7 +28,7 @@ class MpirunProcess:
     """One mpirun, on this process's own stdin, stdout and stderr, and all that it starts on this host."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        # Children of the shell that this process may have taken the place of, by exec.
+        # Children of the shell that this process may have replaced by exec.
         self._strangers = frozenset(_descendants(os.getpid()))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -38,40 +38,40 @@ class MpirunProcess:
                 env=dict(env),
                 stdin=subprocess.DEVNULL if _is_in_background() else None,
                 start_new_session=True,
-                # Should this process be killed, the job must not go on without anybody to stop it.
+                # If this process is killed, the job must end with it.
                 preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
             )
-        except OSError as error:  # a host list of more than 128 KiB is one
-            raise UserError(f"{argv[0]} cannot be started: {error.strerror}.") from None
+        except OSError as error:  # one cause: a host list of more than 128 KiB
+            raise UserError(f"cannot start {argv[0]}: {error.strerror}.") from None
 
     @property
     def code(self) -> int | None:
-        """Its exit code, -N if signal N has killed it; None as long as it runs."""
+        """Its exit code, -N if signal N killed it, None while it runs."""
         return self._process.poll()
 
     def reap_adopted(self) -> None:
-        """Collect the orphans that have ended, for nobody else will."""
+        """Collect the adopted orphans that have ended."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, options)) and ended.si_pid != self._process.pid:
                 os.waitpid(ended.si_pid, 0)
 
     def stop(self) -> None:
-        """SIGTERM also for a Ctrl-C: Hydra would pass a SIGINT on, and each rank print a traceback.
+        """Send SIGTERM, also for a Ctrl-C: Hydra would forward a SIGINT and each rank print a traceback.
 
-        The whole group gets it, for Intel's mpirun is a shell around another one.
+        The whole process group gets it, because Intel's mpirun is a shell script around another program.
         """
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """Kill all that the job has on this host, whereupon its daemons on other hosts end too."""
+        """Kill all processes of the job on this host. Its daemons on other hosts then end too."""
         _signal_all(self._left(), signal.SIGKILL)
 
     def end_orphans(self, grace_s: float) -> list[int]:
-        """End what the job has left on this host: politely first, and after `grace_s` for certain.
+        """End the job's remaining processes on this host: SIGTERM, and SIGKILL after `grace_s`.
 
-        Returns what cannot be ended.
+        Returns the processes that cannot be killed.
         """
         _signal_all(self._left(), signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -86,7 +86,7 @@ class MpirunProcess:
 
 
 def _is_in_background() -> bool:
-    """Whether a shell's `&` is at work: in a session of its own, mpirun would read what is typed there."""
+    """Whether a shell runs this process by `&`. In its own session mpirun would read the terminal's input."""
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:  # no terminal
@@ -95,20 +95,20 @@ def _is_in_background() -> bool:
 
 def _signal_all(pids: Sequence[int], number: int) -> None:
     for pid in pids:
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has ended, or belongs to another user
             os.kill(pid, number)
 
 
 def _descendants(ancestor: int, but: Collection[int] = ()) -> list[int]:
-    """The living processes below `ancestor`, which as their reaper includes every orphan.
+    """The running descendants of `ancestor`. It adopts orphans, so these are included.
 
-    Those of `but` are left out, with all that is below them.
+    The processes of `but` and their descendants are left out.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in but:
-            with suppress(OSError):  # it has ended, or another user's may not be looked at
-                # "pid (name) state ppid …", where the name may be any bytes, parentheses as well
+            with suppress(OSError):  # it has ended, or another user's cannot be read
+                # "pid (name) state ppid …". The name may contain any bytes, including parentheses.
                 state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
                 if state != b"Z":
                     children[int(parent)].append(int(entry.name))

@@ -1,4 +1,4 @@
-"""Signals as something to wait for, beside sockets and times."""
+"""Deliver signals through a socket, so that one selector waits for them and for other sockets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextmanager
 def signals_on_socket() -> Iterator[socket.socket]:
-    """A socket with one byte for each of STOP_SIGNALS that arrives: its number.
+    """A socket that receives one byte, the number, for each of STOP_SIGNALS.
 
-    Not for those that whoever started us wants ignored: `nohup` does so with SIGHUP.
+    Signals that were ignored when this process started stay ignored, as SIGHUP under `nohup`.
     """
     numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    # The handler only keeps the signal from its default action.
+    # The handler only replaces the signal's default action.
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
@@ -35,7 +35,7 @@ def signals_on_socket() -> Iterator[socket.socket]:
 
 @contextmanager
 def child_exits_on_socket() -> Iterator[None]:
-    """Within `signals_on_socket`: there is a byte for the end of a child as well."""
+    """Within `signals_on_socket`: the socket also receives a byte when a child exits."""
     before = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         yield
@@ -43,8 +43,8 @@ def child_exits_on_socket() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-def is_asked_to_stop(signals: socket.socket, within_s: float) -> bool:
-    """Whether one of STOP_SIGNALS has arrived, or does so within that time."""
+def stop_is_requested(signals: socket.socket, within_s: float) -> bool:
+    """Whether one of STOP_SIGNALS has arrived, or arrives within `within_s`."""
     deadline = time.monotonic() + within_s
     while True:
         signals.settimeout(max(deadline - time.monotonic(), 1e-6))

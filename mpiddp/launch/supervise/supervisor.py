@@ -1,6 +1,6 @@
-"""Watches over one mpirun: receives from its ranks, ends what does not end by itself, passes stops on.
+"""Supervise one mpirun: receive the ranks' messages, forward stop requests, end hanging processes.
 
-One loop over sockets, signals and times; it costs nothing while nothing happens.
+One loop waits for sockets, signals and timers. It costs nothing while nothing happens.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.launch.supervise.mpirun_process import ORPHANS_S, MpirunProcess
 from mpiddp.launch.supervise.signals import STOP_SIGNALS, child_exits_on_socket
 
-STOP_S = 5.0  # for mpirun to stop its ranks, which Open MPI 4.1 takes up to 4 s for
-SPREAD_S = 3.0  # for a failure to reach all ranks by itself
-FAREWELL_S = 10.0  # for mpirun to end when no rank is left
-STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to answer, and for those that need an interrupt
-END_S = 2.0  # for ranks that were told to end
-SILENCE_S = 1.0  # for a host to acknowledge a message
-LONGEST_WAIT_S = 86400.0  # epoll takes no more than some weeks
+# Time limits for:
+STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
+SPREAD_S = 3.0  # a failure to reach all ranks by itself
+EXIT_S = 10.0  # mpirun to end once no rank is left
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
+END_S = 2.0  # ranks to end after an "end" message
+SILENCE_S = 1.0  # a host to acknowledge a message
+
+LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long this or that may take, in seconds; None: for ever."""
+    """The time limits of the user, in seconds; None means no limit."""
 
     grace_s: float = 30.0
-    start_timeout_s: float | None = None  # until the first rank is there
+    start_timeout_s: float | None = None  # until the first rank has started
     stop_after_s: float | None = None
     hang_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
 class MpirunEnd:
-    """How mpirun ended: its code (-N when signal N killed it), and whether we were told to stop.
+    """How mpirun ended: its code (-N if signal N killed it), and whether a stop was requested.
 
-    `was_killed`: by a signal that was not ours. `failed_stopping`: a rank failed after it was asked to
-    stop, before it was made to.
+    `was_killed`: by a signal that this launcher did not send. `failed_stopping`: a rank failed after the
+    stop request and before it was forced to end.
     """
 
     code: int
@@ -52,7 +54,7 @@ class MpirunEnd:
 
 
 class Supervisor:
-    """One job. `server` is None where the ranks cannot reach this process: then mpirun's exit code counts."""
+    """One job. `server` is None if the ranks cannot reach this process; mpirun's exit code counts then."""
 
     def __init__(
         self,
@@ -65,19 +67,19 @@ class Supervisor:
         self._server = server
         self._state = state
         self._limits = limits
-        self._agenda: list[tuple[float, Callable[[], None]]] = []  # the next one first
+        self._agenda: list[tuple[float, Callable[[], None]]] = []  # sorted by time
         self._stops = 0
         self._is_failing = False
         self._failed_stopping = False
         self._is_ending = False
-        self.verdict = ""  # why the job was ended from here, if it was
+        self.verdict = ""  # the reason, if the supervisor ended the job
 
     def run(self, argv: Sequence[str], env: Mapping[str, str], signals: socket.socket) -> MpirunEnd:
         """Run mpirun until it and all its ranks have ended.
 
-        The first of the `signals` (see `mpiddp.launch.supervise.signals.signals_on_socket`) asks the ranks to
-        stop; the second kills all that the job has on this host, whereupon its daemons on other hosts
-        end too.
+        The first of the `signals` (see `mpiddp.launch.supervise.signals.signals_on_socket`) requests a
+        stop of the ranks. The second kills all processes of the job on this host, and its daemons on other
+        hosts then end too.
         """
         with child_exits_on_socket():
             self._selector.register(signals, selectors.EVENT_READ, signals)
@@ -93,7 +95,8 @@ class Supervisor:
             self._receive_last_messages(signals)
             self._selector.unregister(signals)
             if left := self._mpirun.end_orphans(0.0 if self._stops > 1 else ORPHANS_S):
-                log.info(f"cannot be killed, for the system holds them: processes {left}.")
+                processes = ", ".join(map(str, left))
+                log.info(f"processes {processes} cannot be killed: they are blocked in the kernel.")
         code = self._mpirun.code
         assert code is not None
         was_killed = code < 0 and not self._is_ending
@@ -104,7 +107,7 @@ class Supervisor:
         self._agenda.sort(key=lambda entry: entry[0])
 
     def _wait(self, signals: socket.socket, at_most_s: float | None = None) -> None:
-        """Do what there is to do, then or as soon as there is something."""
+        """Wait for sockets, signals and timers, at most `at_most_s`, and handle those that are ready."""
         timeout = at_most_s
         if self._agenda:
             until = min(max(0.0, self._agenda[0][0] - time.monotonic()), LONGEST_WAIT_S)
@@ -114,7 +117,7 @@ class Supervisor:
             if data is not signals and self._server is not None:
                 for message in self._server.receive(data):
                     self._on_message(message)
-        if signals in ready:  # after the messages: who sends one may have seen what the ranks said
+        if signals in ready:  # after the messages, which the signal's sender may have reacted to
             for number in signals.recv(64):
                 if number in STOP_SIGNALS:
                     self._on_signal(number)
@@ -125,7 +128,7 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP and self._stops:
-            return  # a terminal that goes may be told of twice, by the shell and by the kernel
+            return  # a closing terminal may send two, from the shell and from the kernel
         self._stops += 1
         if self._stops == 1:
             self._request_stop(signal.Signals(number).name)
@@ -142,13 +145,13 @@ class Supervisor:
         if message.rank in self._state.failures and not self._is_failing:
             self._is_failing = True
             self._failed_stopping = self._stops == 1 and not self._is_ending
-            # Most launchers end the other ranks by then, and the ranks' own watch does under all;
-            # but nobody else notices that a host has fallen silent.
+            # By then most starters have ended the other ranks, and the ranks' own failure watch has
+            # under every starter. Only this process notices a host that stopped answering.
             spread_s = 0.0 if message.facts.get("silent") else SPREAD_S
             self._in(spread_s, lambda: self._send_all("end", code=1))
             self._in(spread_s + 1.0, self._stop_mpirun)
         if self._server is not None and not self._server.connected and self._state.done:
-            self._in(FAREWELL_S, self._stop_mpirun)
+            self._in(EXIT_S, self._stop_mpirun)
 
     def _send_all(self, kind: str, **facts: object) -> None:
         if self._server is not None:
@@ -162,7 +165,9 @@ class Supervisor:
         self._send_all("stop")
         self._in(self._limits.grace_s, self._stop_mpirun)
         if self._state.supports_stop:
-            log.info(f"{reason}: the ranks save and stop; another signal ends them at once.")
+            log.info(
+                f"{reason}: the ranks are saving and stopping; another signal kills them at once."
+            )
 
     def _stop_by_the_clock(self) -> None:
         if not self._stops:
@@ -172,11 +177,11 @@ class Supervisor:
         if not self._is_ending:
             self._is_ending = True
             self._mpirun.stop()
-            # A rank that hangs in a collective hears nothing, nor does an mpirun whose link is cut.
+            # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.
             self._in(STOP_S, self._mpirun.kill_all)
 
     def _receive_last_messages(self, signals: socket.socket) -> None:
-        """What the ranks said last may still be on its way, and a host that was cut off says no more."""
+        """Receive the messages that are still in transit, and drop the hosts that do not acknowledge."""
         if self._server is None:
             return
         deadline = time.monotonic() + SILENCE_S
@@ -187,15 +192,15 @@ class Supervisor:
             self._state.note(message)
 
     def _check_start(self) -> None:
-        """No rank at all has come: then it is mpirun that hangs, and nobody else would ever say so."""
+        """End the job if no rank has started: mpirun hangs, and no other limit would end it."""
         if not self._state.started and not self._is_failing and not self._stops:
             self._end(
-                f"no rank has started in {self._limits.start_timeout_s:g} s: mpirun hangs, or its "
-                "logins on other hosts do. Where starting takes that long: --timeout."
+                f"no rank has started in {self._limits.start_timeout_s:g} s: mpirun or one of its "
+                "ssh logins hangs. If a start takes that long, raise --timeout."
             )
 
     def _check_for_hangs(self) -> None:
-        """Without a step for too long, all ranks are asked for their stacks, then one is blamed."""
+        """Without a step for too long, request the stacks of all ranks, then report the stuck ones."""
         timeout_s = self._limits.hang_timeout_s
         assert timeout_s is not None
         newest = self._state.newest_step_at
@@ -204,9 +209,9 @@ class Supervisor:
         if newest is None or time.monotonic() - newest < timeout_s:
             self._in(min(1.0, timeout_s), self._check_for_hangs)
             return
-        self._ask_for_stacks(lambda: self._report_hang(newest))
+        self._request_stacks(lambda: self._report_hang(newest))
 
-    def _ask_for_stacks(self, then: Callable[[], None]) -> None:
+    def _request_stacks(self, then: Callable[[], None]) -> None:
         self._state.stacks.clear()
         self._state.frames.clear()
         self._send_all("stacks")
@@ -219,7 +224,7 @@ class Supervisor:
                 self._server.interrupt(rank)
 
     def _report_hang(self, newest: float) -> None:
-        if self._state.newest_step_at != newest:  # so it was only slow
+        if self._state.newest_step_at != newest:  # it was only slow
             self._check_for_hangs()
             return
         if self._is_failing or self._state.all_done or self._stops:
@@ -228,12 +233,12 @@ class Supervisor:
 
         for sentence in hang_sentences(self._state, self._limits.hang_timeout_s or 0.0):
             log.info(sentence)
-        self._end("the ranks that hang were stopped.")
+        self._end("the job hung and was stopped.")
 
     def _check_for_missing_ranks(self, timeout_s: float) -> None:
-        """Some ranks wait for others that have not come: these are asked for their stacks first."""
+        """If some ranks have not joined in time, request all stacks, then report the missing ranks."""
         if self._state.missing and not self._is_failing and not self._stops:
-            self._ask_for_stacks(lambda: self._report_missing_ranks(timeout_s))
+            self._request_stacks(lambda: self._report_missing_ranks(timeout_s))
 
     def _report_missing_ranks(self, timeout_s: float) -> None:
         if self._state.missing and not self._is_failing and not self._stops:
