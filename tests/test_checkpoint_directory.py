@@ -248,7 +248,7 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     (folder / "manifest.json").write_text("{}")
     assert complaint(folder) == "manifest.json does not match its SHA-256"
     (folder / "COMPLETE").unlink()
-    assert complaint(folder) == "it was never completed"
+    assert complaint(folder) == "the save was never completed"
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for name in ("empty", "file", "missing"):
-        assert complaint(tmp_path / name) == "it was never completed"
+        assert complaint(tmp_path / name) == "the save was never completed"
 
 
 # Several
@@ -300,15 +300,15 @@ def test_the_newest_valid_one_is_found_and_the_loss_told(tmp_path: Path) -> None
         folders[1],
         [
             "checkpoint step_00001000: model.pt does not match its SHA-256; "
-            "going on from step_00000900 (100 steps lost)."
+            "resuming from step_00000900 (100 steps lost)."
         ],
     )
     (folders[1] / "COMPLETE").unlink()
     found, heard = heard_from(tmp_path)
     assert found == folders[0]
     assert [sentence.partition(";")[2] for sentence in heard] == [
-        " going on from step_00000800 (200 steps lost).",
-        " going on from step_00000800 (100 steps lost).",
+        " resuming from step_00000800 (200 steps lost).",
+        " resuming from step_00000800 (100 steps lost).",
     ]
 
 
@@ -319,8 +319,8 @@ def test_when_none_is_valid_each_is_told(tmp_path: Path) -> None:
     assert heard_from(tmp_path) == (
         None,
         [
-            "checkpoint step_00000002: it was never completed; no older one is valid.",
-            "checkpoint step_00000001: it was never completed; no older one is valid.",
+            "checkpoint step_00000002: the save was never completed; no older one is valid.",
+            "checkpoint step_00000001: the save was never completed; no older one is valid.",
         ],
     )
 

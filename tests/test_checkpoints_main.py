@@ -83,7 +83,7 @@ def test_one_checkpoint(run: Path, capsys: Captured, monkeypatch: pytest.MonkeyP
     (two / "COMPLETE").unlink()
     (two / "manifest.json").unlink()
     assert call(capsys, "verify", str(two))[2] == [
-        "checkpoint step_00000200: it was never completed."
+        "checkpoint step_00000200: the save was never completed."
     ]
     copied = one.rename(run / "backup")  # under another name
     assert call(capsys, "verify", str(copied)) == (0, ["checkpoint backup: valid"], [])
@@ -108,13 +108,13 @@ def test_bad_input_is_one_sentence(run: Path, capsys: Captured) -> None:
     empty = run / "empty"
     empty.mkdir()
     one = run / "checkpoints" / "step_00000100"
-    anything = "Expected a run's folder, one of checkpoints, or a checkpoint."
-    several = "Expected a run's folder or one of checkpoints."
+    anything = "Expected a run's folder, a folder of checkpoints, or a checkpoint."
+    several = "Expected a run's folder or a folder of checkpoints."
     for words, sentence in (
-        (("list", str(empty)), f"{empty}: no checkpoints in it. {anything}"),
-        (("verify", str(run / "x")), f"{run / 'x'}: no such folder. {anything}"),
-        (("prune", str(empty)), f"{empty}: no checkpoints in it. {several}"),
-        (("prune", str(one)), f"{one}: a single checkpoint. {several}"),
+        (("list", str(empty)), f"{empty} contains no checkpoints. {anything}"),
+        (("verify", str(run / "x")), f"{run / 'x'} does not exist. {anything}"),
+        (("prune", str(empty)), f"{empty} contains no checkpoints. {several}"),
+        (("prune", str(one)), f"{one} is a single checkpoint. {several}"),
         (
             ("prune", str(run), "--keep", "0"),
             "mpiddp checkpoints prune: argument --keep: expected a whole number, 1 or more, "

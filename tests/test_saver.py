@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints import save_schedule as due_module
+from mpiddp.checkpoints import directory, save_schedule
 from mpiddp.checkpoints.directory import HashedFile
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
 from mpiddp.checkpoints.snapshot import PinnedStaging
@@ -93,7 +92,7 @@ def test_only_valid_ones_are_kept_in_the_count(tmp_path: Path) -> None:
     model.write_bytes(bytes(model.stat().st_size))
     job = train(1, *options, "--stop-at-step=2")
     assert (
-        "step_00000003: model.pt does not match its SHA-256; going on from step_00000001 (2 steps"
+        "step_00000003: model.pt does not match its SHA-256; resuming from step_00000001 (2 steps"
         in (job.stdout)
     )
     assert [directory.step_of(folder) for folder in directory.list_steps(root)] == [
@@ -130,14 +129,14 @@ def test_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow first steps, then quick ones: the saves are an interval apart."""
     coordinator = Coordinator(World(0, 1, 0, 1), dist.HashStore())
     now = 0.0
-    monkeypatch.setattr(due_module, "time", SimpleNamespace(monotonic=lambda: now))
-    due = SaveSchedule(Interval(seconds=0.5), coordinator, 7, timeout_s=PATIENCE_S)
+    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now))
+    schedule = SaveSchedule(Interval(seconds=0.5), coordinator, 7, timeout_s=PATIENCE_S)
     saves = [now]
     step = 7
     while len(saves) < 4:
         step += 1
         now += 3 / 32 if step < 12 else 1 / 64
-        if due.at(step, ends_epoch=True):
+        if schedule.is_due(step, ends_epoch=True):
             saves.append(now)
     gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
     assert gaps == [0.5] * 3
