@@ -132,7 +132,10 @@ def test_a_rank_ends_with_its_launcher(launcher: Launcher) -> None:
     with launcher.rank("time.sleep(6000)") as rank:
         launcher.hear_for(PATIENCE_S, until="started")
         launcher.listener.close()
-        assert "the launcher is gone, so am I." in rank.communicate(timeout=PATIENCE_S)[1]
+        assert (
+            "lost the connection to the launcher; exiting."
+            in rank.communicate(timeout=PATIENCE_S)[1]
+        )
     launcher.listener = ControlServer("127.0.0.1", 2, launcher.selector)
 
 
@@ -212,7 +215,7 @@ def test_a_launcher_that_cannot_be_reached_is_named(launcher: Launcher) -> None:
     launcher.listener.settings[ADDRESS] = f"{host}:1"  # where nobody listens
     with launcher.rank("pass") as rank:
         stderr = rank.communicate(timeout=PATIENCE_S)[1]
-    where = f"rank 1 on {socket.gethostname()} cannot reach its launcher at {host} port 1 "
+    where = f"rank 1 on {socket.gethostname()} cannot reach the launcher at {host} port 1 "
     assert where in stderr.splitlines()[-1]
 
 

@@ -84,8 +84,8 @@ def test_two_machines_of_one_name_are_two_hosts() -> None:
 def test_one_machine_under_two_names_is_noticed() -> None:
     infos = [RankInfo(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
     assert refusal(lambda: choose(infos, {})) == (
-        "node0 runs 2 ranks with the local ranks 0, 0, but the launcher promised 0 to 0: "
-        "is one machine in the hostfile under two names?"
+        "node0 runs 2 ranks with local ranks 0, 0; expected 0 to 0. "
+        "Is one machine in the hostfile under two names?"
     )
 
 
@@ -113,7 +113,9 @@ def test_of_two_networks_the_one_that_all_hosts_share_comes_first() -> None:
     candidates = choose(ranks_on(*hosts), {})
     assert candidates.addresses == ("10.0.0.1", "192.168.7.1")
     assert candidates.reasons[0] == "eth1 of node0 is on 10.0.0.0/24, as is every other host"
-    assert candidates.reasons[1] == "eth9 of node0 is on 192.168.7.0/24, which routes must reach"
+    assert candidates.reasons[1] == (
+        "eth9 of node0 is on 192.168.7.0/24; the other hosts reach it through a router"
+    )
 
 
 def test_two_shared_networks_are_both_candidates_for_the_probe() -> None:
@@ -137,15 +139,15 @@ def test_ipv6_is_taken_where_there_is_nothing_else() -> None:
 def test_no_address_for_others_at_all() -> None:
     sentence = refusal(lambda: choose(ranks_on((LO, DOCKER0), (LO, DOCKER0, eth(1))), {}))
     assert sentence == (
-        "node0, where rank 0 runs, has no address that other hosts could reach: "
-        "only lo 127.0.0.1, docker0 172.17.0.1. Name one: --master-addr."
+        "node0, where rank 0 runs, has no address that other hosts can reach: "
+        "only lo 127.0.0.1, docker0 172.17.0.1. Name one: --master-addr ADDR"
     )
 
 
 def test_no_candidate_that_all_hosts_reach_names_the_blind_host() -> None:
     candidates = choose(ranks_on(*((LO, eth(node)) for node in range(3))), {})
     assert candidates.unreachable([["10.0.0.1"], ["10.0.0.1"], []]).startswith(
-        "no address of node0 (10.0.0.1) is reached from node2 within 2 s: a firewall, or"
+        "node2 cannot reach any address of node0 (10.0.0.1) within 2 s: a firewall blocks them, or"
     )
 
 
@@ -170,7 +172,7 @@ def test_a_wished_network_suits_hosts_whose_interfaces_have_other_names() -> Non
         ("eth0", 'interface "eth0" is not on node1, which has lo and ens5.'),
         ("10.8.0.0/16", 'interface "10.8.0.0/16" is not on node0, which has lo and eth0.'),
         ("10.0/x", 'interface "10.0/x" is not on node0, which has lo and eth0.'),
-        ("lo", "node0, where rank 0 runs, has no address that other hosts could reach: "),
+        ("lo", "node0, where rank 0 runs, has no address that other hosts can reach: "),
     ],
 )
 def test_a_requested_interface_that_a_host_lacks(requested: str, sentence: str) -> None:

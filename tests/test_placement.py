@@ -51,7 +51,7 @@ def test_ranks_in_their_places(wish: str) -> None:
     ],
 )
 def test_ranks_elsewhere(wish: str) -> None:
-    assert f"not where the hostfile wants them ({wish})" in misplaced(
+    assert f"not placed as in the hostfile ({wish})" in misplaced(
         placements("node1", "node1", "node2"), wish
     )
 
@@ -88,7 +88,7 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table() -> None:
     assert table(placements("node1", "node2"), ["node2", "node1"]).splitlines() == [
-        "rank  host   local rank  device  wanted host",
+        "rank  host   local rank  device  expected host",
         "0     node1  0           cuda:0  node2",
         "1     node2  0           cuda:0  node1",
     ]
@@ -99,6 +99,6 @@ def test_real_ranks_in_wrong_places_end_with_the_table_once() -> None:
     done = mpirun(2, EXAMPLE, env={"MPIDDP_PLACEMENT": "nodeA:1,nodeB:1"})
     assert (done.returncode, done.stdout) == (2, "")
     sentence, head, *rows = own_lines(done.stderr)
-    assert sentence.startswith("the ranks are not where the hostfile wants them (nodeA:1,nodeB:1).")
-    assert head.split() == ["rank", "host", "local", "rank", "device", "wanted", "host"]
+    assert sentence.startswith("the ranks are not placed as in the hostfile (nodeA:1,nodeB:1).")
+    assert head.split() == ["rank", "host", "local", "rank", "device", "expected", "host"]
     assert [row.split()[0] + row.split()[-1] for row in rows] == ["0nodeA", "1nodeB"]

@@ -160,8 +160,8 @@ def test_ranks_that_do_not_come_are_not_waited_for_in_silence(deaf: dict[str, st
     sentences = [line for line in own_lines(done.stderr) if line.startswith("rank ")]
     assert deaf or len(sentences) == 1  # others may speak before one that is deaf has ended
     assert sentences[0].startswith(
-        f"rank 1 on {socket.gethostname()}: the ranks did not meet over MPI in 2 s. "
-        "Either a rank is still busy starting: give it longer, "
+        f"rank 1 on {socket.gethostname()}: the rendezvous over MPI did not finish in 2 s. "
+        "If a rank is still starting, allow more time: "
     )
     assert done.returncode != 0
 
@@ -200,7 +200,7 @@ def test_mpi_that_has_ended_already_is_refused() -> None:
         "rendezvous_over_mpi(World.from_env(), timeout_s=5)"
     )
     sentence = refusal(mpirun(2, "-c", code))
-    assert sentence.startswith("MPI was finalized in this process before the ranks could meet")
+    assert sentence.startswith("MPI was finalized in this process before the rendezvous. ")
 
 
 # --- where there is no MPI: the address stands in the environment, or follows from Slurm's ---
@@ -300,8 +300,11 @@ def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> 
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
-        (ENV, "RANK=0 and WORLD_SIZE=2 are set but MASTER_ADDR and MASTER_PORT not: "),
-        (ENV | {"MASTER_ADDR": "127.0.0.1"}, "RANK=0 and WORLD_SIZE=2 are set but MASTER_PORT not"),
+        (ENV, "RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not. "),
+        (
+            ENV | {"MASTER_ADDR": "127.0.0.1"},
+            "RANK=0 and WORLD_SIZE=2 are set, but MASTER_PORT is not. ",
+        ),
         (ENV | {"MASTER_ADDR": "a..b", "MASTER_PORT": "1"}, "a..b: cannot be resolved from "),
         (ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"}, "192.0.2.7 is no address of "),
         (ENV | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
@@ -327,5 +330,5 @@ def test_a_rank_that_finds_nobody_says_where_it_looked(
             find_by_address(world(rank_1 | {"MASTER_PORT": port}), 0.3)
     assert str(refused.value) == (
         f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1 port {port} in 0.3 s. "
-        "Is it running, and is no firewall between?"
+        "Check that rank 0 is running and that no firewall blocks the port."
     )

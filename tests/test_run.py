@@ -190,9 +190,15 @@ def test_every_rank_may_end_with_its_own_code() -> None:
     [
         (["nosuch.py"], "nosuch.py not found (looked in {cwd})."),
         (["."], ". is a folder, not a script. To run a module: mpiddp run -m MODULE"),
-        (["-m", "no.such"], "no module no.such to run (looked in {cwd} and what is installed)."),
-        (["-m", "tests"], "no module tests to run (looked in {cwd} and what is installed)."),
-        (["-m", "math"], "no module math to run (looked in {cwd} and what is installed)."),
+        (
+            ["-m", "no.such"],
+            "module no.such not found (looked in {cwd} and in the installed packages).",
+        ),
+        (
+            ["-m", "tests"],
+            "module tests not found (looked in {cwd} and in the installed packages).",
+        ),
+        (["-m", "math"], "module math not found (looked in {cwd} and in the installed packages)."),
     ],
 )
 def test_what_cannot_be_run(

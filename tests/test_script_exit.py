@@ -15,10 +15,10 @@ from tests.ranks import ROOT, clean_env
 
 BEFORE = """
 import atexit, sys
-from mpiddp.runtime.script_exit import observe
+from mpiddp.runtime.script_exit import observe_exit
 def init():
-    what_ended_it = observe()
-    atexit.register(lambda: print(repr(what_ended_it())))
+    ending_error = observe_exit()
+    atexit.register(lambda: print(repr(ending_error())))
 init()
 def main():
     return 4

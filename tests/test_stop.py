@@ -193,7 +193,9 @@ def test_a_training_without_a_launcher_saves_as_well(
     directory.verify(saved)
     if is_read:
         name = signal.Signals(number).name
-        assert stderr == f"mpiddp: {name}: saving; another signal ends it at once.\n"
+        assert stderr == (
+            f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
+        )
         assert f"stopped at step {directory.step_of(saved)};" in stdout
 
 
