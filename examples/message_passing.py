@@ -1,4 +1,4 @@
-"""Rank 0 sends a tensor to every rank, and each answers: the first example of most multi-node guides.
+"""Rank 0 sends a tensor to every rank, and each rank replies: the first example of most multi-node guides.
 
     mpiddp launch --hostfile hostfiles/two_nodes examples/message_passing.py --backend gloo
 
@@ -26,9 +26,9 @@ def main() -> None:
                 dist.send(data, dst=rank)
                 print(f"worker_0 sent data to Rank {rank}", flush=True)
             for rank in range(1, world.world_size):
-                answer = torch.zeros(1, device=world.device)
-                dist.recv(answer, src=rank)
-                print(f"worker_0 has received {answer.item():g} from rank {rank}", flush=True)
+                reply = torch.zeros(1, device=world.device)
+                dist.recv(reply, src=rank)
+                print(f"worker_0 has received {reply.item():g} from rank {rank}", flush=True)
         else:
             data = torch.zeros(1, device=world.device)
             dist.recv(data, src=0)

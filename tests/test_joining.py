@@ -122,7 +122,7 @@ def test_the_ranks_speak_where_all_have_come_and_mpi_does_not(
 ) -> None:
     (trouble / "mpi4py.py").write_text(SLEEP)
     done = launch(hosts, trouble, "--timeout", "15")
-    said = r"rank (0 on node0|1 on node1): the ranks did not meet over MPI in 30 s\. "
+    said = r"rank (0 on node0|1 on node1): the rendezvous over MPI did not finish in 30 s\. "
     assert re.search(said, done.stderr), done.stderr
     assert "joined" not in "".join(sentences(done.stderr))
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Where rank 0 listens: chosen from RankInfos made by hand, bound and probed on real loopback sockets.
+"""The master address: chosen from RankInfos made by hand, bound and probed on real loopback sockets.
 
 Tests mpiddp/runtime/master_address.py.
 python -m pytest tests/test_master_address.py
@@ -35,7 +35,7 @@ def eth(host: int, name: str = "eth0", network: str = "10.0.0") -> Interface:
 
 
 def ranks_on(*hosts: tuple[Interface, ...], ranks: int = 1) -> list[RankInfo]:
-    """What `ranks` ranks on each host say of themselves, which is given by its interfaces."""
+    """The RankInfos of `ranks` ranks on each host; a host is given by its interfaces."""
     return [
         RankInfo(node * ranks + local, local, ranks, f"node{node}", f"boot-{node}", own)
         for node, own in enumerate(hosts)
@@ -53,7 +53,7 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-# --- which ranks sit where ---
+# --- hosts and ranks ---
 
 
 def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
@@ -81,39 +81,41 @@ def test_two_machines_of_one_name_are_two_hosts() -> None:
     assert choose(infos, {}).num_nodes == 2
 
 
-def test_one_machine_under_two_names_is_noticed() -> None:
+def test_one_machine_under_two_names_is_refused() -> None:
     infos = [RankInfo(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
     assert refusal(lambda: choose(infos, {})) == (
-        "node0 runs 2 ranks with the local ranks 0, 0, but the launcher promised 0 to 0: "
-        "is one machine in the hostfile under two names?"
+        "node0 runs 2 ranks with local ranks 0, 0; expected 0 to 0. "
+        "Is one machine in the hostfile under two names?"
     )
 
 
-# --- which address ---
+# --- the address ---
 
 
-def test_on_one_host_the_loopback_which_no_other_host_reaches() -> None:
+def test_a_job_on_one_host_uses_the_loopback() -> None:
     assert addresses(ranks_on((LO, eth(0), DOCKER0), ranks=4)) == ("127.0.0.1",)
 
 
-def test_over_two_hosts_never_a_loopback() -> None:
+def test_a_job_on_two_hosts_uses_no_loopback() -> None:
     assert addresses(ranks_on((LO, eth(0)), (LO, eth(1)))) == ("10.0.0.1",)
     assert addresses(ranks_on((LO_DEBIAN, eth(0)), (LO_DEBIAN, eth(1)))) == ("10.0.0.1",)
 
 
 @pytest.mark.parametrize("decoy", [DOCKER0, DOCKER0_RENAMED])
-def test_a_bridge_with_one_address_on_every_host_is_passed_over(decoy: Interface) -> None:
+def test_a_bridge_with_the_same_address_on_every_host_is_skipped(decoy: Interface) -> None:
     infos = ranks_on((LO, decoy, eth(0)), (LO, decoy, eth(1)))
     assert addresses(infos) == ("10.0.0.1",)
 
 
-def test_of_two_networks_the_one_that_all_hosts_share_comes_first() -> None:
+def test_a_network_that_all_hosts_share_comes_first() -> None:
     own = Interface("eth9", "192.168.7.1", "192.168.7.0/24")
     hosts = [(LO, own, eth(0, "eth1")), (LO, eth(1)), (LO, eth(2))]
     candidates = choose(ranks_on(*hosts), {})
     assert candidates.addresses == ("10.0.0.1", "192.168.7.1")
     assert candidates.reasons[0] == "eth1 of node0 is on 10.0.0.0/24, as is every other host"
-    assert candidates.reasons[1] == "eth9 of node0 is on 192.168.7.0/24, which routes must reach"
+    assert candidates.reasons[1] == (
+        "eth9 of node0 is on 192.168.7.0/24; the other hosts reach it through a router"
+    )
 
 
 def test_two_shared_networks_are_both_candidates_for_the_probe() -> None:
@@ -127,29 +129,29 @@ def test_interface_names_may_differ_between_hosts() -> None:
     assert [info.interface_towards(address) for info in infos] == ["eth0", "ens5"]
 
 
-def test_ipv6_is_taken_where_there_is_nothing_else() -> None:
+def test_ipv6_is_used_only_without_ipv4() -> None:
     six = [Interface("eth0", f"fd00::{node + 1}", "fd00::/64") for node in range(2)]
     assert addresses(ranks_on(*((LO, each) for each in six))) == ("fd00::1",)
     both = [(LO, six[node], eth(node, "eth1")) for node in range(2)]
     assert addresses(ranks_on(*both)) == ("10.0.0.1", "fd00::1")
 
 
-def test_no_address_for_others_at_all() -> None:
+def test_no_address_that_other_hosts_can_reach() -> None:
     sentence = refusal(lambda: choose(ranks_on((LO, DOCKER0), (LO, DOCKER0, eth(1))), {}))
     assert sentence == (
-        "node0, where rank 0 runs, has no address that other hosts could reach: "
-        "only lo 127.0.0.1, docker0 172.17.0.1. Name one: --master-addr."
+        "node0, where rank 0 runs, has no address that other hosts can reach: "
+        "only lo 127.0.0.1, docker0 172.17.0.1. Name one: --master-addr ADDR"
     )
 
 
-def test_no_candidate_that_all_hosts_reach_names_the_blind_host() -> None:
+def test_an_unreachable_candidate_names_the_host_that_is_cut_off() -> None:
     candidates = choose(ranks_on(*((LO, eth(node)) for node in range(3))), {})
     assert candidates.unreachable([["10.0.0.1"], ["10.0.0.1"], []]).startswith(
-        "no address of node0 (10.0.0.1) is reached from node2 within 2 s: a firewall, or"
+        "node2 cannot reach any address of node0 (10.0.0.1) within 2 s: a firewall blocks them, or"
     )
 
 
-# --- the user's wishes ---
+# --- the user's requests ---
 
 
 @pytest.mark.parametrize("requested", ["eth1", "10.9.0.0/24", "10.9.0.0/16", "10.9.0.77/24"])
@@ -158,7 +160,7 @@ def test_a_requested_interface_or_network(requested: str) -> None:
     assert addresses(ranks_on(*hosts), {"MPIDDP_INTERFACE": requested}) == ("10.9.0.1",)
 
 
-def test_a_wished_network_suits_hosts_whose_interfaces_have_other_names() -> None:
+def test_a_requested_network_matches_interfaces_with_different_names() -> None:
     infos = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
     assert addresses(infos, {"MPIDDP_INTERFACE": "10.0.0.0/24"}) == ("10.0.0.1",)
 
@@ -170,7 +172,7 @@ def test_a_wished_network_suits_hosts_whose_interfaces_have_other_names() -> Non
         ("eth0", 'interface "eth0" is not on node1, which has lo and ens5.'),
         ("10.8.0.0/16", 'interface "10.8.0.0/16" is not on node0, which has lo and eth0.'),
         ("10.0/x", 'interface "10.0/x" is not on node0, which has lo and eth0.'),
-        ("lo", "node0, where rank 0 runs, has no address that other hosts could reach: "),
+        ("lo", "node0, where rank 0 runs, has no address that other hosts can reach: "),
     ],
 )
 def test_a_requested_interface_that_a_host_lacks(requested: str, sentence: str) -> None:
@@ -190,14 +192,14 @@ def test_master_addr_is_honoured_but_not_as_a_loopback_over_hosts() -> None:
     )
 
 
-def test_an_empty_wish_is_none() -> None:
+def test_empty_variables_request_nothing() -> None:
     empty = {"MASTER_ADDR": "", "MASTER_PORT": "", "MPIDDP_INTERFACE": ""}
     candidates = choose(ranks_on((LO, eth(0)), (LO, eth(1))), empty)
     assert (candidates.addresses, candidates.port) == (("10.0.0.1",), 0)
 
 
 @pytest.mark.parametrize("port", ["abc", "65536", "-1", "1.5", "²", " 80"])
-def test_what_is_no_port_is_refused(port: str) -> None:
+def test_an_invalid_port_is_refused(port: str) -> None:
     assert refusal(lambda: port_in({"MASTER_PORT": port})) == (
         f'MASTER_PORT="{port}" is not a port. Expected 1 to 65535, or leave it unset.'
     )
@@ -237,7 +239,7 @@ def test_listen_binds_every_candidate_and_no_other_address() -> None:
         assert probe(["127.0.0.3"], [port_of(first)]) == []
 
 
-def test_a_taken_port_is_refused_and_nothing_stays_bound(listener: socket.socket) -> None:
+def test_a_port_in_use_is_refused_and_nothing_stays_bound(listener: socket.socket) -> None:
     port = port_of(listener)
     refused = refusal(lambda: listen(candidates_for("127.0.0.2", "127.0.0.1", port=port)))
     assert refused.startswith(
@@ -253,21 +255,21 @@ def test_an_address_of_another_host_is_refused() -> None:
     )
 
 
-def test_probe_tells_what_answers_from_what_does_not(listener: socket.socket) -> None:
+def test_probe_finds_the_address_that_answers(listener: socket.socket) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # refuses: it does not listen
         assert probe(["127.0.0.1"], [port_of(bound)]) == []
     assert probe(["127.0.0.1"], [port_of(listener)]) == ["127.0.0.1"]
 
 
-def test_probe_takes_no_route_for_no_answer(listener: socket.socket) -> None:
-    """connect() to such an address fails at once, and its socket then looks writable, with no error."""
+def test_probe_treats_an_address_without_route_as_unreachable(listener: socket.socket) -> None:
+    """connect() to such an address fails at once. Its socket then looks writable and has no error."""
     unroutable = "255.255.255.255"
     assert probe([unroutable], [1]) == []
     assert probe([unroutable, "127.0.0.1"], [1, port_of(listener)]) == ["127.0.0.1"]
 
 
-def test_probe_gives_a_silent_address_its_time_and_no_more(
+def test_probe_waits_for_a_silent_address_only_until_the_timeout(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 0.4)
@@ -283,7 +285,9 @@ def test_probe_gives_a_silent_address_its_time_and_no_more(
         begin = time.monotonic()
         answered = probe(["127.0.0.1", "127.0.0.2"], [port_of(listener), port_of(silent)])
         assert answered == ["127.0.0.1"]
-        assert time.monotonic() - begin < 15  # the best has answered: the rest gets no full wait
+        assert (
+            time.monotonic() - begin < 15
+        )  # the best address has answered, so the others get less time
         for each in crowd:
             each.close()
 
@@ -294,12 +298,12 @@ def test_this_host_has_a_loopback_interface() -> None:
     assert found["lo"].is_loopback
 
 
-def test_a_card_survives_its_journey() -> None:
+def test_a_rank_info_survives_json() -> None:
     (info,) = ranks_on((LO, eth(0)))
     assert RankInfo.from_json(json.loads(json.dumps(asdict(info)))) == info
 
 
-def test_as_many_sockets_as_a_large_job_needs() -> None:
+def test_allow_open_raises_the_limit_for_a_large_job() -> None:
     """The usual limit is 1024, and 1024 ranks have several connections each."""
     code = (
         "import os, resource\n"

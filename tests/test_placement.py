@@ -1,4 +1,4 @@
-"""Where the ranks are is held against where the hostfile wants them.
+"""The placement of the ranks is compared with the hostfile.
 
 Tests mpiddp/runtime/placement.py.
 python -m pytest tests/test_placement.py
@@ -17,7 +17,7 @@ EXAMPLE = "examples/message_passing.py"
 
 
 def placements(*hostnames: str) -> list[RankPlacement]:
-    """A rank on each, in order; the hosts have the addresses 10.0.0.<its number>."""
+    """One rank on each host, in order. A host's address is 10.0.0.<its number>."""
     found = []
     for rank, name in enumerate(hostnames):
         local_rank = hostnames[:rank].count(name)
@@ -27,21 +27,21 @@ def placements(*hostnames: str) -> list[RankPlacement]:
     return found
 
 
-def test_the_launchers_wish_host_by_host() -> None:
+def test_the_expected_host_of_each_rank() -> None:
     assert expected_hosts("node1:2,node2:1") == ["node1", "node1", "node2"]
     assert expected_hosts("[fd00::1]:1,10.0.0.2:1") == ["fd00::1", "10.0.0.2"]
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "expected",
     ["node1:2,node2:1", "node1.example.org:2,node2.example.org:1", "10.0.0.1:2,10.0.0.2:1"],
 )
-def test_ranks_in_their_places(wish: str) -> None:
-    assert misplaced(placements("node1", "node1", "node2"), wish) == ""
+def test_ranks_on_the_expected_hosts(expected: str) -> None:
+    assert misplaced(placements("node1", "node1", "node2"), expected) == ""
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "expected",
     [
         "node2:1,node1:2",  # another order
         "node1:1,node2:2",  # other counts
@@ -50,9 +50,9 @@ def test_ranks_in_their_places(wish: str) -> None:
         "node1:1,alias:1,node2:1",  # one machine under two names
     ],
 )
-def test_ranks_elsewhere(wish: str) -> None:
-    assert f"not where the hostfile wants them ({wish})" in misplaced(
-        placements("node1", "node1", "node2"), wish
+def test_ranks_on_other_hosts(expected: str) -> None:
+    assert f"not placed as in the hostfile ({expected})" in misplaced(
+        placements("node1", "node1", "node2"), expected
     )
 
 
@@ -75,7 +75,7 @@ def test_each_rank_has_a_gpu_of_its_own(
     assert RankPlacement.of_this_process(found[1].info, 2, "slurm").gpu == ""
 
 
-def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     infos = [placement.info for placement in placements("node1", "node1", "node2")]
     found = []
     for info, visible in zip(infos, ("0,1", "1,0", "0,1"), strict=True):
@@ -86,19 +86,19 @@ def test_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows == table(found).splitlines()
 
 
-def test_the_table() -> None:
+def test_the_table_of_placements() -> None:
     assert table(placements("node1", "node2"), ["node2", "node1"]).splitlines() == [
-        "rank  host   local rank  device  wanted host",
+        "rank  host   local rank  device  expected host",
         "0     node1  0           cuda:0  node2",
         "1     node2  0           cuda:0  node1",
     ]
 
 
 @pytest.mark.quick
-def test_real_ranks_in_wrong_places_end_with_the_table_once() -> None:
+def test_real_ranks_on_wrong_hosts_print_the_table_once() -> None:
     done = mpirun(2, EXAMPLE, env={"MPIDDP_PLACEMENT": "nodeA:1,nodeB:1"})
     assert (done.returncode, done.stdout) == (2, "")
     sentence, head, *rows = own_lines(done.stderr)
-    assert sentence.startswith("the ranks are not where the hostfile wants them (nodeA:1,nodeB:1).")
-    assert head.split() == ["rank", "host", "local", "rank", "device", "wanted", "host"]
+    assert sentence.startswith("the ranks are not placed as in the hostfile (nodeA:1,nodeB:1).")
+    assert head.split() == ["rank", "host", "local", "rank", "device", "expected", "host"]
     assert [row.split()[0] + row.split()[-1] for row in rows] == ["0nodeA", "1nodeB"]

@@ -1,4 +1,4 @@
-"""What a rank settles for its own process, seen by scripts that `mpiddp run` starts.
+"""The threads and the memory of a rank's process, as a script under `mpiddp run` sees them.
 
 Tests mpiddp/runtime/process_setup.py.
 python -m pytest tests/test_process_setup.py
@@ -17,8 +17,8 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.ranks import clean_env, mpirun, script
 
-# As a step of training does it: much memory at once, and all of it freed. A later step needs no
-# page of the system where malloc has kept them.
+# Like a training step: allocate much memory at once, and free all of it. If malloc keeps the pages, a
+# later step causes no page faults.
 STEPS = """
 import json, os, resource
 def faults():
@@ -32,9 +32,8 @@ for _ in range(10):
     step()
 print(json.dumps([faults() - before, os.environ["OMP_NUM_THREADS"]]))
 """
-HUGE_PAGES = (
-    10 * 6 * (8 << 20) // (2 << 20)
-)  # in 10 steps: the fewest that they could be served with
+# The smallest number of page faults of 10 steps that keep no memory.
+HUGE_PAGES = 10 * 6 * (8 << 20) // (2 << 20)
 
 
 def alone(tmp_path: Path, env: dict[str, str]) -> tuple[int, str]:
@@ -51,21 +50,21 @@ def alone(tmp_path: Path, env: dict[str, str]) -> tuple[int, str]:
     return faults, threads
 
 
-def test_memory_is_kept_from_step_to_step(tmp_path: Path) -> None:
+def test_freed_memory_is_kept_for_the_next_step(tmp_path: Path) -> None:
     faults, _ = alone(tmp_path, clean_env())
     assert faults < HUGE_PAGES / 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="these variables are glibc's")
 @pytest.mark.parametrize(
-    "settled",
+    "variables",
     [
         {"MALLOC_TRIM_THRESHOLD_": "131072"},
         {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
     ],
 )
-def test_what_the_user_has_settled_is_left_alone(tmp_path: Path, settled: dict[str, str]) -> None:
-    faults, threads = alone(tmp_path, clean_env({**settled, "OMP_NUM_THREADS": "3"}))
+def test_variables_of_the_user_take_precedence(tmp_path: Path, variables: dict[str, str]) -> None:
+    faults, threads = alone(tmp_path, clean_env({**variables, "OMP_NUM_THREADS": "3"}))
     assert faults > HUGE_PAGES / 2
     assert threads == "3"
 

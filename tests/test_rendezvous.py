@@ -1,4 +1,4 @@
-"""Ranks that the real mpirun started meet: who is where, one store on one address, and MPI is over.
+"""Ranks of a real mpirun join: the host of each rank, one store on one address, and MPI is finalized.
 
 Tests mpiddp/runtime/rendezvous.py, mpiddp/runtime/store.py.
 python -m pytest tests/test_rendezvous.py
@@ -32,15 +32,15 @@ def job(name: str) -> str:
     return str(JOBS / f"{name}.py")
 
 
-def facts(ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+def rank_facts(ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
     done = mpirun(ranks, "-m", "tests.jobs.facts", *args, env=env)
     assert (done.returncode, done.stderr) == (0, "")
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    return sorted(told, key=lambda fact: int(fact["world"]["rank"]))
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return sorted(found, key=lambda fact: int(fact["world"]["rank"]))
 
 
 def reserved(address: str) -> socket.socket:
-    """A socket whose port nobody is given by chance, but whoever names it may listen there."""
+    """A socket that reserves a port: nobody gets it by chance, but a process that names it may listen."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind((address, 0))
@@ -51,11 +51,11 @@ def reserved(address: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.quick)])
-def test_every_rank_knows_its_place_and_where_rank_0_listens(ranks: int) -> None:
-    told = facts(ranks)
-    addr, port = told[0]["world"]["master_addr"], told[0]["world"]["master_port"]
+def test_every_rank_knows_its_ranks_and_the_address_of_rank_0(ranks: int) -> None:
+    found = rank_facts(ranks)
+    addr, port = found[0]["world"]["master_addr"], found[0]["world"]["master_port"]
     assert addr == "127.0.0.1"
-    for rank, fact in enumerate(told):
+    for rank, fact in enumerate(found):
         assert fact["launcher"] == "openmpi"
         assert fact["world"] == {
             "rank": rank,
@@ -82,22 +82,24 @@ def test_every_rank_knows_its_place_and_where_rank_0_listens(ranks: int) -> None
             "NCCL_SOCKET_IFNAME": "=lo",
         }
         assert fact["listening"] == ([[addr, port]] if rank == 0 else [])
-        assert fact["mpi_is_over"] is (True if ranks > 1 else None)  # alone it is never started
+        assert fact["mpi_is_over"] is (
+            True if ranks > 1 else None
+        )  # a single rank never initializes it
 
 
-def test_what_the_user_has_set_stays_and_mpi_for_a_script_that_uses_it() -> None:
+def test_variables_of_the_user_are_kept_and_so_is_mpi_with_keep_mpi() -> None:
     with reserved("127.0.0.7") as held:
         port = str(held.getsockname()[1])
-        wishes = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
-        told = facts(2, "keep-mpi", env=wishes | {"RANK": "0", "WORLD_SIZE": "1"})
-    for fact in told:
-        assert not fact["touched"].keys() & wishes.keys()
-        assert fact["touched"]["WORLD_SIZE"] == "2"  # a stale one is no wish
+        requests = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
+        found = rank_facts(2, "keep-mpi", env=requests | {"RANK": "0", "WORLD_SIZE": "1"})
+    for fact in found:
+        assert not fact["touched"].keys() & requests.keys()
+        assert fact["touched"]["WORLD_SIZE"] == "2"  # a stale variable is no request
         assert (["127.0.0.7", int(port)] in fact["listening"]) == (fact["world"]["rank"] == 0)
         assert (fact["mpi_is_over"], fact["mpi_size"]) == (False, 2)
 
 
-# --- one store for all who need one ---
+# --- one store for all users ---
 
 
 def test_an_env_script_and_a_late_group_use_the_one_store() -> None:
@@ -106,7 +108,7 @@ def test_an_env_script_and_a_late_group_use_the_one_store() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_groups_may_follow_each_other_and_are_always_destroyed() -> None:
+def test_groups_can_follow_each_other_and_are_always_destroyed() -> None:
     done = mpirun(2, job("groups"))
     lines = ["0 on all", "an error on all ranks", "2 on all", "init: gloo, cpu, 4", "destroyed"]
     for rank in ("rank 0: ", "rank 1: "):
@@ -116,7 +118,7 @@ def test_groups_may_follow_each_other_and_are_always_destroyed() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# --- when they cannot meet ---
+# --- when the ranks cannot join ---
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
@@ -126,10 +128,10 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
     return sentence
 
 
-def test_a_taken_port_is_said_once() -> None:
+def test_a_port_in_use_is_printed_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for _ in range(5):  # a race, if it is not right
+        for _ in range(5):  # repeated to catch a race
             done = mpirun(4, job("rendezvous"), env={"MASTER_PORT": port})
             assert refusal(done) == (
                 f"MASTER_PORT={port} is in use on {socket.gethostname()} (127.0.0.1). "
@@ -146,22 +148,22 @@ def test_a_taken_port_is_said_once() -> None:
         ({"MPI4PY_LIBMPI": "/none.so"}, "mpi4py found no MPI library .*MPI4PY_LIBMPI"),
     ],
 )
-def test_what_cannot_be_is_said_once(env: dict[str, str], sentence: str) -> None:
+def test_bad_variables_are_printed_once(env: dict[str, str], sentence: str) -> None:
     assert re.match(sentence, refusal(mpirun(3, job("rendezvous"), env=env)))
 
 
 @pytest.mark.parametrize("deaf", [{}, {"MPIDDP_TEST_DEAF": "1"}], ids=["", "deaf"])
-def test_ranks_that_do_not_come_are_not_waited_for_in_silence(deaf: dict[str, str]) -> None:
-    """MPI_Init waits for all ranks and holds the GIL: no thread of a rank could say anything.
+def test_ranks_that_wait_for_a_missing_rank_time_out_with_a_sentence(deaf: dict[str, str]) -> None:
+    """MPI_Init waits for all ranks and holds the GIL, so no thread of a rank could print anything.
 
-    Nor does a handler run that the script has for SIGTERM.
+    A script's own handler of SIGTERM cannot run either.
     """
     done = mpirun(3, job("rendezvous"), env={"MPIDDP_TEST_SLEEPER": "0", **deaf})
     sentences = [line for line in own_lines(done.stderr) if line.startswith("rank ")]
-    assert deaf or len(sentences) == 1  # others may speak before one that is deaf has ended
+    assert deaf or len(sentences) == 1  # others may report before a deaf rank has ended
     assert sentences[0].startswith(
-        f"rank 1 on {socket.gethostname()}: the ranks did not meet over MPI in 2 s. "
-        "Either a rank is still busy starting: give it longer, "
+        f"rank 1 on {socket.gethostname()}: the rendezvous over MPI did not finish in 2 s. "
+        "If a rank is still starting, allow more time: "
     )
     assert done.returncode != 0
 
@@ -184,26 +186,26 @@ def test_a_foreign_mpi_is_refused_once() -> None:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
+    printed = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
-    assert said == [
+    assert printed == [
         "openmpi started 2 ranks but MPI reports size 1: mpirun and libmpi come from different "
         "MPIs. Set MPI4PY_LIBMPI to the library of that mpirun.\n",
         "",
     ]
 
 
-def test_mpi_that_has_ended_already_is_refused() -> None:
+def test_mpi_that_is_already_finalized_is_refused() -> None:
     code = (
         "from mpi4py import MPI; MPI.Finalize()\n"
         "from mpiddp.runtime.rendezvous import rendezvous_over_mpi; from mpiddp.world import World\n"
         "rendezvous_over_mpi(World.from_env(), timeout_s=5)"
     )
     sentence = refusal(mpirun(2, "-c", code))
-    assert sentence.startswith("MPI was finalized in this process before the ranks could meet")
+    assert sentence.startswith("MPI was finalized in this process before the rendezvous. ")
 
 
-# --- where there is no MPI: the address stands in the environment, or follows from Slurm's ---
+# --- without MPI: the address is in the environment, or computed from Slurm's variables ---
 
 ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {
@@ -220,7 +222,7 @@ SRUN = {
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
-    """`world(env)`: in this very process, with no other of the launchers' variables."""
+    """`world(env)`: the world of this process with `env` as the only variables of launchers."""
 
     def set_env(env: dict[str, str]) -> World:
         kept = clean_env(env)
@@ -233,7 +235,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
     return set_env
 
 
-def test_env_ranks_started_by_hand_meet(tmp_path: Path) -> None:
+def test_env_ranks_started_by_hand_join(tmp_path: Path) -> None:
     with reserved("127.0.0.1") as held:
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1])}
         ranks = [
@@ -246,9 +248,9 @@ def test_env_ranks_started_by_hand_meet(tmp_path: Path) -> None:
             )
             for rank in range(2)
         ]
-        told = [json.loads(rank.communicate(timeout=PATIENCE_S)[0])["world"] for rank in ranks]
-    assert [each["rank"] for each in told] == [0, 1]
-    for each in told:
+        found = [json.loads(rank.communicate(timeout=PATIENCE_S)[0])["world"] for rank in ranks]
+    assert [each["rank"] for each in found] == [0, 1]
+    for each in found:
         assert (each["node_rank"], each["num_nodes"], each["master_addr"]) == (0, 1, "127.0.0.1")
 
 
@@ -263,7 +265,7 @@ def test_env_ranks_started_by_hand_meet(tmp_path: Path) -> None:
         (SRUN | {"MASTER_ADDR": "127.0.0.4"}, "127.0.0.4"),
     ],
 )
-def test_rank_0_listens_where_it_is_told(
+def test_rank_0_listens_on_the_given_address(
     world: Callable[[dict[str, str]], World], env: dict[str, str], address: str
 ) -> None:
     found, listener = find_by_address(world(env), 5)
@@ -300,8 +302,11 @@ def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> 
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
-        (ENV, "RANK=0 and WORLD_SIZE=2 are set but MASTER_ADDR and MASTER_PORT not: "),
-        (ENV | {"MASTER_ADDR": "127.0.0.1"}, "RANK=0 and WORLD_SIZE=2 are set but MASTER_PORT not"),
+        (ENV, "RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not. "),
+        (
+            ENV | {"MASTER_ADDR": "127.0.0.1"},
+            "RANK=0 and WORLD_SIZE=2 are set, but MASTER_PORT is not. ",
+        ),
         (ENV | {"MASTER_ADDR": "a..b", "MASTER_PORT": "1"}, "a..b: cannot be resolved from "),
         (ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"}, "192.0.2.7 is not an address of "),
         (ENV | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
@@ -309,14 +314,14 @@ def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> 
         (SRUN | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
     ],
 )
-def test_an_address_that_cannot_be(
+def test_a_bad_address_is_refused(
     world: Callable[[dict[str, str]], World], env: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_by_address(world(env), 5)
 
 
-def test_a_rank_that_finds_nobody_says_where_it_looked(
+def test_a_rank_that_cannot_reach_rank_0_names_the_address(
     world: Callable[[dict[str, str]], World],
 ) -> None:
     with socket.socket() as silent:
@@ -327,5 +332,5 @@ def test_a_rank_that_finds_nobody_says_where_it_looked(
             find_by_address(world(rank_1 | {"MASTER_PORT": port}), 0.3)
     assert str(refused.value) == (
         f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1 port {port} in 0.3 s. "
-        "Is it running, and is no firewall between?"
+        "Check that rank 0 is running and that no firewall blocks the port."
     )

@@ -1,4 +1,4 @@
-"""Hosts that share no file system each keep the checkpoints, and losing one of them loses nothing.
+"""Hosts that share no file system each keep the checkpoints, so the loss of one host loses nothing.
 
 Tests mpiddp/checkpoints/replicas.py.
 python -m pytest tests/test_replicas.py
@@ -69,26 +69,26 @@ def steps_recorded(run: Path) -> list[int]:
     return [record["step"] for record in map(json.loads, lines) if "train_loss" in record]
 
 
-def test_losing_the_host_of_rank_0_loses_nothing(hosts: Cluster) -> None:
+def test_the_loss_of_the_host_of_rank_0_loses_nothing(hosts: Cluster) -> None:
     node0, node1, node2 = hosts.hosts
     ran = train(hosts, "node0:1,node1:1", f"--out={PRIVATE}", "--stop-at-step=5")
     assert ran.returncode == 75, ran.stderr
     for host in (node0, node1):
         assert kept(host) == ["step_00000004", "step_00000005"]
         assert (host.path(PRIVATE) / "config.json").exists()
-        assert not list(host.path(PRIVATE).glob(".*")), "the marks are gone"
+        assert not list(host.path(PRIVATE).glob(".*")), "the marks are removed"
     assert proof(node0, 5) == proof(node1, 5)
-    whole = contents(node0.path(PRIVATE), 5)
+    original = contents(node0.path(PRIVATE), 5)
 
-    # node0 is no more: the job goes on elsewhere, with a host that has nothing yet as its first.
+    # node0 is lost: the job resumes elsewhere, and its first host has no checkpoint yet.
     ran = train(hosts, "node2:1,node1:1", f"--out={PRIVATE}", "--stop-at-step=6")
     assert ran.returncode == 75, ran.stderr
     assert f"going on from {PRIVATE}/checkpoints/step_00000005 on node1: step 5" in ran.stdout
     assert kept(node2) == ["step_00000005", "step_00000006"]
-    assert unequal(contents(node2.path(PRIVATE), 5), whole) == []
+    assert unequal(contents(node2.path(PRIVATE), 5), original) == []
     assert proof(node1, 6) == proof(node2, 6)
 
-    # node0 comes back with what it had, and a broken one.
+    # node0 returns with its old checkpoints, and one of them is broken.
     newest = node0.path(PRIVATE) / "checkpoints" / "step_00000005" / "model.pt"
     newest.write_bytes(newest.read_bytes()[:-1])
     ran = train(hosts, "node0:1,node1:1", f"--out={PRIVATE}")
@@ -100,7 +100,7 @@ def test_losing_the_host_of_rank_0_loses_nothing(hosts: Cluster) -> None:
         assert steps_recorded(host.path(PRIVATE)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_the_newest_one_is_broken_on_one_host(hosts: Cluster) -> None:
+def test_a_broken_newest_checkpoint_on_one_host_is_replaced_by_a_copy(hosts: Cluster) -> None:
     node0, node1, _ = hosts.hosts
     assert train(hosts, "node0:1,node1:1", f"--out={PRIVATE}", "--stop-at-step=4").returncode == 75
     model = node0.path(PRIVATE) / "checkpoints" / "step_00000004" / "model.pt"

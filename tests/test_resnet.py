@@ -218,7 +218,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     assert trace.exists()
     torch.save({"conv1.weight": Code(f"touch {trace}")}, path)
     assert refusal(ARCHS["resnet20"](), path).startswith(
-        "it names code (posix.system), which is refused."
+        "it contains code (posix.system), which is refused."
     )
 
 

@@ -180,7 +180,7 @@ def test_it_says_where_it_starts(went_on: dict[str, tuple[Path, Turn]]) -> None:
     _, ran = went_on["flipped bit"]
     assert (
         "checkpoint step_00000002: model.pt does not match its SHA-256; "
-        "going on from step_00000001 (1 steps lost)."
+        "resuming from step_00000001 (1 steps lost)."
     ) in ran.stdout
 
 

@@ -1,4 +1,4 @@
-"""`mpiddp run SCRIPT` is to the script what `python SCRIPT` under torchrun is: it cannot tell them apart.
+"""To the script, `mpiddp run SCRIPT` looks the same as `python SCRIPT` under torchrun.
 
 Tests mpiddp/runtime/run_script.py.
 python -m pytest tests/test_run.py
@@ -35,8 +35,8 @@ def python(*args: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -
     )
 
 
-def own_words(done: Done) -> list[str]:
-    """What the script itself has on stderr: all but the line that names the rank that failed."""
+def own_stderr(done: Done) -> list[str]:
+    """The script's own lines on stderr: all except the line that names the rank that failed."""
     ours = r"rank \d+ on \S+ (failed: |ended with exit code )"
     return [line for line in done.stderr.splitlines() if not re.match(ours, line)]
 
@@ -94,16 +94,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("script", ["scripts/look.py", "link.py"])
-def test_a_script_sees_what_python_shows_it(folder: Path, script: str) -> None:
+def test_a_script_sees_the_same_as_under_python(folder: Path, script: str) -> None:
     args = [script, "--flag", "-m", "--", "--keep-mpi", "a b"]
     plain = python(*args, cwd=folder)
     done = python(*RUN, *args, cwd=folder)
     assert (plain.returncode, plain.stderr) == (3, "")
-    assert (done.stdout, done.returncode, own_words(done)) == (plain.stdout, 3, [])
+    assert (done.stdout, done.returncode, own_stderr(done)) == (plain.stdout, 3, [])
 
 
 @pytest.mark.parametrize("module", ["package", "package.look"])
-def test_a_module_sees_what_python_shows_it(folder: Path, module: str) -> None:
+def test_a_module_sees_the_same_as_under_python(folder: Path, module: str) -> None:
     package = folder / "package"
     package.mkdir()
     looking = LOOKING_AROUND.replace("import neighbour", "from . import neighbour")
@@ -121,14 +121,14 @@ def test_a_module_sees_what_python_shows_it(folder: Path, module: str) -> None:
     plain = python(*args, cwd=folder)
     done = python(*RUN, *args, cwd=folder)
     assert (plain.returncode, plain.stderr) == (3, "")
-    assert (done.stdout, done.returncode, own_words(done)) == (plain.stdout, 3, [])
+    assert (done.stdout, done.returncode, own_stderr(done)) == (plain.stdout, 3, [])
 
 
-# --- how it ends ---
+# --- the end of a script ---
 
 ENDS = {
     "exit-none": "import sys\nsys.exit()",
-    "exit-text": "import sys\nsys.exit('a last word')",
+    "exit-text": "import sys\nsys.exit('a last message')",
     "error": "def f():\n    raise RuntimeError('a bug')\n\nf()",
     "library": "import json\njson.loads('{')",
     "cause": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise OSError('a bug') from e",
@@ -142,7 +142,7 @@ ENDS = {
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Done]]:
-    """Each script's end under plain python and under `mpiddp run`; torch's import takes its time."""
+    """The end of each script under plain python and under `mpiddp run`, once: torch's import is slow."""
     folder = tmp_path_factory.mktemp("ends")
 
     def both(name: str) -> tuple[Done, Done]:
@@ -156,22 +156,22 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Done
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_it_ends_as_under_python(ends: dict[str, tuple[Done, Done]], name: str) -> None:
-    """The same exit code and the same words, the traceback being the script's alone."""
+def test_a_script_ends_as_under_python(ends: dict[str, tuple[Done, Done]], name: str) -> None:
+    """The exit code and the output are the same, and the traceback has only the script's frames."""
     plain, done = ends[name]
     assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
     way_in = r'  File "<frozen .*\n(    .*\n)*'  # python's own, into a module
     expected = re.sub(way_in, "", plain.stderr).splitlines()
     if name == "module-syntax":  # without a way in there is no traceback
         assert expected.pop(0) == "Traceback (most recent call last):"
-    assert own_words(done) == expected
+    assert own_stderr(done) == expected
 
 
-def test_the_scripts_above_do_end_differently(ends: dict[str, tuple[Done, Done]]) -> None:
+def test_the_scripts_above_end_differently(ends: dict[str, tuple[Done, Done]]) -> None:
     codes = {name: done.returncode for name, (_, done) in ends.items()}
     assert codes["exit-none"] == 0
     assert codes["exit-text"] == codes["error"] == codes["syntax"] == 1
-    assert "a last word" in ends["exit-text"][1].stderr
+    assert "a last message" in ends["exit-text"][1].stderr
     assert "mpiddp" not in ends["error"][1].stderr
     assert ends["hook"][1].stdout == "my hook ZeroDivisionError\n"
 
@@ -182,7 +182,7 @@ def test_every_rank_may_end_with_its_own_code() -> None:
     assert own_lines(done.stderr) == [f"rank 1 on {gethostname()} ended with exit code 3"]
 
 
-# --- what cannot be run ---
+# --- scripts that cannot be run ---
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,18 @@ def test_every_rank_may_end_with_its_own_code() -> None:
     [
         (["nosuch.py"], "nosuch.py not found (looked in {cwd})."),
         (["."], ". is a folder, not a script. To run a module: mpiddp run -m MODULE"),
-        (["-m", "no.such"], "no module no.such to run (looked in {cwd} and what is installed)."),
-        (["-m", "tests"], "no module tests to run (looked in {cwd} and what is installed)."),
-        (["-m", "math"], "no module math to run (looked in {cwd} and what is installed)."),
+        (
+            ["-m", "no.such"],
+            "module no.such not found (looked in {cwd} and in the installed packages).",
+        ),
+        (
+            ["-m", "tests"],
+            "module tests not found (looked in {cwd} and in the installed packages).",
+        ),
+        (["-m", "math"], "module math not found (looked in {cwd} and in the installed packages)."),
     ],
 )
-def test_what_cannot_be_run(
+def test_a_script_that_cannot_be_run_is_refused(
     args: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -224,20 +230,20 @@ def test_a_missing_module_that_the_package_imports_is_its_own_error(
         (["--bad", "x"], "mpiddp run: unrecognized arguments: --bad. See: mpiddp run --help"),
     ],
 )
-def test_it_is_said_once_by_all_ranks(args: list[str], sentence: str) -> None:
+def test_all_ranks_print_a_refusal_once(args: list[str], sentence: str) -> None:
     done = mpirun(3, *RUN, *args)
     assert own_lines(done.stderr) == [sentence]
     assert done.returncode == 2
 
 
 @pytest.mark.parametrize("verb", ["run", "train"])
-def test_help_is_printed_once_by_all_ranks(verb: str) -> None:
+def test_all_ranks_print_the_help_once(verb: str) -> None:
     done = mpirun(3, "-m", "mpiddp", verb, "--help")
     assert done.stdout.count(f"usage: mpiddp {verb} ") == 1
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_variables_partly_set_are_said_once_by_all_ranks_of_a_real_mpirun() -> None:
+def test_all_ranks_of_a_real_mpirun_print_incomplete_variables_once() -> None:
     for _ in range(3):
         done = mpirun(4, *RUN, "any.py", env={"TORCHELASTIC_RUN_ID": "stale"})
         (sentence,) = own_lines(done.stderr)
@@ -262,20 +268,20 @@ def test_one_script_gives_the_same_under_every_launcher() -> None:
     assert [done.returncode for done in commands.values()] == [0] * len(commands), commands
     assert len(lines["mpirun"]) == 2
     assert lines["mpirun"][1].startswith("rank 1 of 2 local 1: ")
-    for name, told in lines.items():
-        assert (name, told) == (name, lines["mpirun"])
+    for name, printed in lines.items():
+        assert (name, printed) == (name, lines["mpirun"])
 
 
-def test_alone_it_is_a_job_of_one_rank() -> None:
+def test_without_a_launcher_a_script_is_a_job_of_one_rank() -> None:
     done = python(*RUN, str(JOBS / "ddp_script.py"))
     assert done.stdout.startswith("rank 0 of 1 local 0: "), done.stderr
     assert done.returncode == 0
 
 
-def test_rank_0_has_the_word_first(
+def test_rank_0_prints_before_the_other_ranks_exit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first to end makes mpirun end the others: a rank that is silent must not be that one."""
+    """The first rank that exits makes mpirun kill the others, so a silent rank must not be the first."""
     waits: list[float] = []
     monkeypatch.setattr(errors, "time", SimpleNamespace(sleep=waits.append))
     print_from_one_rank("one sentence", 0, 0)

@@ -1,4 +1,4 @@
-"""A save in a thread: what the disk does to it, all ranks hear; a kill at any instant loses one step.
+"""A save in a thread: all ranks learn of its failure, and a kill at any instant loses at most one step.
 
 Tests mpiddp/train/saver.py.
 python -m pytest tests/test_saver.py
@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints import save_schedule as due_module
+from mpiddp.checkpoints import directory, save_schedule
 from mpiddp.checkpoints.directory import HashedFile
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
 from mpiddp.checkpoints.snapshot import PinnedStaging
@@ -42,32 +41,32 @@ def test_a_kill_at_any_instant_leaves_the_newest_or_the_one_before(tmp_path: Pat
     assert int(found[1]) > 4, "the kills missed the writing"
 
 
-def test_a_snapshot_stays_while_the_training_goes_on() -> None:
+def test_a_snapshot_does_not_change_during_training() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
-    state = {"a": weight, "b": [weight.T, (3, "word")], "c": {0: torch.tensor(7)}}
-    memory = PinnedStaging([weight], torch.device("cpu"))
-    first = memory.copy(state)
+    state = {"a": weight, "b": [weight.T, (3, "text")], "c": {0: torch.tensor(7)}}
+    staging = PinnedStaging([weight], torch.device("cpu"))
+    first = staging.copy(state)
     expected = weight.clone()
     weight.zero_()
     assert torch.equal(first["a"], expected)
     assert torch.equal(first["b"][0], expected.T)
-    assert first["b"][1] == (3, "word")
+    assert first["b"][1] == (3, "text")
     assert first["c"][0] == 7
-    places = {tensor.data_ptr() for tensor in (first["a"], first["b"][0], first["c"][0])}
-    second = memory.copy(state)
+    addresses = {tensor.data_ptr() for tensor in (first["a"], first["b"][0], first["c"][0])}
+    second = staging.copy(state)
     assert torch.equal(second["a"], weight)
-    assert {t.data_ptr() for t in (second["a"], second["b"][0], second["c"][0])} == places
+    assert {t.data_ptr() for t in (second["a"], second["b"][0], second["c"][0])} == addresses
 
 
 def test_a_hashed_file_keeps_the_disks_own_error() -> None:
-    """torch.save makes "unexpected pos" of it."""
+    """torch.save itself would report "unexpected pos"."""
     file = HashedFile(Path("/dev/full"))
     torch.save({"a": torch.zeros(10_000)}, file)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="No space left on device"):
         file.close()
 
 
-def test_a_wrong_hash_of_what_was_written_would_be_seen(tmp_path: Path) -> None:
+def test_a_wrong_hash_from_the_writer_is_detected(tmp_path: Path) -> None:
     def write_files(folder: Path) -> dict[str, str]:
         file = HashedFile(folder / "model.pt")
         torch.save({"a": torch.ones(5)}, file)  # type: ignore[arg-type]
@@ -78,22 +77,22 @@ def test_a_wrong_hash_of_what_was_written_would_be_seen(tmp_path: Path) -> None:
     assert not directory.is_valid(wrong)
 
 
-def test_only_valid_ones_are_kept_in_the_count(tmp_path: Path) -> None:
-    """A run that goes on finds a checkpoint with a flipped bit among its older ones."""
+def test_keep_counts_only_valid_checkpoints(tmp_path: Path) -> None:
+    """A resumed run finds a damaged checkpoint among its older ones."""
     options: Command = [
         "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=4",
         "--save-every=1", "--keep=2", "--out", tmp_path / "out",
     ]  # fmt: skip
     assert train(1, *options, "--stop-at-step=2").returncode == 75
     root = tmp_path / "out" / "checkpoints"
-    # Of the right size: a glance would count it.
+    # It has the right size, so comparing sizes would count it.
     shutil.copytree(root / "step_00000002", root / "step_00000003")
     shutil.rmtree(root / "step_00000002")
     model = root / "step_00000003" / "model.pt"
     model.write_bytes(bytes(model.stat().st_size))
     job = train(1, *options, "--stop-at-step=2")
     assert (
-        "step_00000003: model.pt does not match its SHA-256; going on from step_00000001 (2 steps"
+        "step_00000003: model.pt does not match its SHA-256; resuming from step_00000001 (2 steps"
         in (job.stdout)
     )
     assert [directory.step_of(folder) for folder in directory.list_steps(root)] == [
@@ -103,11 +102,11 @@ def test_only_valid_ones_are_kept_in_the_count(tmp_path: Path) -> None:
     ]
 
 
-# When
+# The save schedule
 
 
 @pytest.mark.parametrize(
-    ("text", "every"),
+    ("text", "interval"),
     [
         ("20", Interval(steps=20)),
         ("30s", Interval(seconds=30)),
@@ -116,34 +115,34 @@ def test_only_valid_ones_are_kept_in_the_count(tmp_path: Path) -> None:
         ("1h", Interval(seconds=3600)),
     ],
 )
-def test_intervals(text: str, every: Interval) -> None:
-    assert parse_interval(text) == every
+def test_parse_interval(text: str, interval: Interval) -> None:
+    assert parse_interval(text) == interval
 
 
 @pytest.mark.parametrize("text", ["0", "0s", "-1", "m", "1d", "1.5", "10 m", "1e3s", ".s", "²"])
-def test_no_intervals(text: str) -> None:
+def test_parse_interval_rejects(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         parse_interval(text)
 
 
-def test_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow first steps, then quick ones: the saves are an interval apart."""
+def test_saves_by_the_clock_are_an_interval_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps are slow, the later ones fast."""
     coordinator = Coordinator(World(0, 1, 0, 1), dist.HashStore())
     now = 0.0
-    monkeypatch.setattr(due_module, "time", SimpleNamespace(monotonic=lambda: now))
-    due = SaveSchedule(Interval(seconds=0.5), coordinator, 7, timeout_s=PATIENCE_S)
+    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now))
+    schedule = SaveSchedule(Interval(seconds=0.5), coordinator, 7, timeout_s=PATIENCE_S)
     saves = [now]
     step = 7
     while len(saves) < 4:
         step += 1
         now += 3 / 32 if step < 12 else 1 / 64
-        if due.at(step, ends_epoch=True):
+        if schedule.is_due(step, ends_epoch=True):
             saves.append(now)
     gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
     assert gaps == [0.5] * 3
 
 
-def test_two_ranks_agree_on_the_steps_and_keep_two(tmp_path: Path) -> None:
+def test_two_ranks_save_by_the_clock_at_the_same_steps(tmp_path: Path) -> None:
     job = train(
         2, "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=60",
         "--save-every=0.05s", "--log-every=1000", "--out", tmp_path / "out",

@@ -1,4 +1,4 @@
-"""What ended a script is known at its exit, whatever way it ended.
+"""The exception or exit code that ends a script is known at its exit.
 
 Tests mpiddp/runtime/script_exit.py.
 python -m pytest tests/test_script_exit.py
@@ -15,10 +15,10 @@ from tests.ranks import ROOT, clean_env
 
 BEFORE = """
 import atexit, sys
-from mpiddp.runtime.script_exit import observe
+from mpiddp.runtime.script_exit import observe_exit
 def init():
-    what_ended_it = observe()
-    atexit.register(lambda: print(repr(what_ended_it())))
+    ending_error = observe_exit()
+    atexit.register(lambda: print(repr(ending_error())))
 init()
 def main():
     return 4
@@ -26,7 +26,7 @@ def main():
 
 
 @pytest.mark.parametrize(
-    ("ends", "known"),
+    ("ending", "expected"),
     [
         ("", "None"),
         ("sys.exit(3)", "SystemExit(3)"),
@@ -38,7 +38,7 @@ def main():
         ("try: sys.exit(3)\nexcept SystemExit: pass\nsys.exit(0)", "SystemExit(0)"),
     ],
 )
-def test_what_ended_a_script(ends: str, known: str) -> None:
-    command = [sys.executable, "-c", f"{BEFORE}{ends}"]
+def test_the_ending_of_a_script(ending: str, expected: str) -> None:
+    command = [sys.executable, "-c", f"{BEFORE}{ending}"]
     done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == f"{known}\n", done.stderr
+    assert done.stdout == f"{expected}\n", done.stderr

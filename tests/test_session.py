@@ -1,4 +1,4 @@
-"""What a process holds as a rank is one object, and a forked child has none of it."""
+"""A process has one session, and a forked child does not share it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_process_has_one_session() -> None:
     assert current().is_of_this_process
 
 
-def test_a_forked_child_is_no_rank() -> None:
+def test_a_forked_child_is_not_a_rank() -> None:
     held = current()
     held.stop.is_requested = True
     child = os.fork()
@@ -29,7 +29,7 @@ def test_a_forked_child_is_no_rank() -> None:
     assert current() is held
 
 
-def test_nothing_else_in_the_runtime_is_a_global_that_changes() -> None:
+def test_the_session_is_the_only_mutable_global_of_the_runtime() -> None:
     found = [
         (path.name, name)
         for path in sorted(RUNTIME.glob("*.py"))
@@ -41,7 +41,7 @@ def test_nothing_else_in_the_runtime_is_a_global_that_changes() -> None:
 
 
 def test_imports_in_the_runtime_have_no_cycle() -> None:
-    """Not those within functions either, nor those for types alone."""
+    """This includes the imports in functions and the imports for types only."""
     imports = {path.stem: _imported(path) for path in RUNTIME.glob("*.py")}
     while leaves := {name for name, needed in imports.items() if not needed & imports.keys()}:
         imports = {name: needed for name, needed in imports.items() if name not in leaves}

@@ -1,6 +1,6 @@
-"""Ways around Python and torch: each test here fails on the day that one is no longer needed.
+"""Workarounds for Python and torch: a test here fails once its workaround is no longer needed.
 
-Another is in tests/test_network_of_a_job.py: mpiddp/runtime/name_service.py.
+tests/test_network_of_a_job.py tests another one: mpiddp/runtime/name_service.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.test_control_channel import Launcher
 
 
 def run(code: str) -> str:
-    """What a Python of its own prints."""
+    """The output of a new Python process."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == ""
@@ -25,19 +25,19 @@ def run(code: str) -> str:
 
 def test_hashlib_still_loads_openssl() -> None:
     """mpiddp/protocol.py, `proof`"""
-    tells = "import sys; print('_hashlib' in sys.modules)"
-    assert run(f"import hashlib; {tells}") == "True"
-    assert run(f"import mpiddp.launch.main, mpiddp.protocol; {tells}") == "False"
+    shows = "import sys; print('_hashlib' in sys.modules)"
+    assert run(f"import hashlib; {shows}") == "True"
+    assert run(f"import mpiddp.launch.main, mpiddp.protocol; {shows}") == "False"
 
 
-def test_python_still_does_not_tell_which_code_a_script_exits_with() -> None:
+def test_python_still_does_not_keep_the_exit_code_of_a_script() -> None:
     """mpiddp/runtime/script_exit.py"""
-    tells = (
+    state = (
         "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"
     )
-    code = f"import atexit, sys; atexit.register(lambda: print({tells})); sys.exit(3)"
+    code = f"import atexit, sys; atexit.register(lambda: print({state})); sys.exit(3)"
     assert run(code) == "[] (None, None, None)"
-    hooks = "sys.excepthook = sys.unraisablehook = lambda *told: print(told)"
+    hooks = "sys.excepthook = sys.unraisablehook = lambda *args: print(args)"
     assert run(f"import sys; {hooks}; sys.exit(3)") == ""
 
 
@@ -47,7 +47,7 @@ def test_torch_still_has_no_hook_for_new_process_groups() -> None:
     assert {name for name in hooks if not name.startswith("_")} == {"BuiltinCommHookType"}
 
 
-def test_a_thread_still_cannot_answer_while_native_code_keeps_the_lock() -> None:
+def test_a_thread_still_cannot_answer_while_native_code_holds_the_lock() -> None:
     """mpiddp/runtime/native_stacks.py"""
     launcher = Launcher()
     with launcher.rank("print(flush=True); sum(range(10**12))") as rank:

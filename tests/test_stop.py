@@ -1,4 +1,4 @@
-"""A job that receives a stop request saves at one step on all ranks and prints the command that resumes it.
+"""A job that is requested to stop saves at the same step on all ranks, and prints how to resume.
 
 Tests mpiddp/launch/supervise/, mpiddp/runtime/stop_request.py.
 python -m pytest tests/test_stop.py
@@ -26,9 +26,9 @@ from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
 
-# A line and its end in one piece: Intel's mpirun would mix the pieces of several ranks.
-# No collective: nothing but the agreement keeps the ranks together, and one is ten times as fast.
-# A rank that is ready has asked once: a request that comes sooner would be its SIGTERM.
+# Each line is printed with its newline in one piece: Intel's mpirun would mix the pieces of several ranks.
+# There is no collective: only the agreement keeps the ranks together, and one rank is ten times as fast.
+# A rank calls should_stop() before it prints "ready": an earlier request would be a SIGTERM.
 SCRIPT = """
 import os, sys, time
 import mpiddp
@@ -60,10 +60,10 @@ if __name__ == "__main__":
                 print("saved", step, flush=True)
                 break
 """
-UNAWARE = """
+WITHOUT_SUPPORT = """
 import os, signal, sys, time
 def save(number, frame):
-    os.write(1, f"heard {signal.Signals(number).name}\\n".encode())  # a print may be under way
+    os.write(1, f"received {signal.Signals(number).name}\\n".encode())  # a print may be under way
     time.sleep(float(sys.argv[1]))
     print("wrote", flush=True)
     sys.exit(0)
@@ -71,17 +71,17 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(1000)
 """
-LONG_GRACE = ("--grace", "600")  # a rank that is behind may need minutes for where the others are
+LONG_GRACE = ("--grace", "600")  # a slow rank may need minutes to reach the step of the others
 
 
 def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Popen[str]:
-    """A job whose ranks have all said that they are ready."""
+    """A job whose ranks have all printed that they are ready."""
     job = piped(command, cwd)
     assert job.stdout is not None
-    said = [job.stdout.readline() for _ in range(ranks)]
-    if said != ["ready\n"] * ranks:
-        job.kill()  # nobody else would end it
-    assert said == ["ready\n"] * ranks
+    printed = [job.stdout.readline() for _ in range(ranks)]
+    if printed != ["ready\n"] * ranks:
+        job.kill()  # nothing else would end it
+    assert printed == ["ready\n"] * ranks
     return job
 
 
@@ -106,7 +106,7 @@ def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
         (signal.SIGTERM, "intelmpi"),
     ],
 )
-def test_all_ranks_stop_at_one_step(tmp_path: Path, mpi: str, number: int) -> None:
+def test_all_ranks_stop_at_the_same_step(tmp_path: Path, mpi: str, number: int) -> None:
     arguments = ["--mpirun", mpirun_of(mpi), *LONG_GRACE, "-H", "localhost:3"]
     arguments.append(script(tmp_path, SCRIPT))
     with start([*LAUNCH, *arguments], ranks=3) as job:
@@ -122,7 +122,7 @@ def test_all_ranks_stop_at_one_step(tmp_path: Path, mpi: str, number: int) -> No
     assert stderr.endswith(f"{resumes}\n"), stderr
 
 
-def test_a_terminal_that_is_gone_does_not_keep_the_ranks_from_saving(tmp_path: Path) -> None:
+def test_the_ranks_save_after_the_terminal_is_closed(tmp_path: Path) -> None:
     with start([*LAUNCH, *LONG_GRACE, "-H", "localhost:2", script(tmp_path, SCRIPT)]) as job:
         assert job.stderr is not None
         job.stderr.close()
@@ -134,8 +134,8 @@ def test_a_terminal_that_is_gone_does_not_keep_the_ranks_from_saving(tmp_path: P
     assert len(saved) == 4, saved
 
 
-def test_a_hang_up_that_is_told_of_twice_is_one_request(tmp_path: Path) -> None:
-    """By the shell and by the kernel, when a terminal goes."""
+def test_two_hang_up_signals_are_one_request(tmp_path: Path) -> None:
+    """The shell and the kernel each send one when a terminal closes."""
     with start([*LAUNCH, *LONG_GRACE, "-H", "localhost:2", script(tmp_path, SCRIPT)]) as job:
         job.send_signal(signal.SIGHUP)
         time.sleep(0.005)
@@ -171,10 +171,10 @@ def test_a_save_that_fails_in_a_stop_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "is_read"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)]
 )
-def test_a_training_without_a_launcher_saves_as_well(
+def test_a_training_without_a_launcher_saves_too(
     tmp_path: Path, number: int, is_read: bool
 ) -> None:
-    """Also where the Ctrl-C has ended a `| tee log`, which read what it prints."""
+    """It also saves if the Ctrl-C has ended a `| tee log` that read its output."""
     command = [sys.executable, "-m", "mpiddp", "train", "--use-syn", "--arch=resnet20"]
     command += ["--batch-size=4", "--epochs=1", "--log-every=1", "--out", str(tmp_path / "out")]
     with piped(command) as job:
@@ -193,11 +193,13 @@ def test_a_training_without_a_launcher_saves_as_well(
     directory.verify(saved)
     if is_read:
         name = signal.Signals(number).name
-        assert stderr == f"mpiddp: {name}: saving; another signal ends it at once.\n"
+        assert stderr == (
+            f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
+        )
         assert f"stopped at step {directory.step_of(saved)};" in stdout
 
 
-def test_nohup_holds(tmp_path: Path) -> None:
+def test_nohup_is_respected(tmp_path: Path) -> None:
     command = ["nohup", *LAUNCH, *LONG_GRACE, "-H", "localhost:2", script(tmp_path, SCRIPT)]
     with start(command) as job:
         job.send_signal(signal.SIGHUP)
@@ -210,7 +212,7 @@ def test_nohup_holds(tmp_path: Path) -> None:
     assert "SIGHUP" not in stderr
 
 
-def test_a_raw_mpirun_passes_sigusr1_on(tmp_path: Path) -> None:
+def test_sigusr1_through_a_raw_mpirun_stops_the_job(tmp_path: Path) -> None:
     command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "3"]
     command += [sys.executable, "-m", "mpiddp", "run", script(tmp_path, SCRIPT)]
     with start(command, ranks=3) as job:
@@ -231,18 +233,26 @@ def test_workers_of_a_data_loader_survive_the_signal(tmp_path: Path, context: st
     assert job.returncode == 0, stderr
 
 
-def test_a_script_that_knows_nothing_gets_the_signal_and_the_grace(tmp_path: Path) -> None:
-    command = [*LAUNCH, "-H", "localhost:2", "--grace", "120", script(tmp_path, UNAWARE)]
+def test_a_script_without_should_stop_gets_sigterm_and_the_grace_period(tmp_path: Path) -> None:
+    command = [*LAUNCH, "-H", "localhost:2", "--grace", "120", script(tmp_path, WITHOUT_SUPPORT)]
     with start([*command, "1"]) as job:
         job.send_signal(signal.SIGINT)
         stdout, stderr = job.communicate(timeout=PATIENCE_S)
-    assert sorted(stdout.splitlines()) == ["heard SIGTERM"] * 2 + ["wrote"] * 2
+    assert sorted(stdout.splitlines()) == ["received SIGTERM"] * 2 + ["wrote"] * 2
     own = re.findall("mpiddp: .*", stderr)
     assert (job.returncode, own) == (130, ["mpiddp: interrupted: the job was stopped."])
 
 
-def test_the_grace_ends(tmp_path: Path) -> None:
-    command = [*LAUNCH, "-H", "localhost:2", "--grace", "1", script(tmp_path, UNAWARE), "600"]
+def test_ranks_are_killed_after_the_grace_period(tmp_path: Path) -> None:
+    command = [
+        *LAUNCH,
+        "-H",
+        "localhost:2",
+        "--grace",
+        "1",
+        script(tmp_path, WITHOUT_SUPPORT),
+        "600",
+    ]
     with start(command) as job:
         since = time.monotonic()
         job.send_signal(signal.SIGTERM)
@@ -252,11 +262,11 @@ def test_the_grace_ends(tmp_path: Path) -> None:
     assert job.returncode == 130
 
 
-def test_the_clock_stops_a_training_and_the_printed_command_goes_on(tmp_path: Path) -> None:
+def test_stop_after_stops_a_training_and_the_printed_command_resumes_it(tmp_path: Path) -> None:
     job = [*LONG_GRACE, "-H", "localhost:2", "-m", "mpiddp", "train", "--use-syn"]
     job += ["--arch", "resnet20", "--batch-size", "2", "--epochs", "1"]
     job += ["--steps-per-epoch", "40", "--resume", "never"]
-    for seconds in (1, 2, 4, 8, 16, 32, 64):  # until its ranks are there by then
+    for seconds in (1, 2, 4, 8, 16, 32, 64):  # until the ranks have started in this time
         folder = tmp_path / str(seconds)
         folder.mkdir()
         done = subprocess.run(
@@ -303,7 +313,7 @@ print("through", flush=True)
 """
 
 
-def test_a_rank_that_is_at_its_end_already_does_not_keep_others_from_stopping(
+def test_a_rank_at_its_end_does_not_keep_the_others_from_stopping(
     tmp_path: Path,
 ) -> None:
     with piped([*LAUNCH, *LONG_GRACE, "-H", "localhost:2", script(tmp_path, UNEVEN)]) as job:
@@ -315,14 +325,14 @@ def test_a_rank_that_is_at_its_end_already_does_not_keep_others_from_stopping(
     assert "mpiddp: to resume: " in stderr
 
 
-def test_the_clock_adds_nothing_to_a_stop_that_is_under_way(tmp_path: Path) -> None:
+def test_stop_after_does_not_repeat_a_stop_in_progress(tmp_path: Path) -> None:
     options = [*LONG_GRACE, "--stop-after", "10", "-H", "localhost:1"]
-    with piped([*LAUNCH, *options, script(tmp_path, UNAWARE), "12"]) as job:
+    with piped([*LAUNCH, *options, script(tmp_path, WITHOUT_SUPPORT), "12"]) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGTERM)
         stdout, _ = job.communicate(timeout=PATIENCE_S)
-    assert stdout == "heard SIGTERM\nwrote\n"
+    assert stdout == "received SIGTERM\nwrote\n"
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
     ("function", "ranks", "in_cluster"),
     [
         (test_hostfile.test_any_bytes_are_read_or_refused, False, False),
-        (test_stop.test_times, False, False),
-        (test_stop.test_nohup_holds, True, False),  # by a list of the module
-        (test_stop.test_a_raw_mpirun_passes_sigusr1_on, True, False),
-        (test_stop.test_a_training_without_a_launcher_saves_as_well, True, False),  # by its words
-        (test_run.test_alone_it_is_a_job_of_one_rank, True, False),
+        (test_stop.test_durations, False, False),
+        (test_stop.test_nohup_is_respected, True, False),  # by a list of the module
+        (test_stop.test_sigusr1_through_a_raw_mpirun_stops_the_job, True, False),
+        (test_stop.test_a_training_without_a_launcher_saves_too, True, False),  # by its words
+        (test_run.test_without_a_launcher_a_script_is_a_job_of_one_rank, True, False),
         (test_launch.test_exit_codes, True, False),
         (test_resume.test_on_real_images_across_the_end_of_an_epoch, True, False),
         (test_launch.test_this_machine_needs_no_hostfile, True, False),  # by an inner function

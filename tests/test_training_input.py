@@ -82,7 +82,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "nccl": (
         "--backend=nccl",
-        "--backend nccl needs a GPU, and torch .* sees none on .* Use --backend gloo, .*",
+        "--backend nccl needs a GPU, but torch .* sees none on .* Use --backend gloo, .*",
     ),
     "sync-bn": ("--sync-bn --use-syn", "--sync-bn needs GPUs: .*"),
     "image size": ("--image-size=64", "--image-size is for image folders; cifar10 has 32."),

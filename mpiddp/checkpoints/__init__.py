@@ -1,1 +1,1 @@
-"""A directory that appears whole and is verified when read."""
+"""Checkpoints: directories that appear complete and are verified when they are read."""

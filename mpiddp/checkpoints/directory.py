@@ -1,8 +1,8 @@
-"""A checkpoint is a folder that appears whole, proves itself when read, and is never overwritten.
+"""A checkpoint is a folder that appears complete, is verified when read, and is never overwritten.
 
-Everything is written into a hidden folder beside it: the files, a manifest with their SHA-256, COMPLETE
-with the manifest's, each flushed to the disk. Then one rename makes it the checkpoint. torch.load
-notices no flipped bit; the manifest does.
+All files are written into a hidden folder beside it: the data, a manifest with their SHA-256, and COMPLETE
+with the SHA-256 of the manifest. Each is flushed to disk. Then one rename makes the folder a checkpoint.
+torch.load does not detect a flipped bit; the manifest does.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from pathlib import Path
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".unfinished-"
-WriteFiles = Callable[[Path], Mapping[str, str] | None]  # into a folder; the SHA-256 it knows
+# Writes files into a folder, and may return the SHA-256 of those that it has hashed.
+WriteFiles = Callable[[Path], Mapping[str, str] | None]
 
 
 class BrokenCheckpoint(Exception):
-    """A folder that is no valid checkpoint; the sentence says what of it is wrong."""
+    """The folder is not a valid checkpoint. The message names the damage."""
 
 
 class HashedFile:
-    """A new file to write into, and the SHA-256 of what was written: one pass over the bytes.
+    """A new file, and the SHA-256 of the bytes written to it, computed in the same pass.
 
-    An error of the disk waits until `close`: a writer such as torch.save would turn it into another.
+    `close` raises an error of the disk, because a writer such as torch.save would replace it by another.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +52,7 @@ class HashedFile:
         """Nothing is buffered."""
 
     def close(self) -> str:
-        """The SHA-256 of the whole. Raises OSError, the first that there was."""
+        """The SHA-256 of the file. Raises the first OSError of the writes."""
         self._file.close()
         if self._error is not None:
             raise self._error
@@ -59,7 +60,7 @@ class HashedFile:
 
 
 def step_of(folder: Path) -> int:
-    """The step in the folder's name. Raises ValueError for a name of another form."""
+    """The step in the folder's name. Raises ValueError if the name is not a checkpoint's."""
     match = _NAME.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{folder.name} is not named step_00000000")
@@ -67,7 +68,7 @@ def step_of(folder: Path) -> int:
 
 
 def list_steps(root: Path) -> list[Path]:
-    """The checkpoint folders in `root`, oldest first, valid or not; none if `root` is missing."""
+    """The checkpoint folders in `root`, oldest first, valid or not. Empty if `root` is missing."""
     if not root.is_dir():
         return []
     folders = (f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir())
@@ -75,19 +76,21 @@ def list_steps(root: Path) -> list[Path]:
 
 
 def write(root: Path, step: int, write_files: WriteFiles) -> Path:
-    """Make the checkpoint of `step` in `root`; `write_files` writes into the folder it is given.
+    """Write the checkpoint of `step` into `root`; `write_files` writes its files into a given folder.
 
-    A valid checkpoint of that step stays as it is; a broken one is replaced. One process at a time
-    may write into `root`. `write_files` may return the SHA-256 of files that it has computed already:
-    these are not read again.
+    A valid checkpoint of that step stays unchanged; a broken one is replaced. Only one process at a time
+    may write into `root`. `write_files` may return the SHA-256 of files that it has hashed already. Those
+    files are not read again.
 
     Raises:
-        OSError: the disk is full or read-only, … Nothing half-made is left in sight.
+        OSError: the disk is full or read-only, … No incomplete checkpoint is left visible.
     """
     final = root / f"step_{step:08d}"
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # another user's, or held open over NFS
+        shutil.rmtree(
+            leftover, ignore_errors=True
+        )  # it may belong to another user, or be open over NFS
     if final.exists() and is_valid(final):
         return final
     unfinished = _hidden(final)
@@ -106,7 +109,7 @@ def write(root: Path, step: int, write_files: WriteFiles) -> Path:
         for path in unfinished.iterdir():
             _flush(path)
         _flush(unfinished)
-        if final.exists():  # broken, as seen above
+        if final.exists():  # it is broken: a valid one has been returned above
             _remove(final)
         unfinished.rename(final)
         _flush(root)
@@ -117,16 +120,16 @@ def write(root: Path, step: int, write_files: WriteFiles) -> Path:
 
 
 def verify(folder: Path) -> None:
-    """Read every byte and hold it against the manifest.
+    """Verify every byte against the manifest.
 
     Raises:
-        BrokenCheckpoint: whatever is missing, cut short or changed.
+        BrokenCheckpoint: a file is missing, truncated or changed.
     """
     _check(folder, lambda path, entry: _sha256(path) == entry["sha256"])
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it is a checkpoint, valid or not: by its name, or by what proves one."""
+    """Whether the folder is a checkpoint, valid or not, by its name or by its manifest."""
     return folder.resolve() in list_steps(folder.resolve().parent) or any(
         (folder / name).exists() for name in (MANIFEST, COMPLETE)
     )
@@ -141,7 +144,7 @@ def is_valid(folder: Path) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files are there in their full size; `is_valid` reads every byte instead."""
+    """Whether all files exist with their full size. `is_valid` also verifies every byte."""
     try:
         _check(folder, lambda path, entry: True)
     except BrokenCheckpoint:
@@ -150,7 +153,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def survey(root: Path) -> tuple[Path | None, list[tuple[int, str]]]:
-    """The newest checkpoint that verifies, and of each newer, broken one its step and a complaint."""
+    """The newest valid checkpoint, and the step and the damage of every newer, broken one."""
     complaints = []
     for folder in reversed(list_steps(root)):
         try:
@@ -163,18 +166,18 @@ def survey(root: Path) -> tuple[Path | None, list[tuple[int, str]]]:
 
 
 def consequence(broken: int, newest: Path | None) -> str:
-    """What it means that the checkpoint of step `broken` is broken, where `newest` is valid."""
+    """A phrase for the consequence of a broken checkpoint of step `broken`; `newest` is a valid one."""
     if newest is None:
         return "no older one is valid"
-    return f"going on from {newest.name} ({broken - step_of(newest)} steps lost)"
+    return f"resuming from {newest.name} ({broken - step_of(newest)} steps lost)"
 
 
 def prune(
     root: Path, keep: int, *, counts_as_kept: Callable[[Path], bool] = is_whole
 ) -> list[Path]:
-    """Remove what is older than the newest `keep` checkpoints, and return what was removed.
+    """Remove the checkpoints that are older than the newest `keep`, and return the removed ones.
 
-    Only a checkpoint for which `counts_as_kept` is true is one of the `keep`. The default compares
+    Only a checkpoint for which `counts_as_kept` is true counts as one of the `keep`. The default compares
     sizes only, because a training prunes after every save.
     """
     kept = 0
@@ -189,10 +192,10 @@ def prune(
 
 
 def set_aside(root: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps beyond `step`, so that they count no more; their new paths.
+    """Rename the checkpoints of steps after `step`, so that they no longer count, and return the new paths.
 
     Raises:
-        OSError: one cannot be renamed.
+        OSError: a checkpoint cannot be renamed.
     """
     moved = []
     for folder in list_steps(root):
@@ -202,13 +205,13 @@ def set_aside(root: Path, step: int) -> list[Path]:
     return moved
 
 
-def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) -> None:
+def _check(folder: Path, is_intact: Callable[[Path, dict[str, object]], bool]) -> None:
     name = f"checkpoint {folder.name}"
     try:
         expected = (folder / COMPLETE).read_text()
         manifest_bytes = (folder / MANIFEST).read_bytes()
     except (OSError, UnicodeDecodeError):
-        raise BrokenCheckpoint(f"{name}: it was never completed") from None
+        raise BrokenCheckpoint(f"{name}: the save was never completed") from None
     if hashlib.sha256(manifest_bytes).hexdigest() != expected:
         raise BrokenCheckpoint(f"{name}: {MANIFEST} does not match its SHA-256")
     for file_name, entry in json.loads(manifest_bytes).items():
@@ -220,8 +223,8 @@ def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) ->
                 f"{name}: {file_name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
             )
         try:
-            matches = is_right(path, entry)
-        except OSError as error:  # a bad sector, a server that is gone
+            matches = is_intact(path, entry)
+        except OSError as error:  # a bad sector, or a file server that is gone
             raise BrokenCheckpoint(
                 f"{name}: {file_name} cannot be read: {error.strerror}"
             ) from None
@@ -230,25 +233,25 @@ def _check(folder: Path, is_right: Callable[[Path, dict[str, object]], bool]) ->
 
 
 def check_hashes(manifest: bytes, hashes: Mapping[str, str]) -> None:
-    """Hold files that were copied, by their SHA-256, against the manifest of the original.
+    """Compare the SHA-256 of copied files with the manifest of the original.
 
     Raises:
-        BrokenCheckpoint: they are not the same.
+        BrokenCheckpoint: a file differs, or is in only one of the two.
     """
     expected = {name: entry["sha256"] for name, entry in json.loads(manifest).items()}
     for name in expected.keys() | hashes.keys():
         if expected.get(name) != hashes.get(name):
-            raise BrokenCheckpoint(f"{name} did not arrive as it was sent")
+            raise BrokenCheckpoint(f"{name} arrived damaged: its SHA-256 differs from the manifest")
 
 
 def _remove(folder: Path) -> None:
-    """A folder that is being removed must not look like a checkpoint, not even for a moment."""
+    """Remove a checkpoint. Rename it first, so that a half-removed folder never looks like a checkpoint."""
     doomed = folder.rename(_hidden(folder))
-    shutil.rmtree(doomed, ignore_errors=True)  # what cannot be removed now is tried at each save
+    shutil.rmtree(doomed, ignore_errors=True)  # each save tries to remove the rest again
 
 
 def _hidden(folder: Path) -> Path:
-    """A new name that no checkpoint has."""
+    """A new hidden name, beside the folder, that no checkpoint has."""
     return folder.with_name(f"{_UNFINISHED}{folder.name}-{os.urandom(4).hex()}")
 
 
@@ -261,7 +264,7 @@ def _sha256(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """fsync a file, or a folder's list of names."""
+    """fsync a file, or the list of names of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,10 @@
-"""`mpiddp checkpoints`: what lies in a run's folder, whether it is whole, and what may go.
+"""`mpiddp checkpoints`: list, verify and prune the checkpoints of a run.
 
     mpiddp checkpoints list runs/a
     mpiddp checkpoints verify runs/a/checkpoints/step_00001000
     mpiddp checkpoints prune runs/a --keep 2
 
-DIR is a run's folder, a folder of checkpoints, or one checkpoint. torch is not needed.
+DIR is a run's folder, a folder of checkpoints, or one checkpoint. The command does not need torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mpiddp.errors import UserError
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp checkpoints ARGV`: 0, or 1 when `verify` found a broken one.
+    """Run `mpiddp checkpoints ARGV`. The exit code is 1 if `verify` finds a broken checkpoint, else 0.
 
     Raises:
-        UserError: bad usage, or a DIR without checkpoints.
+        UserError: bad usage, or DIR contains no checkpoints.
     """
     options = _parse(argv)
     if options.verb == "prune":
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def _line(folder: Path) -> str:
-    """Name, size, time, and whether all files have their full size."""
+    """Name, size, time and state. The state compares sizes only."""
     files = [path.stat() for path in folder.iterdir()]
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
@@ -61,7 +61,7 @@ def _prune(given: Path, keep: int) -> int:
     root = find_checkpoints(given)
     if root is None:
         raise UserError(
-            f"{given}: {_expected(given)} Expected a run's folder or one of checkpoints."
+            f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints."
         )
     for folder in directory.prune(root, keep, counts_as_kept=directory.is_valid):
         print(f"checkpoint {folder.name}: removed")
@@ -74,14 +74,16 @@ def _checkpoints(given: Path) -> list[Path]:
     if directory.is_checkpoint(given):
         return [given.resolve()]
     raise UserError(
-        f"{given}: {_expected(given)} Expected a run's folder, one of checkpoints, or a checkpoint."
+        f"{given} {_found(given)}. "
+        "Expected a run's folder, a folder of checkpoints, or a checkpoint."
     )
 
 
-def _expected(given: Path) -> str:
+def _found(given: Path) -> str:
+    """What `given` is instead of a folder of checkpoints, as the end of a sentence."""
     if not given.exists():
-        return "no such folder."
-    return "a single checkpoint." if directory.is_checkpoint(given) else "no checkpoints in it."
+        return "does not exist"
+    return "is a single checkpoint" if directory.is_checkpoint(given) else "contains no checkpoints"
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -92,14 +94,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     for name, purpose in (
-        ("list", "print name, size, time, and whether it is complete"),
-        ("verify", "hold every byte against its SHA-256; exit code 1 if any is broken"),
-        ("prune", "remove what is older than the newest valid ones"),
+        ("list", "print name, size, time and state of each checkpoint"),
+        ("verify", "verify every file against its SHA-256; exit code 1 if one is broken"),
+        ("prune", "remove checkpoints older than the newest valid ones"),
     ):
         verb = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         verb.add_argument("dir", metavar="DIR")
         if name == "prune":
             verb.add_argument(
-                "--keep", type=whole(1), default=2, metavar="N", help="valid ones to keep (2)"
+                "--keep",
+                type=whole(1),
+                default=2,
+                metavar="N",
+                help="number of valid checkpoints to keep (default: 2)",
             )
     return parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""Hosts that share no file system each keep the checkpoints: whichever is lost, the others have them.
+"""Hosts that share no file system each keep the checkpoints, so that the loss of any host loses nothing.
 
-Noticed, not assumed: one rank of each host leaves a file in the run's folder and looks for those of the
-others. A host that comes without the newest checkpoint is sent it, and holds it against its SHA-256.
+Shared file systems are detected: one rank of each host creates a file in the run's folder, and looks for
+the files of the others. A host that lacks the newest checkpoint receives a copy, and verifies its SHA-256.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
-CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 def find_writer_ranks(coordinator: Coordinator, out: Path, *, timeout_s: float) -> list[int]:
-    """The ranks that write into `out`: one for each file system that it lies on, rank 0 first.
+    """The ranks that write into `out`: one for each file system on which `out` lies, rank 0 first.
 
     All ranks must call this.
 
     Raises:
-        SystemExit: a host cannot write there; rank 0 has said so.
+        SystemExit: a host cannot write there; rank 0 has printed it.
     """
     own = ""
     with coordinator.all_or_none(timeout_s=timeout_s):
@@ -45,7 +45,7 @@ def find_writer_ranks(coordinator: Coordinator, out: Path, *, timeout_s: float) 
                 ) from None
     marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
     seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
-    # The lowest rank that a host sees keeps the checkpoints for all hosts that see the same.
+    # The lowest rank that a host sees writes for all hosts that see the same file system.
     firsts = coordinator.all_gather_json(seen[0] if seen else None, timeout_s=timeout_s)
     if own:
         (out / own).unlink()
@@ -62,15 +62,15 @@ def send_missing_checkpoint(
     *,
     timeout_s: float,
 ) -> None:
-    """Copy the checkpoint that the run resumes from to the hosts that lack it, with its records.
+    """Copy the checkpoint from which the run resumes, with its records, to the hosts that lack it.
 
-    A host that cannot take it is warned of: the training has it all the same. A collective: every
-    rank must call it.
+    A host that cannot store the copy causes only a warning, because the training already has the
+    contents. This is a collective: every rank must call it.
     """
     is_receiver = coordinator.world.rank in receivers
     records = RunDir.of_checkpoint(folder).metrics
-    own = _files(folder, records) if coordinator.world.rank == holder else []
-    files = coordinator.all_gather_json(own, timeout_s=timeout_s)[holder]
+    own_files = _files(folder, records) if coordinator.world.rank == holder else []
+    files = coordinator.all_gather_json(own_files, timeout_s=timeout_s)[holder]
     problem = ""
 
     chunks = _chunks(holder, folder, files[:-1], device)
@@ -79,7 +79,7 @@ def send_missing_checkpoint(
         try:
             directory.write(run.checkpoints, step, lambda f: _receive(f, chunks))
         except (OSError, BrokenCheckpoint) as error:
-            problem = f"no copy of {folder.name} is kept: {error}"
+            problem = f"cannot keep a copy of {folder.name}: {error}"
     for _ in chunks:  # every rank takes part in every broadcast
         pass
 
@@ -91,12 +91,12 @@ def send_missing_checkpoint(
         try:
             copy.close()
         except OSError as error:
-            problem = problem or f"no copy of {run.metrics.name} is kept: {error}"
+            problem = problem or f"cannot keep a copy of {run.metrics.name}: {error}"
     warn(coordinator, coordinator.all_gather_json(problem, timeout_s=timeout_s))
 
 
 def warn(coordinator: Coordinator, problems: list[str]) -> None:
-    """Rank 0 prints each rank's problem, by the name of its host; "" is none."""
+    """Rank 0 prints the problem of each rank after the name of its host. "" is no problem."""
     if coordinator.world.rank == 0:
         for host, problem in zip(coordinator.hostnames, problems, strict=True):
             if problem:
@@ -104,9 +104,9 @@ def warn(coordinator: Coordinator, problems: list[str]) -> None:
 
 
 def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
-    """What is sent, names and bytes: the manifest, the other files, at last the records.
+    """The names and sizes of the files to send: the manifest, the other files, and the records last.
 
-    Not COMPLETE: who receives a checkpoint makes it when all has come.
+    COMPLETE is not sent. The receiver writes it when all files have arrived.
     """
     contents = [path for path in folder.iterdir() if path.name != directory.COMPLETE]
     contents.sort(key=lambda path: (path.name != directory.MANIFEST, path.name))
@@ -119,13 +119,13 @@ def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
 def _chunks(
     source: int, folder: Path, files: list[tuple[str, int]], device: torch.device
 ) -> Iterator[tuple[str, memoryview]]:
-    """Each file (name and bytes) in pieces, on every rank; each step of this iterator is a broadcast."""
+    """The pieces of each file, on every rank. Each step of this iterator is a broadcast."""
     for name, size in files:
         with contextlib.ExitStack() as stack:
             is_source = dist.get_rank() == source
             file = stack.enter_context((folder / name).open("rb")) if is_source and size else None
-            for start in range(0, size, CHUNK_BYTES):
-                chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+            for start in range(0, size, _CHUNK_BYTES):
+                chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
                 if file is not None:
                     file.readinto(_bytes_of(chunk))
                 on_device = chunk.to(device)
@@ -138,11 +138,11 @@ def _bytes_of(chunk: Tensor) -> memoryview:
 
 
 def _receive(folder: Path, chunks: Iterator[tuple[str, memoryview]]) -> dict[str, str]:
-    """Write what comes, and hold it against the manifest that comes first.
+    """Write the received pieces, and compare the files with the manifest, which arrives first.
 
     Raises:
-        BrokenCheckpoint: a file is not what the manifest says.
-        OSError: the disk is full, ….
+        BrokenCheckpoint: a file differs from the manifest.
+        OSError: the disk is full, …
     """
     manifest = b""
     open_files: dict[str, HashedFile] = {}

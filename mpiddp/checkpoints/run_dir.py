@@ -1,4 +1,4 @@
-"""The folder of a run: where each of its files lies, and what the command line may mean by it."""
+"""The folder of a run: the paths of its files, and the folder of checkpoints that a user names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpiddp.checkpoints import directory
 
 @dataclass(frozen=True)
 class RunDir:
-    """What a run writes: its configuration, records, summary, logs and checkpoints."""
+    """The paths that a run writes: its configuration, records, summary, logs and checkpoints."""
 
     path: Path
 
@@ -47,6 +47,6 @@ class RunDir:
 
 
 def find_checkpoints(given: Path) -> Path | None:
-    """The folder of checkpoints that `given` means, a run's folder or that folder itself, if any."""
+    """The folder of checkpoints in `given`, a run's folder, or `given` itself. None if neither has any."""
     roots = (RunDir(given).checkpoints, given)
     return next((root for root in roots if directory.list_steps(root)), None)

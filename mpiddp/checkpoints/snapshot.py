@@ -1,7 +1,7 @@
-"""A training's tensors copied into host memory that is there already: all that a save takes from a step.
+"""Copy a training's tensors into host memory that is already allocated, the only part of a save in a step.
 
-On a GPU the memory is pinned and the copies run on the current stream: the steps that follow change
-the originals only when they are done, and nobody waits but the one who reads the copies.
+With a GPU, the memory is pinned and the copies run on the current stream. So later steps change the
+originals only after the copies are done, and only the reader of the copies waits.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 class PinnedStaging:
-    """Copies of tensors on the CPU; the memory of one `copy` is used again by the next."""
+    """Copies of tensors on the CPU. Each `copy` reuses the memory of the one before."""
 
     def __init__(self, expected: Iterable[Tensor], device: torch.device) -> None:
-        """`expected`: tensors in the forms that will be copied, so that no step waits for memory."""
+        """Allocate memory for tensors like those in `expected`, so that no step waits for it."""
         self._device = device
-        self._free: dict[_Form, list[Tensor]] = defaultdict(list)
-        self._used: list[tuple[_Form, Tensor]] = []
+        self._free: dict[_Layout, list[Tensor]] = defaultdict(list)
+        self._used: list[tuple[_Layout, Tensor]] = []
         self._is_copied = torch.cuda.Event() if device.type == "cuda" else None
         for tensor in expected:
-            # Written to, or the system would find the pages only when the first copy needs them.
-            self._free[_form(tensor)].append(self._new_like(tensor).zero_())
+            # Write to it now, or the system allocates the pages only during the first copy.
+            self._free[_layout(tensor)].append(self._new_like(tensor).zero_())
 
     def copy(self, nested: Any) -> Any:
-        """The same dicts, lists and numbers, with copies of the tensors. Ends the previous copy's life.
+        """The same dicts, lists and numbers, with copies of the tensors. Invalidates the previous copy.
 
-        To be read after `wait`.
+        Call `wait` before reading the copies.
         """
-        for form, host in self._used:
-            self._free[form].append(host)
+        for layout, host in self._used:
+            self._free[layout].append(host)
         self._used = []
         copied = self._copy(nested)
         if self._is_copied is not None:
@@ -43,15 +43,15 @@ class PinnedStaging:
         return copied
 
     def wait(self) -> None:
-        """Until the copies hold what they should: at once on a CPU. For the thread that reads them."""
+        """Wait until the copies are complete; on a CPU they are at once. Their reader calls this."""
         if self._is_copied is not None:
             self._is_copied.synchronize()
 
     def _copy(self, nested: Any) -> Any:
         if isinstance(nested, Tensor):
-            free = self._free[_form(nested)]
+            free = self._free[_layout(nested)]
             host = free.pop() if free else self._new_like(nested)
-            self._used.append((_form(nested), host))
+            self._used.append((_layout(nested), host))
             return host.copy_(nested.detach(), non_blocking=True)
         if isinstance(nested, dict):
             return {key: self._copy(value) for key, value in nested.items()}
@@ -63,5 +63,5 @@ class PinnedStaging:
         return torch.empty_like(tensor, device="cpu", pin_memory=self._is_copied is not None)
 
 
-def _form(tensor: Tensor) -> _Form:
+def _layout(tensor: Tensor) -> _Layout:
     return tensor.dtype, tensor.shape, tensor.stride()

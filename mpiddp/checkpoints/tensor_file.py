@@ -1,7 +1,7 @@
-"""Files that torch.save wrote, read without running anything that they name.
+"""Read files of torch.save without running any code that they name.
 
-torch.load(weights_only=True) refuses code, but in a page of advice on how to allow it, and reports
-damage by a dozen kinds of exception. Here it is one kind, with a reason that a user can be told.
+torch.load(weights_only=True) refuses code, but prints a page of advice on how to allow it, and reports
+damage by a dozen types of exception. This module raises one type, with a reason for the user.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# What its readers raised over thousands of files with some bytes changed, cut off or drawn at random.
+# The exceptions of torch.load on thousands of files with changed, missing or random bytes.
 _DAMAGED = (
     pickle.UnpicklingError,
     struct.error,
@@ -33,23 +33,23 @@ _DAMAGED = (
 
 
 class Unreadable(Exception):
-    """No file of tensors; the reason is a phrase for a sentence."""
+    """The file contains no tensors that can be read. The message is a phrase for a sentence."""
 
 
 def load_tensors(path: Path) -> Any:
-    """The tensors, containers and numbers in the file; tensors on the CPU.
+    """The tensors, containers and numbers in the file. The tensors are on the CPU.
 
     Raises:
-        OSError: it is missing, or may not be read.
-        Unreadable: it is damaged, of another kind, or names code.
+        OSError: the file is missing or must not be read.
+        Unreadable: the file is damaged, of another format, or contains code.
     """
     with path.open("rb") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what it refuses a moment later
+        warnings.simplefilter("ignore")  # torch warns of code that it then refuses
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except _DAMAGED as error:
             if code := re.search(r"GLOBAL (\S+)", str(error)):
-                raise Unreadable(f"it names code ({code[1]}), which is refused") from None
+                raise Unreadable(f"it contains code ({code[1]}), which is refused") from None
             if isinstance(error, pickle.UnpicklingError):
                 raise Unreadable("it is not a file that torch.save wrote") from None
             reason = re.split(r"\. |\n", str(error))[0] or type(error).__name__

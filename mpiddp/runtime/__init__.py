@@ -1,1 +1,1 @@
-"""What runs inside every rank, for any script."""
+"""The code that runs inside every rank, for any script."""

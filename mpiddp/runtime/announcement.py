@@ -1,10 +1,10 @@
-"""What a script tells its launcher of a restart, and what a restarted script learns of the attempts before.
+"""A script announces to its launcher how to restart it, and reads what an earlier attempt announced.
 
     mpiddp.announce(resume_args=["--resume", "last"], global_batch_size=512, max_ranks=256)
 
 The launcher knows no script's options. It appends `resume_args` to the command of a restart, and starts
-no more ranks than `max_ranks`. A restart with another number of ranks finds the global batch of the
-first attempt in `announced()`, and decides itself how to deal it.
+at most `max_ranks` ranks. A restart with another number of ranks reads the global batch of the first
+attempt from `announced()`, and decides itself how to divide it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def announce(
     global_batch_size: int | None = None,
     max_ranks: int | None = None,
 ) -> None:
-    """Tell the launcher how to restart this job. Without `mpiddp launch` this does nothing.
+    """Send the launcher what a restart of this job needs. Without `mpiddp launch` this does nothing.
 
-    Call it on every rank, or on one, once the values are known and before the first step. A later call
-    replaces an earlier one.
+    Call it on every rank or on one rank, as soon as the values are known and before the first step. A
+    later call replaces an earlier one.
 
     Args:
-        resume_args: arguments that the same command needs besides, to resume where this job ends.
-        global_batch_size: samples of one step over all ranks, which a restart is to keep.
-        max_ranks: the most ranks that the job can use.
+        resume_args: arguments to append to the same command, so that it resumes where this job ends.
+        global_batch_size: samples of one step over all ranks, which a restart keeps.
+        max_ranks: the largest number of ranks that the job can use.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: a number below 1.
     """
-    if isinstance(resume_args, str) or not all(isinstance(word, str) for word in resume_args):
+    if isinstance(resume_args, str) or not all(isinstance(each, str) for each in resume_args):
         raise TypeError(f"resume_args: expected a sequence of strings, not {resume_args!r}")
     for name, value in (("global_batch_size", global_batch_size), ("max_ranks", max_ranks)):
         if value is None:
@@ -64,6 +64,6 @@ def announce(
 
 
 def announced(env: Mapping[str, str] = os.environ) -> Announced | None:
-    """What an earlier attempt of this job announced; None in a first attempt, or if none did."""
+    """The announcement of an earlier attempt of this job. None in the first attempt, or if there was none."""
     text = env.get(ANNOUNCED)
     return Announced(**json.loads(text)) if text else None

@@ -1,4 +1,4 @@
-"""argparse for the verbs that every rank of a job calls."""
+"""The argument parser of the commands that every rank of a job runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpiddp.world import likely_ranks
 
 
 class RankParser(OneSentenceParser):
-    """The same for a verb that every rank of a job calls: its help is printed once."""
+    """A parser for every rank of a job: only rank 0 prints the help."""
 
     def print_help(self, file: Any = None) -> None:
         if likely_ranks(os.environ)[0] == 0:

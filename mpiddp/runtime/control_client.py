@@ -1,7 +1,7 @@
-"""A rank's end of the control channel: what it tells its launcher, and what it does when told.
+"""A rank's end of the control channel: it reports to the launcher, and acts on the launcher's messages.
 
-Not stdout, which is the script's own, and not mpirun's exit code, which lies. `mpiddp.protocol` has the
-messages and how both ends prove that they belong to one job.
+A rank does not report over stdout, which belongs to the script, or by mpirun's exit code, which cannot
+be trusted. `mpiddp.protocol` defines the messages, and how both ends prove that they belong to one job.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpiddp.world import World
 
 CONNECT_TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 0.5
-ORPHANED = 1  # the exit code of a rank whose launcher is gone
+LOST_LAUNCHER = 1  # the exit code of a rank that loses its launcher
 
 
 class ControlClient:
-    """This rank's connection to its launcher, which a thread of its own listens to."""
+    """This rank's connection to its launcher. A thread receives the launcher's messages."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class ControlClient:
         request_stop: Callable[[], None],
     ) -> None:
         self.world = world
-        self.step = 0  # how far this rank is
-        self.is_first: bool | None = None  # to fail, as far as the coordinator's store knows
+        self.step = 0  # the latest step of this rank
+        self.is_first: bool | None = None  # whether this rank failed first; None if unknown
         self._actions: dict[str, Callable[[dict[str, Any]], None]] = {
             "end": lambda message: os._exit(int(message["code"])),
             "stop": lambda message: request_stop(),
@@ -49,18 +49,18 @@ class ControlClient:
         self._incoming = incoming
         self._lock = threading.Lock()
         self._is_over = False
-        # A child that holds the connection would hide this rank's death.
+        # A forked child that keeps the connection open would hide the death of this rank.
         os.register_at_fork(after_in_child=self._connection.close)
         write_stack_on_urgent_byte(connection)
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def send(self, kind: str, **facts: object) -> None:
-        # Where nobody listens any more, the listening thread has noticed it as well.
+    def send(self, kind: str, **fields: object) -> None:
+        # A lost connection is left to the listening thread, which ends the process.
         with self._lock, contextlib.suppress(OSError):
-            self._connection.sendall(dumps(kind, **facts))
+            self._connection.sendall(dumps(kind, **fields))
 
     def progress(self, step: int) -> None:
-        """Send how far this rank is, twice a second at most: in most steps it costs nothing."""
+        """Report this rank's step, at most twice a second. Most calls send nothing."""
         self.step = step
         now = time.monotonic()
         if now - self._sent_progress_at >= PROGRESS_EVERY_S:
@@ -72,7 +72,7 @@ class ControlClient:
         self.send(
             "failed",
             code=code,
-            error=error[:TEXT_LIMIT],  # its beginning is what counts
+            error=error[:TEXT_LIMIT],  # the beginning is the useful part
             traceback=trace[-TEXT_LIMIT:],
             first=self.is_first,
         )
@@ -92,10 +92,11 @@ class ControlClient:
                     act(message)
         if not self._is_over:
             world = self.world
-            sentence = f"rank {world.rank} on {world.hostname}: the launcher is gone, so am I.\n"
+            rank = f"rank {world.rank} on {world.hostname}"
+            sentence = f"{rank}: lost the connection to the launcher; exiting.\n"
             with contextlib.suppress(OSError):
                 os.write(2, sentence.encode())
-            os._exit(ORPHANED)
+            os._exit(LOST_LAUNCHER)
 
 
 def connect(
@@ -104,10 +105,10 @@ def connect(
     """Connect to the launcher that listens at `address`.
 
     Args:
-        request_stop: called in another thread when the launcher asks the ranks to stop.
+        request_stop: called in another thread when the launcher requests a stop.
 
     Raises:
-        UserError: it cannot be reached.
+        UserError: the launcher cannot be reached.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -119,24 +120,27 @@ def connect(
         connection.sendall(dumps("hello", rank=world.rank, proof=answer))
     except (OSError, ValueError, LookupError) as error:
         raise UserError(
-            f"rank {world.rank} on {world.hostname} cannot reach its launcher at {host} port {port} "
-            f"({error or 'no answer'}). Is it running, and is no firewall between?"
+            f"rank {world.rank} on {world.hostname} cannot reach the launcher at {host} port {port} "
+            f"({error or 'no answer'}). Check that it is running and that no firewall blocks the port."
         ) from None
     connection.settimeout(None)
     return ControlClient(connection, incoming, world, request_stop)
 
 
 def _lines(connection: socket.socket) -> Iterator[bytes]:
-    """Not a file object: its buffer and its lock would keep a forked child from closing the socket."""
+    """Split the stream into lines.
+
+    `makefile` does not work here: its buffer and lock keep a forked child from closing the socket.
+    """
     buffer = b""
     while chunk := connection.recv(4096):
-        *whole, buffer = (buffer + without_urgent_bytes(chunk)).split(b"\n")
-        yield from whole
+        *lines, buffer = (buffer + without_urgent_bytes(chunk)).split(b"\n")
+        yield from lines
 
 
 def _stacks() -> str:
-    """The Python stacks of all threads of this process but this one."""
-    import traceback  # 5 ms that most ranks never need
+    """The Python stacks of all threads of this process except this one."""
+    import traceback  # takes 5 ms, and few ranks need it
 
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []

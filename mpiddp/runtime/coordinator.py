@@ -1,8 +1,8 @@
-"""All ranks of a job, joined by one store: they exchange values, refuse together and leave together.
+"""The ranks of a job share one store: they exchange values, refuse together and leave together.
 
-mpirun kills every rank as soon as one exits with an error, be it in mid-save or before rank 0 has
-printed its sentence. So what one rank cannot do is first everyone's knowledge, then rank 0 speaks,
-then all go.
+mpirun kills every rank as soon as one exits with an error, even in the middle of a save or before rank 0
+has printed its sentence. So a rank that cannot continue first informs all others, then rank 0 prints the
+sentence, and then all ranks exit.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mpiddp.world import World
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# What ranks may tell each other. A tuple arrives as a list.
+# The values that ranks may exchange. A tuple arrives as a list.
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
-LEAVE_TIMEOUT_S = 600.0  # a rank may still be at work; one that has failed ends the others anyway
-RANK_0_LEFT = "rank 0 left"  # the key that says so, before its store goes
+LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
+RANK_0_LEFT = "rank 0 left"  # a key that rank 0 sets before it closes the store
 
 
 class Refused(SystemExit):
-    """All ranks have left together, with code 2, after rank 0 said why."""
+    """All ranks leave together with code 2, after rank 0 has printed the reason."""
 
     def __init__(self) -> None:
         super().__init__(BAD_INPUT)
@@ -42,20 +42,20 @@ class Coordinator:
     def __init__(self, world: World, store: Store) -> None:
         self.world = world
         self.store = store
-        # A connection of its own for a thread: one is locked while it waits.
+        # For the watch's thread: a connection is locked while it waits.
         self.second_store: Store = store.clone()  # type: ignore[attr-defined]
         self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have joined
         self._is_first: bool | None = None
         self._round = 0
-        self._published = ""  # the key of what rank 0 has published in the newest exchange
+        self._published = ""  # the key that rank 0 published in the latest exchange
 
     def all_gather_json(self, value: Value, *, timeout_s: float) -> list[Value]:
-        """Every rank's value, by rank: [world_size]. All ranks must call this.
+        """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
         Rank 0 reads N keys and publishes one, so the load on the store grows linearly with the job.
 
         Raises:
-            UserError: not every rank called within `timeout_s`; it names the missing ones.
+            UserError: some rank did not call within `timeout_s`. The sentence names the missing ranks.
         """
         text = json.dumps(value)
         if self.world.world_size == 1:
@@ -75,11 +75,13 @@ class Coordinator:
             self.store.set(
                 f"{prefix}/all", f"[{','.join(self.store.get(k).decode() for k in keys)}]"
             )
-        # Rank 0 is the one to tell who is missing; the others give it time to say so.
+        # Rank 0 names the missing ranks; the others wait a little longer, so that it can.
         elif self._absent([f"{prefix}/all"], timeout_s + 5):
-            raise UserError(f"{self._name(self.world.rank)} heard nothing from rank 0.")
+            waited_s = f"{timeout_s + 5:g} s"
+            raise UserError(f"{self._name(self.world.rank)}: no answer from rank 0 in {waited_s}.")
         values: list[Value] = json.loads(self.store.get(f"{prefix}/all"))
-        # Else a long run fills the store. What all have read now is what was published before.
+        # Delete the keys, or a long run fills the store. Rank 0 deletes the previous list: every rank
+        # that takes part in this exchange has read it.
         self.store.delete_key(f"{prefix}/{self.world.rank}")
         if self.world.rank == 0:
             self.store.delete_key(self._published)
@@ -91,12 +93,12 @@ class Coordinator:
         return self.all_gather_json(value, timeout_s=AGREE_TIMEOUT_S)[0]
 
     def unique_prefix(self, name: str) -> str:
-        """A prefix for keys, never used before and the same on every rank: all must call this."""
+        """A new prefix for keys, the same on every rank. All ranks must call this."""
         self._round += 1
         return f"{name}/{self._round}"
 
     def require_equal(self, what: str, value: str, *, hint: str) -> None:
-        """Raise a UserError on all ranks unless all have the same value. All ranks must call this."""
+        """Raise a UserError on all ranks unless all values are equal. All ranks must call this."""
         values = self.all_gather_json(value, timeout_s=AGREE_TIMEOUT_S)
         if len(set(values)) > 1:
             first = {value: self._name(values.index(value)) for value in values}
@@ -105,9 +107,9 @@ class Coordinator:
 
     @contextlib.contextmanager
     def all_or_none(self, *, timeout_s: float = 600.0) -> Iterator[None]:
-        """A body that every rank runs, and that succeeds on all ranks or on none.
+        """Run the body on every rank; it succeeds on all ranks or on none.
 
-        A `UserError` of any rank is printed once, by rank 0, and ends every rank with exit code 2.
+        If any rank raises a `UserError`, rank 0 prints it once and every rank exits with code 2.
         """
         problem = ""
         try:
@@ -117,58 +119,58 @@ class Coordinator:
         problems = self.all_gather_json(problem, timeout_s=timeout_s)
         if not any(problems):
             return
-        spoken = self.unique_prefix("spoken")
+        printed = self.unique_prefix("printed")
         if self.world.rank == 0:
             for sentence in self._sentences(problems):
-                # Not by the log: a script's logging.config may have switched that off.
+                # Print it: a script's logging.config may have switched the log off.
                 print(sentence, file=sys.stderr, flush=True)
-            self.store.set(spoken, "")
-        else:  # the first to end makes mpirun end rank 0 as well, be it in mid-sentence
-            self._absent([spoken], AGREE_TIMEOUT_S)
+            self.store.set(printed, "")
+        else:  # the first rank to exit makes mpirun kill rank 0, even in the middle of its sentence
+            self._absent([printed], AGREE_TIMEOUT_S)
         self.leave()
         raise Refused
 
     def claim_first_failure(self) -> bool:
-        """Whether this rank is the first of the job to fail; no, where the store is gone.
+        """Whether this rank is the first of the job to fail.
 
-        To be asked as soon as an error is seen: its unwinding breaks connections, which the other
-        ranks will notice.
+        Without a store, only rank 0 counts as the first. Call this as soon as an error is caught: the
+        unwinding breaks connections, and the other ranks then fail as well.
         """
         if self._is_first is None:
             try:
                 self._is_first = bool(self.store.add("failures", 1) == 1)
-            except RuntimeError:  # rank 0 has ended, and it was first
+            except RuntimeError:  # rank 0 has ended, so it was first
                 self._is_first = self.world.rank == 0
         return self._is_first
 
     def arrive(self, point: str) -> None:
-        """Say that this rank is at `point`, where each arrives once at most. Does not wait."""
+        """Record that this rank is at `point`; at most once per point. Does not wait."""
         self.store.set(f"{point}/{self.world.rank}", "")
 
     def wait_for_all(self, point: str, *, timeout_s: float) -> None:
-        """Wait until every rank has arrived at `point`, or time is up."""
+        """Wait until every rank has arrived at `point` or the timeout has passed."""
         ranks = range(self.world.world_size)
         self._absent([f"{point}/{rank}" for rank in ranks], timeout_s)
 
     def leave(self) -> None:
-        """Say goodbye; rank 0, whose process is the store, stays until all have or time is up.
+        """Leave the job. Rank 0 serves the store, so it waits until all others have left, or a timeout.
 
-        All ranks must call this, when there is nothing left that needs the store.
+        All ranks must call this, as the last use of the store.
         """
         prefix = self.unique_prefix("left")
-        with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
+        with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
             if self.world.rank > 0:
                 self.store.set(f"{prefix}/{self.world.rank}", "")
             else:
                 others = range(1, self.world.world_size)
                 if self._absent([f"{prefix}/{rank}" for rank in others], LEAVE_TIMEOUT_S):
                     self.store.set(RANK_0_LEFT, "")
-                    time.sleep(2.0)  # for all to read it
+                    time.sleep(2.0)  # so that all ranks can read it
 
     def _absent(self, keys: list[str], timeout_s: float) -> list[str]:
-        """Those of the keys that nobody has set, once all are or time is up.
+        """Wait until all keys are set or the timeout has passed; the keys that are still missing.
 
-        It looks again and again: the store's own wait() logs its timeouts on stderr.
+        Poll, because the store's own wait() logs its timeouts on stderr.
         """
         deadline = time.monotonic() + timeout_s
         pause_s = 0.001
@@ -183,7 +185,7 @@ class Coordinator:
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
 
     def _sentences(self, problems: list[str]) -> list[str]:
-        """Each distinct problem once: bare if every rank has it, else with the first rank's name."""
+        """Each distinct problem once: bare if all ranks have it, else after the name of the first rank."""
         if len(set(problems)) == 1:
             return problems[:1]
         first_rank = {problem: problems.index(problem) for problem in problems if problem}

@@ -1,8 +1,8 @@
-"""At -v: how long it took from the command to the end of a script's first all-reduce.
+"""With -v: the time from the command to the end of a script's first all-reduce.
 
 The script calls torch's init_process_group itself and knows nothing of mpiddp, so that function is
-replaced until its first call. torch 2.13 has no hook for it: tests/test_still_needed.py fails
-on the day that it has one.
+replaced until its first call. torch 2.13 has no hook for it; tests/test_still_needed.py fails once
+torch has one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mpiddp.world import World
 
 
 def time_first_all_reduce(world: World) -> None:
-    """Let the first process group do one all-reduce before all else, if the launcher runs with -v.
+    """Run one all-reduce in the first process group before anything else, if the launcher runs with -v.
 
-    Rank 0 then prints the seconds from the launcher's start to its end.
+    Rank 0 then prints the seconds from the launcher's start to the end of that all-reduce.
     """
     start = os.environ.get(LAUNCHED_AT)
     if start is None or not os.environ.get(VERBOSE):
@@ -32,15 +32,14 @@ def time_first_all_reduce(world: World) -> None:
     @functools.wraps(init_process_group)
     def init_and_time(*args: Any, **kwargs: Any) -> None:
         init_process_group(*args, **kwargs)
-        if (
-            dist.init_process_group is init_process_group
-        ):  # a name that was imported still leads here
+        # A script that imported the function by name reaches this wrapper more than once.
+        if dist.init_process_group is init_process_group:
             return
         dist.init_process_group = init_process_group
         _all_reduce(world)
         if dist.get_rank() == 0:
             seconds = time.time() - float(start)
-            # Not by the log: the script's logging.config may have switched that off.
+            # Print it: the script's logging.config may have switched the log off.
             print(f"first all-reduce {seconds:.2f} s after the command", flush=True)
 
     dist.init_process_group = init_and_time

@@ -1,6 +1,6 @@
-"""The ranks of a job join, whoever started them, share one store, and leave together.
+"""The ranks of a job join under any launcher, share one store, and leave together.
 
-Everything that needs all ranks at once, be it a process group or a refusal, begins with `join`.
+Everything that needs all ranks at once, a process group as well as a refusal, begins with `join`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.store import find_by_address, rendezvous_over_store, serve_or_join
 from mpiddp.world import World
 
-JOIN_TIMEOUT_S = 60.0
-LAUNCHER_SPEAKS_S = 15.0  # it knows more of ranks that do not join, so it may speak first
+_JOIN_TIMEOUT_S = 60.0
+_LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
 
 
 @contextlib.contextmanager
 def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coordinator]:
-    """Join the ranks: they share one store, and leave together at the end of the body.
+    """Join the ranks. They share one store, and leave together at the end of the body.
 
-    Afterwards os.environ holds what env:// scripts read: RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, besides GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME unless the user has set them. Nothing else in it is touched.
+    Then os.environ holds the variables that env:// scripts read: RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT. GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME are set unless the user has set them. No other variable changes.
 
     Args:
-        world: this process's place in the job; by default read from the environment.
+        world: the world of this process; by default read from the environment.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Raises:
-        UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
-        SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
+        UserError: inconsistent variables of launchers, a foreign MPI, ranks that do not join.
+        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     session = current()
-    if session.watch is not None:  # by `mpiddp run`, whose script now asks for a group of its own
+    if session.watch is not None:  # `mpiddp run` has joined, and its script calls process_group()
         assert session.coordinator is not None
         yield session.coordinator
         return
@@ -78,15 +78,15 @@ def _end_with(
     watch: FailureWatch,
     keep_mpi: bool,
 ) -> None:
-    """Raises SystemExit in the place of a UserError, once it is said."""
+    """End the job after an error of the body. Raises SystemExit instead of a UserError, after printing it."""
     if isinstance(error, Refused):
         watch.stop()
         return
     if isinstance(error, SystemExit) and not is_failure(error, session.stop):
-        # sys.exit(main()) is how many scripts end well
+        # many scripts end with sys.exit(main())
         _leave(session.stop, coordinator, watch, keep_mpi)
         return
-    if session.channel is not None:  # the launcher will want to know
+    if session.channel is not None:  # the report to the launcher contains this
         session.channel.is_first = coordinator.claim_first_failure()
     if isinstance(error, SystemExit):
         watch.exits(error.code if isinstance(error.code, int) else 1)
@@ -94,11 +94,11 @@ def _end_with(
         watch.refuse(error)
         raise SystemExit(BAD_INPUT) from None
     elif isinstance(error, Exception) and coordinator.claim_first_failure():
-        watch.end_the_job(FAILED)  # also where the script catches it around its `with`
+        watch.end_the_job(FAILED)  # even if the script catches the error outside its `with`
 
 
 def is_failure(error: Exception | SystemExit, stop: StopRequest) -> bool:
-    """Whether it is more than a script's good end, or the end that somebody asked for."""
+    """Whether the error is a failure, not a normal end and not a requested stop."""
     if not isinstance(error, SystemExit):
         return True
     return bool(error.code) and not stop.is_requested_end(error.code)
@@ -107,12 +107,12 @@ def is_failure(error: Exception | SystemExit, stop: StopRequest) -> bool:
 def _leave(
     stop: StopRequest, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool
 ) -> None:
-    """At the end of a body that succeeded: after an error there is nobody to wait for."""
-    with contextlib.suppress(RuntimeError):  # rank 0 may have gone, its store with it
+    """Leave after a body that succeeded. After an error there is no rank to wait for."""
+    with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
         stop.propose_step(coordinator.store, coordinator.world.rank, 0)
         coordinator.arrive("end")
         if stop.has_stopped:
-            # With a code other than 0 the first to leave ends the others, and these may still be saving.
+            # The first rank that exits with a code other than 0 ends the others, which may still save.
             coordinator.wait_for_all("end", timeout_s=LEAVE_TIMEOUT_S)
     coordinator.leave()
     watch.stop()
@@ -121,10 +121,10 @@ def _leave(
 
 
 def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
-    timeout_s = _seconds(TIMEOUT, JOIN_TIMEOUT_S)
+    timeout_s = _seconds(TIMEOUT, _JOIN_TIMEOUT_S)
     if session.channel is not None:
         session.channel.send("joining", timeout_s=timeout_s)
-        timeout_s += LAUNCHER_SPEAKS_S
+        timeout_s += _LAUNCHER_HEAD_START_S
     if world.launcher.speaks_mpi and world.world_size > 1:
         result = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
         coordinator = _connect(result.world, result.listener, timeout_s)
@@ -139,10 +139,10 @@ def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
 
 
 def _connect(world: World, listener: socket.socket | None, timeout_s: float) -> Coordinator:
-    """All ranks at one store. Raises what `serve_or_join` and `Coordinator.all_gather_json` raise."""
+    """Connect all ranks to one store. Raises the UserErrors of `serve_or_join` and `all_gather_json`."""
     with no_dns():
         coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s))
-        # Rank 0 names every connection that it accepts.
+        # In here, because rank 0 looks up the name of every connection that it accepts.
         coordinator.all_gather_json(None, timeout_s=timeout_s)
     return coordinator
 
@@ -159,8 +159,8 @@ def _export(result: RendezvousResult) -> None:
         MASTER_PORT=str(world.master_port),
     )
     if result.interface:
-        # gloo takes the address of the host's own name, which Debian maps to 127.0.1.1; NCCL takes
-        # the first interface it likes. "=" asks NCCL for this name and none that begins like it.
+        # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
+        # first interface that it finds suitable. With "=", NCCL matches the whole name, not a prefix.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", result.interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={result.interface}")
 

@@ -1,8 +1,8 @@
 """The log of a rank: `logging.getLogger("mpiddp")`, and the handlers that write its records.
 
-`log_to_console` prints INFO on stdout, of rank 0 alone, and warnings on stderr, of every rank.
-`log_to_file` keeps a logger's records in a file. No handler ever ends the run: neither a reader that is
-gone nor a full disk.
+`log_to_console` prints the INFO records of rank 0 on stdout, and the warnings of every rank on stderr.
+`log_to_file` appends a logger's records to a file. No handler ever ends the run, neither when the reader
+of stdout is gone nor when the disk is full.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from pathlib import Path
 log = logging.getLogger("mpiddp")
 
 
-class ConsoleHandler(logging.Handler):
-    """Prints the bare message, INFO on stdout and anything above on stderr, and flushes it."""
+class _ConsoleHandler(logging.Handler):
+    """Prints and flushes the bare message: INFO on stdout, higher levels on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno > logging.INFO else sys.stdout
         try:
             print(self.format(record), file=stream, flush=True)
-        except BrokenPipeError:  # nobody reads any more
+        except BrokenPipeError:  # the reader is gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except OSError:  # a terminal that is gone, a full disk
+        except OSError:  # the terminal is gone, or the disk is full
             pass
 
 
-class FileHandler(logging.FileHandler):
+class _FileHandler(logging.FileHandler):
     """Appends each record with its time. A record that cannot be written is lost silently."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
 
-    def handleError(self, record: logging.LogRecord) -> None:  # the base class's name
-        """A full disk: failing checkpoints report it."""
+    def handleError(self, record: logging.LogRecord) -> None:  # the name is the base class's
+        """Ignore a full disk: checkpoints that fail report it."""
 
 
 def log_to_console(rank: int) -> None:
-    """Print what this process logs. To be called once the rank is known."""
+    """Print the log of this process. Call this as soon as the rank is known."""
     log.setLevel(logging.INFO)
     log.propagate = False
-    log.handlers = [each for each in log.handlers if not isinstance(each, ConsoleHandler)]
-    handler = ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)
+    log.handlers = [each for each in log.handlers if not isinstance(each, _ConsoleHandler)]
+    handler = _ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(handler)
 
 
@@ -57,7 +57,7 @@ def log_to_file(logger: logging.Logger, path: Path) -> Iterator[None]:
     Raises:
         OSError: the file cannot be opened.
     """
-    handler = FileHandler(path)
+    handler = _FileHandler(path)
     logger.addHandler(handler)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Choosing the master address: the first address of rank 0's host that every other host reaches.
+"""Choose the master address: the first address of rank 0's host that every other host reaches.
 
-Functions over what the ranks gathered of themselves. Rank 0 then listens on every candidate before it is
-announced, and one rank of every other host tries them all.
+The functions work on the RankInfos of all ranks. Rank 0 listens on every candidate address before it
+announces them, and then one rank of every other host tries them all.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank tells the others about itself."""
+    """The facts about one rank that all other ranks receive."""
 
     rank: int
     local_rank: int
     local_world_size: int
     hostname: str
-    machine: str  # tells two machines of one name apart
+    machine: str  # distinguishes two machines with the same name
     interfaces: tuple[Interface, ...]
     addresses: tuple[str, ...] = ()  # IPv4, of all interfaces
-    own_address: str = ""  # what this host's own name resolves to on it: 127.0.1.1 on Debian
+    own_address: str = (
+        ""  # the address of this host's own name, resolved on it: 127.0.1.1 on Debian
+    )
 
     @classmethod
     def of_this_process(cls, world: World) -> RankInfo:
@@ -55,7 +57,7 @@ class RankInfo:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankInfo:
-        """From what `dataclasses.asdict` made of one, once it has been JSON."""
+        """From the JSON of `dataclasses.asdict(info)`."""
         interfaces = tuple(Interface(**each) for each in values["interfaces"])
         addresses = tuple(values["addresses"])
         return cls(**{**values, "interfaces": interfaces, "addresses": addresses})
@@ -85,10 +87,10 @@ def _own_address() -> str:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Where rank 0 could listen, best first, and who has to reach it."""
+    """The addresses on which rank 0 can listen, best first, and the ranks that must reach them."""
 
     node_ranks: tuple[int, ...]  # [world_size]
-    probers: tuple[int, ...]  # the lowest rank of every host but rank 0's
+    probers: tuple[int, ...]  # the lowest rank of every host except rank 0's
     addresses: tuple[str, ...]
     reasons: tuple[str, ...]
     port: int  # 0: any
@@ -99,25 +101,25 @@ class Candidates:
         return max(self.node_ranks) + 1
 
     def unreachable(self, reached: Sequence[Sequence[str]]) -> str:
-        blind = [rank for rank in self.probers if not reached[rank]] or list(self.probers)
+        cut_off = [rank for rank in self.probers if not reached[rank]] or list(self.probers)
         return (
-            f"no address of {self.hostnames[0]} ({', '.join(self.addresses)}) is reached from "
-            f"{', '.join(self.hostnames[rank] for rank in blind)} within {PROBE_TIMEOUT_S:g} s: "
-            "a firewall, or networks that do not meet. Name the right one: --master-addr."
+            f"{', '.join(self.hostnames[rank] for rank in cut_off)} cannot reach any address of "
+            f"{self.hostnames[0]} ({', '.join(self.addresses)}) within {PROBE_TIMEOUT_S:g} s: "
+            "a firewall blocks them, or the networks are not connected. "
+            "Name a reachable address: --master-addr ADDR"
         )
 
 
 def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
-    """Candidates for the master address, from every rank's RankInfo and the user's requests in `env`.
+    """Candidates for the master address, from the RankInfo of every rank and the user's requests in `env`.
 
-    MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured, and MPIDDP_NETWORKS, in which the
-    launcher names the networks that lead to the other hosts. On a single host the loopback is
-    taken: nothing else has to reach the store, and nobody else should. Over several hosts never a
-    loopback, never a bridge of containers, and an address that another host has as well is no
-    address of a host.
+    MASTER_ADDR, MASTER_PORT and MPIDDP_INTERFACE are honoured. So is MPIDDP_NETWORKS, in which the
+    launcher names the networks that lead to the other hosts. On a single host the store listens on the
+    loopback, so that no other host can reach it. Over several hosts no candidate is a loopback, a
+    bridge of containers, or an address that another host has as well.
 
     Raises:
-        UserError: for rank 0, which alone asks, to tell the others.
+        UserError: no address fits. Only rank 0 calls this, and sends the error to the others.
     """
     hosts = list(dict.fromkeys(info.host for info in infos))
     node_ranks = tuple(hosts.index(info.host) for info in infos)
@@ -129,7 +131,7 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
     if env.get("MASTER_ADDR"):
         found = _named(first_of_hosts, env["MASTER_ADDR"], requested)
     elif len(hosts) == 1:
-        found = [(LOOPBACK, "all ranks are on one host, and no other can reach this address")]
+        found = [(LOOPBACK, "all ranks are on one host, and only this host can reach the loopback")]
     else:
         found = _shared(first_of_hosts, requested)
     addresses, reasons = zip(*found, strict=True)
@@ -143,16 +145,16 @@ def _check_local_ranks(first_of_hosts: Sequence[RankInfo], infos: Sequence[RankI
         local_ranks = [other.local_rank for other in infos if other.host == info.host]
         if sorted(local_ranks) != list(range(info.local_world_size)):
             raise UserError(
-                f"{info.hostname} runs {len(local_ranks)} ranks with the local ranks "
-                f"{', '.join(map(str, local_ranks))}, but the launcher promised "
-                f"0 to {info.local_world_size - 1}: is one machine in the hostfile under two names?"
+                f"{info.hostname} runs {len(local_ranks)} ranks with local ranks "
+                f"{', '.join(map(str, local_ranks))}; expected 0 to {info.local_world_size - 1}. "
+                "Is one machine in the hostfile under two names?"
             )
 
 
 def _named(
     first_of_hosts: Sequence[RankInfo], name: str, requested: str | None
 ) -> list[tuple[str, str]]:
-    """The address the user named; a host's own name may resolve to its loopback, which won't do."""
+    """The address that the user named. Over several hosts, one that resolves to a loopback is replaced."""
     address = resolve(name)
     if ipaddress.ip_address(address).is_loopback and len(first_of_hosts) > 1:
         why = f"{name} resolves to {address}, which no other host can reach"
@@ -161,12 +163,12 @@ def _named(
 
 
 def requested_interface(env: Mapping[str, str]) -> str | None:
-    """What the user, or else the launcher, wants the ranks to use: see `Interface.matches`."""
+    """The interface or networks that the user, or else the launcher, requests. See `Interface.matches`."""
     return env.get(INTERFACE) or env.get(NETWORKS)
 
 
 def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
-    """Raise a UserError unless every rank's host has such an interface."""
+    """Raise a UserError unless the host of every rank has such an interface."""
     for info in infos:
         if not any(interface.matches(requested) for interface in info.interfaces):
             names = " and ".join(interface.name for interface in info.interfaces)
@@ -176,7 +178,7 @@ def check_interface(infos: Sequence[RankInfo], requested: str) -> None:
 
 
 def _shared(first_of_hosts: Sequence[RankInfo], requested: str | None) -> list[tuple[str, str]]:
-    """Rank 0's addresses, those on a network that all other hosts are on as well first."""
+    """Rank 0's addresses and their reasons. Networks that all other hosts share come first."""
     master, *others = first_of_hosts
     if requested:
         check_interface(first_of_hosts, requested)
@@ -193,8 +195,10 @@ def _shared(first_of_hosts: Sequence[RankInfo], requested: str | None) -> list[t
         sharing = sum(
             any(other.network == interface.network for other in info.interfaces) for info in others
         )
-        reason = f"{interface.name} of {master.hostname} is on {interface.network}, " + (
-            "as is every other host" if sharing == len(others) else "which routes must reach"
+        reason = f"{interface.name} of {master.hostname} is on {interface.network}" + (
+            ", as is every other host"
+            if sharing == len(others)
+            else "; the other hosts reach it through a router"
         )
         if master.own_address.startswith("127."):
             reason = (
@@ -205,18 +209,18 @@ def _shared(first_of_hosts: Sequence[RankInfo], requested: str | None) -> list[t
         ranked.append((-sharing, ":" in interface.address, position, interface.address, reason))
     if not ranked:
         raise UserError(
-            f"{master.hostname}, where rank 0 runs, has no address that other hosts could reach: "
+            f"{master.hostname}, where rank 0 runs, has no address that other hosts can reach: "
             f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
-            "Name one: --master-addr."
+            "Name one: --master-addr ADDR"
         )
     return [(address, reason) for *_, address, reason in sorted(ranked)]
 
 
 def listen(candidates: Candidates) -> list[socket.socket]:
-    """Rank 0: a listening socket for every candidate.
+    """A listening socket for every candidate. Only rank 0 calls this.
 
     Raises:
-        UserError: the port is taken, or the address is not one of this host.
+        UserError: the port is in use, or the address is not one of this host.
     """
     listeners: list[socket.socket] = []
     try:

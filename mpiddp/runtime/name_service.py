@@ -1,10 +1,10 @@
 """Keep torch's store from asking DNS while the ranks connect to it.
 
-torch 2.13 looks up the name of every address that its store connects to, for a line in a log.
-/etc/hosts does not help, as torch asks for the addresses' IPv6 form. Where DNS does not answer, as on
-many a cluster's own network, each connection would cost 5 s or more of silence.
+torch 2.13 looks up the name of every address that its store connects to, only to log it. /etc/hosts
+does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
+network of many clusters, each connection takes 5 s or more.
 
-tests/test_network_of_a_job.py fails on the day that torch no longer asks.
+tests/test_network_of_a_job.py fails once torch no longer looks the names up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 @contextmanager
 def no_dns() -> Iterator[None]:
-    """Within the body this process looks hosts up in /etc/hosts alone: with glibc, elsewhere as ever."""
+    """In the body, this process looks up hosts in /etc/hosts only. Without glibc, nothing changes."""
     services = _services()
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)  # glibc's nss.h
     if services is None or configure is None:
@@ -31,7 +31,7 @@ def no_dns() -> Iterator[None]:
 
 
 def _services() -> bytes | None:
-    """What /etc/nsswitch.conf says of hosts, "files dns" for one; None where it says nothing."""
+    """The services for hosts in /etc/nsswitch.conf, such as "files dns". None if it has no such line."""
     with suppress(OSError):
         for line in Path("/etc/nsswitch.conf").read_bytes().splitlines():
             database, _, services = line.partition(b"#")[0].partition(b":")

@@ -1,10 +1,10 @@
-"""The Python stack of a rank whose native code keeps the interpreter's lock.
+"""The Python stack of a rank whose native code holds the interpreter's lock.
 
-The launcher sends one urgent byte of TCP. The kernel turns it into SIGURG, and faulthandler's handler
+The launcher sends one urgent byte of TCP. The kernel raises SIGURG for it, and faulthandler's handler
 writes the main thread's stack to the connection. No Python code runs for that.
 
-A plain message is not enough: the thread that would read it waits for the lock (CPython 3.11;
-not where it is built without the lock). tests/test_still_needed.py fails on the day that it does not.
+A plain message is not enough: the thread that would read it waits for the lock (CPython 3.11, unless
+it is built without the lock). tests/test_still_needed.py fails once that is no longer so.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # linux/fcntl.h
 def write_stack_on_urgent_byte(connection: socket.socket) -> None:
     """Write the main thread's stack to the connection whenever an urgent byte arrives there.
 
-    The signal goes to the main thread, to write its own stack alone. Another thread's stack may change
-    while it is read, which is a segmentation fault in a rank that was only slow to answer.
+    The signal goes to the main thread, which writes only its own stack. The stack of another thread may
+    change while it is read, and the rank, which may only be slow to answer, would then crash.
     """
     owner = struct.pack("ii", _F_OWNER_TID, threading.main_thread().native_id)
     fcntl.fcntl(connection, _F_SETOWN_EX, owner)
@@ -33,8 +33,8 @@ def write_stack_on_urgent_byte(connection: socket.socket) -> None:
 
 
 def without_urgent_bytes(chunk: bytes) -> bytes:
-    """What was received, without the urgent bytes that the kernel has left in the stream.
+    """The received bytes without the urgent bytes that the kernel has left in the stream.
 
-    It takes one out only if it is read before the next one arrives.
+    The kernel removes an urgent byte only if it is read before the next one arrives.
     """
     return chunk.replace(URGENT, b"")

@@ -1,7 +1,7 @@
-"""Where the ranks are, compared with where the launcher wanted them.
+"""Compare the hosts and GPUs of the ranks with the placement that the launcher expects.
 
-The launcher says in MPIDDP_PLACEMENT what the hostfile asks for: "node1:4,node2:2" means ranks 0 to 3
-on node1, 4 and 5 on node2.
+The launcher sets MPIDDP_PLACEMENT to the placement of the hostfile: "node1:4,node2:2" means ranks 0 to 3
+on node1, and ranks 4 and 5 on node2.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mpiddp.runtime.master_address import RankInfo
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where a rank is. `device` is torch's name of it: "cuda:1", "cpu".
+    """The host and device of a rank. `device` is torch's name of the device: "cuda:1", "cpu".
 
-    `gpu` is what the whole host calls that device, "" where that is not known: "cuda:1" is another one
-    in each process that sees other GPUs.
+    `gpu` is the device's name on the whole host, "" if it is not known: "cuda:1" is a different GPU in
+    each process that sees different GPUs.
     """
 
     info: RankInfo
@@ -30,10 +30,10 @@ class RankPlacement:
 
     @classmethod
     def of_this_process(cls, info: RankInfo, num_gpus: int, launcher: str) -> RankPlacement:
-        """Where this rank will compute with NCCL, of the `num_gpus` that it sees."""
+        """The placement of this process, whose rank sees `num_gpus` GPUs and will use NCCL."""
         if info.local_rank >= num_gpus:
             return cls(info, "cpu")
-        if launcher == "slurm":  # whose cgroups number the GPUs of each task anew
+        if launcher == "slurm":  # its cgroups renumber the GPUs for each task
             return cls(info, f"cuda:{info.local_rank}")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         named = visible[info.local_rank].strip() if info.local_rank < len(visible) else ""
@@ -41,7 +41,7 @@ class RankPlacement:
 
 
 def expected_hosts(placement: str) -> list[str]:
-    """The host of each rank: [world_size]. IPv6 literals stand in brackets: "[fd00::1]:2"."""
+    """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2"."""
     hosts: list[str] = []
     for part in placement.split(","):
         name, _, count = part.rpartition(":")
@@ -50,23 +50,23 @@ def expected_hosts(placement: str) -> list[str]:
 
 
 def misplaced(placements: Sequence[RankPlacement], expected: str) -> str:
-    """ "" if every rank is where `expected` has it, else a sentence and a table."""
-    wanted = expected_hosts(expected)
-    short_names = Counter(name.partition(".")[0] for name in set(wanted))
+    """A sentence and a table if a rank is not where `expected` has it, else ""."""
+    names = expected_hosts(expected)
+    short_names = Counter(name.partition(".")[0] for name in set(names))
     pairs = {
-        (name, placement.info.host) for name, placement in zip(wanted, placements, strict=False)
+        (name, placement.info.host) for name, placement in zip(names, placements, strict=False)
     }
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
     named_right = all(
         _is_on(placement.info, name, short_names[name.partition(".")[0]] > 1)
-        for name, placement in zip(wanted, placements, strict=False)
+        for name, placement in zip(names, placements, strict=False)
     )
-    if len(wanted) == len(placements) and one_to_one and named_right:
+    if len(names) == len(placements) and one_to_one and named_right:
         return _shared_gpus(placements)
     return (
-        f"the ranks are not where the hostfile wants them ({expected}). Look at mpirun's own "
-        f"settings (environment, mca-params.conf), and at the hosts' names:\n"
-        f"{table(placements, wanted)}"
+        f"the ranks are not placed as in the hostfile ({expected}). Check mpirun's own "
+        f"settings (environment, mca-params.conf) and the host names:\n"
+        f"{table(placements, names)}"
     )
 
 
@@ -79,23 +79,24 @@ def _shared_gpus(placements: Sequence[RankPlacement]) -> str:
             ranks = " and ".join(str(placement.info.rank) for placement in sharing)
             return (
                 f"ranks {ranks} would share GPU {gpu} of {sharing[0].info.hostname}: they see its GPUs in "
-                "different orders. Set CUDA_VISIBLE_DEVICES to the same for all ranks of a host.\n"
+                "different orders. Set CUDA_VISIBLE_DEVICES to the same value for all ranks of a "
+                "host.\n"
                 f"{table(placements)}"
             )
     return ""
 
 
-def table(placements: Sequence[RankPlacement], wanted: Sequence[str] = ()) -> str:
-    """A line for each rank: its host, local rank and device, and the host that was wanted."""
-    rows = [("rank", "host", "local rank", "device", *(["wanted host"] if wanted else []))]
+def table(placements: Sequence[RankPlacement], expected: Sequence[str] = ()) -> str:
+    """A line for each rank: its host, local rank and device, and the expected host if it is known."""
+    rows = [("rank", "host", "local rank", "device", *(["expected host"] if expected else []))]
     for index, placement in enumerate(placements):
         info = placement.info
         device = placement.device
         if placement.gpu and device != f"cuda:{placement.gpu}":
             device += f" (GPU {placement.gpu})"
         row = [str(info.rank), info.hostname, str(info.local_rank), device]
-        if wanted:
-            row.append(wanted[index] if index < len(wanted) else "none")
+        if expected:
+            row.append(expected[index] if index < len(expected) else "none")
         rows.append(tuple(row))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -105,9 +106,9 @@ def table(placements: Sequence[RankPlacement], wanted: Sequence[str] = ()) -> st
 
 
 def _is_on(info: RankInfo, name: str, is_ambiguous: bool) -> bool:
-    """Whether the rank's host is what the hostfile calls `name`: a name, an alias or an address.
+    """Whether the rank's host is `name` in the hostfile: a name, an alias or an address.
 
-    `is_ambiguous`: a.x.org and a.y.org are both in the hostfile, so "a" alone says nothing.
+    `is_ambiguous`: the hostfile has a.x.org and a.y.org, so "a" alone does not identify a host.
     """
     if name in ("localhost", info.hostname):
         return True
@@ -115,13 +116,13 @@ def _is_on(info: RankInfo, name: str, is_ambiguous: bool) -> bool:
         return True
     own = {*info.addresses, *(interface.address for interface in info.interfaces)}
     addresses = _addresses(name)
-    # A name that rank 0 cannot resolve proves nothing against it: mpirun has reached the host by it.
+    # A name that rank 0 cannot resolve is no mismatch: mpirun has reached the host by that name.
     return not addresses or bool(addresses & own) or any(a.startswith("127.") for a in addresses)
 
 
 @functools.cache
 def _addresses(name: str) -> frozenset[str]:
-    """What `name` leads to. Where DNS does not answer, that costs 10 s."""
+    """The addresses of `name`. If DNS does not answer, the lookup takes 10 s."""
     try:
         return frozenset(str(info[4][0]) for info in socket.getaddrinfo(name, None))
     except OSError:

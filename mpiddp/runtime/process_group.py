@@ -1,4 +1,4 @@
-"""The process group of a job and its device, and back out in good order.
+"""The process group of a job: form it, choose its device, and leave it together.
 
 with mpiddp.process_group() as world:      # or: world = mpiddp.init()
     model = DistributedDataParallel(model.to(world.device))
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.join import is_failure, join
-from mpiddp.runtime.script_exit import observe
+from mpiddp.runtime.script_exit import observe_exit
 from mpiddp.runtime.session import current
 from mpiddp.world import World
 
@@ -35,20 +35,20 @@ def process_group(
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     keep_mpi: bool = False,
 ) -> Iterator[World]:
-    """The job's default process group, formed from whatever launcher started this process.
+    """The default process group of the job, under whatever launcher started this process.
 
     Args:
-        world: this process's place in the job, where it is known; by default read from the environment.
-        backend: "nccl" or "gloo"; by default nccl where there is a GPU, else gloo.
+        world: the world of this process; by default read from the environment.
+        backend: "nccl" or "gloo"; by default nccl if there is a GPU, else gloo.
         timeout_s: how long a collective may wait for a peer before the job fails.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Yields:
-        The world, with all of its fields known.
+        The world, with all of its fields set.
 
     Raises:
-        UserError: no launcher that makes sense, a foreign MPI, ranks that do not join.
-        SystemExit: code 2, on every rank, once rank 0 has said what is wrong.
+        UserError: inconsistent variables of launchers, a foreign MPI, ranks that do not join.
+        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     with join(world, keep_mpi=keep_mpi) as coordinator:
         with coordinator.all_or_none():
@@ -56,7 +56,7 @@ def process_group(
             device = device_of(coordinator.world, backend)
         with coordinator.all_or_none():
             coordinator.require_equal(
-                "the backend", backend, hint="Name one: --backend gloo, or nccl."
+                "the backend", backend, hint="Set it on all ranks: --backend gloo (or nccl)."
             )
         with default_group(coordinator, backend, device, timeout_s=timeout_s):
             yield replace(coordinator.world, backend=backend, device=str(device))
@@ -70,17 +70,17 @@ def init(
 ) -> World:
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
 
-    Returns what `process_group` yields, and raises what it raises.
+    Returns the world that `process_group` yields, and raises the same exceptions.
 
-    Under a plain mpirun only `sys.exit` and an uncaught error tell the other ranks how this one ended;
-    `process_group()`, and `mpiddp launch`, hear of every end.
+    Under a plain mpirun, the other ranks learn how this rank ended only from `sys.exit` and uncaught
+    errors. `process_group()` and `mpiddp launch` detect every end.
     """
     group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
     world = group.__enter__()
-    what_ended_it = observe()
+    ending_error = observe_exit()
 
     def leave() -> None:
-        error = what_ended_it()
+        error = ending_error()
         group.__exit__(type(error) if error else None, error, None)
 
     atexit.register(leave)
@@ -91,9 +91,9 @@ def init(
 def default_group(
     coordinator: Coordinator, backend: str, device: torch.device, *, timeout_s: float
 ) -> Iterator[None]:
-    """The default process group of torch.distributed over the coordinator's store, destroyed at the end."""
+    """torch.distributed's default process group over the coordinator's store, destroyed at the end."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL looks: else every rank opens a context on GPU 0
+        torch.cuda.set_device(device)  # before NCCL starts, or every rank opens a context on GPU 0
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(coordinator.unique_prefix("group"), coordinator.store),
@@ -108,8 +108,9 @@ def default_group(
     except (Exception, SystemExit) as error:
         fails = not isinstance(error, Refused) and is_failure(error, session.stop)
         if session.is_of_this_process and fails:
-            coordinator.claim_first_failure()  # asked before the group's end lets the others fail as well
-            # NCCL's end would wait for the collective that the others are in, and nobody be told.
+            # Claim it before the group is destroyed, which makes the other ranks fail as well.
+            coordinator.claim_first_failure()
+            # Destroying NCCL's group would wait for the others' collective, and delay the report.
             destroys = backend != "nccl"
         raise
     finally:
@@ -118,21 +119,21 @@ def default_group(
 
 
 def choose_backend(requested: str | None) -> str:
-    """The backend to use: `requested`, or nccl where there is a GPU, else gloo."""
+    """The backend to use: `requested`, or nccl if there is a GPU, else gloo."""
     has_gpu = torch.cuda.is_available()
     if requested == "nccl" and not has_gpu:
         raise UserError(
-            f"--backend nccl needs a GPU, and torch {torch.__version__} sees none on "
-            f"{socket.gethostname()}. Use --backend gloo, or look at nvidia-smi there."
+            f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on "
+            f"{socket.gethostname()}. Use --backend gloo, or run nvidia-smi there."
         )
     return requested or ("nccl" if has_gpu else "gloo")
 
 
 def device_of(world: World, backend: str | None = None) -> torch.device:
-    """The device of this rank: nothing else in this package decides on one.
+    """The device of this rank. Only this function decides on it.
 
-    With nccl it is the GPU of the local rank, or the only visible one where the launcher shows each
-    rank its own; with gloo the CPU.
+    With nccl it is the GPU of the local rank, or the only visible GPU if the launcher shows each rank
+    its own. With gloo it is the CPU.
 
     Raises:
         UserError: more local ranks than GPUs.

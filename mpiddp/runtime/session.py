@@ -1,9 +1,9 @@
-"""What this process holds as a rank of its job, in one object that is passed to those who need it.
+"""The state of this process as a rank of its job: one object, which is passed to the code that needs it.
 
-    with reporting(world) as session:      # what every verb of a rank begins with
+    with reporting(world) as session:      # every command of a rank begins with this
         session.stop.declare_support()
 
-`current()` is for the public functions that take no argument: should_stop(), init().
+Public functions that take no argument, such as should_stop() and init(), use `current()`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mpiddp.world import World
 
 
 class Session:
-    """One per process, as a process is in one job.
+    """The state of one process. A process belongs to one job, so it has one session.
 
-    `channel` is None without a launcher that listens. `coordinator` is there once the ranks have
-    joined, which they do once: MPI cannot be started again when it is finalized. `watch` is there from
+    `channel` is None without a launcher that listens. `coordinator` is None until the ranks have joined.
+    They join once, because MPI cannot be initialized again after it is finalized. `watch` is set from
     then until they leave.
     """
 
@@ -42,13 +42,13 @@ class Session:
 
     @property
     def is_of_this_process(self) -> bool:
-        """False in a forked child, which is no rank."""
+        """False in a forked child, which is not a rank."""
         return os.getpid() == self._pid
 
-    def send(self, kind: str, **facts: object) -> None:
-        """Tell the launcher, if there is one."""
+    def send(self, kind: str, **fields: object) -> None:
+        """Send the launcher a message, if there is a launcher."""
         if self.channel is not None:
-            self.channel.send(kind, **facts)
+            self.channel.send(kind, **fields)
 
     def _progress(self, step: int) -> None:
         if self.channel is not None:
@@ -59,7 +59,7 @@ _current: Session | None = None
 
 
 def current() -> Session:
-    """This process's session, which the first call makes."""
+    """The session of this process. The first call creates it."""
     global _current
     if _current is None:
         _current = Session()
@@ -69,7 +69,7 @@ def current() -> Session:
 def _forget() -> None:
     global _current
     if _current is not None:
-        _current.channel = None  # for those who hold the session
+        _current.channel = None  # for code that holds the session
     _current = None
 
 
@@ -77,29 +77,29 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def should_stop() -> bool:
-    """Whether to save and leave now, because somebody asked the job to stop.
+    """Whether to save and leave now, because the job was requested to stop.
 
-    To be called once in every step, by every rank and at the same point of its loop: all ranks get
-    True after the same step, and leave with `sys.exit(75)` or simply at the end of the script. It
-    costs microseconds; no rank waits for another one, except in the step or two after a request.
+    Every rank must call this once in every step, at the same point of its loop. All ranks get True after
+    the same step, and leave with `sys.exit(75)` or at the end of the script. A call takes microseconds.
+    No rank waits for another, except in the one or two steps after a request.
     """
     return current().stop.should_stop()
 
 
 @contextlib.contextmanager
 def reporting(world: World) -> Iterator[Session]:
-    """The launcher, if there is one, hears of this rank's start and of its end, whatever that is.
+    """Report this rank's start and its end to the launcher, if there is one.
 
-    With or without one, a crash shows its stacks, and a rank ends with the daemon that started it.
+    With or without a launcher, a crash prints its stacks, and a rank ends with the daemon that started it.
 
     Raises:
-        UserError: there is a launcher, but it cannot be reached.
+        UserError: the launcher cannot be reached.
     """
     session = current()
-    faulthandler.enable(2)  # a crash in native code shows on stderr where Python was
+    faulthandler.enable(2)  # a crash in native code prints the Python stack on stderr
     if world.launcher.speaks_mpi or world.launcher.name == "slurm":
-        die_with_parent()  # its MPI's daemon, or Slurm's: with that gone, nobody would end this rank
-    # Not for processes that the script starts: they are no ranks.
+        die_with_parent()  # without the daemon of MPI or Slurm, nothing would end this rank
+    # Hide them from the processes that the script starts: these are not ranks.
     address, secret = os.environ.pop(ADDRESS, ""), os.environ.pop(SECRET, "")
     if not address or not secret:
         yield session
@@ -115,7 +115,7 @@ def reporting(world: World) -> Iterator[Session]:
     try:
         yield session
     except BaseException as error:
-        if session.channel is not None:  # as in a forked child
+        if session.channel is not None:  # it is None in a forked child
             _report(session.channel, error, session.stop)
         raise
     if session.channel is not None:
@@ -123,7 +123,7 @@ def reporting(world: World) -> Iterator[Session]:
 
 
 def _report(channel: ControlClient, error: BaseException, stop: StopRequest) -> None:
-    """Tell the launcher what ended this rank."""
+    """Report to the launcher how this rank ended."""
     if isinstance(error, SystemExit):
         if error.code and not stop.is_requested_end(error.code):
             code = error.code if isinstance(error.code, int) else 1
@@ -133,11 +133,11 @@ def _report(channel: ControlClient, error: BaseException, stop: StopRequest) -> 
     elif isinstance(error, UserError):
         channel.failed(BAD_INPUT, str(error))
     else:
-        import traceback  # 5 ms that most ranks never need
+        import traceback  # takes 5 ms, and few ranks need it
 
         channel.failed(1, _describe(error), traceback.format_exc())
 
 
 def _describe(error: BaseException) -> str:
-    """ "RuntimeError: a bug", or "KeyError" for an error without a text."""
+    """ "RuntimeError: a bug", or "KeyError" for an error without text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

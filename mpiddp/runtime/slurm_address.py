@@ -1,6 +1,6 @@
-"""Where rank 0 of a Slurm step listens, when srun started the ranks and no MPI carries messages.
+"""The address of rank 0 in a Slurm step, if srun starts the ranks and no MPI carries messages.
 
-Every task computes the same address and port from the step's own variables, so nothing is asked.
+Every task computes the same address and port from the variables of the step, without any message.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from mpiddp.world import World
 
 
 def slurm_address(world: World, env: Mapping[str, str]) -> tuple[str, int]:
-    """Rank 0's host and port in this step. MASTER_ADDR and MASTER_PORT of the user are honoured.
+    """Rank 0's host and port in this step. The user's MASTER_ADDR and MASTER_PORT are honoured.
 
-    The port is derived from job and step, in [20000, 52767]: nothing can carry a free one from rank 0
-    to the others, and two steps of one host seldom meet on the same.
+    The port is computed from job and step, in [20000, 52767], because nothing can carry the number of a
+    free port from rank 0 to the others. Two steps on one host seldom get the same port.
 
     Raises:
-        UserError: MASTER_PORT is no port, or there is no name of a host.
+        UserError: MASTER_PORT is not a port, or the step's variables name no host.
     """
     job, step = int(env.get("SLURM_JOB_ID", "0")), int(env["SLURM_STEP_ID"])
     port = port_in(env) or 20000 + (job * 31 + step) % 32768

@@ -1,4 +1,4 @@
-"""The startup checks, once all ranks have joined: where they are, how they talk, how long it took."""
+"""The startup checks after all ranks have joined: their placement, and the network that they use."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpiddp.runtime.rendezvous import RendezvousResult
 
 
 def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
-    """Compare where the ranks are with the hostfile, and print what the launcher's options request."""
+    """Compare the ranks' placement with the hostfile, and print what the launcher's options request."""
     env = os.environ
-    wanted = env.get(PLACEMENT)
-    if wanted or env.get(REPORT):
+    expected = env.get(PLACEMENT)
+    if expected or env.get(REPORT):
         info = result.infos[coordinator.world.rank]
         own = RankPlacement.of_this_process(
             info, torch.cuda.device_count(), coordinator.world.launcher.name
@@ -29,7 +29,7 @@ def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
             for info, (device, gpu) in zip(result.infos, devices, strict=True)
         ]
         problem = coordinator.broadcast_json(
-            misplaced(placements, wanted) if wanted and coordinator.world.rank == 0 else ""
+            misplaced(placements, expected) if expected and coordinator.world.rank == 0 else ""
         )
         with coordinator.all_or_none():
             if problem:
@@ -41,5 +41,5 @@ def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
         if world.rank == 0:
             address = f"{world.master_addr} port {world.master_port}"
             log.info(f"master address {address}: {result.reason}")
-        # Every rank, not rank 0 alone.
+        # Not with `log`, which prints on rank 0 only.
         print(f"rank {world.rank} on {world.hostname} uses {result.interface}", flush=True)

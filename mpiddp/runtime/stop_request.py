@@ -1,7 +1,7 @@
-"""A stop that all ranks make after the same step, without a message between them in all the others.
+"""All ranks stop after the same step, and exchange messages only after a request to stop.
 
-When somebody asks, each rank's failure watch proposes a step a little ahead, which its rank does not
-pass before the decision. All stop at the furthest of these steps: no rank is beyond it.
+After a request, the failure watch of each rank proposes a step slightly ahead. The rank does not pass
+that step before the decision. All ranks stop at the highest proposed step, which no rank has passed.
 
     while not mpiddp.should_stop():
         train_one_step()
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # Keys of the coordinator's store.
-REQUESTED, PROPOSAL, STEP = "stop/requested", "stop/proposal", "stop/step"
-AHEAD = 2  # steps, so that a rank need not wait where they take longer than the agreement does
+_REQUESTED, _PROPOSAL, _STEP = "stop/requested", "stop/proposal", "stop/step"
+_AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 
 
 class StopRequest:
-    """What this process knows of a stop: its steps are its calls of `should_stop`.
+    """The state of a requested stop in this process. Its steps are the calls of `should_stop`.
 
     Args:
-        send: tells the launcher a message, if there is a launcher.
-        progress: tells it of a step.
+        send: sends the launcher a message, if there is a launcher.
+        progress: reports a step to the launcher.
     """
 
     def __init__(self, *, send: Callable[[str], None], progress: Callable[[int], None]) -> None:
@@ -38,28 +38,28 @@ class StopRequest:
         self._progress = progress
         self._lock = threading.Lock()
         self._calls = 0
-        self._steps_before = 0  # of the run, when this process resumed it
+        self._steps_before = 0  # steps of the run before this process resumed it
         self._proposed: int | None = None
         self._step: int | None = None
         self._decided = threading.Event()
-        self.has_stopped = False  # this script ends early, as it was asked to
-        # A plain flag: a signal's handler that waited for a lock could wait for itself.
+        self.has_stopped = False  # this script ends early, as requested
+        # A plain flag: a signal handler that waits for a lock could wait for its own thread.
         self.is_requested = False
-        self.supports_stop = False  # whether the script will ask
-        self.is_alone = True  # until a failure watch looks after it
+        self.supports_stop = False  # whether the script calls `should_stop`
+        self.is_alone = True  # until a failure watch agrees with other ranks
 
     def declare_support(self) -> None:
-        """This script will call `should_stop`: a request that comes earlier can wait for that."""
+        """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
             self._send("supports_stop")
 
     def count_from(self, step: int) -> None:
-        """The run has made `step` steps before this process: the launcher is told the sum."""
+        """The run made `step` steps before this process. The launcher receives the sum."""
         self._steps_before = step
 
     def request(self) -> None:
-        """Ask this process to stop. A script that never calls `should_stop` gets SIGTERM instead."""
+        """Request a stop of this process. A script that never calls `should_stop` gets SIGTERM instead."""
         if self.supports_stop:
             self.is_requested = True
         else:
@@ -67,7 +67,7 @@ class StopRequest:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether somebody asked and the step is still to be agreed on."""
+        """Whether a stop is requested and the ranks have not agreed on its step yet."""
         return self.is_requested and self._step is None
 
     def should_stop(self) -> bool:
@@ -87,38 +87,41 @@ class StopRequest:
         return stops
 
     def stopped(self) -> None:
-        """This rank ends early with all that it had, on request or for another reason."""
+        """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
             self._send("stopped")
 
     def is_requested_end(self, code: object) -> bool:
-        """Whether an exit with this code is the early end that somebody asked for."""
+        """Whether an exit with this code is the requested early end."""
         return code == STOPPED and self.has_stopped
 
     def agree(self, store: Store, rank: int, world_size: int) -> None:
-        """Take the next step of the agreement. The failure watch calls this now and then."""
+        """Advance the agreement. The failure watch calls this regularly."""
         if self._step is not None:
             return
         if self.is_requested:
-            store.set(REQUESTED, "")
-        elif not store.check([REQUESTED]):
+            store.set(_REQUESTED, "")
+        elif not store.check([_REQUESTED]):
             return
         self.is_requested = True
-        self.propose_step(store, rank, AHEAD)
-        keys = [f"{PROPOSAL}/{other}" for other in range(world_size)]
+        self.propose_step(store, rank, _AHEAD)
+        keys = [f"{_PROPOSAL}/{other}" for other in range(world_size)]
         if rank == 0 and store.check(keys):
-            store.set(STEP, str(max(int(store.get(key)) for key in keys)))
-        if store.check([STEP]):
+            store.set(_STEP, str(max(int(store.get(key)) for key in keys)))
+        if store.check([_STEP]):
             with self._lock:
-                self._decide(int(store.get(STEP)))
+                self._decide(int(store.get(_STEP)))
 
     def propose_step(self, store: Store, rank: int, ahead: int) -> None:
-        """Do not pass the step `ahead` of this one before the decision. A rank that leaves says 0."""
+        """Propose the step `ahead` of the present one, and do not pass it before the decision.
+
+        A rank that leaves proposes its present step, with `ahead` 0.
+        """
         with self._lock:
             if self._proposed is None:
                 self._proposed = self._calls + ahead
-        store.set(f"{PROPOSAL}/{rank}", str(self._proposed))
+        store.set(f"{_PROPOSAL}/{rank}", str(self._proposed))
 
     def _decide(self, step: int) -> None:
         self._step = step

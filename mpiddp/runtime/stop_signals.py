@@ -1,4 +1,4 @@
-"""Signals that ask a rank to stop, besides its launcher's message."""
+"""Signals that request a stop of a rank, besides the message of its launcher."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from mpiddp.runtime.stop_request import StopRequest
 
 
-def listen_to_sigusr1(stop: StopRequest) -> None:
-    """Take SIGUSR1, from mpirun or srun, as a request to stop, unless the script has its own handler.
+def handle_sigusr1(stop: StopRequest) -> None:
+    """Treat SIGUSR1, from mpirun or srun, as a request to stop, unless the script has its own handler.
 
-    It is blocked in this thread, and so in the processes that it starts: a DataLoader's worker would
-    die of it. The failure watch's thread unblocks it.
+    The signal is blocked in this thread, and therefore in the processes that it starts: it would kill a
+    DataLoader's worker. The failure watch's thread unblocks it.
     """
     main_thread = threading.main_thread() is threading.current_thread()
     if main_thread and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
@@ -25,16 +25,19 @@ def listen_to_sigusr1(stop: StopRequest) -> None:
 
 
 def unblock_sigusr1() -> None:
-    """Let the signal in by way of this thread."""
+    """Receive SIGUSR1 in this thread."""
     with suppress(ValueError):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 
 
 def listen_when_alone(stop: StopRequest) -> None:
-    """Without a launcher that would ask: take the first SIGTERM or Ctrl-C as a request as well."""
+    """Treat the first SIGTERM or Ctrl-C as a request to stop too, if there is no launcher."""
     for number in (signal.SIGTERM, signal.SIGINT):
         before = signal.getsignal(number)
-        if before in (signal.SIG_DFL, signal.default_int_handler):  # nohup and the like stay
+        if before in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):  # keep the handlers of nohup and the like
             signal.signal(number, partial(_on_first_signal, stop, before))
 
 
@@ -46,5 +49,8 @@ def _on_first_signal(stop: StopRequest, before: Any, number: int, frame: Any) ->
     signal.signal(number, before)
     stop.is_requested = True
     name = signal.Signals(number).name
-    with suppress(OSError):  # a pipe's reader may have got the Ctrl-C as well
-        os.write(2, f"mpiddp: {name}: saving; another signal ends it at once.\n".encode())
+    with suppress(OSError):  # the Ctrl-C may have ended the reader of a pipe as well
+        os.write(
+            2,
+            f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n".encode(),
+        )

@@ -1,7 +1,7 @@
-"""The one store of a job: rank 0 serves it on a socket that is bound already, the others join it.
+"""The one store of a job: rank 0 serves it on a socket that is already bound, and the others connect.
 
-Where no MPI carries messages (torchrun, srun, env://), the ranks find the store by an address that all
-of them know beforehand, and join over it.
+Without an MPI that carries messages (torchrun, srun, env://), the ranks know the address of the store
+beforehand, and join over it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.world import World
 
-# The store that the ranks talk by, the one that each rank's watch looks into, a script's own, and one
-# to spare.
-SOCKETS_PER_RANK = 4
+# The coordinator's connection, the failure watch's, a script's own, and one to spare.
+_SOCKETS_PER_RANK = 4
 
 
 def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float) -> Store:
-    """The store at `world.master_addr`: served by the rank that has a listener, joined by the others.
+    """The store at `world.master_addr`. The rank that has a listener serves it, the others connect.
 
-    `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server as well.
+    `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
 
     Raises:
-        UserError: something else listens there.
+        UserError: another program listens there.
     """
     assert world.master_addr is not None
     assert world.master_port is not None
     if listener is not None:
-        allow_open(SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
+        allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
     try:
         store = TCPStore(
             world.master_addr,
@@ -59,19 +58,19 @@ def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float
         )
     except RuntimeError:
         raise UserError(
-            f"rank {world.rank} on {world.hostname}: what listens on {world.master_addr} port "
-            f"{world.master_port} is not rank 0 of this job. Set MASTER_PORT to a free one."
+            f"rank {world.rank} on {world.hostname}: another program listens on {world.master_addr} "
+            f"port {world.master_port}, not rank 0 of this job. Set MASTER_PORT to a free port."
         ) from None
-    # torchrun's store outlives its workers: those that it restarts must not read the keys of
-    # those before them.
+    # torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier
+    # ones.
     return PrefixStore(f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socket | None]:
-    """The master address from the environment, or from what Slurm says; rank 0 listens there.
+    """The master address from the environment or from Slurm's variables, and rank 0's listener there.
 
     Raises:
-        UserError: no address, none that rank 0 can listen on, or nobody there within `timeout_s`.
+        UserError: no address, an address that rank 0 cannot listen on, or no answer in `timeout_s`.
     """
     env = os.environ
     port = port_in(env)
@@ -83,12 +82,13 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         if missing:
             raise UserError(
-                f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set but "
-                f"{' and '.join(missing)} not: without MPI, ranks need both to find each other."
+                f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set, but "
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not. Without MPI, "
+                "the ranks need MASTER_ADDR and MASTER_PORT to find each other."
             )
         address = env["MASTER_ADDR"]
     is_server = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    spans_hosts = world.world_size > world.local_world_size  # then 127.0.1.1 will not do
+    spans_hosts = world.world_size > world.local_world_size  # then 127.0.1.1 does not work
     address = resolve_own(address) if spans_hosts else resolve(address)
     listener = bind(address, port, world.hostname) if is_server else None
     if listener is not None:
@@ -96,15 +96,15 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
     elif not wait_for(address, port, timeout_s):
         raise UserError(
             f"rank {world.rank} on {world.hostname} cannot reach rank 0 at {address} port {port} "
-            f"in {timeout_s:g} s. Is it running, and is no firewall between?"
+            f"in {timeout_s:g} s. Check that rank 0 is running and that no firewall blocks the port."
         )
     return replace(world, master_addr=address, master_port=port), listener
 
 
 def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> RendezvousResult:
-    """What MPI's gather tells the other jobs: who sits on which host, and which interface each uses.
+    """The same result as over MPI: the host of every rank, and the interface that this rank uses.
 
-    That is the requested one, else the one towards the master address, which was named beforehand.
+    That is the requested interface, else the one towards the master address, which is known beforehand.
 
     Raises:
         SystemExit: code 2, on every rank: a host has no such interface.

@@ -147,7 +147,7 @@ def train(inputs: TrainInputs) -> Summary | None:
                 should_stop() or progress.step == config.stop_at_step
             )
             is_last = stops or progress.step == plan.total_steps
-            is_due = save_schedule.at(progress.step, ends_epoch=ends_epoch)
+            is_due = save_schedule.is_due(progress.step, ends_epoch=ends_epoch)
             if is_due or is_last:
                 saver.save(progress)
             if is_last:

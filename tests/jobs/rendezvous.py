@@ -1,8 +1,8 @@
-"""The ranks meet over MPI, as often as a number says, without torch: `rendezvous.py`.
+"""The ranks join over MPI, without torch.
 
-With MPIDDP_TEST_SLEEPER=R rank R sleeps instead, as a rank would whose disk does not answer, and the
-others wait for 2 s, and speak further apart than a slow machine may stall; with MPIDDP_TEST_DEAF besides
-they handle SIGTERM, as a script that saves would.
+With MPIDDP_TEST_SLEEPER=R, rank R sleeps instead, like a rank whose disk does not answer. The others time
+out after 2 s, and their reports are further apart than a slow machine may stall. With MPIDDP_TEST_DEAF,
+they also handle SIGTERM, like a script that saves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if os.environ.get("MPIDDP_TEST_SLEEPER") == str(world.rank):
     time.sleep(1000)
 if "MPIDDP_TEST_DEAF" in os.environ:
     signal.signal(signal.SIGTERM, lambda *_: print("saved"))
-rendezvous.SPEAK_APART_S = 5.0
+rendezvous._REPORT_STAGGER_S = 5.0
 timeout_s = 2.0 if "MPIDDP_TEST_SLEEPER" in os.environ else 60.0
-meeting = rendezvous.rendezvous_over_mpi(world, timeout_s=timeout_s)
-print(meeting.world.master_addr, meeting.world.master_port, meeting.listener is not None)
+result = rendezvous.rendezvous_over_mpi(world, timeout_s=timeout_s)
+print(result.world.master_addr, result.world.master_port, result.listener is not None)
