@@ -120,7 +120,7 @@ def _listen(job: Program, said: list[str], lost: list[int]) -> None:
     for line in job.stdout:
         if found := re.search(r" step (\d+)/", line):
             reached = int(found[1])
-        elif found := re.search(r"going on from .*: step (\d+)", line):
+        elif found := re.search(r"resuming from .*: step (\d+)", line):
             lost.append(max(0, reached - int(found[1])))
             said.append(line.strip())
         elif "mpiddp: " in line:

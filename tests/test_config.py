@@ -81,46 +81,49 @@ def test_a_batch_size_per_rank() -> None:
     assert (config.batch_size, config.global_batch_size) == (8, 48)
 
 
-def test_a_global_batch_size_is_dealt() -> None:
+def test_global_batch_size_is_split_over_the_ranks() -> None:
     config = configured("--global-batch-size=48", "--grad-accum-steps=2", ranks=3)
     assert (config.batch_size, config.global_batch_size) == (8, 48)
 
 
-def test_a_global_batch_size_that_does_not_divide() -> None:
+def test_global_batch_size_not_divisible_by_the_ranks() -> None:
     assert refusal("--global-batch-size=50", "--grad-accum-steps=2", ranks=3) == (
-        "--global-batch-size 50 does not divide by 3 ranks × 2 accumulation steps = 6: "
-        "48 or 54 would."
+        "--global-batch-size 50 is not divisible by 3 ranks × 2 accumulation steps = 6. "
+        "Use 48 or 54, or --uneven."
     )
     assert refusal("--global-batch-size=2", ranks=4) == (
-        "--global-batch-size 2 does not divide by 4 ranks: 4 would."
+        "--global-batch-size 2 is not divisible by 4 ranks. Use 4."
     )
     assert refusal("--global-batch-size=6", "--uneven", ranks=4) == (
-        "--global-batch-size 6 leaves some of 4 ranks fewer than two images a pass, and BatchNorm "
-        "wants two: 8 or more would do."
+        "--global-batch-size 6 gives some of 4 ranks fewer than two images per pass; BatchNorm "
+        "needs two. Use 8 or more."
     )
 
 
-def test_a_global_batch_size_may_be_dealt_unevenly() -> None:
+def test_uneven_splits_a_global_batch_size_with_a_remainder() -> None:
     config = configured("--global-batch-size=50", "--grad-accum-steps=2", "--uneven", ranks=3)
     assert (config.batch_size, config.global_batch_size) == (9, 50)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-def test_what_the_refusal_proposes_works(ranks: int) -> None:
+def test_global_batch_sizes_that_the_error_proposes_are_accepted(ranks: int) -> None:
     for size in range(1, 40):
         options = ("--grad-accum-steps=2",)
         if size % (2 * ranks) == 0:
             continue
         message = refusal(f"--global-batch-size={size}", *options, ranks=ranks)
-        proposals = message.rpartition(": ")[2].removesuffix(" would.").split(" or ")
-        for proposal in proposals:
+        proposed = message.rpartition(". Use ")[2].removesuffix(".")
+        if proposed.endswith(", or --uneven"):
+            uneven = configured(f"--global-batch-size={size}", *options, "--uneven", ranks=ranks)
+            assert uneven.global_batch_size == size
+        for proposal in proposed.removesuffix(", or --uneven").split(" or "):
             config = configured(f"--global-batch-size={proposal}", *options, ranks=ranks)
             assert config.global_batch_size == int(proposal)
 
 
 def test_both_batch_sizes() -> None:
     assert refusal("--batch-size=4", "--global-batch-size=8") == (
-        "--batch-size and --global-batch-size exclude each other: name one."
+        "--batch-size and --global-batch-size are mutually exclusive. Give one."
     )
 
 
@@ -181,10 +184,10 @@ def test_sync_bn_needs_gpus() -> None:
         ("--warmup-epochs", "-0.5", "expected a number at least 0"),
         ("--timeout", "0", "expected a number at least 1 and less than 1e+06"),
         ("--timeout", "1e20", "expected a number at least 1 and less than 1e+06"),
-        ("--out", "", "expected a path, not an empty word"),
-        ("--data-dir", "", "expected a path, not an empty word"),
-        ("--weights", "", "expected a path, not an empty word"),
-        ("--resume", "", "expected a path, not an empty word"),
+        ("--out", "", "expected a path, not an empty string"),
+        ("--data-dir", "", "expected a path, not an empty string"),
+        ("--weights", "", "expected a path, not an empty string"),
+        ("--resume", "", "expected a path, not an empty string"),
     ],
 )
 def test_a_bad_value(option: str, found: str, expected: str) -> None:

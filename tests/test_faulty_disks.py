@@ -86,7 +86,7 @@ def test_a_full_disk(host: Host) -> None:
         assert valid(host) == ["step_00000004", "step_00000005"]
 
 
-def test_all_ranks_hear_of_a_full_disk(host: Host) -> None:
+def test_full_disk_ends_all_ranks_with_on_save_error_stop(host: Host) -> None:
     """Only rank 0 writes; rank 1 leaves with it, at the next save."""
     launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2"]
     with disk(host, 0.5 * CHECKPOINT_MB):
@@ -95,7 +95,7 @@ def test_all_ranks_hear_of_a_full_disk(host: Host) -> None:
         assert ran.returncode == 2, ran.stderr
         assert (
             f"rank 0 on node0: no space left for a checkpoint in {SAVES}: step 1 needs 2.2 MB, "
-            "has 1.2 MB. There is no older one.\n"
+            "has 1.2 MB. There is no older checkpoint.\n"
         ) in ran.stderr
         assert valid(host) == []
 
@@ -113,7 +113,7 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
             before = valid(host)
             assert program.stderr is not None
             line = program.stderr.readline()
-            assert line.startswith(f"warning: node0: {SAVES}: no checkpoint of step ")
+            assert line.startswith(f"warning: node0: {SAVES}: cannot write the checkpoint of step ")
             assert line.endswith(f": Read-only file system. {before[-1]} is kept.\n")
             assert valid(host) == before
             host.run(["mount", "-o", "remount,rw", SAVES], check=True)

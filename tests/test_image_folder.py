@@ -239,7 +239,7 @@ def test_a_broken_image_is_named_in_one_sentence(
     with pytest.raises(UserError) as caught:
         everything(source(folder, num_workers=num_workers))
     message = str(caught.value)
-    assert message.startswith(f"{broken}: Pillow cannot read it (")
+    assert message.startswith(f"{broken}: Pillow cannot read this image (")
     assert message.endswith("). Replace or remove it.")
     assert "\n" not in message
 
@@ -249,14 +249,16 @@ def test_an_image_that_claims_to_be_huge_is_refused(folder: Path) -> None:
     content = bytearray(path.read_bytes())
     content[18:26] = b"\xff\xff\x00\x00" * 2  # 65535 by 65535 pixels
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"cat/3\.bmp: Pillow cannot read it \(Image size"):
+    with pytest.raises(UserError, match=r"cat/3\.bmp: Pillow cannot read this image \(Image size"):
         everything(source(folder))
 
 
 def test_an_image_that_vanished_is_named(folder: Path) -> None:
     images = source(folder)
     (folder / "eel" / "3.bmp").unlink()
-    with pytest.raises(UserError, match=r"eel/3\.bmp: Pillow cannot read it \(.*No such file"):
+    with pytest.raises(
+        UserError, match=r"eel/3\.bmp: Pillow cannot read this image \(.*No such file"
+    ):
         everything(images)
 
 
@@ -267,7 +269,7 @@ def test_a_missing_folder(tmp_path: Path) -> None:
 
 def test_a_folder_without_classes(tmp_path: Path) -> None:
     Image.new("RGB", (9, 9)).save(tmp_path / "0.png")
-    with pytest.raises(UserError, match=r"no folders in it\. Expected one per class"):
+    with pytest.raises(UserError, match=r"contains no folders\. Expected one folder of images"):
         source(tmp_path)
 
 

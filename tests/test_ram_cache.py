@@ -96,5 +96,5 @@ def test_a_full_memory_is_left_alone(
 def test_a_folder_of_somebody_else_is_refused(memory: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (memory / f"mpiddp-cache-{os.geteuid()}-job").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"-job belongs to somebody else\. Leave --cache ram out\."):
+    with pytest.raises(UserError, match=r"-job belongs to another user\. Omit --cache ram\."):
         RamCache("job", root=memory)

@@ -83,7 +83,7 @@ def test_the_loss_of_the_host_of_rank_0_loses_nothing(hosts: Cluster) -> None:
     # node0 is lost: the job resumes elsewhere, and its first host has no checkpoint yet.
     ran = train(hosts, "node2:1,node1:1", f"--out={PRIVATE}", "--stop-at-step=6")
     assert ran.returncode == 75, ran.stderr
-    assert f"going on from {PRIVATE}/checkpoints/step_00000005 on node1: step 5" in ran.stdout
+    assert f"resuming from {PRIVATE}/checkpoints/step_00000005 on node1: step 5" in ran.stdout
     assert kept(node2) == ["step_00000005", "step_00000006"]
     assert unequal(contents(node2.path(PRIVATE), 5), original) == []
     assert proof(node1, 6) == proof(node2, 6)
@@ -111,7 +111,7 @@ def test_a_broken_newest_checkpoint_on_one_host_is_replaced_by_a_copy(hosts: Clu
     assert ran.returncode == 75, ran.stderr
     assert (
         "checkpoint step_00000004: model.pt does not match its SHA-256 (node0); "
-        "another host has it whole." in ran.stdout
+        "another host has an intact copy." in ran.stdout
     )
     assert "step_00000004 on node1: step 4" in ran.stdout
     assert kept(node0) == kept(node1) == ["step_00000004", "step_00000006"]

@@ -174,15 +174,14 @@ def refusal(model: nn.Module, path: Path) -> str:
 
 def test_weights_of_another_arch_or_stem(checkpoint: Path) -> None:
     assert refusal(ARCHS["resnet20"](), checkpoint) == (
-        "this model has no layer2.0.downsample.0.weight. Another --arch?"
+        "layer2.0.downsample.0.weight is not part of this model. Check --arch."
     )
     assert (
         refusal(ARCHS["resnet34"](), checkpoint)
-        == "it lacks layer1.2.conv1.weight. Another --arch?"
+        == "layer1.2.conv1.weight is missing. Check --arch."
     )
     assert refusal(ARCHS["resnet18"](stem="cifar"), checkpoint) == (
-        "conv1.weight has the shape [64, 3, 7, 7] instead of [64, 3, 3, 3]. "
-        "Another --arch or --stem?"
+        "conv1.weight has shape [64, 3, 7, 7]; expected [64, 3, 3, 3]. Check --arch and --stem."
     )
 
 

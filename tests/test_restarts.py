@@ -149,7 +149,7 @@ def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
     assert all(sentence in stderr for sentence in sentences), stderr
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["global_batch_size"], summary["steps"], summary["world_size"]) == (15, 150, 3)
-    assert stdout.count("going on from") == 2
+    assert stdout.count("resuming from") == 2
 
 
 def test_too_few_hosts_are_an_error(hosts: Cluster) -> None:

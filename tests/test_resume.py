@@ -68,7 +68,7 @@ def test_weights_momentum_statistics_and_rng_are_the_same(
         [[*command, *SAVE_ALL, "--out", whole], [*command, "--out", resumed, f"--resume={start}"]],
     )
     assert [turn.code for turn in ran] == [0, 0], ran[0].stderr + ran[1].stderr
-    assert f"going on from {start}: step {step}, " in ran[1].stdout
+    assert f"resuming from {start}: step {step}, " in ran[1].stdout
     assert unequal(contents(whole, steps), contents(resumed, steps)) == [], f"from step {step}"
     assert summary(resumed)["test_accuracy"] == summary(whole)["test_accuracy"]
     assert unequal(contents(whole, steps), contents(whole, step)) != []  # it could have failed
@@ -90,12 +90,12 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_itself(tmp_path: Path) ->
     )
     assert [turn.code for turn in ran] == [75, 75, 0, 0], ran
     starts = [
-        line for turn in ran for line in turn.stdout.splitlines() if line.startswith("going on")
+        line for turn in ran for line in turn.stdout.splitlines() if line.startswith("resuming")
     ]
     assert [start.partition(":")[0] for start in starts] == [
-        f"going on from {step_folder(older, 2)}",
-        f"going on from {step_folder(run, 4)}",
-        f"going on from {step_folder(run, 6)}",
+        f"resuming from {step_folder(older, 2)}",
+        f"resuming from {step_folder(run, 4)}",
+        f"resuming from {step_folder(run, 6)}",
     ]
 
 
@@ -131,7 +131,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Command]:
     command = fashion(folder, "--global-batch-size=8", "--log-every=2")
     job = train(2, *command, "--out", folder / "out", "--stop-at-step=2", "--save-every=1")
     assert (job.returncode, own_lines(job.stderr)) == (75, [])
-    assert "stopped at step 2; the same command goes on." in job.stdout
+    assert "stopped at step 2. To resume, run the same command." in job.stdout
     return folder / "out", command
 
 
@@ -173,10 +173,10 @@ def test_every_way_ends_with_the_same_bits(went_on: dict[str, tuple[Path, Turn]]
         assert unequal(contents(out, 6), expected) == [], name
 
 
-def test_it_says_where_it_starts(went_on: dict[str, tuple[Path, Turn]]) -> None:
+def test_log_names_the_checkpoint_to_resume_from(went_on: dict[str, tuple[Path, Turn]]) -> None:
     out, ran = went_on["as it was"]
-    assert f"going on from {step_folder(out, 2)}: step 2, epoch 0" in ran.stdout
-    assert "going on" not in went_on["never"][1].stdout
+    assert f"resuming from {step_folder(out, 2)}: step 2, epoch 0" in ran.stdout
+    assert "resuming" not in went_on["never"][1].stdout
     _, ran = went_on["flipped bit"]
     assert (
         "checkpoint step_00000002: model.pt does not match its SHA-256; "
@@ -196,18 +196,20 @@ def test_records_beyond_the_checkpoint_are_dropped(went_on: dict[str, tuple[Path
         assert all(r.get("train_loss", 0) < 99 for r in records(out))
 
 
-def test_going_back_sets_newer_checkpoints_aside(went_on: dict[str, tuple[Path, Turn]]) -> None:
-    """Else they would count as this run's, which never wrote them."""
+def test_resuming_from_an_older_checkpoint_renames_the_newer_ones(
+    went_on: dict[str, tuple[Path, Turn]],
+) -> None:
+    """Otherwise they would count as this run's, which never wrote them."""
     out, ran = went_on["back"]
-    assert "set aside as step_00000002.old-1: it is of a later step" in ran.stdout
+    assert "renamed to step_00000002.old-1: its step is later" in ran.stdout
     directory.verify(out / "checkpoints" / "step_00000002.old-1")
-    assert "set aside" not in went_on["as it was"][1].stdout
+    assert "renamed to" not in went_on["as it was"][1].stdout
 
 
 def test_a_run_that_is_over_keeps_its_summary(went_on: dict[str, tuple[Path, Turn]]) -> None:
     """Of "again" the second turn is seen here, the first is like "as it was"."""
     out, ran = went_on["again"]
-    assert "going on from" in ran.stdout
+    assert "resuming from" in ran.stdout
     assert "step 6, epoch 2" in ran.stdout
     assert summary(out)["images_per_s"] > 0
     assert summary(out)["train_loss"] == summary(went_on["as it was"][0])["train_loss"]

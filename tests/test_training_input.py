@@ -75,36 +75,42 @@ CASES: dict[str, tuple[str, str]] = {
         "--use-sin",
         'mpiddp train: unrecognized arguments: --use-sin. Did you mean "--use-syn"\\? See: .*',
     ),
-    "batch": ("--global-batch-size=7", ".* 7 does not divide by 2 ranks: 6 or 8 would."),
+    "batch": (
+        "--global-batch-size=7",
+        ".* 7 is not divisible by 2 ranks. Use 6 or 8, or --uneven.",
+    ),
     "large batch": (
         "--batch-size=99999999 --use-syn",
-        "the global batch of 199999998 images is larger than the data set .50000.. Lower .*",
+        "the global batch of 199999998 images is larger than the data set .50000 images.. Lower .*",
     ),
     "nccl": (
         "--backend=nccl",
         "--backend nccl needs a GPU, but torch .* sees none on .* Use --backend gloo, .*",
     ),
     "sync-bn": ("--sync-bn --use-syn", "--sync-bn needs GPUs: .*"),
-    "image size": ("--image-size=64", "--image-size is for image folders; cifar10 has 32."),
+    "image size": (
+        "--image-size=64",
+        "--image-size applies to image folders only; cifar10 images are 32 pixels wide.",
+    ),
     "no weights": (
         "--use-syn --weights=P/w.pt",
         r"--weights P/w.pt: No such file or directory \(looked in .*\).",
     ),
     "part of weights": (
         "--use-syn --arch=resnet20 --weights=P/part.pt",
-        "--weights P/part.pt: it lacks bn1.running_mean. Another --arch.",
+        "--weights P/part.pt: bn1.running_mean is missing. Check --arch.",
     ),
     "other arch's weights": (
         "--use-syn --arch=resnet18 --weights=P/done/checkpoints/step_00000002/model.pt",
-        "--weights .*model.pt: this model has no layer1.2.conv1.weight. Another --arch.",
+        "--weights .*model.pt: layer1.2.conv1.weight is not part of this model. Check --arch.",
     ),
     "powersgd in fp16": (
         "--use-syn --amp=fp16 --grad-compression=powersgd",
-        "--grad-compression powersgd and --amp fp16 exclude each other: .*",
+        "--grad-compression powersgd and --amp fp16 are mutually exclusive: .*",
     ),
     "a lone image": (
         "--use-syn --arch=resnet18 --stem=imagenet --batch-size=1",
-        "with one image of 32×32 in a pass there is nothing for BatchNorm to normalize: .*",
+        "BatchNorm cannot normalize a pass of one 32×32 image. Use --batch-size 2 or more, .*",
     ),
     "warm-up": (
         "--use-syn --epochs=1 --warmup-epochs=2",
@@ -112,7 +118,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "fashion-mnist elsewhere": (
         "--dataset=fashion-mnist --data-dir=P/done",
-        "no Fashion-MNIST .* in P/done, P/done/fashion-mnist; put .*",
+        "no Fashion-MNIST .* in P/done, P/done/fashion-mnist; copy .*",
     ),
     "no data folder": (
         "--data-dir=P/none",
@@ -124,7 +130,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "cut fashion-mnist": (
         "--dataset=fashion-mnist --data-dir=P/fashion",
-        r"P/fashion/train-labels-idx1-ubyte.gz: not a readable gzip file \(.*\); get it again.",
+        r"P/fashion/train-labels-idx1-ubyte.gz: not a readable gzip file \(.*\). Download it again.",
     ),
     "no image folder": (
         "--dataset=image-folder",
@@ -148,11 +154,11 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "resume a stranger": (
         "--use-syn --resume=P/file",
-        "rank 0 on .*: --resume P/file: no checkpoint is there. Expected auto, never, .*",
+        "rank 0 on .*: --resume P/file: contains no checkpoint. Expected auto, never, .*",
     ),
     "resume broken": (
         "--use-syn --resume=P/broken",
-        "rank 0 on .*: --resume P/broken: no checkpoint in it is valid.",
+        "rank 0 on .*: --resume P/broken: contains no valid checkpoint.",
     ),
     "resume one broken": (
         "--use-syn --resume=P/broken/checkpoints/step_00000002",
@@ -160,36 +166,36 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "go on with broken": (
         "--use-syn --out=P/broken",
-        "rank 0 on .*: P/broken/checkpoints: no checkpoint in it is valid. Name another --out.",
+        "rank 0 on .*: P/broken/checkpoints contains no valid checkpoint. Name another --out.",
     ),
     "resume another program's": (
         "--use-syn --resume=P/other/step_00000002",
-        "rank 0 on .*: P/other/step_00000002 is no checkpoint of mpiddp train: its state.json .*",
+        "rank 0 on .*: P/other/step_00000002 is not a checkpoint of mpiddp train: its state.json .*",
     ),
     "resume foreign": (
         "--use-syn --resume=P/foreign",
-        "rank 0 on .*: P/foreign/step_00000002 is no checkpoint of mpiddp train: .*",
+        "rank 0 on .*: P/foreign/step_00000002 is not a checkpoint of mpiddp train: .*",
     ),
     "resume strange": (
         "QUICK --epochs=1 --resume=P/strange",
-        "rank 0 on .*: P/strange/step_00000002: model.pt is none of mpiddp train: .*",
+        "rank 0 on .*: P/strange/step_00000002: model.pt was not written by mpiddp train: .*",
     ),
     "other configuration": (
         "QUICK --epochs=1 --lr=0.2 --arch=resnet32 --out=P/done",
-        "rank 0 on .*: P/done/checkpoints/step_00000002 is of another configuration: "
-        "--arch resnet20, now resnet32; --lr 0.4, now 0.2. Give the options it was made with, .*",
+        "rank 0 on .*: P/done/checkpoints/step_00000002 was made with other options: "
+        "--arch resnet20, now resnet32; --lr 0.4, now 0.2. Use the same options, .*",
     ),
     "resume other configuration": (
         "QUICK --epochs=1 --seed=1 --resume=P/done",
-        "rank 0 on .*: P/done/.* is of another configuration: --seed 0, now 1. .*",
+        "rank 0 on .*: P/done/.* was made with other options: --seed 0, now 1. .*",
     ),
     "never": (
         "QUICK --epochs=1 --resume=never --out=P/done",
-        r"rank 0 on .*: --resume never, but --out P/done holds a run already \(checkpoints\). .*",
+        r"rank 0 on .*: --resume never, but --out P/done already holds a run \(checkpoints\). .*",
     ),
     "resume elsewhere": (
         "QUICK --epochs=1 --resume=P/strange --out=P/done",
-        "rank 0 on .*: --resume P/strange, but --out P/done holds step_00000002 of its own. .*",
+        "rank 0 on .*: --resume P/strange, but --out P/done has its own step_00000002. .*",
     ),
 }
 
@@ -253,7 +259,7 @@ def test_what_only_rank_0_finds_ends_the_job(place: Path, tmp_path: Path) -> Non
     job = train(2, *QUICK, f"--resume={place / 'broken'}", "--out", tmp_path / "out")
     assert job.returncode == 2
     (sentence,) = own_lines(job.stderr)
-    assert sentence.endswith(f"--resume {place / 'broken'}: no checkpoint in it is valid.")
+    assert sentence.endswith(f"--resume {place / 'broken'}: contains no valid checkpoint.")
 
 
 def test_a_broken_image_that_one_rank_meets_in_mid_training(tmp_path: Path) -> None:
@@ -267,7 +273,7 @@ def test_a_broken_image_that_one_rank_meets_in_mid_training(tmp_path: Path) -> N
     )  # fmt: skip
     assert job.returncode == 2
     (sentence,) = own_lines(job.stderr)
-    assert sentence.startswith(f"{broken}: Pillow cannot read it (")
+    assert sentence.startswith(f"{broken}: Pillow cannot read this image (")
     logs = [log.read_text() for log in sorted((tmp_path / "out" / "logs").iterdir())]
     assert sum("UserError" in log for log in logs) == 1  # its traceback stands there
 
@@ -292,14 +298,14 @@ def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     (sentence,) = own_lines(other.stderr)
     names = "12 . 6 images of 3 classes, names [0-9a-f]{16}"
     assert re.fullmatch(
-        f"rank 0 on .*: {out}/checkpoints/step_00000001 is of other data: {names}, now {names}. Give "
-        f"the --data-dir it was made with, or begin anew in another --out from its weights: "
-        f"--weights {out}/.*model.pt",
+        f"rank 0 on .*: {out}/checkpoints/step_00000001 was made with other data: {names}; the "
+        f"data is now {names}. Use the same --data-dir, or start a new run from its weights: "
+        f"--out OTHER --weights {out}/.*model.pt",
         sentence,
     )
 
 
-def test_hosts_with_different_data_are_told_apart(tmp_path: Path) -> None:
+def test_hosts_with_different_data_are_refused(tmp_path: Path) -> None:
     data = [tiny_data.image_folder(tmp_path / str(count), count, 2) for count in (8, 4)]
     command = ["-m", "mpiddp", "train", *map(str, FOLDER), "--out", str(tmp_path / "out")]
     other = [":", "-np", "1", sys.executable, *command, "--data-dir", str(data[1])]
@@ -308,8 +314,8 @@ def test_hosts_with_different_data_are_told_apart(tmp_path: Path) -> None:
     (sentence,) = own_lines(job.stderr)
     names = "names [0-9a-f]{16}"
     assert re.fullmatch(
-        rf"the data of the ranks differs: 24 \+ 6 images of 3 classes, {names} \(rank 0 on .*\), "
-        rf"12 \+ 6 images of 3 classes, {names} \(rank 1 on .*\). Give every host the same --data-dir.",
+        rf"the data set differs: 24 \+ 6 images of 3 classes, {names} \(rank 0 on .*\), "
+        rf"12 \+ 6 images of 3 classes, {names} \(rank 1 on .*\). Use the same data on every host: --data-dir.",
         sentence,
     )
     assert not (tmp_path / "out").exists()
@@ -342,7 +348,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(tmp_path: Path) -> None:
     second = alone("-c", FULL_DISK, *command)
     assert second.returncode == 2
     assert re.fullmatch(
-        f"{tmp_path}/checkpoints: no checkpoint of step 2 can be written: "
+        f"{tmp_path}/checkpoints: cannot write the checkpoint of step 2: "
         "File too large. step_00000001 is kept.\n",
         second.stderr,
     )

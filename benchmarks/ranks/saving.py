@@ -1,4 +1,4 @@
-"""A rank of `python -m benchmarks.saving`: blocks of steps that save in a thread, at once, or not at all."""
+"""A rank of `python -m benchmarks.saving`: blocks of steps without a save, with one, or waiting for one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import resolve_defaults
-from mpiddp.train.engine import backward, build_optimizer, to_device
+from mpiddp.train.engine import TrainState, backward, build_optimizer, to_device
 from mpiddp.train.options import parse
 from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import ARCHS
@@ -49,11 +49,12 @@ def main() -> None:
             scaler = torch.amp.GradScaler(device.type, enabled=False)
             ddp = wrap(model, config, (3, size, size))
             root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.folder)))
-            saver = Saver(root, [0], coordinator, model, optimizer, scaler, config, "synthetic")
+            state = TrainState(model, optimizer, scaler)
+            saver = Saver(root, [0], coordinator, state, config, "synthetic")
             step = Step((torch.arange(64),), 64 * coordinator.world.world_size, True)
 
             def block(variant: str, first: int) -> list[float]:
-                """The seconds of each step of a block."""
+                """Run a block and return the seconds of each step."""
                 dist.barrier()
                 marks = [_now(device)]
                 for index in range(STEPS):
@@ -70,7 +71,7 @@ def main() -> None:
             step_s: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
             cpu_s: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
             first = 0
-            # Memory, kernels and the momentum come with the first round, which does not count.
+            # The first round does not count: it allocates memory and the momentum, and selects kernels.
             for number, variant in turns(VARIANTS, options.rounds, warmup=1):
                 start = time.process_time()
                 seconds = block(variant, first)

@@ -1,7 +1,7 @@
-"""`mpiddp bench rendezvous`: how the time of the ranks' rendezvous grows with their number.
+"""`mpiddp bench rendezvous`: the time to join, by number of ranks.
 
-"MPI alone" is what two allgathers and a broadcast cost, without torch. "With torch" is all
-that comes before a process group: the import, the same rendezvous, and the store that rank 0 serves.
+"MPI alone" is the cost of two allgathers and a broadcast, without torch. "With torch" is everything before
+a process group: the import, the same rendezvous, and the store that rank 0 serves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from mpiddp.bench import charts
@@ -20,11 +19,12 @@ from mpiddp.bench.jobs import JobFailed, Jobs, note, progress
 from mpiddp.bench.machine import available_bytes
 from mpiddp.bench.options import add_rounds, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.text import percentile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TORCH_RANK_BYTES = 260e6  # of a rank that has imported torch and joined the others
+TORCH_RANK_BYTES = 260e6  # memory of a rank that has imported torch and joined
 SERIES = {"MPI alone": (), "with torch": ("--torch",)}
 
 
@@ -50,7 +50,7 @@ def rank_options(argv: list[str]) -> RankOptions:
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--to", type=Path)
-    # Read by the launcher: over gloo ranks need no GPU of their own.
+    # The launcher reads this option: with gloo, ranks may share a GPU.
     parser.add_argument("--backend")
 
 
@@ -60,9 +60,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=counts(2),
         default="2,4,8,16,32,64,128",
         metavar="2,4",
-        help="jobs of so many ranks",
+        help="numbers of ranks to start on this machine",
     )
-    parser.add_argument("--no-torch", action="store_true", help="measure MPI alone")
+    parser.add_argument("--no-torch", action="store_true", help="measure MPI alone, without torch")
     add_rounds(parser, default=3)
 
 
@@ -79,17 +79,20 @@ def measure(options: Options, jobs: Jobs) -> Results:
             except JobFailed as failure:
                 if not points:
                     raise
-                note(f"rendezvous, {name}: left out: a job of {ranks} ranks failed: {failure}")
+                note(
+                    f"rendezvous, {name}: a job of {ranks} ranks failed and is left out: {failure}"
+                )
     return {"points": points}
 
 
 def _fits(ranks: int) -> bool:
-    needed, there = ranks * TORCH_RANK_BYTES / 1e9, available_bytes() / 1e9
-    if needed > there:
+    needed, free = ranks * TORCH_RANK_BYTES / 1e9, available_bytes() / 1e9
+    if needed > free:
         note(
-            f"rendezvous, with torch: {ranks} ranks left out: {needed:.0f} GB, of {there:.0f} free."
+            f"rendezvous, with torch: leaving out {ranks} ranks: they need {needed:.0f} GB, "
+            f"and {free:.0f} GB are free."
         )
-    return needed <= there
+    return needed <= free
 
 
 def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs: Jobs) -> Results:
@@ -101,11 +104,11 @@ def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs:
             files = Path(folder).iterdir()
             found = [json.loads(file.read_text()) for file in files]
         assert len(found) == ranks
-        last_met = max(each["met_at"] for each in found)
-        wall.append(last_met - finished.started_at)
-        rendezvous.append(last_met - max(each["ready_at"] for each in found))
+        last_joined = max(each["joined_at"] for each in found)
+        wall.append(last_joined - finished.started_at)
+        rendezvous.append(last_joined - max(each["ready_at"] for each in found))
         cpu.append(finished.cpu_s / ranks)
-        peak.append(median(each["peak_mb"] for each in found))
+        peak.append(percentile([each["peak_mb"] for each in found], 50))
         peak_of_rank_0 += [each["peak_mb"] for each in found if each["rank"] == 0]
         progress(f"rendezvous, {name}", ranks, number + 1, rounds, f"{wall[-1]:.2f} s")
     return {
@@ -119,8 +122,8 @@ def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs:
 
 
 def table(results: Results) -> str:
-    times = ("command to all joined, s", "all there to all joined, s", "CPU s a rank")
-    head = ("ranks", "series", *times, "MB a rank", "MB of rank 0")
+    times = ("command to all joined, s", "last rank ready to all joined, s", "CPU s per rank")
+    head = ("ranks", "series", *times, "MB per rank", "MB of rank 0")
     rows = [
         [
             str(point["ranks"]),
@@ -133,13 +136,13 @@ def table(results: Results) -> str:
         ]
         for point in results["points"]
     ]
-    return f"The ranks' rendezvous by their number, all on this machine\n\n{aligned(head, rows)}"
+    return f"Rendezvous by number of ranks, all on this machine\n\n{aligned(head, rows)}"
 
 
 def draw(results: Results, figure: Figure) -> None:
     panels = (
         ("wall_s", "command to all ranks joined, s"),
-        ("meeting_s", "last rank there to all ranks joined, s"),
+        ("meeting_s", "last rank ready to all ranks joined, s"),
         ("cpu_s_per_rank", "CPU time of each rank, s"),
     )
     ranks = sorted({point["ranks"] for point in results["points"]})
@@ -162,7 +165,7 @@ def draw(results: Results, figure: Figure) -> None:
         on.set_xlabel("ranks")
         on.set_ylabel(label)
         charts.legend_above(on)
-    figure.suptitle("The ranks' rendezvous: medians, lowest to highest", fontsize=10)
+    figure.suptitle("Rendezvous: medians, lowest to highest", fontsize=10)
 
 
 BENCHMARK = Benchmark(

@@ -1,4 +1,4 @@
-"""The architectures that `mpiddp train --arch` names, as data: this module needs no torch.
+"""The architectures of `mpiddp train --arch` as data. This module does not import torch.
 
 resnet18 to resnet152 are table 1 of He et al., "Deep Residual Learning for Image Recognition" (2015);
 resnet20 to resnet110 are section 4.2's family for 32×32 images, whose shortcuts have no parameters.
@@ -14,7 +14,7 @@ Block = Literal["basic", "bottleneck"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ResNet. `stem` and `num_classes` are defaults: those of the data set it was designed for."""
+    """A ResNet. `stem` and `num_classes` default to those of the data set it was designed for."""
 
     block: Block
     depths: tuple[int, ...]  # blocks in each stage

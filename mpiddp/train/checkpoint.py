@@ -1,12 +1,12 @@
-"""What a checkpoint of a training run holds, and how all ranks come back to it.
+"""The contents of a training checkpoint, and how all ranks resume from it.
 
-    model.pt     the bare model's state_dict, BatchNorm statistics averaged: for anyone to load
+    model.pt     the bare model's state_dict with averaged BatchNorm statistics; any program can load it
     trainer.pt   optimizer and gradient scaler
     ranks.pt     each rank's RNG states and own BatchNorm statistics
-    state.json   step, epoch, position in the epoch, the configuration, what the data set holds
+    state.json   step, epoch, position in the epoch, configuration, contents of the data set
 
 The learning rate and the order of the images are functions of step, epoch and position. One rank
-reads for all, so the hosts need not share a file system.
+reads the checkpoint for all ranks, so the hosts need no shared file system.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TENSOR_FILES = ("model", "trainer", "ranks")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training is."""
+    """How far the training has come."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # epochs done
@@ -58,7 +58,7 @@ def write_files(
         data: the contents of the data set, see `Data`.
 
     Raises:
-        OSError: the disk is full, ….
+        OSError: a file cannot be written, for example because the disk is full.
     """
     hashes = {}
     for name in _TENSOR_FILES:
@@ -71,29 +71,30 @@ def write_files(
 
 
 def read(folder: Path, config: TrainConfig, data: str) -> Saved:
-    """A verified checkpoint's contents.
+    """Read the contents of a verified checkpoint.
 
     Raises:
-        UserError: it is not of this program, or of another configuration, or of other data.
+        UserError: another program wrote it, or it was made with another configuration or other data.
     """
     try:
         state = json.loads((folder / "state.json").read_bytes())
         different = differences(state["config"], config)
         progress = Progress(**state["progress"])
-        saved_data = state.get("data", data)  # earlier versions did not note it
+        saved_data = state.get("data", data)  # version 0.1.0 did not write it
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(
-            f"{folder} is no checkpoint of mpiddp train: its state.json is missing or another one's."
+            f"{folder} is not a checkpoint of mpiddp train: its state.json is missing or foreign."
         ) from None
     if different:
         raise UserError(
-            f"{folder} is of another configuration: {'; '.join(different)}. "
-            "Give the options it was made with, or name another --out."
+            f"{folder} was made with other options: {'; '.join(different)}. "
+            "Use the same options, or name another --out."
         )
     if saved_data != data:
         raise UserError(
-            f"{folder} is of other data: {saved_data}, now {data}. Give the --data-dir it was made "
-            f"with, or begin anew in another --out from its weights: --weights {folder / 'model.pt'}"
+            f"{folder} was made with other data: {saved_data}; the data is now {data}. "
+            "Use the same --data-dir, or start a new run from its weights: "
+            f"--out OTHER --weights {folder / 'model.pt'}"
         )
     contents = {}
     for name in _TENSOR_FILES:
@@ -102,21 +103,24 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved:
         except OSError as error:
             raise UserError(f"{folder}: {name}.pt cannot be read ({error.strerror}).") from None
         except Unreadable as error:
-            raise UserError(f"{folder}: {name}.pt is none of mpiddp train: {error}.") from None
+            raise UserError(
+                f"{folder}: {name}.pt was not written by mpiddp train: {error}."
+            ) from None
     return Saved(progress, **contents)
 
 
 def broadcast(saved: Saved | None, holder: int) -> Saved | None:
-    """What rank `holder` has, on every rank. A collective: every rank must call it."""
+    """Send the checkpoint of rank `holder` to every rank. A collective: every rank must call it."""
     box = [saved]
     dist.broadcast_object_list(box, holder)
     return box[0]
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load `state`, in the memory layout of the parameters: the saved run may have had another.
+    """Load `state`, with the momentum in the memory layout of the parameters.
 
-    The fused kernels read parameter and momentum side by side, as they lie in memory.
+    The saved run may have used another layout. The fused kernels read a parameter and its momentum
+    element by element in memory order.
     """
     optimizer.load_state_dict(state)
     for parameter, held in optimizer.state.items():
@@ -126,9 +130,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
 
 
 def restore_rank(model: nn.Module, states: list[dict[str, Any]]) -> None:
-    """Give this rank its own RNG and BatchNorm statistics back, if the job is as large as it was.
+    """Restore this rank's RNG and own BatchNorm statistics, if the job has as many ranks as before.
 
-    In a job of another size the averaged statistics stay, and the RNG as it was seeded.
+    A job of another size keeps the averaged statistics and the freshly seeded RNG.
     """
     if len(states) != dist.get_world_size():
         return
@@ -156,7 +160,7 @@ def _is_on_gpu(model: nn.Module) -> bool:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies on the CPU, by one transfer for each dtype: every one of them waits for the device."""
+    """Copy to the CPU with one transfer per dtype, because each transfer waits for the device."""
     copies: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]

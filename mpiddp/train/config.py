@@ -1,7 +1,7 @@
 """The configuration of a run: the options with every default resolved.
 
-What depends on the others (how many ranks there are, which device they have) is resolved here. It is
-what config.json and each checkpoint hold, and what a run that resumes is compared with.
+Defaults that depend on the number of ranks and on the device are resolved here. config.json and every
+checkpoint contain the result, and a run that resumes is compared with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpiddp.world import World
 
 @dataclass(frozen=True)
 class TrainConfig(TrainOptions):
-    """Everything that decides a run. None is a value here: no limit, no file, the data set's own."""
+    """Every setting of a run. None is a value here: no limit, no file, or the data set's default."""
 
     arch: str
     batch_size: int
@@ -29,9 +29,9 @@ class TrainConfig(TrainOptions):
         return asdict(self)
 
 
-# What may differ between a checkpoint and the run that continues it: where things lie, how often is
-# logged, what changes weights by rounding at most, and how the same global batch is dealt, which
-# changes nothing but the images that BatchNorm sees together.
+# Options that may differ between a checkpoint and the run that resumes from it: paths, intervals of
+# logging and saving, settings that change weights by rounding at most, and the split of the same global
+# batch, which only changes the images that BatchNorm normalizes together.
 FREE_TO_CHANGE = frozenset(
     {
         "batch_size",
@@ -60,7 +60,7 @@ FREE_TO_CHANGE = frozenset(
 
 
 def differences(saved: dict[str, Any], config: TrainConfig) -> list[str]:
-    """What of `saved` (a config.json) another run than `config` would be: "--lr 0.1, now 0.2"."""
+    """The settings of `saved` (a config.json) that `config` may not change: "--lr 0.1, now 0.2"."""
     names = [field.name for field in fields(config) if field.name not in FREE_TO_CHANGE]
     return [
         f"--{name.replace('_', '-')} {saved.get(name)}, now {getattr(config, name)}"
@@ -72,10 +72,10 @@ def differences(saved: dict[str, Any], config: TrainConfig) -> list[str]:
 def resolve_defaults(
     options: TrainOptions, world: World, *, on_gpu: bool, has_bf16: bool
 ) -> TrainConfig:
-    """Fill in what depends on the machines: a small, quick run on CPUs, a larger one on GPUs.
+    """Fill in the defaults that depend on the machines: a small run on CPUs, a larger one on GPUs.
 
     Raises:
-        UserError: a global batch that cannot be dealt evenly, or what the device cannot do.
+        UserError: the global batch cannot be split evenly, or the device does not support an option.
     """
     if options.sync_bn and not on_gpu:
         raise UserError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs. Leave it out.")
@@ -85,7 +85,7 @@ def resolve_defaults(
     if options.warmup_epochs is not None and options.warmup_epochs > epochs:
         raise UserError(
             f"--warmup-epochs {options.warmup_epochs:g} is more than --epochs {epochs}: "
-            "the learning rate would never get where it is to go."
+            "the learning rate would never reach its peak."
         )
     amp = options.amp
     if amp == "auto":
@@ -101,7 +101,7 @@ def resolve_defaults(
 
 
 def _resolve_batch(options: TrainOptions, world_size: int, default: int) -> tuple[int, int]:
-    """The images of a rank's largest backward pass, and of a step over all ranks."""
+    """The images in a rank's largest backward pass, and in a step over all ranks."""
     passes = options.grad_accum_steps * world_size
     if options.global_batch_size is None:
         batch_size = options.batch_size or default
@@ -110,26 +110,28 @@ def _resolve_batch(options: TrainOptions, world_size: int, default: int) -> tupl
     if rest == 0:
         return batch_size, options.global_batch_size
     if not options.uneven:
-        raise UserError(_does_not_divide(options, batch_size, world_size))
+        raise UserError(_not_divisible(options, batch_size, world_size))
     if batch_size < 2:  # BatchNorm needs two images on every rank
         raise UserError(
-            f"--global-batch-size {options.global_batch_size} leaves some of {world_size} ranks "
-            f"fewer than two images a pass, and BatchNorm wants two: {2 * passes} or "
-            "more would do."
+            f"--global-batch-size {options.global_batch_size} gives some of {world_size} ranks "
+            f"fewer than two images per pass; BatchNorm needs two. Use {2 * passes} or more."
         )
     return batch_size + 1, options.global_batch_size
 
 
-def _does_not_divide(options: TrainOptions, batch_size: int, world_size: int) -> str:
-    """The sentence that proposes the two nearest global batches."""
+def _not_divisible(options: TrainOptions, batch_size: int, world_size: int) -> str:
+    """The error, with the two nearest global batches that divide."""
     passes = options.grad_accum_steps * world_size
     divisor = counted(world_size, "rank")
     if options.grad_accum_steps > 1:
         divisor += f" × {options.grad_accum_steps} accumulation steps = {passes}"
     proposals = {max(1, batch_size) * passes, (batch_size + 1) * passes}
+    or_uneven = (
+        ", or --uneven" if batch_size >= 2 else ""
+    )  # BatchNorm needs two images on every rank
     return (
-        f"--global-batch-size {options.global_batch_size} does not divide by {divisor}: "
-        f"{' or '.join(map(str, sorted(proposals)))} would."
+        f"--global-batch-size {options.global_batch_size} is not divisible by {divisor}. "
+        f"Use {' or '.join(map(str, sorted(proposals)))}{or_uneven}."
     )
 
 
@@ -138,6 +140,6 @@ def out_dir(config: TrainConfig, time: str) -> Path:
 
 
 def resume_args(config: TrainConfig, out: Path) -> list[str]:
-    """What the same command needs besides to go on where this run, in `out`, ends."""
-    ours = [] if config.out else ["--out", str(out)]
-    return ours if config.resume == "auto" or config.go_on else [*ours, "--go-on"]
+    """The options that the same command also needs to resume this run, which writes to `out`."""
+    out_option = [] if config.out else ["--out", str(out)]
+    return out_option if config.resume == "auto" or config.go_on else [*out_option, "--go-on"]

@@ -1,4 +1,4 @@
-"""The moving parts of a step: the model, the optimizer, one backward pass over a batch."""
+"""The parts of a step: the model, the optimizer, one backward pass over a batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +21,16 @@ from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sharding import Step
 
-SMALL_IMAGE = 64  # pixels: below, the ImageNet stem would leave too little of an image
+SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a step changes: the model, its optimizer and the gradient scaler of fp16."""
+
+    model: nn.Module
+    optimizer: torch.optim.SGD
+    scaler: torch.amp.GradScaler
 
 
 def build_model(config: TrainConfig, data: Data) -> nn.Module:
@@ -47,19 +57,19 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
 
 
 def _check_lone_image(model: nn.Module, data: Data) -> None:
-    """Raises UserError where BatchNorm would have one pixel of one image, whose variance is 0."""
-    try:  # in shapes alone
+    """Raise UserError if BatchNorm would get one pixel of one image, whose variance is 0."""
+    try:  # a forward pass over shapes only
         copy.deepcopy(model).to("meta")(torch.empty(1, *data.shape, device="meta"))
     except ValueError:
         _, height, width = data.shape
         raise UserError(
-            f"with one image of {height}×{width} in a pass there is nothing for BatchNorm to "
-            "normalize: --batch-size 2 or more, or --stem cifar."
+            f"BatchNorm cannot normalize a pass of one {height}×{width} image. "
+            "Use --batch-size 2 or more, or --stem cifar."
         ) from None
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a torchvision state_dict; a head for another number of classes is left out.
+    """Load a torchvision state_dict, except a last layer for another number of classes.
 
     Raises:
         UserError: no such file, not a state_dict, or one of another architecture.
@@ -73,37 +83,37 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
         raise UserError(f"--weights {path}: expected a state_dict, a dict of tensors by name.")
     own = model.state_dict()
-    if strangers := [key for key in weights if key not in own]:
-        raise UserError(f"--weights {path}: this model has no {strangers[0]}. Another --arch?")
+    if unknown := [key for key in weights if key not in own]:
+        raise UserError(f"--weights {path}: {unknown[0]} is not part of this model. Check --arch.")
     body = {
         key: value
         for key, value in weights.items()
         if not key.startswith("fc.") or value.shape == own[key].shape
     }
-    if misfits := [key for key, value in body.items() if value.shape != own[key].shape]:
-        found, expected = (list(each[misfits[0]].shape) for each in (body, own))
+    if mismatches := [key for key, value in body.items() if value.shape != own[key].shape]:
+        found, expected = (list(tensors[mismatches[0]].shape) for tensors in (body, own))
         raise UserError(
-            f"--weights {path}: {misfits[0]} has the shape {found} instead of {expected}. "
-            "Another --arch or --stem?"
+            f"--weights {path}: {mismatches[0]} has shape {found}; expected {expected}. "
+            "Check --arch and --stem."
         )
     optional = ("fc.weight", "fc.bias")
-    for key in own:  # torchvision's oldest files do not count batches
+    for key in own:  # torchvision's oldest files have no num_batches_tracked
         if key not in weights and key not in optional and not key.endswith("num_batches_tracked"):
-            raise UserError(f"--weights {path}: it lacks {key}. Another --arch?")
+            raise UserError(f"--weights {path}: {key} is missing. Check --arch.")
     model.load_state_dict(body, strict=False)
 
 
 def to_device(model: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
-    """The model on the device, its convolutions in the memory layout of the images."""
+    """Move the model to the device, with its convolutions in the memory layout of the images."""
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
 
 
 def choose_kernels(config: TrainConfig) -> None:
-    """The fastest that cuDNN finds for each shape, or with --deterministic those with the same bits.
+    """Select the fastest kernel that cuDNN finds for each shape, or with --deterministic reproducible ones.
 
-    An operation that has none of these raises. To be called before the first operation on a GPU: cuBLAS
-    reads its variable once.
+    With --deterministic, an operation without a reproducible kernel raises. Call this before the first
+    operation on a GPU, because cuBLAS reads its variable once.
     """
     if not config.deterministic:
         torch.backends.cudnn.benchmark = True
@@ -127,11 +137,16 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
         fused=True,
     )
     if config.amp == "fp16" and config.momentum:
-        # When fp16 overflows at the very first step, torch 2.13's fused SGD skips it but keeps the
-        # momentum that it has made and not written to. Zeros make the same first step.
+        # If fp16 overflows at the very first step, torch 2.13's fused SGD skips the step but keeps the
+        # uninitialized momentum that it has allocated. Zeros give the same first step.
         for parameter in (*matrices, *vectors):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def build_scaler(config: TrainConfig, device: torch.device) -> torch.amp.GradScaler:
+    """The gradient scaler. It passes gradients through unscaled unless --amp is fp16."""
+    return torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
 
 
 def backward(
@@ -141,7 +156,7 @@ def backward(
     scaler: torch.amp.GradScaler,
     config: TrainConfig,
 ) -> Tensor:
-    """Gradients of the mean loss over the step's global batch, on every rank the same.
+    """Compute the gradients of the mean loss over the step's global batch, equal on every rank.
 
     Returns:
         The sum of the losses of this rank's images: a scalar on the device.
@@ -161,13 +176,13 @@ def backward(
             scaler.scale(loss * (world_size / step.num_images)).backward()
         loss_sum += loss.detach()
     if not step.ddp_averages:
-        scaler.scale(loss_sum)  # it makes its scale at first use, also where no images were
+        scaler.scale(loss_sum)  # creates the scale at first use, even on a rank without images
         _average_gradients([p for p in ddp.parameters() if p.requires_grad])
     return loss_sum
 
 
 def _average_gradients(parameters: list[nn.Parameter]) -> None:
-    """DDP's average by hand, for a tail of which some ranks have fewer images than others, or none."""
+    """Average as DDP does, for a last batch in which some ranks have fewer images or none."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -189,22 +204,22 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 
 
 def computes_in_bf16(device: torch.device) -> bool:
-    """Whether bf16 is faster than fp32 there, not only possible."""
+    """Whether bf16 is faster than fp32 on the device, not only possible."""
     if device.type == "cuda":
         supported: bool = torch.cuda.is_bf16_supported(including_emulation=False)
         return supported
-    # On x86 oneDNN computes in it by emulation wherever there is AVX-512, so ask the kernel.
-    with Path("/proc/cpuinfo").open() as lines:  # on Arm it says "Features", and "bf16"
+    # On x86, oneDNN emulates bf16 on every CPU with AVX-512, so read the CPU's flags instead.
+    with Path("/proc/cpuinfo").open() as lines:  # on Arm the line is "Features", the flag "bf16"
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return not {"avx512_bf16", "bf16"}.isdisjoint(flags.split())
 
 
 @contextlib.contextmanager
 def averaged_buffers(model: nn.Module) -> Iterator[None]:
-    """BatchNorm's running statistics averaged over the ranks while the body runs; then as before.
+    """Average BatchNorm's running statistics over the ranks while the body runs, then restore them.
 
-    So all ranks evaluate and save one and the same model, and doing so changes nothing in the
-    training that follows. A collective: every rank must enter.
+    All ranks evaluate and save the same model, and the training that follows does not change.
+    A collective: every rank must enter.
     """
     own = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     saved = torch.cat([buffer.reshape(-1) for buffer in own])

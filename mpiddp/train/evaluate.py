@@ -1,4 +1,4 @@
-"""Accuracy over a whole data set: every image on exactly one rank, sums reduced, never means."""
+"""Accuracy over a whole data set: each image on exactly one rank; the ranks reduce sums, never means."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Score:
 
 
 def default_batch_size(shape: tuple[int, int, int]) -> int:
-    """How many images [C, H, W] may be looked at together, be the batches of training ever so small."""
+    """The number of images [C, H, W] in an evaluation batch when the training batch is smaller."""
     _, height, width = shape
     return max(1, BATCH_PIXELS // (height * width))
 
@@ -39,13 +39,13 @@ def evaluate(
     *,
     batch_size: int,
 ) -> Score:
-    """The bare model's score on all images of the source. A collective: every rank must call it.
+    """Score the bare model on all images of the source. A collective: every rank must call it.
 
-    The batch size changes no result, for BatchNorm uses its running statistics.
+    The batch size does not change the result, because BatchNorm uses its running statistics.
     """
     share = share_of(source.num_images, dist.get_rank(), dist.get_world_size())
     indices = list(torch.arange(share.start, share.stop).split(batch_size)) if share else []
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # right, loss, images
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, images
     model.eval()
     with averaged_buffers(model), autocast(config, device):
         for images, labels in source.batches(indices, epoch=0):
@@ -55,5 +55,5 @@ def evaluate(
             totals[2] += len(labels)
     model.train()
     dist.all_reduce(totals)
-    right, loss, count = totals.tolist()
-    return Score(right / count, loss / count, int(count))
+    correct, loss, count = totals.tolist()
+    return Score(correct / count, loss / count, int(count))

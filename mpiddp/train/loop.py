@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: step, log, save, evaluate, in the order in which they happen."""
+"""The training loop, from top to bottom: step, log, evaluate, save, in the order in which they happen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpiddp.train.checkpoint import Progress, Saved
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
-from mpiddp.train.engine import backward, build_optimizer, to_device
+from mpiddp.train.engine import TrainState, backward, build_optimizer, build_scaler, to_device
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
@@ -35,7 +35,7 @@ from mpiddp.train.saver import Saver
 
 @dataclass(frozen=True)
 class TrainInputs:
-    """What a rank trains, with whom, and where the results go."""
+    """The model and data of a rank, the ranks it trains with, and the folder of its results."""
 
     config: TrainConfig
     plan: Plan
@@ -48,39 +48,19 @@ class TrainInputs:
     run: RunDir
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What the steps change."""
-
-    model: nn.Module  # the bare model
-    ddp: nn.Module
-    optimizer: torch.optim.SGD
-    scaler: torch.amp.GradScaler
-
-
 def train(inputs: TrainInputs) -> Summary | None:
-    """Train to the end, or until a stop is requested: then save a checkpoint and return None."""
+    """Train to the end and return the summary. If a stop is requested, save a checkpoint and return None."""
     started_at = time.monotonic()
     config, plan, data, device = inputs.config, inputs.plan, inputs.data, inputs.device
     coordinator, run = inputs.coordinator, inputs.run
-    parts, progress = _start(inputs)
-    model, ddp = parts.model, parts.ddp
-    optimizer, scaler = parts.optimizer, parts.scaler
+    state, ddp, progress = _start(inputs)
+    model, optimizer, scaler = state.model, state.optimizer, state.scaler
 
     current().stop.count_from(progress.step)
     save_schedule = SaveSchedule(
         config.save_every, coordinator, progress.step, timeout_s=config.timeout
     )
-    saver = Saver(
-        run.checkpoints,
-        inputs.writer_ranks,
-        coordinator,
-        model,
-        optimizer,
-        scaler,
-        config,
-        data.contents,
-    )
+    saver = Saver(run.checkpoints, inputs.writer_ranks, coordinator, state, config, data.contents)
     is_writer = coordinator.world.rank in inputs.writer_ranks
     records = Records(run.metrics if is_writer else None, progress.step)
     timer = StepTimer(device)
@@ -154,8 +134,8 @@ def train(inputs: TrainInputs) -> Summary | None:
                 saver.finish()
             if stops:
                 extra = resume_args(config, run.path)
-                again = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
-                log.info(f"stopped at step {progress.step}; {again} goes on.")
+                command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
+                log.info(f"stopped at step {progress.step}. To resume, run {command}.")
                 return None
             if is_due or ends_epoch:
                 timer.resume()
@@ -183,16 +163,19 @@ def train(inputs: TrainInputs) -> Summary | None:
     )
 
 
-def _start(inputs: TrainInputs) -> tuple[_Parts, Progress]:
-    """The model under DDP with its optimizer, as fresh or as the checkpoint holds them.
+def _start(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
+    """Build the state of the training, fresh or from the checkpoint, and wrap its model in DDP.
 
     A collective: every rank must call it.
+
+    Returns:
+        The state with the bare model, the model under DDP, and how far the training has come.
     """
     config, start, device = inputs.config, inputs.start, inputs.device
     saved = _receive_checkpoint(inputs)
     model = to_device(inputs.model, config, device)
     optimizer = build_optimizer(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+    scaler = build_scaler(config, device)
     progress = saved.progress if saved else Progress()
     set_newer_aside(start, progress.step, inputs.run, inputs.coordinator, inputs.writer_ranks)
     if saved:
@@ -203,11 +186,11 @@ def _start(inputs: TrainInputs) -> tuple[_Parts, Progress]:
     torch.manual_seed(config.seed + 1 + inputs.coordinator.world.rank)
     if saved:
         checkpoint.restore_rank(model, saved.ranks)
-    return _Parts(model, ddp, optimizer, scaler), progress
+    return TrainState(model, optimizer, scaler), ddp, progress
 
 
 def _receive_checkpoint(inputs: TrainInputs) -> Saved | None:
-    """What the run resumes from, on every rank; hosts that lack the files are sent them.
+    """Send the checkpoint to resume from to every rank, and its files to the hosts that lack them.
 
     A collective: every rank must call it.
     """

@@ -1,7 +1,7 @@
 """`mpiddp train`: train as one rank of a job, or alone.
 
-The same under mpirun, srun and torchrun. This module parses the options, and `mpiddp.train.rank` does
-the rest: it needs torch, which --help and a wrong option do not wait for.
+The command is the same under mpirun, srun and torchrun. This module parses the options without torch, so
+--help and option errors appear at once. `mpiddp.train.rank` does the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpiddp.world import World
 
 
 def main(argv: list[str]) -> int:
-    """Train, and return the exit code: DONE, or STOPPED where it ends early on request.
+    """Train, and return the exit code: DONE, or STOPPED if the training ends early on request.
 
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         if world.world_size == 1:
             raise
-        options = error  # the ranks refuse it together, once they have joined
+        options = error  # the ranks report it together once they have joined
     configure_process(world)
     with reporting(world) as session:
         session.stop.declare_support()

@@ -1,4 +1,4 @@
-"""What a run measures of itself: step times on the device's own clock, and the last table."""
+"""The measurements of a run: step times on the device's own clock, and the final table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from mpiddp.text import align_columns, counted, percentile
 
-STARTUP_STEPS = 3  # their times hold page faults and kernel choices, not the training
+STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the figures
 
 
 class StepTimer:
-    """The seconds of each step, from the end of the one before; pauses for other work are left out.
+    """Times each step from the end of the previous one, without the pauses for other work.
 
-    On a GPU a step's end is an event on its stream, so that timing never waits for the device.
+    On a GPU, the end of a step is an event on its stream, so timing never waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class StepTimer:
         self._seconds: list[float] = []
 
     def resume(self) -> None:
-        """Start here: what came before the next step is not part of it."""
+        """Start the clock of the next step now."""
         self.read()
         self._marks = [self._mark()]
 
@@ -36,7 +36,7 @@ class StepTimer:
         self._marks.append(self._mark())
 
     def read(self) -> list[float]:
-        """The seconds of all steps so far. On a GPU this waits for the last one."""
+        """Return the seconds of all steps so far. On a GPU this waits for the last one."""
         if self._on_gpu and len(self._marks) > 1:
             self._marks[-1].synchronize()
         for start, end in zip(self._marks, self._marks[1:], strict=False):
@@ -75,7 +75,7 @@ class Summary:
 
 
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
-    """Of every measurement the one on the rank where it took longest. A collective."""
+    """Replace each time by that of the slowest rank. A collective: every rank must call it."""
     all_ranks = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
     times: list[float] = all_ranks.tolist()
@@ -84,7 +84,7 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast the steps were on the slowest rank; None where none were made."""
+    """The speed of the steps on the slowest rank; None if no step ran."""
 
     images_per_s: float | None
     step_time_p50_s: float | None
@@ -92,7 +92,7 @@ class Speed:
 
 
 def measure_speed(timer: StepTimer, images_of_steps: Sequence[int], device: torch.device) -> Speed:
-    """The speed of all steps but the first few. A collective.
+    """Compute the speed of all steps but the first few. A collective: every rank must call it.
 
     Args:
         images_of_steps: the images of each timed step, over all ranks.
@@ -108,7 +108,7 @@ def measure_speed(timer: StepTimer, images_of_steps: Sequence[int], device: torc
 
 
 def table(summary: Summary, out: Path) -> str:
-    """The few lines that a run ends with."""
+    """The table that a run prints at its end."""
     hosts = ", ".join(f"{name} {count}" for name, count in summary.hosts.items())
     rows = {
         "data set": summary.dataset,

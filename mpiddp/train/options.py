@@ -1,7 +1,7 @@
 """The options of `mpiddp train`: parsed, checked and frozen, as the user wrote them.
 
-`mpiddp.train.config` makes the configuration of a run from them. This module needs no torch: --help and
-a wrong option answer at once.
+`mpiddp.train.config` derives the configuration of a run from them. This module does not import torch,
+so --help and option errors appear at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile'
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """What a run has on a kind of device unless the user says otherwise."""
+    """The defaults of a run on one kind of device."""
 
     arch: str
     batch_size: int  # images per rank and backward pass
@@ -39,7 +39,7 @@ ON_GPU = DeviceDefaults("resnet18", batch_size=256, epochs=30)
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Every option of the command line. None: the user has not said."""
+    """Every option of the command line. None: the user did not set it."""
 
     arch: str | None
     stem: str
@@ -68,7 +68,7 @@ class TrainOptions:
     amp: str
     channels_last: bool
     compile: str  # "off" or one of COMPILE_MODES
-    bucket_mb: int  # MiB of gradients that travel together
+    bucket_mb: int  # MiB of gradients per all-reduce
     grad_compression: str
     seed: int
     deterministic: bool
@@ -94,16 +94,17 @@ def parse(argv: list[str]) -> TrainOptions:
     values.pop("local_rank")
     options = TrainOptions(**values)
     if options.batch_size and options.global_batch_size:
-        raise UserError("--batch-size and --global-batch-size exclude each other: name one.")
+        raise UserError("--batch-size and --global-batch-size are mutually exclusive. Give one.")
     if options.keep_tail and options.sync_bn:
         raise UserError(
-            "--keep-tail and --sync-bn exclude each other: some ranks have no images in the tail."
+            "--keep-tail and --sync-bn are mutually exclusive: some ranks may have no images in the "
+            "last batch. Leave one out."
         )
     return options
 
 
 def check_options(argv: list[str]) -> str:
-    """Refuse bad options before a job starts, and return the backend that good ones request.
+    """Check the options before a job starts, and return the backend that they request.
 
     Raises:
         UserError: as `parse`.
@@ -123,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = RankParser(
         prog="mpiddp train",
         description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
-        "Dashes and underscores in options are the same.",
+        "Options accept dashes and underscores alike.",
         allow_abbrev=False,
         formatter_class=DefaultsShown,
     )
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_schedule_options(parser)
     _add_engine_options(parser)
     _add_run_options(parser)
-    # torch.distributed.launch passes it to every script; the environment has it as well.
+    # torch.distributed.launch passes it to every script. The value comes from the environment.
     parser.add_argument("--local-rank", type=whole(0), help=argparse.SUPPRESS)
     return parser
 
@@ -150,15 +151,19 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_data_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", choices=DATASETS, default="cifar10", help="what to train on")
+    add("--dataset", choices=DATASETS, default="cifar10", help="data set")
     add(
         "--data-dir",
         type=_path,
         metavar="DIR",
-        help="default: $MPIDDP_DATA, else the user's cache folder",
+        help="folder of the data set (default: $MPIDDP_DATA, else ~/.cache/mpiddp)",
     )
     add("--use-syn", action="store_true", help="random images and labels in the data set's shape")
-    add("--image-size", type=whole(1, 1 << 14), help="pixels, of an image folder (default 224)")
+    add(
+        "--image-size",
+        type=whole(1, 1 << 14),
+        help="image size of an image folder, in pixels (default: 224)",
+    )
     add("--num-workers", type=whole(0), default=4, help="processes per rank that decode images")
     add(
         "--cache",
@@ -169,39 +174,85 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--batch-size",
         type=whole(1),
-        help=f"per rank; default: {ON_CPU.batch_size} on CPUs, {ON_GPU.batch_size} on GPUs",
+        help="images per rank and backward pass "
+        f"(default: {ON_CPU.batch_size} on CPUs, {ON_GPU.batch_size} on GPUs)",
     )
-    add("--global-batch-size", type=whole(1), help="over all ranks, instead of --batch-size")
+    add(
+        "--global-batch-size",
+        type=whole(1),
+        help="images per step over all ranks; use instead of --batch-size",
+    )
     add(
         "--uneven",
         action="store_true",
-        help="allow a global batch that does not divide by the ranks",
+        help="allow a global batch that is not divisible by the number of ranks",
     )
     add("--grad-accum-steps", type=whole(1), default=1, help="backward passes per step")
-    add("--keep-tail", action="store_true", help="train on the last, smaller batch as well")
+    add(
+        "--keep-tail", action="store_true", help="also train on the last, smaller batch of an epoch"
+    )
 
 
 def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("schedule").add_argument
     add(
-        "--epochs", type=whole(1), help=f"default: {ON_CPU.epochs} on CPUs, {ON_GPU.epochs} on GPUs"
+        "--epochs",
+        type=whole(1),
+        help=f"number of epochs (default: {ON_CPU.epochs} on CPUs, {ON_GPU.epochs} on GPUs)",
     )
     add("--steps-per-epoch", type=whole(1), help="end every epoch after this many steps")
-    add("--lr", type=_number(0, above=True), default=0.4, help="for a global batch of 256")
-    add("--no-lr-scaling", dest="lr_scaling", action="store_false", help="take --lr as it is")
-    add("--schedule", choices=SCHEDULES, default="one-cycle", help="of the learning rate")
-    add("--warmup-epochs", type=_number(0), help="default: a quarter of all, 5 at most")
-    add("--momentum", type=_number(0, 1), default=0.9, help="Nesterov's; 0 is plain SGD")
-    add("--weight-decay", type=_number(0), default=5e-4, help="not on BatchNorm and biases")
-    add("--label-smoothing", type=_number(0, 1), default=0.0, help="share of all other classes")
+    add(
+        "--lr",
+        type=_number(0, above=True),
+        default=0.4,
+        help="peak learning rate for a global batch of 256; scales with the batch",
+    )
+    add("--no-lr-scaling", dest="lr_scaling", action="store_false", help="use --lr unscaled")
+    add("--schedule", choices=SCHEDULES, default="one-cycle", help="learning rate schedule")
+    add(
+        "--warmup-epochs",
+        type=_number(0),
+        help="warm-up epochs (default: a quarter of all epochs, at most 5)",
+    )
+    add("--momentum", type=_number(0, 1), default=0.9, help="Nesterov momentum; 0 is plain SGD")
+    add(
+        "--weight-decay",
+        type=_number(0),
+        default=5e-4,
+        help="weight decay; not applied to BatchNorm and biases",
+    )
+    add(
+        "--label-smoothing",
+        type=_number(0, 1),
+        default=0.0,
+        help="probability spread over all classes",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
-    add("--backend", choices=("nccl", "gloo"), help="default: nccl with a GPU, else gloo")
-    add("--timeout", type=_number(1, 1e6), default=600.0, help="seconds, of a collective")
-    add("--amp", choices=AMP, default="auto", help="auto: bf16 where the device computes in it")
-    add("--sync-bn", action="store_true", help="BatchNorm statistics over all ranks")
+    add(
+        "--backend",
+        choices=("nccl", "gloo"),
+        help="communication backend (default: nccl with a GPU, else gloo)",
+    )
+    add(
+        "--timeout",
+        type=_number(1, 1e6),
+        default=600.0,
+        help="time limit of a collective, in seconds",
+    )
+    add(
+        "--amp",
+        choices=AMP,
+        default="auto",
+        help="mixed precision; auto is bf16 if the device computes in it",
+    )
+    add(
+        "--sync-bn",
+        action="store_true",
+        help="compute BatchNorm statistics over all ranks (GPUs only)",
+    )
     add(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
@@ -223,42 +274,63 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--grad-compression",
         choices=COMPRESSIONS,
         default="off",
-        help="what the ranks exchange instead of fp32 gradients; powersgd's memory is not saved",
+        help="compress gradients for all-reduce; checkpoints do not contain powersgd's error memory",
     )
-    add("--seed", type=whole(0, 2**32), default=0, help="of weights, order and augmentation")
+    add(
+        "--seed",
+        type=whole(0, 2**32),
+        default=0,
+        help="seed of weights, sample order and augmentation",
+    )
     add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
-    add("--out", type=_path, metavar="DIR", help="the run's folder; default: runs/<time>-<arch>")
+    add(
+        "--out",
+        type=_path,
+        metavar="DIR",
+        help="folder of the run (default: runs/<time>-<arch>)",
+    )
     add(
         "--resume",
         type=_path,
         default="auto",
         metavar="auto|never|PATH",
-        help="which checkpoint to go on from",
+        help="checkpoint to resume from",
     )
     add(
         "--go-on",
         action="store_true",
-        help="with --resume never or PATH: once --out has a checkpoint of its own, from that",
+        help="with --resume never or PATH: resume from --out's own newest checkpoint once it has one",
     )
     add(
         "--save-every",
         type=_interval,
         metavar="STEPS|TIME",
-        help="20 steps, or 30s, 10m, 1h; default: once an epoch",
+        help="save every 20 (steps), or 30s, 10m, 1h (default: once per epoch)",
     )
-    add("--keep", type=whole(2), default=2, metavar="N", help="checkpoints to keep")
+    add("--keep", type=whole(2), default=2, metavar="N", help="number of checkpoints to keep")
     add(
         "--on-save-error",
         choices=("warn", "stop"),
         default="warn",
-        help="what a full disk does to the run; the last save must succeed in any case",
+        help="when a save fails: warn and continue, or stop; the last save must succeed either way",
     )
-    add("--log-every", type=whole(1), default=50, metavar="STEPS", help="between two lines")
-    add("--stop-at-step", type=whole(1), metavar="STEP", help="save there and leave, code 75")
+    add(
+        "--log-every",
+        type=whole(1),
+        default=50,
+        metavar="STEPS",
+        help="steps between two log lines",
+    )
+    add(
+        "--stop-at-step",
+        type=whole(1),
+        metavar="STEP",
+        help="save after this step and exit with code 75",
+    )
 
 
 def _number(low: float, high: float = float("inf"), *, above: bool = False) -> Any:
@@ -283,13 +355,12 @@ def _interval(text: str) -> Interval:
         return parse_interval(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected a whole number, 1 or more, of steps, or a time such as 30s, 10m or 1h, "
-            f"not {text!r}"
+            f"expected a number of steps (1 or more) or a time such as 30s, 10m or 1h, not {text!r}"
         ) from None
 
 
 def _path(text: str) -> str:
-    """A path as written; an empty one is a shell variable that was not set."""
+    """A path as written. An empty one usually comes from a shell variable that is not set."""
     if not text:
-        raise argparse.ArgumentTypeError("expected a path, not an empty word")
+        raise argparse.ArgumentTypeError("expected a path, not an empty string")
     return text

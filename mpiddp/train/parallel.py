@@ -1,6 +1,6 @@
-"""The model under DistributedDataParallel: its buckets, and what of the gradients goes over the wire."""
+"""The model under DistributedDataParallel: its buckets, and the compression of its gradients."""
 
-# No `from __future__ import annotations`: DDP looks at its hook's annotations, not at their names.
+# No `from __future__ import annotations`: DDP checks its hook's annotations as types, not as strings.
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,16 @@ from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile
-POWERSGD_RANK = 4  # of the two matrices that stand for one
-POWERSGD_FROM_STEP = 100  # gradients are whole before: they change too fast for a memory of errors
+POWERSGD_RANK = 4  # of the two matrices that approximate a gradient
+POWERSGD_FROM_STEP = (
+    100  # earlier gradients stay uncompressed: they change too fast for error feedback
+)
 
 
 def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> nn.Module:
-    """The model under DistributedDataParallel, its buckets frozen; compiled if --compile says so."""
-    # Each rank keeps its own BatchNorm statistics while it trains; `engine.averaged_buffers` brings
-    # them together where they are read. torch 2.13 renamed the option.
+    """Wrap the model in DistributedDataParallel, freeze its buckets, and compile it with --compile."""
+    # Each rank keeps its own BatchNorm statistics while it trains; `engine.averaged_buffers` averages
+    # them for an evaluation or a save. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     keep_own: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     ddp = DistributedDataParallel(
@@ -37,24 +39,24 @@ def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> 
 
 
 def check_compression(config: TrainConfig, device: torch.device) -> None:
-    """Raises UserError for PowerSGD where torch's own fails."""
+    """Raise UserError for the combinations in which torch's PowerSGD fails."""
     if config.grad_compression != "powersgd":
         return
-    if config.amp == "fp16":  # its memory of errors keeps the infinities of an overflow for good
+    if config.amp == "fp16":  # the error memory would keep the infinities of an overflow forever
         raise UserError(
-            "--grad-compression powersgd and --amp fp16 exclude each other: one overflow would end "
-            "the learning. Use --amp bf16, or --grad-compression fp16."
+            "--grad-compression powersgd and --amp fp16 are mutually exclusive: one overflow would "
+            "ruin the training. Use --amp bf16, or --grad-compression fp16."
         )
-    if device.type == "cpu" and torch.cuda.is_available():  # it asks any GPU for the time
+    if device.type == "cpu" and torch.cuda.is_available():  # torch's hook synchronizes with any GPU
         raise UserError(
-            "--grad-compression powersgd over gloo fails where torch sees a GPU. Hide it: "
+            "--grad-compression powersgd over gloo fails when torch sees a GPU. Set "
             "CUDA_VISIBLE_DEVICES=, or use --grad-compression bf16."
         )
 
 
 def clear_gradients(ddp: nn.Module, config: TrainConfig) -> None:
-    """Between two steps."""
-    # Else the first micro-batch's gradients would lie where a CUDA graph writes the second's.
+    """Clear the gradients between two steps."""
+    # Otherwise the first micro-batch's gradients would be where a CUDA graph writes the second's.
     keeps = config.compile in CUDA_GRAPH_MODES and config.grad_accum_steps > 1
     ddp.zero_grad(set_to_none=not keeps)
 
@@ -62,10 +64,10 @@ def clear_gradients(ddp: nn.Module, config: TrainConfig) -> None:
 def freeze_buckets(
     ddp: DistributedDataParallel, config: TrainConfig, shape: tuple[int, int, int]
 ) -> None:
-    """Run two throw-away steps, and leave no trace but DDP's final buckets.
+    """Run two throw-away passes that change nothing but DDP's buckets, which are final afterwards.
 
-    DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend
-    on the grouping, so without this a resumed run would add up otherwise than one that went on.
+    DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend on
+    the grouping, so without this a resumed run would sum differently from an uninterrupted one.
     """
     device = next(ddp.parameters()).device
     buffers = [buffer.clone() for buffer in ddp.buffers()]
@@ -79,9 +81,9 @@ def freeze_buckets(
 
 
 def compress(ddp: DistributedDataParallel, config: TrainConfig) -> None:
-    """Let the ranks exchange less than fp32 gradients, as --grad-compression says.
+    """Compress the gradients for all-reduce, as --grad-compression selects.
 
-    PowerSGD: Vogels, Karimireddy and Jaggi 2019, in torch's implementation.
+    PowerSGD is torch's implementation of Vogels, Karimireddy and Jaggi 2019.
     """
     if config.grad_compression == "powersgd":
         state = PowerSGDState(
@@ -99,13 +101,13 @@ def compress(ddp: DistributedDataParallel, config: TrainConfig) -> None:
 def _rounded_to(
     dtype: torch.dtype,
 ) -> Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]:
-    """A hook that averages the gradients in `dtype`: half the bytes.
+    """A hook that averages the gradients in `dtype`, with half the bytes of fp32.
 
-    Also for bf16 over gloo, where torch's own hook asks for NCCL.
+    It supports bf16 over gloo as well; torch's own hook requires NCCL.
     """
 
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-        # Divided first: a sum of fp16 could overflow.
+        # Divide first, because a sum of fp16 could overflow.
         rounded = bucket.buffer().to(dtype).div_(group.size())
         work = dist.all_reduce(rounded, group=group, async_op=True)
         mean: Future[Tensor] = work.get_future().then(

@@ -1,4 +1,4 @@
-"""The sizes of a run: how its data is dealt, how many steps it makes, and the learning rate of each."""
+"""The sizes of a run: its shards of the data, its number of steps, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Plan:
 
 
 def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan:
-    """Derive the plan. Raises UserError where the global batch is larger than the data set."""
+    """Derive the plan. Raises UserError if the global batch is larger than the data set."""
     shards = Shards(
         num_samples=data.train.num_images,
         global_batch_size=config.global_batch_size,
@@ -52,7 +52,8 @@ def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan
     if shards.steps_per_epoch == 0:
         raise UserError(
             f"the global batch of {shards.global_batch_size} images is larger than the data set "
-            f"({shards.num_samples}). Lower --batch-size, --global-batch-size or --grad-accum-steps."
+            f"({shards.num_samples} images). Lower --batch-size, --global-batch-size or "
+            "--grad-accum-steps."
         )
     return Plan(
         shards,

@@ -1,7 +1,7 @@
-"""One rank of a training, from its options to the last table: everything around the loop.
+"""One rank of a training, from its options to the final table: everything around the loop.
 
-What any rank may refuse stands in `all_or_none`, so that all ranks refuse and leave together. Nothing
-is written before all of them have agreed to train.
+Every check that may fail on some ranks runs in `all_or_none`, so all ranks refuse and exit together.
+No rank writes anything before all ranks have passed these checks.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ import torch
 from mpiddp.checkpoints import replicas
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import DONE, STOPPED, UserError
-from mpiddp.runtime.announcement import announce, announced
+from mpiddp.runtime.announcement import announce
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.runtime.process_group import choose_backend, default_group, device_of
+from mpiddp.runtime.process_group import default_group
 from mpiddp.runtime.session import Session
 from mpiddp.runtime.stop_signals import listen_when_alone
 from mpiddp.text import counted
 from mpiddp.train import flight_recorder, resume
-from mpiddp.train.config import TrainConfig, out_dir, resolve_defaults, resume_args
+from mpiddp.train.config import TrainConfig, out_dir, resume_args
 from mpiddp.train.data import open_data, prepare
 from mpiddp.train.data.source import Data
-from mpiddp.train.engine import build_model, choose_kernels, computes_in_bf16
+from mpiddp.train.engine import build_model, choose_kernels
 from mpiddp.train.loop import TrainInputs, train
 from mpiddp.train.metrics import Summary, table
 from mpiddp.train.options import TrainOptions
-from mpiddp.train.parallel import check_compression
 from mpiddp.train.plan import Plan, make_plan
+from mpiddp.train.rank_config import resolve_rank_config
 from mpiddp.train.rank_log import rank_log
 from mpiddp.train.records import save_json
-from mpiddp.train.restart import IMAGES_PER_PASS, keep_global_batch
+from mpiddp.train.restart import IMAGES_PER_PASS
 from mpiddp.world import World
 
-PREPARE_TIMEOUT_S = 1800.0  # a slow line may need this long for a data set
+PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
 
 
 def run_rank(options: TrainOptions | UserError, world: World, session: Session) -> int:
     """Join the other ranks, train, and return the exit code: DONE, or STOPPED on request.
 
     Args:
-        options: those of the command line, or why they cannot be used.
+        options: those of the command line, or the error in them.
 
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
@@ -57,10 +57,13 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         world = coordinator.world
         is_alone = world.launcher.name == "none"
         log_to_console(world.rank)
-        config, backend, device = _resolve(options, coordinator)
+        config, backend, device = resolve_rank_config(options, coordinator)
         _require_equal_settings(config, backend, coordinator)
         if is_alone:
-            log.info("no launcher: training alone, as rank 0 of 1. For more: mpiddp launch --help")
+            log.info(
+                "no launcher: training alone, as rank 0 of 1. "
+                "For several ranks, see: mpiddp launch --help"
+            )
         with coordinator.all_or_none(timeout_s=PREPARE_TIMEOUT_S):
             if world.local_rank == 0:
                 prepare(config)
@@ -96,49 +99,29 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
     return DONE
 
 
-def _resolve(
-    options: TrainOptions | UserError, coordinator: Coordinator
-) -> tuple[TrainConfig, str, torch.device]:
-    """The configuration, the backend and the device of this rank. All ranks must call this."""
-    with coordinator.all_or_none():
-        if isinstance(options, UserError):
-            raise options
-        backend = choose_backend(options.backend)
-        device = device_of(coordinator.world, backend)
-        options = keep_global_batch(options, announced(), coordinator.world.world_size)
-        config = resolve_defaults(
-            options,
-            coordinator.world,
-            on_gpu=device.type != "cpu",
-            has_bf16=computes_in_bf16(device),
-        )
-        check_compression(config, device)
-    return config, backend, device
-
-
 def _require_equal_settings(config: TrainConfig, backend: str, coordinator: Coordinator) -> None:
-    """Refuse ranks whose devices made them resolve different defaults. All ranks must call this."""
+    """Refuse ranks that resolved different defaults on different devices. All ranks must call this."""
     with coordinator.all_or_none():
         coordinator.require_equal(
-            "what the ranks chose",
+            "the automatic choice of settings",
             f"{backend}, {config.arch}, amp {config.amp}, {config.batch_size} images a rank",
-            hint="Name it: --backend, --arch, --amp, --batch-size.",
+            hint="Set them explicitly: --backend, --arch, --amp, --batch-size.",
         )
 
 
 def _open_data(config: TrainConfig, coordinator: Coordinator, device: torch.device) -> Data:
-    """The data set, the same on every rank. All ranks must call this."""
+    """Open the data set, and check that all ranks have the same one. All ranks must call this."""
     with coordinator.all_or_none():
         data = open_data(config, coordinator.world, device)
     with coordinator.all_or_none():
         coordinator.require_equal(
-            "the data of the ranks", data.contents, hint="Give every host the same --data-dir."
+            "the data set", data.contents, hint="Use the same data on every host: --data-dir."
         )
     return data
 
 
 def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
-    """What the launcher needs to start this run again: on fewer hosts, or from its checkpoint."""
+    """Send the launcher what it needs to restart this run, from its checkpoint or on fewer hosts."""
     images = plan.shards.global_batch_size
     announce(
         resume_args=resume_args(config, run.path),
@@ -148,7 +131,7 @@ def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
 
 
 def _create_run_dir(run: RunDir, config: TrainConfig, coordinator: Coordinator) -> list[int]:
-    """Make the run's folder on every host, and return the ranks that write into it.
+    """Create the run's folder on every host, and return the ranks that write into it.
 
     All ranks must call this.
     """
@@ -165,7 +148,7 @@ def _create_run_dir(run: RunDir, config: TrainConfig, coordinator: Coordinator) 
 
 @contextlib.contextmanager
 def _writing(run: RunDir) -> Iterator[None]:
-    """A body that writes into the run's folder. Raises UserError where it cannot be written."""
+    """Run a body that writes into the run's folder. Raises UserError if the folder is not writable."""
     try:
         yield
     except OSError as error:
@@ -185,9 +168,9 @@ def _headline(inputs: TrainInputs, backend: str) -> str:
 
 
 def _save_summary(run: RunDir, summary: Summary) -> Summary:
-    """Write summary.json, and return what it holds.
+    """Write summary.json, and return its contents.
 
-    A run that was over when it was resumed has measured nothing: the summary that is there stands.
+    A run that resumes after its last step has measured nothing, so it keeps the existing summary.
     """
     if summary.images_per_s is None:
         with contextlib.suppress(OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""A rank's own log, logs/rank_00003.log: who the rank is, and the traceback that ended it, if one did."""
+"""A rank's own log, logs/rank_00003.log: the rank's identity, and the traceback if it fails."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpiddp.runtime.session import Session
 from mpiddp.world import World
 
 _log = logging.getLogger("mpiddp.rank")
-_log.propagate = False  # nothing of it belongs on the console
+_log.propagate = False  # keep it off the console
 _log.setLevel(logging.INFO)
 
 
 @contextlib.contextmanager
 def rank_log(run: RunDir, world: World, session: Session) -> Iterator[None]:
-    """Log the start of the body and its end, and tell the launcher where."""
+    """Log the start and the end of the body, and send the log's path to the launcher."""
     path = run.rank_log(world.rank)
     session.send("log", path=str(path))
     with log_to_file(_log, path):

@@ -1,6 +1,6 @@
-"""The small files of a run: metrics.jsonl, a record a line, and JSON that is there whole or not at all.
+"""The small files of a run: metrics.jsonl with one record per line, and JSON files written atomically.
 
-The training is worth more than they are: a record that cannot be written costs a warning.
+The training matters more than these files: a record that cannot be written only causes a warning.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mpiddp.runtime.log import log
 
 
 class Records:
-    """metrics.jsonl, each record on the disk as it comes. Without a path nothing is written.
+    """Appends records to metrics.jsonl, each at once. Without a path it writes nothing.
 
-    A run that resumes at `step` drops the records of later steps: it makes these steps again.
+    A run that resumes at `step` drops the records of later steps, because it repeats these steps.
     """
 
     def __init__(self, path: Path | None, step: int = 0) -> None:
@@ -49,12 +49,12 @@ class Records:
 
 
 def save_json(path: Path, values: dict[str, Any]) -> None:
-    """Write the file, or leave the one that is there. Raises OSError."""
+    """Replace the file, or on an error leave the existing one. Raises OSError."""
     _replace(path, json.dumps(values, indent=1).encode() + b"\n")
 
 
 def _append(path: Path, line: bytes) -> None:
-    """The whole line or nothing of it."""
+    """Append the whole line or nothing."""
     with path.open("ab", buffering=0) as file:
         end = file.tell()
         if file.write(line) < len(line):
@@ -73,7 +73,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a record; infinity for what is none, such as half a line."""
+    """The step of a record; infinity for an invalid line, such as an incomplete one."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):

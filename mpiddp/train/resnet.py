@@ -1,7 +1,7 @@
-"""ResNets in plain torch: torchvision's names and shapes, so its checkpoints load, and CIFAR's own.
+"""ResNets in plain torch, for ImageNet and CIFAR, with torchvision's names and shapes.
 
-The table of architectures is `mpiddp.train.architectures`. A bottleneck has its stride on the 3×3
-convolution, as torchvision has it.
+torchvision's checkpoints therefore load. The table of architectures is `mpiddp.train.architectures`. The
+stride of a bottleneck is on the 3×3 convolution, as in torchvision.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bottleneck(nn.Module):
 
 
 class PadShortcut(nn.Module):
-    """Option A of He et al.: every second pixel, the new channels filled with zeros."""
+    """Option A of He et al.: take every second pixel, and fill the new channels with zeros."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int):
         super().__init__()
@@ -142,7 +142,7 @@ def build_resnet(
     stem: str | None = None,
     in_channels: int = 3,
 ) -> ResNet:
-    """The architecture with fresh weights; what is None is the architecture's own default."""
+    """Build the architecture with fresh weights. None means the architecture's own default."""
     return ResNet(
         BLOCKS[architecture.block],
         architecture.depths,

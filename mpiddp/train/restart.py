@@ -7,7 +7,7 @@ from dataclasses import replace
 from mpiddp.runtime.announcement import Announced
 from mpiddp.train.options import TrainOptions
 
-IMAGES_PER_PASS = 2  # the least that BatchNorm can normalize
+IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
 
 
 def keep_global_batch(
@@ -15,8 +15,9 @@ def keep_global_batch(
 ) -> TrainOptions:
     """The options as written, but with the global batch of an earlier attempt on other ranks.
 
-    In as many backward passes as it takes for none to be larger than before: each rank has the memory
-    that it had. Rather larger passes than single images, which BatchNorm cannot normalize.
+    The number of backward passes grows until no pass is larger than before, because each rank has the
+    same memory as before. Passes may become larger only where they would otherwise be single images,
+    which BatchNorm cannot normalize.
     """
     if before is None or before.world_size == world_size:
         return options

@@ -1,7 +1,7 @@
-"""The checkpoint that --resume means: the newest valid one over all hosts, wherever it lies.
+"""Find the checkpoint to resume from: the newest valid one on any host, or the one that --resume names.
 
 Each host searches its own disk, because it may be the only one that has the checkpoint. All ranks then
-know which rank holds it, and which hosts lack it.
+know which rank holds it and which hosts lack it.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ SEARCH_TIMEOUT_S = 1800.0  # to read every byte of a checkpoint on a slow disk
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts; but for `saved` the same on every rank."""
+    """The checkpoint that a run starts from. All fields but `saved` are the same on every rank."""
 
     holder: int = 0  # the rank that has the checkpoint
     folder: Path | None = None  # on the holder's host; None: there is nothing to resume from
-    lacking: tuple[int, ...] = ()  # one rank of each host whose --out should have it, and has not
-    saved: Saved | None = None  # its contents, on the holder alone
-    goes_back: bool = False  # to one of this run's own that the user has named
+    lacking: tuple[int, ...] = ()  # one rank of each host whose --out should have it but does not
+    saved: Saved | None = None  # its contents, only on the holder
+    goes_back: bool = False  # the user has named one of this run's own checkpoints
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What one host has: its newest valid checkpoint, or why it has none where that is wrong."""
+    """The search result of one host: its newest valid checkpoint, or the problem if it should have one."""
 
     folder: str = ""
     step: int = -1
     problem: str = ""
-    broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and complaint
-    goes_back: bool = False  # it is the run's own, and the user has named it
+    broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and problem
+    goes_back: bool = False  # the user has named one of this run's own checkpoints
 
 
 def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) -> Start:
-    """Search all hosts. Nothing is written. All ranks must call this.
+    """Search all hosts, without writing anything. All ranks must call this.
 
     Args:
         data: the contents of the data set, see `Data`.
 
     Raises:
-        SystemExit: --resume names what is no valid checkpoint of this configuration and this data, or
-            does not fit what the run's folder holds; rank 0 has said so.
+        SystemExit: --resume does not name a valid checkpoint of this configuration and this data, or
+            contradicts the contents of the run's folder. Rank 0 has printed the error.
     """
     own: _Found | None = None
     with coordinator.all_or_none(timeout_s=SEARCH_TIMEOUT_S):
@@ -61,7 +61,7 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
     finds = {rank: _Found(**values) for rank, values in enumerate(gathered) if values}
     holder = max(finds, key=lambda rank: (finds[rank].step, -rank))
     best = finds[holder]
-    for sentence in _complaints(finds, best, coordinator):
+    for sentence in _warnings(finds, best, coordinator):
         log.info(sentence)
     if not best.folder:
         with coordinator.all_or_none():
@@ -79,7 +79,7 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
         f"step {saved.progress.step}, epoch {saved.progress.epoch}" if saved else "",
         timeout_s=SEARCH_TIMEOUT_S,
     )[holder]
-    log.info(f"going on from {folder}{where}: {progress}")
+    log.info(f"resuming from {folder}{where}: {progress}")
     lacking = [rank for rank, found in finds.items() if found.step < best.step]
     is_own = config.resume == "auto" or (config.go_on and folder.parent == run.checkpoints)
     return Start(holder, folder, tuple(lacking if is_own else ()), saved, best.goes_back)
@@ -92,16 +92,16 @@ def set_newer_aside(
     coordinator: Coordinator,
     writer_ranks: list[int],
 ) -> None:
-    """Where --resume names an older checkpoint of this run, rename those of later steps.
+    """If --resume names an older checkpoint of this run, rename the checkpoints of later steps.
 
     Otherwise a restart would resume from the newest of them. All ranks must call this.
 
     Args:
-        step: where the run resumes.
+        step: the step that the run resumes from.
         writer_ranks: the ranks that write into the run's folder.
 
     Raises:
-        SystemExit: they cannot be renamed; rank 0 has said so.
+        SystemExit: they cannot be renamed. Rank 0 has printed the error.
     """
     root = run.checkpoints
     if not start.goes_back:
@@ -113,37 +113,41 @@ def set_newer_aside(
                 moved = directory.set_aside(root, step)
             except OSError as error:
                 raise UserError(
-                    f"{root}: newer checkpoints cannot be renamed: {error.strerror}."
+                    f"{root}: cannot rename the newer checkpoints: {error.strerror}."
                 ) from None
     for folder in moved:
-        log.info(f"set aside as {folder.name}: it is of a later step than this run goes on from")
+        log.info(f"renamed to {folder.name}: its step is later than the one this run resumes from")
 
 
-def _complaints(finds: dict[int, _Found], best: _Found, coordinator: Coordinator) -> list[str]:
-    """A sentence for each broken checkpoint that is as new as the one to resume from, or newer.
+def _warnings(finds: dict[int, _Found], best: _Found, coordinator: Coordinator) -> list[str]:
+    """One sentence for each broken checkpoint at least as new as the one to resume from.
 
-    Hosts that share a file system see the same ones: each gets one sentence.
+    Hosts that share a file system see the same checkpoints, so a sentence appears only once.
     """
     newest = Path(best.folder) if best.folder else None
     sentences: dict[str, str] = {}
     for rank, found in finds.items():
-        for step, complaint in found.broken:
+        for step, problem in found.broken:
             host = (
                 f" ({coordinator.hostnames[rank]})"
                 if (coordinator.world.num_nodes or 1) > 1
                 else ""
             )
             is_lost = step > best.step
-            rest = directory.consequence(step, newest) if is_lost else "another host has it whole"
-            sentences.setdefault(complaint, f"{complaint}{host}; {rest}.")
+            rest = (
+                directory.consequence(step, newest)
+                if is_lost
+                else "another host has an intact copy"
+            )
+            sentences.setdefault(problem, f"{problem}{host}; {rest}.")
     return list(sentences.values())
 
 
 def _search(config: TrainConfig, run: RunDir) -> _Found:
-    """The checkpoint on this host that --resume means; with --go-on, the newest that this run has saved.
+    """Find the checkpoint of --resume on this host; with --go-on, the newest that this run has saved.
 
     Raises:
-        UserError: bad input, whatever the other hosts have.
+        UserError: the options are wrong, whatever the other hosts find.
     """
     root, resume = run.checkpoints, config.resume
     if config.go_on:
@@ -152,32 +156,32 @@ def _search(config: TrainConfig, run: RunDir) -> _Found:
             return own
     existing = directory.list_steps(root)
     if resume == "never":
-        traces = (root, run.config, run.metrics, run.summary)
-        if left := [path for path in traces if path.exists()]:
+        files_of_a_run = (root, run.config, run.metrics, run.summary)
+        if found_files := [path for path in files_of_a_run if path.exists()]:
             raise UserError(
-                f"--resume never, but --out {run} holds a run already ({left[0].name}). "
-                "Name another --out, or leave --resume out to go on."
+                f"--resume never, but --out {run} already holds a run ({found_files[0].name}). "
+                "Name another --out, or omit --resume to resume the run."
             )
         return _Found()
     if resume == "auto":
         return _newest(
-            root, f"{root}: no checkpoint in it is valid. Name another --out." if existing else ""
+            root, f"{root} contains no valid checkpoint. Name another --out." if existing else ""
         )
     given = Path(resume)
-    expected = "Expected auto, never, a run's folder or a checkpoint's."
+    expected = "Expected auto, never, a run's folder or a checkpoint's folder."
     if not given.exists():
         return _Found(problem=f"--resume {resume} not found (looked in {Path.cwd()}). {expected}")
-    if among := find_checkpoints(given):
-        found = _newest(among, f"--resume {resume}: no checkpoint in it is valid.")
+    if checkpoints := find_checkpoints(given):
+        found = _newest(checkpoints, f"--resume {resume}: contains no valid checkpoint.")
     elif directory.is_checkpoint(given):
         found = _given(given)
     else:
-        return _Found(problem=f"--resume {resume}: no checkpoint is there. {expected}")
+        return _Found(problem=f"--resume {resume}: contains no checkpoint. {expected}")
     is_own = bool(found.folder) and Path(found.folder).resolve().parent == root.resolve()
     if found.folder and not is_own and existing and not config.go_on:
         raise UserError(
-            f"--resume {resume}, but --out {run} holds {existing[-1].name} of its own. "
-            "Name another --out, or leave --resume out to go on from there."
+            f"--resume {resume}, but --out {run} has its own {existing[-1].name}. "
+            "Name another --out, or omit --resume to resume from that one."
         )
     return replace(found, goes_back=is_own)
 
@@ -190,7 +194,7 @@ def _newest(root: Path, problem: str) -> _Found:
 
 
 def _given(folder: Path) -> _Found:
-    """The very checkpoint that --resume names, whatever its folder is called."""
+    """The checkpoint that --resume names directly, whatever the name of its folder."""
     try:
         directory.verify(folder)
     except directory.BrokenCheckpoint as error:

@@ -1,11 +1,11 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step, so a checkpoint does not contain it."""
 
 from __future__ import annotations
 
 import math
 
 SCHEDULES = ("one-cycle", "cosine", "step", "constant")
-REFERENCE_BATCH = 256  # images: the batch that --lr is meant for (Goyal et al. 2017, section 2.1)
+REFERENCE_BATCH = 256  # images: the global batch of --lr (Goyal et al. 2017, section 2.1)
 
 
 def scaled_lr(lr: float, global_batch_size: int) -> float:
@@ -18,9 +18,9 @@ def learning_rate(
 ) -> float:
     """The learning rate of a step in [0, total_steps).
 
-    Linear warm-up from peak / warmup_steps, then: "one-cycle" falls linearly to zero (Smith & Topin
-    2017, without the last, tiny phase), "cosine" along half a cosine to zero (Loshchilov & Hutter
-    2016), "step" divides by 10 at 1/2, 3/4 and 7/8 of the way, "constant" stays.
+    The rate rises linearly from peak / warmup_steps. Then "one-cycle" falls linearly to zero (Smith &
+    Topin 2017, without the short last phase), "cosine" falls to zero along half a cosine (Loshchilov &
+    Hutter 2016), "step" divides by 10 at 1/2, 3/4 and 7/8 of the remaining steps, and "constant" stays.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -1,8 +1,8 @@
-"""Which images a rank trains on at which step: one permutation per epoch, cut into global batches.
+"""The images of each rank at each step: one permutation per epoch, cut into global batches.
 
-Step k takes the slice [k·G, (k+1)·G) of the permutation, G being the global batch, and deals it to
-the ranks. So no image is seen twice in an epoch, the order does not depend on the number of ranks,
-and a position within the epoch is all that a resume needs.
+Step k takes the slice [k·G, (k+1)·G) of the permutation, where G is the global batch, and splits it
+over the ranks. So each image occurs at most once per epoch, the order does not depend on the number of
+ranks, and a resume only needs the position within the epoch.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Step:
 
     micro_batches: tuple[Tensor, ...]  # int64 [≤ batch_size] each: indices of images
     num_images: int  # over all ranks
-    ddp_averages: bool  # every rank has as many micro-batches, so that DDP can do the averaging
+    ddp_averages: bool  # every rank has the same number of micro-batches, so DDP can average
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How an epoch of `num_samples` images is dealt to `world_size` ranks.
+    """The split of an epoch of `num_samples` images over `world_size` ranks.
 
-    Every rank gets its share of a global batch in `grad_accum_steps` micro-batches. Where it does not
-    divide, some hold one image less. `keep_tail` makes a last, smaller step of what is left of the
-    epoch; else it is dropped.
+    Each rank gets its share of a global batch in `grad_accum_steps` micro-batches. If the division
+    leaves a remainder, some micro-batches have one image less. With `keep_tail` the remaining images of
+    the epoch form a last, smaller step; otherwise they are dropped.
     """
 
     num_samples: int
@@ -49,7 +49,7 @@ class Shards:
     @property
     def steps_per_epoch(self) -> int:
         steps, tail = divmod(self.num_samples, self.global_batch_size)
-        # A lone image cannot be batch-normalized where the feature map has shrunk to one pixel.
+        # BatchNorm cannot normalize a single image once the feature map has shrunk to one pixel.
         steps += self.keep_tail and tail > 1
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
@@ -59,17 +59,17 @@ class Shards:
         return torch.randperm(self.num_samples, generator=generator)
 
     def steps(self, epoch: int, position: int = 0) -> Iterator[Step]:
-        """The steps of an epoch from `position` on, a number of images: a multiple of the batch."""
+        """The steps of an epoch from `position` on: a number of images, a multiple of the batch."""
         order = self.order(epoch)
         end = min(self.num_samples, self.steps_per_epoch * self.global_batch_size)
         for start in range(position, end, self.global_batch_size):
-            yield self._deal(order[start : min(start + self.global_batch_size, end)])
+            yield self._split(order[start : min(start + self.global_batch_size, end)])
 
-    def _deal(self, images: Tensor) -> Step:
-        """Deal a global batch in contiguous shares; of a tail, as many ranks as possible get a full one.
+    def _split(self, images: Tensor) -> Step:
+        """Split a global batch into contiguous shares. In a tail, as many ranks as possible get a full one.
 
-        A rank's last micro-batch of a tail never holds one image alone (see steps_per_epoch): its
-        neighbour takes it over.
+        The last micro-batch of a tail never contains a single image (see steps_per_epoch): the
+        micro-batch before it takes that image over.
         """
         if len(images) == self.global_batch_size:
             share = torch.tensor_split(images, self.world_size)[self.rank]
@@ -83,10 +83,10 @@ class Shards:
         if len(pieces) > 1 and len(pieces[-1]) == 1 < self.batch_size:
             pieces[-2:] = [torch.cat(pieces[-2:])]
         first = self.rank * self.grad_accum_steps
-        mine = tuple(pieces[first : first + self.grad_accum_steps])
-        return Step(mine, len(images), False)
+        own = tuple(pieces[first : first + self.grad_accum_steps])
+        return Step(own, len(images), False)
 
 
 def share_of(num_samples: int, rank: int, world_size: int) -> range:
-    """The images that a rank evaluates: every image on exactly one rank, shares differing by one."""
+    """The images that a rank evaluates. Each image is on exactly one rank; shares differ by at most one."""
     return range(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)

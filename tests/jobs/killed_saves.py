@@ -1,9 +1,10 @@
-"""A training of one rank that saves at every step, killed again and again at a random instant.
+"""A training of one rank that saves at every step and is killed repeatedly at a random instant.
 
     python -m tests.jobs.killed_saves ROOT KILLS
 
-Each time what is left in ROOT must be valid and no older than one step before the save that was under
-way; then another one goes on from there. Children are forked, for torch takes seconds to import.
+After each kill, the newest checkpoint in ROOT must be valid and at most one step older than the save
+in progress. The next training resumes from it. Children are forked, because importing torch takes
+seconds.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from torch import nn
 from mpiddp.checkpoints import directory
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train.checkpoint import Progress
+from mpiddp.train.engine import TrainState
 from mpiddp.train.saver import Saver
 from mpiddp.world import World
 from tests.training import configured
 
 
-def save_for_ever(root: Path, start: int, told: int) -> None:
-    """Begin a save at each step after `start`, and write the step into the pipe `told` then."""
+def save_forever(root: Path, start: int, steps: int) -> None:
+    """Start a save at each step after `start`, then write the step into the pipe `steps`."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     coordinator = Coordinator(World(0, 1, 0, 1), store)
@@ -37,17 +39,18 @@ def save_for_ever(root: Path, start: int, told: int) -> None:
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    saver = Saver(root, [0], coordinator, model, optimizer, scaler, configured(), "no data")
+    state = TrainState(model, optimizer, scaler)
+    saver = Saver(root, [0], coordinator, state, configured(), "no data")
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(step)
         saver.save(Progress(step))
-        os.write(told, step.to_bytes(8, "little"))
+        os.write(steps, step.to_bytes(8, "little"))
 
 
 def main(root: Path, kills: int) -> None:
-    torch.optim.SGD([torch.zeros(1)])  # what it imports, no child has to
+    torch.optim.SGD([torch.zeros(1)])  # import its modules here, not in every child
     draw = random.Random(kills)
     step = 0
     in_mid_write = 0
@@ -55,15 +58,15 @@ def main(root: Path, kills: int) -> None:
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
-            save_for_ever(root, step, write_end)
+            save_forever(root, step, write_end)
         os.close(write_end)
-        with os.fdopen(read_end, "rb") as told:
-            begun = [told.read(8) for _ in range(3)]
+        with os.fdopen(read_end, "rb") as steps:
+            started = [steps.read(8) for _ in range(3)]
             time.sleep(draw.uniform(0, 0.03))
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            rest = told.read()
-        last = int.from_bytes(rest[-8:] or begun[-1], "little")
+            rest = steps.read()
+        last = int.from_bytes(rest[-8:] or started[-1], "little")
         in_mid_write += any(root.glob(".unfinished-*"))
 
         newest, broken = directory.survey(root)

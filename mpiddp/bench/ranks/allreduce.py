@@ -1,4 +1,4 @@
-"""A rank of `mpiddp bench allreduce`: all-reduces of growing size, each timed on its own."""
+"""A rank of `mpiddp bench allreduce`: all-reduces of growing size, each timed separately."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def _has_gpu() -> bool:
 
 
 def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:
-    """The seconds of every all-reduce of `size` bytes, on the rank that was slowest at it."""
-    # Written to, or the pages would not be there.
+    """The seconds of each all-reduce of `size` bytes on its slowest rank."""
+    # `full` writes every page, so that the first all-reduce does not wait for page faults.
     numbers = torch.full((size // 4,), 0.0, device=device)
     seconds = _series(numbers, WARMUP, device)
-    # A collective's own result decides how many follow, so that all ranks do as many.
+    # `seconds` is equal on all ranks, so all ranks compute the same count.
     count = max(least, min(1000, int(budget_s / max(1e-9, min(seconds)))))
     return _series(numbers, count, device)
 

@@ -1,7 +1,7 @@
-"""A rank of `mpiddp bench loader`: each data source delivers batches, and nothing else is done.
+"""A rank of `mpiddp bench loader`: each data source delivers batches, and nothing else runs.
 
-The sources take turns within one job. Their first passes are not counted: these start workers and
-fill caches, which a training does once. What the model takes of such batches is measured before.
+The sources alternate within one job. Their first passes do not count, because these start workers and fill
+caches, as a training does once. The speed of the model on such batches is measured first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
@@ -23,14 +22,14 @@ from mpiddp.bench.ranks.training import (
     bare_step,
     build_bare,
     hosts_of,
-    settled,
+    resolve_training,
 )
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
-from mpiddp.text import counted
+from mpiddp.text import counted, percentile
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data import open_data
 from mpiddp.train.data.arrays import default_data_dir
@@ -39,13 +38,13 @@ from mpiddp.train.data.source import Data
 from mpiddp.train.metrics import StepTimer
 from mpiddp.world import World
 
-MODEL_S = 2.0  # seconds of the model's steps
-WIDTH, HEIGHT = 500, 375  # of a generated image: as most of ImageNet's are
+MODEL_S = 2.0  # minimum seconds of the model's steps
+WIDTH, HEIGHT = 500, 375  # of a generated image: the most common size in ImageNet
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A source under its name, with the configuration that it was opened for."""
+    """A source, its name and its configuration."""
 
     name: str
     data: Data
@@ -59,7 +58,9 @@ def run(world: World, argv: list[str]) -> None:
         opened, missing = _open_all(coordinator, training, folder, options.workers)
         hosts = hosts_of(coordinator)
         shapes = {each.data.shape: each for each in opened}
-        needs = {shape: _model_images_per_s(coordinator, each) for shape, each in shapes.items()}
+        model_speeds = {
+            shape: _model_images_per_s(coordinator, each) for shape, each in shapes.items()
+        }
         speeds: dict[str, list[float]] = {each.name: [] for each in opened}
         for epoch, each in turns(opened, options.rounds, warmup=1):
             speed = _images_per_s(coordinator, each, options.batches, epoch)
@@ -71,7 +72,7 @@ def run(world: World, argv: list[str]) -> None:
                     "source": each.name,
                     "batch_size": each.config.batch_size,
                     "images_per_s": speeds[each.name],
-                    "model_images_per_s": needs[each.data.shape],
+                    "model_images_per_s": model_speeds[each.data.shape],
                 }
                 for each in opened
             ]
@@ -82,8 +83,8 @@ def run(world: World, argv: list[str]) -> None:
 def _open_all(
     coordinator: Coordinator, training: Sequence[str], generated: Path, workers: Sequence[int]
 ) -> tuple[list[Opened], dict[str, str]]:
-    """The sources that there are, and why the others are not. All ranks must call this."""
-    config, _, _ = settled(coordinator, training)
+    """Open the available sources, and return the errors of the others. All ranks must call this."""
+    config, _, _ = resolve_training(coordinator, training)
     is_named = config.dataset == "image-folder" and config.data_dir is not None
     folder = config.data_dir if is_named else generated
     elsewhere = ["--data-dir", str(default_data_dir())] if is_named else []
@@ -108,8 +109,8 @@ def _open_all(
 
 
 def _open(coordinator: Coordinator, name: str, training: Sequence[str]) -> Opened | str:
-    """The source, or why a rank does not have it. All ranks must call this."""
-    config, _, device = settled(coordinator, training)
+    """Open the source, or return the error of a rank. All ranks must call this."""
+    config, _, device = resolve_training(coordinator, training)
     data: Data | None = None
     problem = ""
     try:
@@ -125,7 +126,7 @@ def _open(coordinator: Coordinator, name: str, training: Sequence[str]) -> Opene
 
 
 def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: int) -> float:
-    """Over all ranks, which read at the same time; the slowest counts. All ranks must call this."""
+    """The speed over all ranks while all read; the slowest rank determines it. All ranks must call this."""
     world, size, source = coordinator.world, opened.config.batch_size, opened.data.train
     numbers = torch.arange(world.rank, count * size * world.world_size, world.world_size)
     order = numbers % source.num_images
@@ -141,33 +142,33 @@ def _images_per_s(coordinator: Coordinator, opened: Opened, count: int, epoch: i
 
 
 def _model_images_per_s(coordinator: Coordinator, opened: Opened) -> float:
-    """What the model takes on all ranks, given one batch again and again. All ranks must call this.
+    """The speed of the model over all ranks on one repeated batch. All ranks must call this.
 
-    Steps without communication: with it, it takes no more.
+    The steps have no communication, which gives the highest speed that a source may have to deliver.
     """
     config, device = replace(opened.config, use_syn=True), opened.device
     synthetic = open_data(config, coordinator.world, device)
-    parts = build_bare(coordinator, config, synthetic, device)
+    state = build_bare(coordinator, config, synthetic, device)
     images, labels = next(
         synthetic.train.batches([torch.arange(opened.config.batch_size)], epoch=0)
     )
     coordinator.all_gather_json("ready", timeout_s=EXCHANGE_TIMEOUT_S)
-    bare_step(parts, config, images, labels)
+    bare_step(state, config, images, labels)
     timer = StepTimer(device)
     timer.resume()
-    count = 1  # of steps before the clock is read, for which a GPU has to be waited
+    count = 1  # steps between two readings of the clock; each reading waits for the GPU
     while sum(timer.read()) < MODEL_S:
         for _ in range(count):
-            bare_step(parts, config, images, labels)
+            bare_step(state, config, images, labels)
             timer.tick()
         count *= 2
-    own = opened.config.batch_size / median(timer.read())
+    own = opened.config.batch_size / percentile(timer.read(), 50)
     return sum(coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S))
 
 
 @contextlib.contextmanager
 def _generated(coordinator: Coordinator, count: int) -> Iterator[Path]:
-    """A folder of that many JPEGs on this host, for as long as this lasts. All ranks must enter."""
+    """A temporary folder of `count` JPEGs on each host. All ranks must enter."""
     with contextlib.ExitStack() as stack:
         own = ""
         if coordinator.world.local_rank == 0:
@@ -176,11 +177,12 @@ def _generated(coordinator: Coordinator, count: int) -> Iterator[Path]:
         folders = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
         on_hosts = zip(coordinator.hostnames, folders, strict=True)
         yield next(Path(f) for host, f in on_hosts if f and host == coordinator.world.hostname)
-        coordinator.all_gather_json("read", timeout_s=EXCHANGE_TIMEOUT_S)  # by all, before it goes
+        # Wait until all ranks have read the folder.
+        coordinator.all_gather_json("read", timeout_s=EXCHANGE_TIMEOUT_S)
 
 
 def _fill(folder: Path, count: int) -> None:
-    """Smooth images with some noise: as large as photographs, and as slow to decode."""
+    """Write smooth images with some noise, as large as photographs and as slow to decode."""
     draw = np.random.default_rng(0)
     for split, images in (("train", count), ("val", 2)):
         for number in range(images):

@@ -1,6 +1,6 @@
-"""`mpiddp bench-rank NAME`: one rank of a benchmark's job, which `mpiddp bench` has started.
+"""`mpiddp bench-rank NAME`: one rank of a job that `mpiddp bench` has started.
 
-A rank sends what it measured as a line of stdout, see `mpiddp.bench.result_lines`.
+A rank sends its results as a line of stdout, see `mpiddp.bench.result_lines`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import reporting
 from mpiddp.world import World
 
-RANK_SIDES = ("scaling", "allreduce", "step", "loader", "rendezvous")
+BENCHMARKS = ("scaling", "allreduce", "step", "loader", "rendezvous")
 
 
 def main(argv: list[str]) -> int:
-    """Be one rank of the job that the first argument names.
+    """Run one rank of the benchmark that `argv` names.
 
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
     """
     parser = RankParser(
         prog="mpiddp bench-rank",
-        description="One rank of a benchmark, which mpiddp bench starts.",
+        description="(internal) One rank of a benchmark; mpiddp bench starts it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--share", type=int, default=1, help="ranks to leave threads for")
-    parser.add_argument("name", choices=RANK_SIDES)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="its own options")
+    parser.add_argument(
+        "--share", type=int, default=1, help="share the threads of the host among this many ranks"
+    )
+    parser.add_argument("name", choices=BENCHMARKS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark")
     options = parser.parse_args(argv)
     world = World.from_env()
     configure_process(replace(world, local_world_size=max(world.local_world_size, options.share)))

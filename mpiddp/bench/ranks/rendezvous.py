@@ -1,6 +1,6 @@
-"""A rank of `mpiddp bench rendezvous`: it joins the others, and tells when it knew of all of them.
+"""A rank of `mpiddp bench rendezvous`: it joins the other ranks and reports when it had joined.
 
-Without --torch nothing of torch is loaded: what is left is Python, MPI and the exchange over it.
+Without --torch it does not import torch, so only Python, MPI and the rendezvous over MPI are measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(world: World, argv: list[str]) -> None:
 
 
 def _write(world: World, ready_at: float, folder: Path) -> None:
-    """Not on stdout, where Open MPI 4.1 may mix the lines of two ranks."""
-    met_at, peak_mb = time.time(), peak_bytes(os.getpid()) / 1e6
-    found = {"rank": world.rank, "ready_at": ready_at, "met_at": met_at, "peak_mb": peak_mb}
+    """Write the result to a file, because Open MPI 4.1 may mix the lines of two ranks on stdout."""
+    joined_at, peak_mb = time.time(), peak_bytes(os.getpid()) / 1e6
+    found = {"rank": world.rank, "ready_at": ready_at, "joined_at": joined_at, "peak_mb": peak_mb}
     (folder / f"{world.rank}.json").write_text(json.dumps(found))

@@ -22,7 +22,7 @@ def run(world: World, argv: list[str]) -> None:
     options, training = rank_options(argv)
     with synthetic_job(world, training) as job:
         data = open_source(job)
-        parts = build(job, data)
+        state = build(job, data)
         plan = synthetic_plan(job, data, options.warmup + options.steps)
         steps = list(plan.shards.steps(epoch=0))
         order = [numbers for step in steps for numbers in step.micro_batches]
@@ -30,10 +30,10 @@ def run(world: World, argv: list[str]) -> None:
         timer = StepTimer(job.device)
         timer.resume()
         for step in steps:
-            backward(parts.model, batches, step, parts.scaler, job.config)
-            parts.scaler.step(parts.optimizer)
-            parts.scaler.update()
-            clear_gradients(parts.model, job.config)
+            backward(state.model, batches, step, state.scaler, job.config)
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+            clear_gradients(state.model, job.config)
             timer.tick()
         own = timer.read()[options.warmup :]
         *seconds, total = slowest([*own, sum(own)], job.device)

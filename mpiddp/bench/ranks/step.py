@@ -1,7 +1,7 @@
-"""A rank of `mpiddp bench step`: the runner's own loop beside a bare one, and the parts of a step.
+"""A rank of `mpiddp bench step`: the runner's loop, a bare loop, and the parts of a step.
 
-Everything is measured in blocks of steps that take turns within one job, so that what else the
-machines do meets all of them alike. The loops begin each block with a fresh model.
+All measurements are blocks of steps that alternate within one job, so other work of the machines affects
+all of them equally. The loops start each block with a fresh model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from mpiddp.bench.ranks.training import (
     EXCHANGE_TIMEOUT_S,
     Job,
-    Parts,
     bare_step,
     build,
     open_source,
@@ -36,7 +35,7 @@ from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import UserError
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Batch, Data
-from mpiddp.train.engine import autocast, build_model
+from mpiddp.train.engine import TrainState, autocast, build_model
 from mpiddp.train.loop import TrainInputs, train
 from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
 from mpiddp.train.plan import Plan
@@ -50,20 +49,23 @@ def run(world: World, argv: list[str]) -> None:
     with synthetic_job(world, training) as job:
         with job.coordinator.all_or_none():
             if job.config.grad_accum_steps != 1:
-                raise UserError("a step of mpiddp bench is one backward pass: no accumulation.")
+                raise UserError(
+                    "mpiddp bench step measures steps of one backward pass. "
+                    "Leave out --grad-accum-steps."
+                )
         data = open_source(job)
         phases_data = data
         if options.real_data:
             phases_data = open_source(replace(job, config=replace(job.config, use_syn=False)))
-        with _folder(job) as folder:
+        with _scratch_folder(job) as folder:
             loops = _loops(job, data, folder, count, options.rounds)
         phases = _phases(job, phases_data, count, options.rounds)
-        everyone = job.coordinator.all_gather_json(phases, timeout_s=EXCHANGE_TIMEOUT_S)
+        gathered = job.coordinator.all_gather_json(phases, timeout_s=EXCHANGE_TIMEOUT_S)
         if job.is_rank_0:
             emit(
                 {
                     "loops": loops,
-                    "phases": everyone,
+                    "phases": gathered,
                     "hostnames": list(job.coordinator.hostnames),
                     "data": phases_data.name,
                     "settings": settings(job),
@@ -73,14 +75,14 @@ def run(world: World, argv: list[str]) -> None:
 
 
 def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[str, list[float]]:
-    """The mean seconds of a step in each block of each loop, the start-up left out."""
+    """Measure the mean seconds of a step in each block of each loop, without the start-up."""
     plan = synthetic_plan(job, data, count)
     numbers = [step.micro_batches[0] for step in plan.shards.steps(epoch=0)]
     tensors = list(data.train.batches(numbers, epoch=0))
     blocks: dict[str, Callable[[Path], float]] = {
-        RUNNER: lambda out: _runner(job, data, plan, out),
-        BARE: lambda _: _bare(job, data, tensors, plan),
-        BARE_AGAIN: lambda _: _bare(job, data, tensors, plan),
+        RUNNER: lambda out: _time_runner(job, data, plan, out),
+        BARE: lambda _: _time_bare_loop(job, data, tensors, plan),
+        BARE_AGAIN: lambda _: _time_bare_loop(job, data, tensors, plan),
     }
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     for number, name in turns(list(blocks), rounds):
@@ -88,8 +90,8 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
     return seconds
 
 
-def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
-    """What `mpiddp train` itself measures of these steps."""
+def _time_runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
+    """The seconds of a step as `mpiddp train` itself measures them."""
     config = replace(job.config, epochs=1, out=str(out))
     run = RunDir(out)
     if job.is_rank_0:
@@ -103,18 +105,19 @@ def _runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
     return summary.global_batch_size / summary.images_per_s
 
 
-def _bare(job: Job, data: Data, batches: list[Batch], plan: Plan) -> float:
-    """The loop that people write by hand, with all settings the same.
+def _time_bare_loop(job: Job, data: Data, batches: list[Batch], plan: Plan) -> float:
+    """The seconds of a step in a hand-written loop with the same settings.
 
-    The learning rate as well: how fast a CPU computes depends on the numbers that training leads to.
+    The learning rate is the same as well, because the speed of a CPU depends on the numbers that it
+    computes with.
     """
-    parts = build(job, data)
+    state = build(job, data)
     timer = StepTimer(job.device)
     timer.resume()
     for step, (images, labels) in enumerate(batches):
-        for group in parts.optimizer.param_groups:
+        for group in state.optimizer.param_groups:
             group["lr"] = plan.lr(step)
-        bare_step(parts, job.config, images, labels)
+        bare_step(state, job.config, images, labels)
         timer.tick()
     return mean(slowest(timer.read(), job.device)[STARTUP_STEPS:])
 
@@ -122,14 +125,14 @@ def _bare(job: Job, data: Data, batches: list[Batch], plan: Plan) -> float:
 def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[float]]:
     """This rank's mean seconds of each phase, one for each round.
 
-    The phases are those of steps without communication; what a step with it takes longer is the
-    part of the communication that nothing hides.
+    The phases are timed in steps without communication. The additional time of steps with communication
+    is its exposed part, which does not overlap with computation.
     """
-    parts = build(job, data)
+    state = build(job, data)
     found: dict[str, list[float]] = {name: [] for name in (*PHASES, STEP)}
     blocks: dict[bool, list[list[float]]] = {False: [], True: []}
     for _, syncs in turns(list(blocks), rounds):
-        blocks[syncs].append(_timed_phases(job, data, parts, count, syncs))
+        blocks[syncs].append(_time_phases(job, data, state, count, syncs))
     for alone, synced in zip(blocks[False], blocks[True], strict=True):
         load, forward, backward, optimizer, other = alone
         exposed = sum(synced) - sum(alone)
@@ -140,10 +143,11 @@ def _phases(job: Job, data: Data, count: int, rounds: int) -> dict[str, list[flo
     return found
 
 
-def _timed_phases(job: Job, data: Data, parts: Parts, count: int, syncs: bool) -> list[float]:
-    """The mean seconds of data, forward, backward, optimizer and the rest, in a block of steps."""
+def _time_phases(job: Job, data: Data, state: TrainState, count: int, syncs: bool) -> list[float]:
+    """The mean seconds of data, forward, backward, optimizer and the rest in a block of steps."""
     config, device = job.config, job.device
-    batches = prefetched(data.train.batches(list(_numbers(job, data, count)), epoch=0), device)
+    order = list(_random_batches(job, data, count))
+    batches = prefetched(data.train.batches(order, epoch=0), device)
     loss_sum = torch.zeros((), device=device)
     timer = StepTimer(device)
     dist.barrier()
@@ -151,19 +155,19 @@ def _timed_phases(job: Job, data: Data, parts: Parts, count: int, syncs: bool) -
     for _ in range(count):
         images, labels = next(batches)
         timer.tick()
-        with contextlib.nullcontext() if syncs else parts.model.no_sync():  # type: ignore[operator]
+        with contextlib.nullcontext() if syncs else state.model.no_sync():  # type: ignore[operator]
             with autocast(config, device):
                 loss = F.cross_entropy(
-                    parts.model(images), labels, label_smoothing=config.label_smoothing
+                    state.model(images), labels, label_smoothing=config.label_smoothing
                 )
             timer.tick()
-            parts.scaler.scale(loss).backward()
+            state.scaler.scale(loss).backward()
         timer.tick()
-        parts.scaler.step(parts.optimizer)
-        parts.scaler.update()
-        parts.optimizer.zero_grad(set_to_none=True)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
         timer.tick()
-        for group in parts.optimizer.param_groups:
+        for group in state.optimizer.param_groups:
             group["lr"] = config.lr
         loss_sum += loss.detach()
         timer.tick()
@@ -174,8 +178,8 @@ def _timed_phases(job: Job, data: Data, parts: Parts, count: int, syncs: bool) -
 TICKS = 5  # of the timer in one step
 
 
-def _numbers(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
-    """The images of `count` batches of this rank: some of all that there are, in any order."""
+def _random_batches(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
+    """The image numbers of `count` random batches of this rank."""
     generator = torch.Generator().manual_seed(job.coordinator.world.rank)
     for _ in range(count):
         high = data.train.num_images
@@ -183,8 +187,8 @@ def _numbers(job: Job, data: Data, count: int) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _folder(job: Job) -> Iterator[Path]:
-    """Where the runner's loop leaves its records and checkpoints: on rank 0's host, for a while."""
+def _scratch_folder(job: Job) -> Iterator[Path]:
+    """A temporary folder on rank 0's host for the records and checkpoints of the runner's loop."""
     path = Path(
         job.coordinator.broadcast_json(
             tempfile.mkdtemp(prefix="mpiddp-bench-") if job.is_rank_0 else ""

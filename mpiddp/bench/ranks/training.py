@@ -1,4 +1,4 @@
-"""The runner's own training, in parts: what the benchmarks measure is what `mpiddp train` does."""
+"""The parts of `mpiddp train`, so that the benchmarks measure the same training."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpiddp.bench.machine import machine
 from mpiddp.bench.result_lines import Result
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
-from mpiddp.runtime.process_group import choose_backend, default_group, device_of
-from mpiddp.train.config import TrainConfig, resolve_defaults
+from mpiddp.runtime.process_group import default_group
+from mpiddp.train.config import TrainConfig
 from mpiddp.train.data import open_data
 from mpiddp.train.data.source import Data
 from mpiddp.train.engine import (
+    TrainState,
     autocast,
     build_model,
     build_optimizer,
+    build_scaler,
     choose_kernels,
-    computes_in_bf16,
     to_device,
 )
 from mpiddp.train.options import parse
-from mpiddp.train.parallel import check_compression, wrap
+from mpiddp.train.parallel import wrap
 from mpiddp.train.plan import Plan, make_plan
+from mpiddp.train.rank_config import resolve_rank_config
 from mpiddp.world import World
 
 EXCHANGE_TIMEOUT_S = 600.0
@@ -36,7 +38,7 @@ EXCHANGE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks in their process group, with the settings they share. `hosts` is one entry a host."""
+    """The ranks in their process group, with their common settings. `hosts` has one entry per host."""
 
     coordinator: Coordinator
     config: TrainConfig
@@ -50,91 +52,81 @@ class Job:
         return self.coordinator.world.rank == 0
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What takes a step: the model, under DDP or bare, its optimizer, the scaler of fp16."""
-
-    model: nn.Module
-    optimizer: torch.optim.SGD
-    scaler: torch.amp.GradScaler
-
-
 @contextlib.contextmanager
 def synthetic_job(world: World, training: Sequence[str]) -> Iterator[Job]:
-    """The job of `mpiddp train TRAINING --use-syn`, up to its process group."""
+    """Start the job of `mpiddp train TRAINING --use-syn`, up to its process group."""
     with join(world) as coordinator:
-        config, backend, device = settled(coordinator, [*training, "--use-syn"])
+        config, backend, device = resolve_training(coordinator, [*training, "--use-syn"])
         hosts = hosts_of(coordinator)
         with default_group(coordinator, backend, device, timeout_s=config.timeout):
             yield Job(coordinator, config, backend, device, hosts)
 
 
-def settled(
+def resolve_training(
     coordinator: Coordinator, training: Sequence[str]
 ) -> tuple[TrainConfig, str, torch.device]:
-    """The configuration, the backend and the device that `mpiddp train TRAINING` would have."""
+    """Resolve the configuration, the backend and the device of `mpiddp train TRAINING`.
+
+    All ranks must call this.
+    """
     with coordinator.all_or_none():
         options = parse(list(training))
-        backend = choose_backend(options.backend)
-        device = device_of(coordinator.world, backend)
-        on_gpu = device.type != "cpu"
-        config = resolve_defaults(
-            options, coordinator.world, on_gpu=on_gpu, has_bf16=computes_in_bf16(device)
-        )
-        check_compression(config, device)
-    if on_gpu:
-        torch.cuda.set_device(device)  # a source has no process group that would do so
+    config, backend, device = resolve_rank_config(options, coordinator)
+    if device.type != "cpu":
+        torch.cuda.set_device(device)  # a benchmark of data sources has no process group to do so
     choose_kernels(config)
     return config, backend, device
 
 
 def hosts_of(coordinator: Coordinator) -> list[Result]:
-    """Each host's machine, with its number of ranks. All ranks must call this."""
+    """Gather each host's machine and its number of ranks. All ranks must call this."""
     own = asdict(machine()) if coordinator.world.local_rank == 0 else None
     found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
     return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
 
 
 def open_source(job: Job) -> Data:
-    """The data of the configuration. All ranks must call this."""
+    """Open the data of the configuration. All ranks must call this."""
     with job.coordinator.all_or_none():
         return open_data(job.config, job.coordinator.world, job.device)
 
 
-def build(job: Job, data: Data) -> Parts:
-    """A fresh model with all that trains it, as `mpiddp train` makes them. All ranks must call this."""
+def build(job: Job, data: Data) -> TrainState:
+    """Build a fresh model under DDP, its optimizer and scaler as `mpiddp train` does.
+
+    All ranks must call this.
+    """
     bare = build_bare(job.coordinator, job.config, data, job.device)
     return replace(bare, model=wrap(bare.model, job.config, data.shape))
 
 
 def build_bare(
     coordinator: Coordinator, config: TrainConfig, data: Data, device: torch.device
-) -> Parts:
-    """The same without DDP, so that it needs no process group. All ranks must call this."""
+) -> TrainState:
+    """Build the same without DDP and without a process group. All ranks must call this."""
     with coordinator.all_or_none():
         model = build_model(config, data)
     model = to_device(model, config, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
-    return Parts(model, build_optimizer(model, config), scaler)
+    return TrainState(model, build_optimizer(model, config), build_scaler(config, device))
 
 
-def bare_step(parts: Parts, config: TrainConfig, images: Tensor, labels: Tensor) -> None:
-    """A step as people write it by hand: images [N, C, H, W], labels [N]."""
+def bare_step(state: TrainState, config: TrainConfig, images: Tensor, labels: Tensor) -> None:
+    """Run a step as in a hand-written loop: images [N, C, H, W], labels [N]."""
     with autocast(config, images.device):
-        loss = F.cross_entropy(parts.model(images), labels, label_smoothing=config.label_smoothing)
-    parts.scaler.scale(loss).backward()
-    parts.scaler.step(parts.optimizer)
-    parts.scaler.update()
-    parts.optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(state.model(images), labels, label_smoothing=config.label_smoothing)
+    state.scaler.scale(loss).backward()
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
 
 
 def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
-    """`count` steps in one epoch of a synthetic source, which has as many images as that takes."""
+    """Plan `count` steps in one epoch of a synthetic source, and give the source as many images."""
     data.train.num_images = count * job.config.global_batch_size
     config = replace(job.config, epochs=1, steps_per_epoch=count)
     return make_plan(config, data, job.coordinator)
 
 
 def settings(job: Job) -> Result:
-    """What decides the speed of a step, as results show it."""
+    """The settings that determine the speed of a step, for the results."""
     return {**job.config.as_json(), "backend": job.backend, "device": job.device.type}

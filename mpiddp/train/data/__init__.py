@@ -22,7 +22,7 @@ from mpiddp.world import World
 
 
 class _Spec(NamedTuple):
-    """What --use-syn imitates, and how pixels in [0, 1] are normalized."""
+    """The sizes that --use-syn imitates, and the mean and std that normalize pixels in [0, 1]."""
 
     num_images: int
     num_classes: int
@@ -35,16 +35,16 @@ class _Spec(NamedTuple):
 _SHAPES = {
     "cifar10": _Spec(50_000, 10, 3, 32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "fashion-mnist": _Spec(60_000, 10, 1, 28, (0.2860,), (0.3530,)),
-    # ILSVRC 2012; an image folder's own numbers are counted
+    # ILSVRC 2012; the images and classes of a real folder are counted instead
     "image-folder": _Spec(1_281_167, 1000, 3, 224, (), ()),
 }
 
 
 def data_dir(config: TrainConfig) -> Path:
-    """The folder of the data set. One that the user names has to be there.
+    """The folder of the data set.
 
     Raises:
-        UserError: it is not.
+        UserError: the user has named a folder that does not exist.
     """
     if config.data_dir is None:
         if config.dataset == "image-folder":
@@ -52,30 +52,33 @@ def data_dir(config: TrainConfig) -> Path:
         return default_data_dir()
     folder = Path(config.data_dir)
     if not folder.is_dir():
-        what, hint = (
-            ("is no folder", "Name one") if folder.exists() else ("is missing", "Create it")
+        problem, hint = (
+            ("is not a folder", "Name a folder") if folder.exists() else ("is missing", "Create it")
         )
         rest = "." if config.dataset == "image-folder" else ", or leave the option out."
-        raise UserError(f"--data-dir {folder} {what} (looked in {Path.cwd()}). {hint}{rest}")
+        raise UserError(f"--data-dir {folder} {problem} (looked in {Path.cwd()}). {hint}{rest}")
     return folder
 
 
 def prepare(config: TrainConfig) -> None:
-    """Fetch the data set unless it is there. One rank of each host calls this, the others wait."""
+    """Download the data set if it is missing. One rank of each host calls this; the others wait."""
     if config.dataset == "cifar10" and not config.use_syn:
         cifar10_fetch.fetch(data_dir(config), print)
 
 
 def open_data(config: TrainConfig, world: World, device: torch.device) -> Data:
-    """The data set as sources on the device.
+    """Open the data set as sources on the device.
 
     Raises:
-        UserError: it is missing, or not what it should be.
+        UserError: the data set is missing or invalid.
     """
     shape = _SHAPES[config.dataset]
     size = config.image_size or shape.size
     if config.image_size and config.dataset != "image-folder":
-        raise UserError(f"--image-size is for image folders; {config.dataset} has {shape.size}.")
+        raise UserError(
+            f"--image-size applies to image folders only; {config.dataset} images are "
+            f"{shape.size} pixels wide."
+        )
     if config.use_syn:
         return _synthetic(config, world, device, size)
     if config.dataset == "image-folder":
@@ -120,7 +123,7 @@ def _image_folder(config: TrainConfig, world: World, device: torch.device, size:
     folder = data_dir(config)
     cache = None
     if config.cache == "ram":
-        cache = RamCache(f"{world.master_addr}-{world.master_port}")  # no other job has both
+        cache = RamCache(f"{world.master_addr}-{world.master_port}")  # unique to this job
         atexit.register(cache.close)
     train, test = (
         ImageFolder(
@@ -130,14 +133,14 @@ def _image_folder(config: TrainConfig, world: World, device: torch.device, size:
             augment=augment,
             seed=config.seed,
             num_workers=config.num_workers,
-            keep_workers=augment,  # an evaluation is rare, and its workers would cost memory meanwhile
+            keep_workers=augment,  # evaluations are rare, and idle workers cost memory
             cache=cache,
             channels_last=config.channels_last,
         )
         for split, augment in (("train", True), ("val", False))
     )
     if test.classes != train.classes:
-        raise UserError(f"{folder}: train/ and val/ hold different classes.")
+        raise UserError(f"{folder}: train/ and val/ contain different classes.")
     digest = sha256("\n".join([*train.names(), *test.names()]).encode(errors="surrogateescape"))
     return Data(
         folder.resolve().name,

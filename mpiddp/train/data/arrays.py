@@ -1,6 +1,6 @@
-"""Small image data sets as arrays in memory: what every reader returns, and where data lies.
+"""Small image data sets as arrays in memory, and the default folder of data.
 
-A whole set is two NumPy arrays for training and two for testing, so that a batch is an index.
+A data set is two NumPy arrays for training and two for testing. A batch is selected by an index.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def sha256(dataset: ArrayDataset) -> str:
 
 
 def default_data_dir() -> Path:
-    """Where data lies unless a command says otherwise: $MPIDDP_DATA, else the user's cache."""
+    """The folder of data unless --data-dir names another: $MPIDDP_DATA, else the user's cache."""
     if named := os.environ.get("MPIDDP_DATA"):
         return Path(named)
     cache = os.environ.get("XDG_CACHE_HOME")

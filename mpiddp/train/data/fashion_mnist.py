@@ -1,6 +1,6 @@
 """Fashion-MNIST from its four gzipped IDX files, which Debian and Ubuntu package.
 
-They are looked for in the data folder, in its `fashion-mnist`, and where Debian puts them.
+The search covers the data folder, its subfolder `fashion-mnist`, and the folder of Debian's package.
 """
 
 import gzip
@@ -28,20 +28,20 @@ _UNSIGNED_BYTES = 0x08
 
 
 def load(folder: Path, *elsewhere: Path) -> ArrayDataset:
-    """Fashion-MNIST: images [N, 28, 28, 1], 60,000 for training and 10,000 for testing.
+    """Load Fashion-MNIST: images [N, 28, 28, 1], 60,000 for training and 10,000 for testing.
 
-    Raises UserError if it is in none of the places, or one of its files is damaged.
+    Raises UserError if no folder contains it, or if one of its files is damaged.
     """
-    places = (folder, folder / "fashion-mnist", *elsewhere)
-    place = next((p for p in places if all((p / name).exists() for name in _FILES)), None)
-    if place is None:
+    folders = (folder, folder / "fashion-mnist", *elsewhere)
+    found = next((f for f in folders if all((f / name).exists() for name in _FILES)), None)
+    if found is None:
         raise UserError(
-            f"no Fashion-MNIST ({', '.join(_FILES)}) in {', '.join(map(str, places))}; "
-            "put the four files into one of them, "
+            f"no Fashion-MNIST ({', '.join(_FILES)}) in {', '.join(map(str, folders))}; "
+            "copy the four files into one of them, "
             + (f"or: apt-get install {DEBIAN_PACKAGE}" if elsewhere else "or leave --data-dir out.")
         )
     train, test = (
-        _read_pair(place / images, place / labels) for images, labels in (_FILES[:2], _FILES[2:])
+        _read_pair(found / images, found / labels) for images, labels in (_FILES[:2], _FILES[2:])
     )
     return ArrayDataset(name=NAME, num_classes=NUM_CLASSES, train=train, test=test)
 
@@ -61,27 +61,29 @@ def _read_pair(images_file: Path, labels_file: Path) -> ImageArrays:
 
 
 def _read_idx(file: Path, dimensions: int) -> NDArray[np.uint8]:
-    """The array in a gzipped IDX file: a magic number, big-endian sizes, then unsigned bytes."""
+    """Read the array of a gzipped IDX file: a magic number, big-endian sizes, then unsigned bytes."""
     try:
         with gzip.open(file) as stream:
             content = stream.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{file}: not a readable gzip file ({error}); get it again.") from None
+        raise UserError(f"{file}: not a readable gzip file ({error}). Download it again.") from None
 
     header = struct.Struct(f">HBB{dimensions}I")
     if len(content) < header.size:
-        raise UserError(f"{file}: {len(content)} bytes, too short for an IDX file; get it again.")
+        raise UserError(
+            f"{file}: {len(content)} bytes, too short for an IDX file. Download it again."
+        )
     zero, kind, found_dimensions, *shape = header.unpack_from(content)
     if (zero, kind, found_dimensions) != (0, _UNSIGNED_BYTES, dimensions):
         raise UserError(
             f"{file}: starts with {content[:4].hex()} instead of 000008{dimensions:02x}, so it is "
-            f"not an IDX file of unsigned bytes in {dimensions} dimensions; get it again."
+            f"not an IDX file of unsigned bytes in {dimensions} dimensions. Download it again."
         )
     values = np.frombuffer(content, np.uint8, offset=header.size)
     if values.size != np.prod(shape, dtype=object):
         raise UserError(
             f"{file}: its header announces {' × '.join(map(str, shape))} bytes and "
-            f"{values.size:,} follow; get it again."
+            f"{values.size:,} follow. Download it again."
         )
     array: NDArray[np.uint8] = values.reshape(shape).copy()  # a view of bytes is read-only
     return array

@@ -1,6 +1,6 @@
 """A folder of images in ImageNet's layout: train/CLASS/*.jpg and val/CLASS/*.jpg.
 
-Decoding and cropping happen in DataLoader workers, normalization on the device.
+DataLoader workers decode and crop; the device normalizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpiddp.errors import UserError
 from mpiddp.train.data.decode import PREFETCH, Decoder, Key
 from mpiddp.train.data.ram_cache import RamCache
 from mpiddp.train.data.source import Batch
-from mpiddp.train.data.workers import heed_only
+from mpiddp.train.data.workers import obey_only
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
@@ -45,18 +45,20 @@ class ImageFolder:
     ) -> None:
         """
         Args:
-            keep_workers: from one call of `batches` to the next.
-            start_method: of workers: "fork", "forkserver" or "spawn"; by default what suits the device.
+            keep_workers: keep the workers from one call of `batches` to the next.
+            start_method: of workers, "fork", "forkserver" or "spawn"; the default depends on the device.
         """
         self.classes = class_names(folder)
-        self.samples = tuple(  # of strings: workers that are not forked get them by pickle
+        self.samples = tuple(  # paths as strings, which are smaller to pickle for unforked workers
             (str(path), label)
             for label, name in enumerate(self.classes)
             for path in sorted((folder / name).iterdir())
             if path.suffix.lower() in SUFFIXES
         )
         if not self.samples:
-            raise UserError(f"{folder}: no images ({', '.join(sorted(SUFFIXES))}) in its folders.")
+            raise UserError(
+                f"{folder}: its class folders contain no images ({', '.join(sorted(SUFFIXES))})."
+            )
         self.num_images = len(self.samples)
         self.device = device
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -66,7 +68,7 @@ class ImageFolder:
         self._decoder = Decoder(self.samples, image_size, augment=augment, seed=seed, cache=cache)
         self._num_workers = num_workers
         self._keeps_workers = keep_workers and num_workers > 0
-        # Threads of CUDA and NCCL may hold a lock at the moment of a fork.
+        # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
         on_cpu = device.type == "cpu"
         self._start_method = start_method or ("fork" if on_cpu else "forkserver")
         self._order = _Order()
@@ -93,7 +95,7 @@ class ImageFolder:
 
     def _start(self) -> DataLoader[Batch]:
         has_workers = self._num_workers > 0
-        if self._start_method == "forkserver":  # else every worker would import torch for itself
+        if self._start_method == "forkserver":  # otherwise every worker would import torch itself
             multiprocessing.set_forkserver_preload(["mpiddp.train.data.worker_server"])
         return DataLoader(
             self._decoder,
@@ -103,26 +105,27 @@ class ImageFolder:
             prefetch_factor=PREFETCH if has_workers else None,
             persistent_workers=self._keeps_workers,
             multiprocessing_context=self._start_method if has_workers else None,
-            worker_init_fn=partial(heed_only, os.getpid()),
+            worker_init_fn=partial(obey_only, os.getpid()),
             pin_memory=self.device.type != "cpu",
-            generator=torch.Generator(),  # else it would draw its workers' seeds from the rank's own
+            generator=torch.Generator(),  # the workers' seeds must not come from the rank's RNG
         )
 
     def _decoded(self, loader: DataLoader[Batch]) -> Iterator[Batch]:
-        """The loader's batches; what is wrong in a worker comes with its traceback, and loses it here."""
+        """The loader's batches. A worker's UserError arrives with a traceback, which is removed here."""
         try:
             yield from loader
             return
         except UserError as error:
             name = f"{UserError.__module__}.{UserError.__qualname__}: "
             sentence = str(error).rpartition(name)[2].strip()
-            error.__traceback__ = None  # it holds the loader, which would wait 5 s for each worker
+            # The traceback keeps the loader alive, which would wait 5 s for each worker.
+            error.__traceback__ = None
             self._loader = None
         raise UserError(sentence)
 
 
 class _Order:
-    """The batches of an epoch, for a loader that outlives it."""
+    """The batches of an epoch, for a loader that is kept for several epochs."""
 
     def __init__(self) -> None:
         self.batches: list[list[Key]] = []
@@ -135,15 +138,15 @@ class _Order:
 
 
 def _as_it_is(batch: Any) -> Any:
-    """The decoder delivers whole batches."""
+    """Collate nothing, because the decoder delivers whole batches."""
     return batch
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """The folder's classes: its subfolders in sorted order, as torchvision numbers them.
+    """The classes of the folder: its subfolders in sorted order, numbered as in torchvision.
 
     Raises:
-        UserError: no such folder, or no subfolders in it.
+        UserError: the folder does not exist or has no subfolders.
     """
     if not folder.is_dir():
         raise UserError(
@@ -151,5 +154,5 @@ def class_names(folder: Path) -> tuple[str, ...]:
         )
     names = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
     if not names:
-        raise UserError(f"{folder}: no folders in it. Expected one per class, with its images.")
+        raise UserError(f"{folder} contains no folders. Expected one folder of images per class.")
     return names

@@ -1,4 +1,4 @@
-"""On a GPU, the next batch comes in beside the step that computes: by a stream of its own."""
+"""On a GPU, prepare the next batch on a side stream while a step computes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mpiddp.train.data.source import Batch
 
 
 def prefetched(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The same batches. What makes them on the device runs on a side stream.
+    """The same batches, whose copies and crops on the device run on a side stream.
 
-    The host is ahead of the device, so it asks for a batch while an earlier step still computes; a copy
-    or a crop on the stream of the steps would wait for that.
+    The host runs ahead of the device and requests a batch while an earlier step still computes. On the
+    stream of the steps, a copy or a crop would wait for that step.
     """
     return batches if device.type == "cpu" else _on_side_stream(batches, device)
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all epochs: the allocator keeps each stream's memory apart."""
+    """One stream for all epochs, because the allocator keeps separate memory for each stream."""
     return torch.cuda.Stream(device)
 
 
 def _on_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     side = _side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))  # the data set was put there on that one
+    side.wait_stream(torch.cuda.current_stream(device))  # which copied the data set to the device
     while True:
         with torch.cuda.stream(side):
             batch = next(batches, None)
@@ -36,5 +36,7 @@ def _on_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator[
         current = torch.cuda.current_stream(device)
         current.wait_stream(side)
         for tensor in batch:
-            tensor.record_stream(current)  # or its memory could serve the batch after it too early
+            tensor.record_stream(
+                current
+            )  # otherwise the next batch could reuse its memory too early
         yield batch

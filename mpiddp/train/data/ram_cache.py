@@ -1,8 +1,8 @@
-"""Files of a data set kept in a host's memory: read from the disk once, by whichever rank comes first.
+"""Keep the files of a data set in a host's memory. The first rank that needs a file reads it from disk.
 
-A folder in /dev/shm, shared by the ranks of one job on a host and by their workers. Its last user
-removes it; what a killed job has left is removed by the next one. The kernel knows who uses it: all
-hold a lock on it, which ends with them.
+The cache is a folder in /dev/shm, shared by the ranks of one job on a host and by their workers. Its last
+user removes it, and the next job removes the folder of a killed job. Every user holds a lock on the
+folder, which the kernel releases when the process ends.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import BinaryIO
 from mpiddp.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")
-_LEFT_FREE = 0.1  # of the file system: whatever else lives in the memory must have room
+_LEFT_FREE = 0.1  # fraction of the file system left to other users of the memory
 
 
 class RamCache:
-    """The cache of the job `name`, which its ranks on this host open each for itself."""
+    """The cache of the job `name`. Each of the job's ranks on this host opens it."""
 
     def __init__(self, name: str, *, root: Path = SHARED_MEMORY) -> None:
         prefix = f"mpiddp-cache-{os.geteuid()}-"
@@ -32,23 +32,23 @@ class RamCache:
             _remove_unless_used(folder)
         self._folder = root / f"{prefix}{name}"
         self._lock = -1
-        # A rank that looks for leftovers may come between the folder's making and its locking.
+        # A rank that removes leftovers may remove the folder after its creation and before its lock.
         while self._lock < 0 or not _is_there(self._folder, self._lock):
             self.close()
             with contextlib.suppress(FileNotFoundError):
                 self._lock = _join(self._folder)
 
     def open(self, path: Path) -> BinaryIO:
-        """The file for reading, from memory if it was read before.
+        """Open the file for reading, from memory if it was read before.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         copy = self._folder / blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
         with contextlib.suppress(FileNotFoundError):
             return copy.open("rb")
         content = path.read_bytes()
-        with contextlib.suppress(OSError):  # then the next reader comes here as well
+        with contextlib.suppress(OSError):  # without a copy, the next reader reads the disk again
             usage = shutil.disk_usage(self._folder)
             if usage.free - len(content) > _LEFT_FREE * usage.total:
                 part = copy.with_suffix(f".{os.getpid()}")
@@ -57,30 +57,30 @@ class RamCache:
         return io.BytesIO(content)
 
     def close(self) -> None:
-        """Leave the cache; the last one to do so removes it."""
+        """Leave the cache. The last user removes it."""
         if self._lock >= 0:
             _remove_if_last(self._folder, self._lock)
             self._lock = -1
 
 
 def _join(folder: Path) -> int:
-    """The folder, made if need be, with this process among those that use it.
+    """Create the folder if it is missing, and lock it as one of its users.
 
     Raises:
-        FileNotFoundError: somebody removed it meanwhile.
+        FileNotFoundError: another process has removed it meanwhile.
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
-        raise UserError(f"{folder} belongs to somebody else. Leave --cache ram out.")
+        raise UserError(f"{folder} belongs to another user. Omit --cache ram.")
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_SH)
     return lock
 
 
 def _is_there(folder: Path, lock: int) -> bool:
-    """Whether the lock is on the folder of that name, not on one that was removed meanwhile."""
+    """Whether the lock is on the current folder of that name, not on a removed one."""
     try:
         return os.path.samestat(os.fstat(lock), folder.stat())
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def _is_there(folder: Path, lock: int) -> bool:
 
 
 def _remove_unless_used(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another rank may be at it, too
+    with contextlib.suppress(OSError):  # another rank may remove it at the same time
         _remove_if_last(folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
 
 

@@ -1,6 +1,6 @@
-"""What every data set looks like to the loop: an ordered stream of batches that are on the device.
+"""The interface of every data set: an ordered stream of batches on the device.
 
-A source is told which images to deliver, so the order of training belongs to `sharding` alone.
+The caller requests the images of a source by number, so only `sharding` decides their order.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class Source(Protocol):
     num_images: int
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
-        """One batch for every tensor of `indices` (int64 [N], on the CPU), in their order.
+        """Yield one batch for every tensor of `indices` (int64 [N], on the CPU), in their order.
 
-        What is random in a training source follows from its seed, the epoch and the image's number
-        alone: neither the rank nor what was delivered before changes it.
+        The randomness of a training source depends only on its seed, the epoch and the image's number,
+        not on the rank or on earlier batches.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set as this rank sees it. `test` is None where there is none to be had.
+    """A data set as opened by this rank. `test` is None if the data set has no test images.
 
-    `digest` is of the names and labels of its files, where the data set is a folder.
+    `digest` is the hash of the names and labels of an image folder's files.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Data:
 
     @property
     def contents(self) -> str:
-        """What all ranks must have alike, and a resumed run again, wherever each of them keeps it."""
+        """A description that must be equal on all ranks and in a resumed run, whatever the path."""
         test = self.test.num_images if self.test else 0
         names = f", names {self.digest}" if self.digest else ""
         return f"{self.train.num_images} + {test} images of {self.num_classes} classes{names}"

@@ -1,4 +1,4 @@
-"""Random images with random labels, made on the device once: what the hardware can do without data."""
+"""Random images with random labels, created on the device once, to measure the hardware without data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ POOL_BATCHES = 4
 
 
 class SyntheticImages:
-    """Standard normal images and uniform labels; other ones on every rank.
+    """Standard normal images and uniform labels, different on every rank.
 
-    Whatever images are asked for, one of a pool of POOL_BATCHES batches is delivered. The number of
-    the first image says which, so that a run that resumes in mid-epoch sees what it would have seen.
+    Every request returns one of a pool of POOL_BATCHES batches. The number of the first image selects
+    it, so a run that resumes in mid-epoch gets the same batches as an uninterrupted run.
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class SyntheticImages:
 
     @functools.cached_property
     def _pool(self) -> Batch:
-        """Made when first used: by then the sizes have been found to make sense."""
-        size = POOL_BATCHES * self.batch_size + 1  # a tail's last batch may hold one image more
+        """Created at first use, after the sizes have been checked."""
+        size = (
+            POOL_BATCHES * self.batch_size + 1
+        )  # the last batch of a tail may have one more image
         device = self._generator.device
         images = torch.randn(size, *self.shape, generator=self._generator, device=device)
         labels = torch.randint(self.num_classes, (size,), generator=self._generator, device=device)

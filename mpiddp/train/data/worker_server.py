@@ -1,6 +1,6 @@
-"""Imported by nobody but the forkserver of DataLoader workers, once for all of them.
+"""The forkserver of DataLoader workers imports this module once for all of them.
 
-It ends with its rank, by the pipe between them; of a stop see `workers`.
+The forkserver exits with its rank, when the pipe between them closes. For signals see `workers`.
 """
 
 import signal

@@ -1,6 +1,6 @@
-"""Signals in a DataLoader's workers: a stop reaches all of a process group, and its rank may save first.
+"""Signals in a DataLoader's workers: a stop reaches a whole process group, but the rank may save first.
 
-So a worker heeds nobody but its rank, whose `terminate()` is a SIGTERM as well.
+A worker therefore exits only on its own rank's SIGTERM, which `terminate()` sends.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import signal
 import threading
 
 
-def heed_only(rank: int, worker: int) -> None:
-    """To be called in each worker as it begins; `rank` is the pid of the rank."""
+def obey_only(rank: int, worker: int) -> None:
+    """Initialize a worker. `rank` is the pid of its rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # of threads to come, too
-    threading.Thread(target=_await_end, args=(rank,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
+    threading.Thread(target=_exit_on_sigterm, args=(rank,), daemon=True).start()
 
 
-def _await_end(rank: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank and _is_there(rank):
+def _exit_on_sigterm(rank: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank and _exists(rank):
         pass
     os._exit(0)
 
 
-def _is_there(pid: int) -> bool:
+def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
