@@ -14,7 +14,7 @@ import pytest
 
 from mpiddp import cli
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocation import allocation
+from mpiddp.hosts.allocation import find_allocation
 from mpiddp.hosts.hostfile import Host, parse_host_list
 from mpiddp.hosts.nodes import Node, is_this_host, name_nodes, ranks_by_host
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
@@ -125,12 +125,14 @@ ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_P
     ],
 )
 def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int]) -> None:
-    hosts = allocation(env)
-    assert hosts is not None
+    allocation = find_allocation(env)
+    assert allocation is not None
+    assert allocation.starter == "srun"
+    hosts = allocation.hosts
     assert [(host.name, host.slots) for host in hosts.hosts] == list(
         zip(["n1", "n2"], slots, strict=True)
     )
-    assert allocation({}) is None
+    assert find_allocation({}) is None
 
 
 def fake_mpirun(folder: Path, answer: str) -> Path:
@@ -241,7 +243,7 @@ def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Pa
             "Use a name that resolves to an IPv4 address.",
         ),
         (
-            lambda: allocation({"SLURM_JOB_ID": "7"}),
+            lambda: find_allocation({"SLURM_JOB_ID": "7"}),
             "SLURM_JOB_ID=7 is set but SLURM_JOB_NODELIST is not: this is only a part of an "
             "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
         ),

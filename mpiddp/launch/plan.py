@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpiddp.hosts.allocation import Allocation
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host
 from mpiddp.launch import log
@@ -58,8 +59,8 @@ def make_plan(
     # Not resolved: the path of its python identifies a virtual environment.
     python = Path(sys.executable).absolute()
 
-    named, in_allocation = find_hosts(options.where, env)
-    starter = _find_starter(options.how, python, env, in_allocation=in_allocation)
+    named, allocation = find_hosts(options.where, env)
+    starter = _find_starter(options.how, python, env, allocation)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
 
@@ -101,9 +102,9 @@ def make_plan(
 
 
 def _find_starter(
-    how: How, python: Path, env: Mapping[str, str], *, in_allocation: bool
+    how: How, python: Path, env: Mapping[str, str], allocation: Allocation | None
 ) -> RankStarter:
-    uses_srun = in_allocation and how.mpirun is None
+    uses_srun = allocation is not None and allocation.starter == "srun" and how.mpirun is None
     return identify(find_srun(env) if uses_srun else find_mpirun(how.mpirun, python, env), env)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import allocation
+from mpiddp.hosts.allocation import Allocation, find_allocation
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.slots import exclude
@@ -35,13 +35,13 @@ class UsableHosts:
     some_left_out: bool = False
 
 
-def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, bool]:
-    """The hosts that the user names, or this machine, and whether they come from a Slurm allocation.
+def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, Allocation | None]:
+    """The hosts that the user names, else those of an allocation, which is returned too, else this machine.
 
     Raises:
-        UserError: an invalid hostfile or list.
+        UserError: an invalid hostfile, list or allocation.
     """
-    allocated = None
+    allocation = None
     if where.hostfile is not None:
         # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
         read = read_hostfile if Path(where.hostfile).is_file() else _read_once
@@ -49,11 +49,11 @@ def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, bool]:
     elif where.host_list is not None:
         hosts = parse_host_list(where.host_list, keep_fqdn=True)
     else:
-        allocated = allocation.allocation(env)
-        hosts = allocated or Hosts("this machine", (Host("localhost"),))
+        allocation = find_allocation(env)
+        hosts = allocation.hosts if allocation else Hosts("this machine", (Host("localhost"),))
     if where.exclude is not None:
         hosts = exclude(hosts, where.exclude)
-    return hosts, allocated is not None
+    return hosts, allocation
 
 
 def check_hosts(

@@ -96,6 +96,15 @@ class Candidates:
     port: int  # 0: any
     hostnames: tuple[str, ...]  # [world_size]
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Candidates:
+        """From the JSON of `dataclasses.asdict(candidates)`."""
+        lists_as_tuples: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**lists_as_tuples)
+
     @property
     def num_nodes(self) -> int:
         return max(self.node_ranks) + 1

@@ -8,13 +8,14 @@ mpirun ends the whole job when a rank raises.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,25 +95,26 @@ def finalize_mpi() -> None:
 
 def _exchange(world: World, comm: Any) -> RendezvousResult:
     """The exchange itself. Every rank reaches every collective, also after an error."""
-    infos: tuple[RankInfo, ...] = tuple(comm.allgather(RankInfo.of_this_process(world)))
+    gathered = _all_gather_json(comm, asdict(RankInfo.of_this_process(world)))
+    infos = tuple(RankInfo.from_json(values) for values in gathered)
     listeners: list[socket.socket] = []
-    candidates: Candidates | UserError | None = None
+    offer: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            candidates = choose(infos, os.environ)
-            listeners = listen(candidates)
+            chosen_by_rank_0 = choose(infos, os.environ)
+            listeners = listen(chosen_by_rank_0)
+            ports = [listener.getsockname()[1] for listener in listeners]
+            offer = {"candidates": asdict(chosen_by_rank_0), "ports": ports}
         except UserError as error:
-            candidates = error
-    candidates, ports = comm.bcast(
-        (candidates, [listener.getsockname()[1] for listener in listeners])
-    )
-    if isinstance(candidates, UserError):
-        raise candidates
-    assert candidates is not None
+            offer = {"problem": str(error)}
+    offer = json.loads(comm.bcast(json.dumps(offer)))
+    if "problem" in offer:
+        raise UserError(offer["problem"])
+    candidates, ports = Candidates.from_json(offer["candidates"]), offer["ports"]
 
     is_prober = world.rank in candidates.probers
     own_reached = probe(candidates.addresses, ports) if is_prober else list(candidates.addresses)
-    reached_by_rank = comm.allgather(own_reached)
+    reached_by_rank = _all_gather_json(comm, own_reached)
     common = [
         i
         for i, address in enumerate(candidates.addresses)
@@ -139,6 +141,11 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
         reason=candidates.reasons[chosen],
         listener=listeners[chosen] if listeners else None,
     )
+
+
+def _all_gather_json(comm: Any, value: Any) -> list[Any]:
+    """Every rank's value, by rank. JSON, because mpi4py would pickle objects."""
+    return [json.loads(text) for text in comm.allgather(json.dumps(value))]
 
 
 def _drain(listener: socket.socket) -> None:
