@@ -315,7 +315,8 @@ def test_hosts_with_different_data_are_refused(tmp_path: Path) -> None:
     names = "names [0-9a-f]{16}"
     assert re.fullmatch(
         rf"the data set differs: 24 \+ 6 images of 3 classes, {names} \(rank 0 on .*\), "
-        rf"12 \+ 6 images of 3 classes, {names} \(rank 1 on .*\). Use the same data on every host: --data-dir.",
+        rf"12 \+ 6 images of 3 classes, {names} \(rank 1 on .*\). "
+        "Use the same data on every host: --data-dir.",
         sentence,
     )
     assert not (tmp_path / "out").exists()
