@@ -146,7 +146,7 @@ def _settings(options: Options, jobs: Jobs) -> dict[str, list[float]]:
 
 
 def table(results: Results) -> str:
-    rows = [[what, wanted, results["rows"][what]] for what, (wanted, _) in ROWS.items()]
+    rows = [[name, target, results["rows"][name]] for name, (target, _) in ROWS.items()]
     speeds: dict[str, list[float]] = results["settings"]
     worth = []
     for name, each in speeds.items():
@@ -155,8 +155,8 @@ def table(results: Results) -> str:
             figures = [f"{median(each):,.0f}", f"{median(ratios(each, speeds[PLAIN])):.2f}"]
         worth.append([name, *figures])
     return (
-        f"{markdown(('what', 'wanted', results['gpu']), rows)}\n\n"
-        "Convolutions in fp32 use TF32, as torch has it.\n\n"
+        f"{markdown(('measurement', 'target', results['gpu']), rows)}\n\n"
+        "Convolutions in fp32 use TF32, torch's default.\n\n"
         f"{markdown(('setting', 'images/s', 'speed'), worth)}"
     )
 

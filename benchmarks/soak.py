@@ -1,11 +1,11 @@
-"""A training that is killed again and again, held against one that is left alone: the same weights?
+"""Kill a training repeatedly, and compare its weights with those of an undisturbed training.
 
     python -m benchmarks.soak --minutes 20 --kill-every 60
 
-Three ranks on three hosts of the test cluster. In turn a rank, MPI's daemon on a host, or a host's
-link is hit, at exponentially distributed times, until all steps are done. Then the same command runs
-undisturbed. Goodput is the time of those steps that count, each once and as its metrics.jsonl has it,
-without saves, divided by the wall time of the command from its start to its end.
+Three ranks run on three hosts of the test cluster. At exponentially distributed times a fault hits in turn
+a rank, an MPI daemon or a host's link, until all steps are done. Then the same command runs undisturbed.
+Goodput is the time of the steps that count, each once as in metrics.jsonl and without saves, divided by
+the wall time of the command.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ CALIBRATION_STEPS = 200
 
 @dataclass(frozen=True)
 class Soak:
-    """What has happened to the disturbed run.
+    """The result of the disturbed run.
 
-    `steps_lost`: to within LOG_EVERY, at each restart that went on from a checkpoint.
+    `steps_lost`: at each restart from a checkpoint, with an error below LOG_EVERY.
     """
 
     code: int
@@ -66,8 +66,8 @@ def main() -> int:
     random.seed(options.seed)
     with cluster.up(3) as hosts:
         step_time_s = _step_time(hosts)
-        wanted = options.minutes * 60 * EXPECTED_GOODPUT / step_time_s
-        epochs = max(1, round(wanted / STEPS_PER_EPOCH))
+        expected_steps = options.minutes * 60 * EXPECTED_GOODPUT / step_time_s
+        epochs = max(1, round(expected_steps / STEPS_PER_EPOCH))
         steps = epochs * STEPS_PER_EPOCH
         print(f"{step_time_s * 1e3:.0f} ms a step, {steps} steps", file=sys.stderr, flush=True)
 
@@ -80,23 +80,24 @@ def main() -> int:
         assert ran.returncode == 0, ran.stderr
         different = unequal(contents(disturbed, steps), contents(alone, steps))
 
-    print(f"hits: {', '.join(f'{kind} {count}' for kind, count in soak.hits.items())}")
+    print(f"faults injected: {', '.join(f'{kind} {count}' for kind, count in soak.hits.items())}")
     print(f"restarts: {soak.restarts}")
     print(f"steps lost: {sum(soak.steps_lost)} of {steps}")
-    print(f"at each restart that went on from a checkpoint: {soak.steps_lost}")
+    print(f"steps lost at each restart from a checkpoint: {soak.steps_lost}")
     print(f"useful step time {useful_s:.0f} s, wall time {soak.wall_s:.0f} s")
     print(f"goodput: {useful_s / soak.wall_s:.3f}")
-    print(f"the same bits: {'no: ' + ', '.join(different[:5]) if different else 'yes'}")
+    identical = f"no: {', '.join(different[:5])}" if different else "yes"
+    print(f"bit-identical to the undisturbed run: {identical}")
     return int(bool(different))
 
 
 def _soak(hosts: Cluster, out: Path, epochs: int, kill_every_s: float) -> Soak:
-    """The training with all that is done to it; it says nothing before its end."""
+    """Run the training and inject faults until it ends."""
     hits: Counter[str] = Counter()
     lost: list[int] = []
     said: list[str] = []
     since = time.monotonic()
-    # One pipe for both, so that a restart stands before what the new ranks print.
+    # One pipe for stdout and stderr keeps a restart's line before the output of the new ranks.
     job = hosts["node0"].popen(_train(out, epochs), cwd=ROOT, env=ENV, stderr=subprocess.STDOUT)
     with job:
         reader = threading.Thread(target=_listen, args=(job, said, lost))
@@ -114,7 +115,7 @@ def _soak(hosts: Cluster, out: Path, epochs: int, kill_every_s: float) -> Soak:
 
 
 def _listen(job: Program, said: list[str], lost: list[int]) -> None:
-    """Keeps what the launcher says, and counts the steps that have to be made again."""
+    """Collect the launcher's messages, and count the steps that must be repeated."""
     reached = 0
     assert job.stdout is not None
     for line in job.stdout:
@@ -128,7 +129,7 @@ def _listen(job: Program, said: list[str], lost: list[int]) -> None:
 
 
 def _kill(command: str) -> Callable[[Host], bool]:
-    """Whether there was such a process; between two tries there is none."""
+    """Kill such a process, and return whether there was one. Between two attempts there is none."""
 
     def hit(host: Host) -> bool:
         for process in host.processes():
@@ -181,13 +182,21 @@ def _options() -> Options:
         formatter_class=DefaultsShown,
     )
     parser.add_argument(
-        "--minutes", type=float, default=20.0, metavar="M", help="of the disturbed run, about"
+        "--minutes",
+        type=float,
+        default=20.0,
+        metavar="M",
+        help="approximate length of the disturbed run",
     )
     parser.add_argument(
-        "--kill-every", type=seconds, default=60.0, metavar="S", help="seconds, on average"
+        "--kill-every", type=seconds, default=60.0, metavar="S", help="mean time between two faults"
     )
     parser.add_argument(
-        "--seed", type=whole(0), default=0, metavar="K", help="of the times and the victims"
+        "--seed",
+        type=whole(0),
+        default=0,
+        metavar="K",
+        help="seed of the times and hosts of the faults",
     )
     return picked(Options, parser.parse_args())
 

@@ -1,4 +1,4 @@
-"""`mpiddp bench` at its smallest: real jobs, and what they leave is held against itself.
+"""`mpiddp bench` with small real jobs: their tables, JSON and charts are checked for consistency.
 
 Tests mpiddp/bench/.
 python -m pytest tests/test_bench.py
@@ -63,7 +63,7 @@ def measured(out: Path, name: str, *options: str) -> tuple[dict[str, Any], list[
     return results, [line.split() for line in done.stdout.splitlines()]
 
 
-def test_scaling_takes_the_lost_part_from_the_steps_it_has_timed(tmp_path: Path) -> None:
+def test_scaling_computes_speed_and_efficiency_from_the_timed_steps(tmp_path: Path) -> None:
     words = ["-H", "localhost:2", "--rounds", "1", "--steps", "2", "--warmup", "1", *SMALL]
     results, lines = measured(tmp_path / "out", "scaling", *words)
     alone, both = results["points"]
@@ -87,7 +87,7 @@ def test_scaling_takes_the_lost_part_from_the_steps_it_has_timed(tmp_path: Path)
     assert [line[:3] for line in lines[3:5]] == [["1", "1", "2"], ["2", "1", "4"]]
 
 
-def test_the_bus_carries_more_than_the_sum_of_three(tmp_path: Path) -> None:
+def test_allreduce_bus_bandwidth_of_three_ranks(tmp_path: Path) -> None:
     words = ["-H", "localhost:3", "--max-size", "64K", "--seconds", "0.000001", "--repeats", "5"]
     results, lines = measured(tmp_path / "out", "allreduce", *words)
     assert [point["bytes"] for point in results["points"]] == [1024, 4096, 16384, 65536]
@@ -114,7 +114,7 @@ def test_launch_is_timed_beside_torchrun(tmp_path: Path) -> None:
     assert 0 < ours["children_mb"] < 100
 
 
-def test_the_parts_of_a_step_add_up_on_each_rank(tmp_path: Path) -> None:
+def test_step_parts_add_up_on_each_rank(tmp_path: Path) -> None:
     words = ["-H", "localhost:2", "--rounds", "1", "--steps", "4", *SMALL]
     results, _ = measured(tmp_path / "out", "step", *words)
     assert [rank["rank"] for rank in results["ranks"]] == [0, 1]
@@ -133,7 +133,7 @@ def test_the_parts_of_a_step_add_up_on_each_rank(tmp_path: Path) -> None:
     assert runner["to_bare"]["median"] == pytest.approx(ratio)
 
 
-def test_each_source_is_read_alone(tmp_path: Path) -> None:
+def test_loader_measures_every_available_source(tmp_path: Path) -> None:
     words = ["-H", "localhost:1", "--rounds", "1", "--batches", "2", "--images", "8"]
     (tmp_path / "no data").mkdir()
     words += ["--workers", "0,1", "--batch-size", "4", "--data-dir", str(tmp_path / "no data")]
@@ -149,7 +149,7 @@ def test_each_source_is_read_alone(tmp_path: Path) -> None:
         assert each["times_model"] == pytest.approx(times)
 
 
-def test_the_rendezvous_needs_no_torch(tmp_path: Path) -> None:
+def test_rendezvous_without_torch(tmp_path: Path) -> None:
     words = ["--ranks", "2,3", "--rounds", "1", "--no-torch"]
     results, _ = measured(tmp_path / "out", "rendezvous", *words)
     for ranks, point in zip((2, 3), results["points"], strict=True):
@@ -158,7 +158,7 @@ def test_the_rendezvous_needs_no_torch(tmp_path: Path) -> None:
         assert point["rank_peak_mb"] < 100  # torch would take more than twice that
 
 
-def test_the_launching_process_loads_no_torch() -> None:
+def test_bench_imports_no_torch_in_the_launching_process() -> None:
     names = [path.stem for path in (ROOT / "mpiddp" / "bench").glob("*.py")]
     code = (
         f"from importlib import import_module\nfor name in {names}:\n"
@@ -176,8 +176,8 @@ def test_the_launching_process_loads_no_torch() -> None:
     [
         (
             ["speed"],
-            'mpiddp bench: there is no "speed" to measure. Known: scaling, allreduce, launch, step, '
-            "loader, rendezvous.",
+            'mpiddp bench: unknown benchmark "speed". Expected one of: scaling, allreduce, launch, '
+            "step, loader, rendezvous.",
         ),
         (
             ["scaling", "--rounds", "0"],
@@ -186,13 +186,13 @@ def test_the_launching_process_loads_no_torch() -> None:
         ),
         (
             ["allreduce", "--max-size", "huge"],
-            "mpiddp bench allreduce: argument --max-size: expected a size from 1K on, such as 64K, "
+            "mpiddp bench allreduce: argument --max-size: expected a size of at least 1K, such as 64K, "
             "16M or 1G, not 'huge'. See: mpiddp bench allreduce --help",
         ),
         (
             ["step", "--resume", "runs/one"],
-            "--resume means nothing to mpiddp bench step, which makes steps of its own and keeps no "
-            "checkpoint. Leave it out.",
+            "--resume does not apply to mpiddp bench step, which runs a fixed number of steps and "
+            "keeps no checkpoint. Leave it out.",
         ),
         (
             ["step", "--ark", "resnet18"],
@@ -201,15 +201,15 @@ def test_the_launching_process_loads_no_torch() -> None:
         ),
         (
             ["scaling", "-H", "localhost:2", "--ranks", "2,3"],
-            "--ranks 3 is more than the 2 slots there are.",
+            "--ranks 3 is more than the 2 available slots.",
         ),
         (
             ["scaling", "-H", "localhost:2", "--strong"],
-            "--strong keeps the global batch: name it, --global-batch-size 512.",
+            "--strong needs a global batch size. Example: --global-batch-size 512",
         ),
         (
             ["allreduce", "-H", "localhost:1"],
-            "an all-reduce takes 2 ranks or more. Example: -H localhost:2",
+            "an all-reduce needs at least 2 ranks. Example: -H localhost:2",
         ),
         (
             ["launch", "--out", "setup.py/bench"],
@@ -217,12 +217,12 @@ def test_the_launching_process_loads_no_torch() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:
+def test_bad_bench_options_are_refused_in_one_sentence(words: list[str], sentence: str) -> None:
     done = bench(*words)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{sentence}\n")
 
 
-def test_without_matplotlib_nothing_is_measured(tmp_path: Path) -> None:
+def test_missing_matplotlib_is_an_error_before_the_measurement(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden" / "matplotlib"
     hidden.mkdir(parents=True)
     (hidden / "__init__.py").write_text("raise ImportError('hidden by a test')\n")
@@ -231,24 +231,24 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path) -> None:
     done = bench("scaling", "-H", "localhost:2", "--out", str(out), PYTHONPATH=path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "mpiddp bench draws its charts with matplotlib, and there is none (hidden by a test). "
+        "mpiddp bench needs matplotlib for its charts (hidden by a test). "
         f"Run: {sys.executable} -m pip install matplotlib\n"
     )
     assert not out.exists()
 
 
-def test_what_the_ranks_refuse_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+def test_error_of_the_ranks_ends_bench_without_output_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["scaling", "-H", "localhost:1", "--weights", "nowhere.pt", *SMALL]
     done = bench(*words, "--out", str(out))
     assert done.returncode == 2
     first, last = done.stderr.splitlines()
     assert first.startswith("--weights nowhere.pt: No such file or directory")
-    assert last == "mpiddp: bench scaling ends here: a job failed with exit code 2."
+    assert last == "mpiddp: bench scaling stopped: a job failed with exit code 2."
     assert not out.exists()
 
 
-def test_a_benchmark_that_is_ended_takes_its_job_along(tmp_path: Path) -> None:
+def test_sigterm_ends_the_benchmark_and_its_job(tmp_path: Path) -> None:
     seed = f"{os.getpid()}{time.time_ns() % 10_000:04}"
     words = ["scaling", "-H", "localhost:2", "--steps", "1000000", "--seed", seed, *SMALL]
     process = subprocess.Popen(
@@ -262,17 +262,17 @@ def test_a_benchmark_that_is_ended_takes_its_job_along(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, words_of_it = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, words_of_it) == (130, "interrupted\n")
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, stderr) == (130, "interrupted\n")
     assert running(seed) == []
 
 
-def test_a_job_that_takes_too_long_is_ended() -> None:
+def test_job_timeout() -> None:
     with pytest.raises(JobFailed, match=r"it did not end within 0\.2 s\."):
         run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
 
 
-def test_a_spread_is_shown_as_it_is() -> None:
+def test_spread_and_tables() -> None:
     values = [3.0, 1.0, 2.5]
     assert spread(values) == {"median": median(values), "low": 1.0, "high": 3.0}
     assert shown(spread(values), ".1f", 10) == "25.0 (10.0 to 30.0)"
@@ -281,14 +281,14 @@ def test_a_spread_is_shown_as_it_is() -> None:
     assert markdown(head, rows) == "| a | number |\n|---|---|\n| bc | 1 |\n| d | 22 |"
 
 
-def test_in_every_round_each_has_one_turn_at_another_time() -> None:
+def test_turns_change_their_order_in_every_round() -> None:
     order = list(turns("abc", 4, warmup=1))
     by_round = [[name for at, name in order if at == number] for number in range(5)]
     assert ["".join(names) for names in by_round] == ["abc", "cba", "bca", "acb", "cab"]
     assert ratios([3.0, 1.0], [2.0, 4.0]) == [1.5, 0.25]
 
 
-def test_what_is_compared_has_the_same_number_of_runs() -> None:
+def test_compared_commands_alternate_in_equal_numbers() -> None:
     sleep = [sys.executable, "-c", "import sys, time; time.sleep(float(sys.argv[1]))"]
     commands = {"short": Command([*sleep, "0"]), "long": Command([*sleep, "1"])}
     found = alternate(commands, 2, timeout_s=PATIENCE_S, warmup=0)
@@ -299,7 +299,7 @@ def test_what_is_compared_has_the_same_number_of_runs() -> None:
     assert lines[2].endswith(" | 1.000 |")
 
 
-def test_options_go_to_the_ranks_as_they_were_given() -> None:
+def test_options_reach_the_ranks_unchanged() -> None:
     options = StepOptions(steps=7, real_data=True, rounds=2)
     assert as_arguments(options) == ["--steps", "7", "--real-data", "--rounds", "2"]
     assert step_options([*as_arguments(options), "--lr", "1"]) == (options, ["--lr", "1"])

@@ -1,7 +1,7 @@
 """`mpiddp bench allreduce`: the bandwidth of an all-reduce by size, over gloo and over NCCL.
 
-The algorithm bandwidth is size over time. The bus bandwidth is that times 2·(n-1)/n, what every link
-has to carry for a sum over n ranks, and so comparable with the hardware's own at any number of ranks:
+The algorithm bandwidth is size divided by time. The bus bandwidth is that times 2·(n-1)/n, the load of
+every link for a sum over n ranks, so it is comparable with the hardware's bandwidth for any n:
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIN_BYTES = 1024
-STEP = 4  # each size is so many times the one before
+STEP = 4  # the factor from one size to the next
 
 
 @dataclass(frozen=True)
@@ -58,30 +58,46 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="default: gloo, and nccl where there are GPUs"
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="communication backend (default: gloo, and nccl if there are GPUs)",
     )
     parser.add_argument(
-        "--max-size", type=size_bytes, default="1G", metavar="64M", help="the largest size"
+        "--max-size",
+        type=size_bytes,
+        default="1G",
+        metavar="64M",
+        help="largest message size (at least 1K)",
     )
     parser.add_argument(
-        "--seconds", type=seconds, default=1.0, metavar="S", help="about so long for each size"
+        "--seconds",
+        type=seconds,
+        default=1.0,
+        metavar="S",
+        help="time to spend on each size, roughly",
     )
     parser.add_argument(
-        "--repeats", type=whole(1), default=5, metavar="R", help="at least so many of each size"
+        "--repeats",
+        type=whole(1),
+        default=5,
+        metavar="R",
+        help="minimum number of repeats per size",
     )
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
     ranks = jobs.slots
     if ranks < 2:
-        raise UserError("an all-reduce takes 2 ranks or more. Example: -H localhost:2")
+        raise UserError("an all-reduce needs at least 2 ranks. Example: -H localhost:2")
     sizes = [MIN_BYTES]
     while sizes[-1] * STEP <= options.max_size:
         sizes.append(sizes[-1] * STEP)
     note(f"allreduce: {ranks} ranks, {size_name(sizes[0])} to {size_name(sizes[-1])}")
-    of_ranks = RankOptions(tuple(sizes), options.seconds, options.repeats, options.backend)
-    [found] = jobs.run("allreduce", *as_arguments(of_ranks), ranks=ranks).results
-    on_links = 2 * (ranks - 1) / ranks
+    rank_arguments = as_arguments(
+        RankOptions(tuple(sizes), options.seconds, options.repeats, options.backend)
+    )
+    [found] = jobs.run("allreduce", *rank_arguments, ranks=ranks).results
+    bus_factor = 2 * (ranks - 1) / ranks
     points = []
     for each in found["sums"]:
         speeds = sorted(each["bytes"] / taken / 1e9 for taken in each["seconds"])
@@ -94,9 +110,9 @@ def measure(options: Options, jobs: Jobs) -> Results:
                 "time_s": percentile(each["seconds"], 50),
                 "algorithm_gb_per_s": {"median": middle, "low": low, "high": high},
                 "bus_gb_per_s": {
-                    "median": middle * on_links,
-                    "low": low * on_links,
-                    "high": high * on_links,
+                    "median": middle * bus_factor,
+                    "low": low * bus_factor,
+                    "high": high * bus_factor,
                 },
             }
         )
@@ -120,7 +136,7 @@ def table(results: Results) -> str:
 
 
 def _title(results: Results) -> str:
-    return f"All-reduce over {results['ranks']} ranks, fp32, the slowest rank's time"
+    return f"All-reduce over {results['ranks']} ranks, fp32, time of the slowest rank"
 
 
 def draw(results: Results, figure: Figure) -> None:

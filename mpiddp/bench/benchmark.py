@@ -1,8 +1,7 @@
-"""What a benchmark is made of: its options, its measuring, its table and its chart.
+"""The parts of a benchmark: its options, its measurement, its table and its chart.
 
-Each benchmark is one module of this package, or of the top-level `benchmarks`, with one `BENCHMARK`. All
-of them run in the launching process, without torch; what their jobs do in the ranks is in
-`mpiddp.bench.ranks`.
+Each benchmark is one module of this package, or of the top-level `benchmarks`, with one `BENCHMARK`. It
+runs in the launching process, without torch. `mpiddp.bench.ranks` contains the ranks of its jobs.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from matplotlib.figure import Figure
 
-Results = Result  # what goes into the JSON file: numbers, texts, lists and dicts
+Results = Result  # the contents of the JSON file: numbers, strings, lists and dicts
 Options = TypeVar("Options", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
 class Benchmark(Generic[Options]):
-    """`measure` runs the jobs; `table` and `draw` show its results, and nothing but these.
+    """`measure` runs the jobs; `table` and `draw` show only its results.
 
-    `options` is the frozen dataclass of what `add_options` adds. `size` is that of the chart, in
-    inches. With `takes_hosts` the jobs run over a hostfile, else on this machine. With
-    `takes_training` the options of `mpiddp train` are taken as well.
+    `options` is the frozen dataclass of the options that `add_options` adds. `size` is the size of the
+    chart in inches. With `takes_hosts` the jobs run over a hostfile, otherwise on this machine. With
+    `takes_training` the benchmark also accepts the options of `mpiddp train`.
     """
 
     options: type[Options]

@@ -1,20 +1,20 @@
-"""Two or more commands beside each other: each is a whole process, timed from outside, in alternation."""
+"""Compare two or more commands: each is a whole process, timed from outside, in alternation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from mpiddp.bench.jobs import Finished, run
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios, turns
+from mpiddp.text import percentile
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run, where, and in which environment (None: this process's)."""
+    """A command with its directory and environment (None: those of this process)."""
 
     argv: Sequence[str]
     cwd: Path | None = None
@@ -24,10 +24,10 @@ class Command:
 def alternate(
     commands: Mapping[str, Command], rounds: int, *, timeout_s: float, warmup: int = 1
 ) -> dict[str, list[Finished]]:
-    """Run each command once in every round; the warm-up rounds are left out.
+    """Run each command once in every round, and leave out the warm-up rounds.
 
     Raises:
-        JobFailed: one of them did not succeed within `timeout_s`.
+        JobFailed: a command did not succeed within `timeout_s`.
     """
     found: dict[str, list[Finished]] = {name: [] for name in commands}
     for number, name in turns(list(commands), rounds, warmup):
@@ -43,9 +43,9 @@ def comparison(seconds: Mapping[str, Sequence[float]], base: str) -> str:
     rows = [
         [
             name,
-            f"{median(each) * 1e3:.1f}",
+            f"{percentile(each, 50) * 1e3:.1f}",
             f"{min(each) * 1e3:.1f}",
-            f"{median(ratios(each, seconds[base])):.3f}",
+            f"{percentile(ratios(each, seconds[base]), 50):.3f}",
         ]
         for name, each in seconds.items()
     ]

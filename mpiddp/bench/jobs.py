@@ -1,6 +1,6 @@
-"""The jobs of a benchmark: each is one command, timed from outside, with what its ranks have found.
+"""The jobs of a benchmark: each is one command, timed from outside, with the results of its ranks.
 
-They are started as users start theirs, by `mpiddp launch`, so that what is measured is what they get.
+`mpiddp launch` starts them, so the figures are those of a user's jobs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OnLine = Callable[[int, str], None]  # gets the command's process id and a line 
 
 
 class JobFailed(Exception):
-    """A job did not do what it should. `code` is its exit code, and the text what it has said."""
+    """A job failed. `code` is its exit code, and the text is its stderr or the reason."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -33,7 +33,7 @@ class JobFailed(Exception):
 
 @dataclass(frozen=True)
 class Finished:
-    """One command: when it started (seconds since 1970), how long it took, what it wrote to stdout.
+    """A command that has ended: its start (seconds since 1970), its duration and its lines of stdout.
 
     `cpu_s` counts user and system time of all its processes on this host.
     """
@@ -45,15 +45,15 @@ class Finished:
 
     @property
     def results(self) -> list[Result]:
-        """What its ranks sent by `mpiddp.bench.result_lines.emit`."""
+        """The results that its ranks sent with `mpiddp.bench.result_lines.emit`."""
         return read_results(self.lines)
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """Where a benchmark's jobs run: options of `mpiddp launch`, and the slots that there are.
+    """The hosts of a benchmark's jobs: options of `mpiddp launch`, and the number of slots.
 
-    `per_host` are the slots of the fullest host. `training` are options of `mpiddp train`.
+    `per_host` is the number of ranks on the fullest host. `training` are options of `mpiddp train`.
     """
 
     where: tuple[str, ...]
@@ -66,8 +66,8 @@ class Jobs:
     def run(self, name: str, *arguments: str, ranks: int) -> Finished:
         """Run `mpiddp bench-rank NAME ARGUMENTS TRAINING…` as every rank of a job over the hosts.
 
-        A rank has the threads that it has where all slots are taken, or one rank alone would be
-        the faster for having the whole host.
+        A rank has as many threads as in a job on all slots. Otherwise a single rank would be faster
+        because it uses the whole host.
 
         Raises:
             JobFailed: it did not succeed within `timeout_s`.
@@ -99,7 +99,7 @@ class Jobs:
 
 
 def launch_command(*options: str) -> list[str]:
-    # Nothing is worth waiting for once a job has run out of its time.
+    # A job that has exceeded its time has nothing to save.
     return [sys.executable, "-m", "mpiddp", "launch", "--grace", "1s", *options]
 
 
@@ -111,17 +111,17 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Finished:
-    """Run a command to its end, in this environment and directory unless others are given.
+    """Run a command to its end, in this process's environment and directory unless others are given.
 
     Raises:
-        JobFailed: it ended with another code than 0, or not within `timeout_s`.
+        JobFailed: its exit code is not 0, or it did not end within `timeout_s`.
     """
     before, started_at = _cpu_s(), time.time()
     lines: list[str] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
         _child(argv, errors.fileno(), env, cwd) as child,
-        _alarm(timeout_s, child) as rang,
+        _alarm(timeout_s, child) as timed_out,
     ):
         assert child.stdout is not None
         for line in child.stdout:
@@ -132,7 +132,7 @@ def run(
         wall_s = time.time() - started_at
         errors.seek(0)
         text = errors.read().strip()
-    if rang.is_set():
+    if timed_out.is_set():
         raise JobFailed(1, f"it did not end within {timeout_s:g} s.")
     if code != 0:
         raise JobFailed(code, text)
@@ -141,17 +141,17 @@ def run(
 
 @contextmanager
 def _alarm(seconds: float, child: subprocess.Popen[str]) -> Iterator[threading.Event]:
-    """Ends the child unless the body has ended by then; the event says that it did."""
-    rang = threading.Event()
+    """Terminate the child if the body takes longer, and set the event in that case."""
+    timed_out = threading.Event()
 
-    def ring() -> None:
-        rang.set()  # first: who sees the child's end sees its cause
+    def terminate() -> None:
+        timed_out.set()  # before the child ends, so that the reader of its end finds the cause
         child.terminate()
 
-    alarm = threading.Timer(seconds, ring)
+    alarm = threading.Timer(seconds, terminate)
     alarm.start()
     try:
-        yield rang
+        yield timed_out
     finally:
         alarm.cancel()
 
@@ -160,7 +160,7 @@ def _alarm(seconds: float, child: subprocess.Popen[str]) -> Iterator[threading.E
 def _child(
     argv: Sequence[str], stderr: int, env: Mapping[str, str] | None, cwd: Path | None
 ) -> Iterator[subprocess.Popen[str]]:
-    """The command as a child, which does not outlive the body."""
+    """Run the command as a child that does not outlive the body."""
     child = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -181,7 +181,7 @@ def _child(
 
 
 def _cpu_s() -> float:
-    """What all children have used that have ended, and theirs."""
+    """The CPU seconds of all ended children and their descendants."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

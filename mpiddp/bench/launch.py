@@ -1,8 +1,8 @@
-"""`mpiddp bench launch`: from the command to the end of the first all-reduce, beside torchrun.
+"""`mpiddp bench launch`: the time from the command to the end of the first all-reduce, beside torchrun.
 
-One env:// script, this machine, both launchers in turn within every round; the first round only warms
-the page cache. CPU time counts every process of the job. Memory is what the resident process, the
-launcher or torchrun's agent, had held at most when the all-reduce was done.
+Both launchers start the same env:// script on this machine, in turn within every round. The first round
+only warms the page cache. CPU time counts every process of the job. Memory is the peak memory of the
+resident process, the launcher or torchrun's agent, at the end of the all-reduce.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpiddp.bench.rounds import ratios, turns
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Over gloo, there may be more ranks than GPUs.
+# With gloo there may be more ranks than GPUs.
 JOB = (str(Path(__file__).with_name("ranks") / "first_all_reduce.py"), "--backend", "gloo")
 LAUNCHERS = ("mpiddp", "torchrun")
 
@@ -40,9 +40,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Start:
-    """One job: seconds to its first all-reduce, CPU seconds of all of it, and peak memory in MB.
+    """One job: seconds to its first all-reduce, CPU seconds of all its processes, peak memory in MB.
 
-    `resident_mb` is that of the command itself, `children_mb` that of what it has started.
+    `resident_mb` is the memory of the command itself, `children_mb` that of its child processes.
     """
 
     wall_s: float
@@ -57,13 +57,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=counts(1),
         default="2,4,8,16,32",
         metavar="2,4",
-        help="jobs of so many ranks",
+        help="numbers of ranks to start on this machine",
     )
     add_rounds(parser, default=5)
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it, for both
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for both
     points = []
     for ranks in options.ranks:
         try:
@@ -71,7 +71,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
         except JobFailed as failure:
             if not points:
                 raise
-            note(f"launch: left out: a job of {ranks} ranks failed: {failure}")
+            note(f"launch: a job of {ranks} ranks failed and is left out: {failure}")
     return {"points": points}
 
 
@@ -91,7 +91,7 @@ def _point(ranks: int, rounds: int, jobs: Jobs) -> Results:
                 "wall_s": spread(wall_s[launcher]),
                 "cpu_s": spread(cpu_s[launcher]),
                 "resident_mb": max(start.resident_mb for start in starts[launcher]),
-                # mpirun's own; torchrun's children are the ranks.
+                # mpirun's own memory; the children of torchrun are the ranks.
                 "children_mb": max(start.children_mb for start in starts[launcher])
                 if launcher == "mpiddp"
                 else 0.0,
@@ -160,8 +160,8 @@ def table(results: Results) -> str:
                 ]
             )
     return (
-        "From the command to the end of the first all-reduce; MB is the launcher's or the agent's "
-        f"peak\n\n{aligned(head, rows)}"
+        "Time from the command to the end of the first all-reduce; MB is the peak memory of the "
+        f"launcher or torchrun's agent\n\n{aligned(head, rows)}"
     )
 
 
@@ -191,7 +191,7 @@ def draw(results: Results, figure: Figure) -> None:
         "torchrun's agent": [spread([point["torchrun"]["resident_mb"]]) for point in points],
         "mpirun": [spread([point["mpiddp"]["children_mb"]]) for point in points],
     }
-    charts.bars(memory, groups, resident, "peak memory of what stays resident, MB")
+    charts.bars(memory, groups, resident, "peak memory of the resident processes, MB")
     for on in (wall, cpu, memory):
         on.set_xlabel("ranks")
         charts.legend_above(on)

@@ -1,7 +1,7 @@
-"""`mpiddp bench loader`: images/s of each data source alone, beside what the model takes.
+"""`mpiddp bench loader`: images/s of each data source, beside the speed of the model.
 
-Synthetic images, CIFAR-10 and Fashion-MNIST where they are, and a folder of JPEGs that is made on the
-spot, or the one that `--dataset image-folder --data-dir DIR` names.
+The sources are synthetic images, CIFAR-10 and Fashion-MNIST if they are present, and a generated folder
+of JPEGs or the one that `--dataset image-folder --data-dir DIR` names.
 """
 
 from __future__ import annotations
@@ -38,40 +38,48 @@ def rank_options(argv: list[str]) -> tuple[Options, list[str]]:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", type=counts(0), default="0,2,4", metavar="0,2,4", help="processes that decode"
+        "--workers",
+        type=counts(0),
+        default="0,2,4",
+        metavar="0,2,4",
+        help="numbers of workers for the image folder",
     )
-    parser.add_argument("--images", type=whole(4), default=512, metavar="K", help="to generate")
-    parser.add_argument("--batches", type=whole(2), default=32, metavar="K", help="a pass and rank")
+    parser.add_argument(
+        "--images", type=whole(4), default=512, metavar="K", help="images in the generated folder"
+    )
+    parser.add_argument(
+        "--batches", type=whole(2), default=32, metavar="K", help="batches per pass and rank"
+    )
     add_rounds(parser, default=3)
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
     if parse_training(list(jobs.training)).use_syn:
-        raise UserError("mpiddp bench loader measures synthetic images anyway: no --use-syn.")
-    note(
-        f"loader: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')} of every source"
-    )
+        raise UserError(
+            "mpiddp bench loader always measures synthetic images. Leave out --use-syn."
+        )
+    note(f"loader: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')} per source")
     [found] = jobs.run("loader", *as_arguments(options), ranks=jobs.slots).results
     for name, reason in found["missing"].items():
-        note(f"loader: without {name}: {reason}")
+        note(f"loader: leaving out {name}: {reason}")
     return {
         "ranks": jobs.slots,
         "arch": found["arch"],
-        "sources": [_beside_the_model(source) for source in found["sources"]],
+        "sources": [_compared_with_model(source) for source in found["sources"]],
         "missing": found["missing"],
         "hosts": found["hosts"],
     }
 
 
-def _beside_the_model(source: Results) -> Results:
-    """A model that takes more than the source delivers would wait for it."""
+def _compared_with_model(source: Results) -> Results:
+    """Add the ratio of the source's speed to the model's. Below 1 the model waits for the source."""
     speed = spread(source["images_per_s"])
     times = speed["median"] / source["model_images_per_s"]
     return {**source, "images_per_s": speed, "times_model": times}
 
 
 def table(results: Results) -> str:
-    head = ("source", "batch", "images/s over all ranks", f"{results['arch']} takes", "times that")
+    head = ("source", "batch", "images/s over all ranks", f"{results['arch']} images/s", "ratio")
     rows = [
         [
             source["source"],
@@ -87,7 +95,7 @@ def table(results: Results) -> str:
 
 def _title(results: Results) -> str:
     ranks = counted(results["ranks"], "rank")
-    return f"Data sources alone, {ranks}, and what {results['arch']} takes of them"
+    return f"Data sources, {ranks}, beside the speed of {results['arch']}"
 
 
 def draw(results: Results, figure: Figure) -> None:
@@ -95,14 +103,14 @@ def draw(results: Results, figure: Figure) -> None:
     names = [source["source"] for source in results["sources"]]
     speeds = [source["images_per_s"] for source in results["sources"]]
     medians = [speed["median"] for speed in speeds]
-    # A decoded photograph is a thousand times the work of a tensor that is there: no bar would show
-    # both, and on a logarithmic axis a bar's length means nothing.
+    # The speeds of decoding and of ready tensors differ by a factor of a thousand. Bars cannot show
+    # both, and the length of a bar has no meaning on a logarithmic axis.
     on.errorbar(medians, names, xerr=charts.whiskers(speeds), fmt="o", color=charts.BLUE, capsize=3)
     for name, median in zip(names, medians, strict=True):
         text = f"{median:,.0f}"
         on.annotate(text, (median, name), (0, 7), textcoords="offset points", ha="center")
-    takes = [source["model_images_per_s"] for source in results["sources"]]
-    on.plot(takes, names, "|", color=charts.ORANGE, markersize=22, markeredgewidth=2)
+    model_speeds = [source["model_images_per_s"] for source in results["sources"]]
+    on.plot(model_speeds, names, "|", color=charts.ORANGE, markersize=22, markeredgewidth=2)
     on.set_xscale("log")
     on.set_ylim(len(names) - 0.5, -0.6)
     on.set_xmargin(0.1)

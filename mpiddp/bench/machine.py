@@ -1,4 +1,4 @@
-"""What a figure needs beside it to mean something: the machine that it was measured on."""
+"""The machine on which a figure was measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """This host as it is now, by the standard library alone."""
+    """Describe this host, using only the standard library."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Machine(
         host=socket.gethostname(),
@@ -40,13 +40,13 @@ def machine() -> Machine:
 
 
 def available_bytes() -> int:
-    """The memory that processes can still get without swapping."""
+    """The memory that is available to processes without swapping."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has held so far; 0 if it has ended."""
+    """The peak memory of a process so far; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -56,9 +56,9 @@ def peak_bytes(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that the first thread of a process has started; [] if it has ended."""
+    """The children of the first thread of a process; [] if it has ended."""
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return []
 

@@ -14,17 +14,17 @@ BENCHMARKS = {
     "scaling": "images/s and efficiency against the number of ranks",
     "allreduce": "the bandwidth of gloo's and NCCL's all-reduce by size",
     "launch": "the time from the command to the first all-reduce, beside torchrun",
-    "step": "where a step's time goes, and what the runner adds to a bare loop",
-    "loader": "the images/s of each data source alone",
-    "rendezvous": "how the time of the ranks' rendezvous grows with their number",
+    "step": "time of each part of a step, and the runner's overhead over a bare loop",
+    "loader": "the images/s of each data source, beside the speed of the model",
+    "rendezvous": "time to join, by number of ranks",
 }
 
 
 def main(argv: list[str]) -> int:
-    """Measure what `argv` names; 0, or the exit code of a job that failed: 1 or 2.
+    """Run the benchmark that `argv` names; return 0, or the exit code of a failed job: 1 or 2.
 
     Raises:
-        UserError: bad input, found before anything was measured.
+        UserError: bad input, found before the first measurement.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     name, *rest = argv
     if name not in BENCHMARKS:
         known = ", ".join(BENCHMARKS)
-        raise UserError(f'mpiddp bench: there is no "{name}" to measure. Known: {known}.')
+        raise UserError(f'mpiddp bench: unknown benchmark "{name}". Expected one of: {known}.')
     benchmark = import_module(f"mpiddp.bench.{name}").BENCHMARK
     return run_benchmark(f"mpiddp bench {name}", BENCHMARKS[name], benchmark, rest)
 
@@ -41,6 +41,6 @@ def usage() -> str:
     lines = "\n".join(f"  {name:<12}{purpose}" for name, purpose in BENCHMARKS.items())
     return (
         f"usage: mpiddp bench NAME [options]\n\n{lines}\n\n"
-        "Each prints a table and writes NAME.json and NAME.png.\n"
-        "mpiddp bench NAME --help lists the options of each."
+        "Each benchmark prints a table and writes NAME.json and NAME.png.\n"
+        "See: mpiddp bench NAME --help"
     )

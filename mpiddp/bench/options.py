@@ -1,4 +1,4 @@
-"""The options that several benchmarks share, and how their values are read."""
+"""The options that several benchmarks share, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
-# Every benchmark makes its own number of steps from a fresh start, and keeps no checkpoint.
-_MEANINGLESS = (
+# Every benchmark runs its own number of steps from a fresh start, and keeps no checkpoint.
+_NOT_APPLICABLE = (
     "--resume",
     "--go-on",
     "--epochs",
@@ -36,7 +36,7 @@ _MEANINGLESS = (
 
 @dataclass(frozen=True)
 class SharedOptions:
-    """Where the jobs of any benchmark run, and where it writes. `x` are exports to the ranks."""
+    """The hosts of a benchmark's jobs, and its output folder. `x` are exports to the ranks."""
 
     mpirun: str | None
     timeout: int
@@ -48,7 +48,7 @@ class SharedOptions:
     x: Sequence[str] = ()
 
     def launch_options(self) -> list[str]:
-        """Where and with which MPI, as `mpiddp launch` reads it, but for the number of ranks."""
+        """The hosts and the MPI as options of `mpiddp launch`, without the number of ranks."""
         options = ["--mpirun", self.mpirun] if self.mpirun else []
         if self.hostfile is not None:
             options += ["--hostfile", self.hostfile]
@@ -62,7 +62,7 @@ class SharedOptions:
 def parse(
     prog: str, purpose: str, benchmark: Benchmark[Options], argv: list[str]
 ) -> tuple[SharedOptions, Options, list[str]]:
-    """The options of a benchmark: shared, its own, and those that `mpiddp train` would get.
+    """Parse the options of a benchmark: shared ones, its own, and those for `mpiddp train`.
 
     Raises:
         UserError: unknown options, or values out of range.
@@ -91,7 +91,7 @@ def parse_rank_options(
     add_options: Callable[[argparse.ArgumentParser], None],
     argv: list[str],
 ) -> tuple[Record, list[str]]:
-    """The options that a job's ranks get, and the rest, which is for the training."""
+    """Parse the options of a job's ranks. Returns the remaining ones for the training."""
     parser = OneSentenceParser(prog=prog, allow_abbrev=False)
     add_options(parser)
     values, training = parser.parse_known_args(argv)
@@ -99,30 +99,30 @@ def parse_rank_options(
 
 
 def picked(record: type[Record], values: object) -> Record:
-    """The record of those attributes of `values` that its fields name."""
-    there = vars(values)
-    return record(**{each.name: there[each.name] for each in fields(record) if each.name in there})
+    """Build the record from the attributes of `values` with the names of its fields."""
+    named = vars(values)
+    return record(**{each.name: named[each.name] for each in fields(record) if each.name in named})
 
 
 def as_arguments(options: DataclassInstance) -> list[str]:
-    """The options as a command line has them, for the ranks of a job."""
-    words = []
+    """The options as command-line arguments, for the ranks of a job."""
+    arguments = []
     for field in fields(options):
         name, value = f"--{field.name.replace('_', '-')}", getattr(options, field.name)
         if value is True:
-            words.append(name)
+            arguments.append(name)
         elif isinstance(value, (list, tuple)):
-            words += [name, ",".join(map(str, value))]
+            arguments += [name, ",".join(map(str, value))]
         elif value is not None and value is not False:
-            words += [name, str(value)]
-    return words
+            arguments += [name, str(value)]
+    return arguments
 
 
 def _description(prog: str, purpose: str, benchmark: Benchmark[Options]) -> str:
     name = name_of(prog)
     files = f"{name}.json" + (f" and {name}.png" if benchmark.draw else "")
-    others = " All other options are those of mpiddp train." if benchmark.takes_training else ""
-    return f"Measure {purpose}; print a table, write {files}.{others}"
+    others = " Accepts all options of mpiddp train too." if benchmark.takes_training else ""
+    return f"Measure {purpose}; print a table and write {files}.{others}"
 
 
 def name_of(prog: str) -> str:
@@ -131,13 +131,13 @@ def name_of(prog: str) -> str:
 
 
 def _check_training(prog: str, training: list[str]) -> None:
-    """Here, because the ranks would only find out later."""
+    """Check the training options before the ranks start."""
     parse_training(training)
-    for word in training:
-        if word.partition("=")[0].replace("_", "-") in _MEANINGLESS:
+    for argument in training:
+        if argument.partition("=")[0].replace("_", "-") in _NOT_APPLICABLE:
             raise UserError(
-                f"{word} means nothing to {prog}, which makes steps of its own and keeps no "
-                "checkpoint. Leave it out."
+                f"{argument} does not apply to {prog}, which runs a fixed number of steps and keeps "
+                "no checkpoint. Leave it out."
             )
 
 
@@ -145,25 +145,44 @@ def _add_shared(parser: argparse.ArgumentParser, benchmark: Benchmark[Options]) 
     if benchmark.takes_hosts:
         add = parser.add_argument_group("where (default: this machine, or the Slurm allocation)")
         either = add.add_mutually_exclusive_group()
-        either.add_argument("--hostfile", metavar="FILE", help="hosts and their slots, one a line")
         either.add_argument(
-            "-H", dest="host_list", metavar="H1:2,H2:4", help="the same, right here"
+            "--hostfile", metavar="FILE", help="file of hosts and slots, one host per line"
         )
-        add.add_argument("-n", type=whole(1), metavar="N", help="ranks (default: all slots)")
-        add.add_argument("--interface", metavar="NAME", help="the network interface to use")
+        either.add_argument(
+            "-H",
+            dest="host_list",
+            metavar="H1:2,H2:4",
+            help="hosts and slots on the command line",
+        )
+        add.add_argument(
+            "-n", type=whole(1), metavar="N", help="number of ranks (default: all slots)"
+        )
+        add.add_argument(
+            "--interface",
+            metavar="NAME",
+            help="network interface for the job: a name, an address or a network",
+        )
         add.add_argument(
             "-x",
             action="append",
             default=[],
             metavar="VAR[=VALUE]",
-            help="a variable for the ranks",
+            help="pass this environment variable to the ranks (repeatable)",
         )
     add = parser.add_argument_group("how")
-    add.add_argument("--mpirun", metavar="PATH", help="the mpirun to use, with its library")
     add.add_argument(
-        "--timeout", type=whole(1), default=600, metavar="S", help="seconds that one job may take"
+        "--mpirun", metavar="PATH", help="mpirun of the MPI to use (its library is used too)"
     )
-    add.add_argument("--out", metavar="DIR", help="default: bench/<time>-<name>")
+    add.add_argument(
+        "--timeout",
+        type=whole(1),
+        default=600,
+        metavar="S",
+        help="time limit of one job, in seconds",
+    )
+    add.add_argument(
+        "--out", metavar="DIR", help="folder of the results (default: bench/<time>-<name>)"
+    )
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int, low: int = 1) -> None:
@@ -173,7 +192,7 @@ def add_rounds(parser: argparse.ArgumentParser, default: int, low: int = 1) -> N
         type=whole(low),
         default=default,
         metavar="R",
-        help="turns of each thing compared",
+        help="rounds; each variant runs once in every round",
     )
 
 
@@ -195,10 +214,10 @@ def seconds(text: str) -> float:
 
 
 def size_bytes(text: str) -> int:
-    """A parser for 4096, 64K, 16M and 1G, where K is 1024 bytes and the least there is."""
+    """A parser for 4096, 64K, 16M and 1G, where K is 1024 bytes. The minimum is 1K."""
     match = re.fullmatch(r"([0-9]+)([KMG]?)B?", text.upper(), re.ASCII)
     if match is None or int(match[1]) * _UNITS[match[2]] < 1024:
         raise argparse.ArgumentTypeError(
-            f"expected a size from 1K on, such as 64K, 16M or 1G, not {text!r}"
+            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {text!r}"
         )
     return int(match[1]) * _UNITS[match[2]]

@@ -1,18 +1,17 @@
-"""Medians, spreads and tables: how several measurements of the same thing become a line."""
+"""Medians, spreads and tables of repeated measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
-from mpiddp.text import align_columns
+from mpiddp.text import align_columns, percentile
 
-Spread = dict[str, float]  # median, low, high: as JSON has it
+Spread = dict[str, float]  # median, low, high: the keys in JSON
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The middle one of several measurements of one thing, the lowest and the highest."""
-    return {"median": median(values), "low": min(values), "high": max(values)}
+    """The median, the lowest and the highest of several measurements."""
+    return {"median": percentile(values, 50), "low": min(values), "high": max(values)}
 
 
 def shown(values: Spread, form: str, factor: float = 1.0) -> str:
@@ -22,12 +21,12 @@ def shown(values: Spread, form: str, factor: float = 1.0) -> str:
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text: its first column to the left, the others to the right."""
+    """A text table with the first column aligned left and the others right."""
     return align_columns([head, *rows], right=range(1, len(head)))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same for a page of docs/."""
+    """A Markdown table, for a page of docs/."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 

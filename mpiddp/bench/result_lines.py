@@ -1,6 +1,6 @@
-"""A rank of a benchmark sends what it measured to the launching process as one marked line of stdout.
+"""A rank of a benchmark sends its results to the launching process as one marked line of stdout.
 
-mpirun carries stdout from every host, so the hosts need to share nothing.
+mpirun forwards stdout from every host, so the hosts need no shared file system.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-Result = dict[str, Any]  # JSON, whose keys the two ends of a benchmark agree on
+Result = dict[str, Any]  # JSON; the two ends of a benchmark use the same keys
 
 _MARK = "mpiddp-bench: "
 
@@ -19,6 +19,6 @@ def emit(result: Result) -> None:
 
 
 def read_results(lines: Iterable[str]) -> list[Result]:
-    """The results among the lines of a job's stdout."""
+    """Read the results among the lines of a job's stdout."""
     marked = (line.partition(_MARK) for line in lines)
     return [json.loads(text) for _, mark, text in marked if mark]

@@ -1,4 +1,4 @@
-"""The order in which things that are compared take turns, and how their figures are paired."""
+"""The order in which compared variants alternate, and the ratios of their figures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 def turns(names: Sequence[T], rounds: int, warmup: int = 0) -> Iterator[tuple[int, T]]:
-    """Each name once in every round, so that the machine's other work meets all of them alike.
+    """Yield (round, name), each name once per round, so that other load affects all of them equally.
 
-    Yields (round, name). Rounds count from 1; `warmup` rounds come before them, down from 0.
-    Every second round is the one before it backwards, and each such pair starts one name later:
-    what a turn leaves behind, in caches or on its way to the disk, falls on no name alone.
+    Rounds count from 1; `warmup` rounds come before them, numbered down from 0. Every second round has
+    the reverse order of the round before, and each such pair starts one name later. So the after-effects
+    of a turn, in caches or pending writes, do not always hit the same name.
     """
     for index in range(warmup + rounds):
         start = index // 2 % len(names)
@@ -23,5 +23,5 @@ def turns(names: Sequence[T], rounds: int, warmup: int = 0) -> Iterator[tuple[in
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """The ratio of each round: both figures of a pair come from the same minute."""
+    """The ratio in each round, whose two figures were measured shortly after each other."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]

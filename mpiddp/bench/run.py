@@ -25,10 +25,10 @@ from mpiddp.train.options import check_options
 
 
 def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: list[str]) -> int:
-    """Measure, print, write; 0, or the exit code of a job that failed: 1 or 2.
+    """Measure, print and write; return 0, or the exit code of a failed job: 1 or 2.
 
     Raises:
-        UserError: bad input, found before anything was measured.
+        UserError: bad input, found before the first measurement.
     """
     started_at = time.time()
     shared, options, training = parse(prog, purpose, benchmark, argv)
@@ -40,12 +40,12 @@ def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: 
     _check_writable(folder)
     jobs = _jobs(shared, getattr(options, "backend", None), training, benchmark, started_at)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the job as a Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
     try:
         results = benchmark.measure(options, jobs)
     except JobFailed as failure:
         print(failure, file=sys.stderr)
-        note(f"bench {name} ends here: a job failed with exit code {failure.code}.")
+        note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
         return BAD_INPUT if failure.code == BAD_INPUT else FAILED
     print(benchmark.table(results))
     environment = {"mpi": jobs.starter, "hosts": results.pop("hosts", None) or [asdict(machine())]}
@@ -69,13 +69,13 @@ def _jobs(
     benchmark: Benchmark[Options],
     started_at: float,
 ) -> Jobs:
-    """Check the hosts as a launch does, once; a fault there ends the benchmark here."""
+    """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
     where = shared.launch_options()
     ranks = ["-n", str(shared.n)] if shared.n else []
     if not benchmark.takes_hosts:
         ranks = ["-H", "localhost:1"]
     backend = backend or check_options(training)
-    if backend == "gloo":  # its ranks need no GPU of their own
+    if backend == "gloo":  # ranks may share a GPU
         where = [*where, "--share-gpus"]
     launch_options = parse_options([*where, *ranks, "-m", "mpiddp", "bench-rank"])
     plan = make_plan(replace(launch_options, backend=backend), started_at, os.environ)
@@ -85,7 +85,7 @@ def _jobs(
 
 
 def _check_writable(folder: Path) -> None:
-    """An hour of measuring is not to be lost to a missing permission."""
+    """Check the permission before an hour of measuring."""
     existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
         tempfile.TemporaryFile(dir=existing).close()

@@ -1,8 +1,7 @@
-"""`mpiddp bench scaling`: images/s and efficiency against the number of ranks.
+"""`mpiddp bench scaling`: images/s and efficiency by number of ranks.
 
-Weak scaling keeps the batch of each rank, so that twice the ranks should take twice the images;
-`--strong` keeps the global batch. Every number of ranks is a job of its own; they have their turns in
-every round.
+Weak scaling keeps the batch of each rank, so twice the ranks ideally process twice the images. `--strong`
+keeps the global batch. Each number of ranks is a separate job; the jobs alternate in every round.
 """
 
 from __future__ import annotations
@@ -50,16 +49,21 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
         "--steps", type=whole(1), default=20, metavar="K", help="steps to time in each job"
     )
     parser.add_argument(
-        "--warmup", type=whole(0), default=5, metavar="K", help="steps before these"
+        "--warmup", type=whole(0), default=5, metavar="K", help="steps before the timed ones"
     )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=counts(1), metavar="1,2,4", help="default: powers of two, and all slots"
+        "--ranks",
+        type=counts(1),
+        metavar="1,2,4",
+        help="numbers of ranks (default: powers of two, and all slots)",
     )
     parser.add_argument(
-        "--strong", action="store_true", help="keep --global-batch-size instead of --batch-size"
+        "--strong",
+        action="store_true",
+        help="strong scaling: keep --global-batch-size instead of --batch-size",
     )
     add_rounds(parser, default=3)
     _add_steps(parser)
@@ -85,7 +89,10 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 
 def _point(ranks: int, runs: list[Result], base_ranks: int, base: list[Result]) -> Results:
-    """Efficiency: the speed of each rank over that in the smallest job of the same round."""
+    """The figures of one number of ranks.
+
+    Efficiency is the speed per rank divided by the speed per rank of the smallest job in the same round.
+    """
     speeds = [run["images_per_s"] for run in runs]
     bases = [run["images_per_s"] / base_ranks for run in base]
     return {
@@ -107,12 +114,14 @@ def _sizes(options: Options, jobs: Jobs) -> Sequence[int]:
         slots,
     ]
     if sizes[-1] > slots:
-        raise UserError(f"--ranks {sizes[-1]} is more than the {slots} slots there are.")
+        raise UserError(f"--ranks {sizes[-1]} is more than the {slots} available slots.")
     batch = parse_training(list(jobs.training)).global_batch_size
     if options.strong and batch is None:
-        raise UserError("--strong keeps the global batch: name it, --global-batch-size 512.")
+        raise UserError("--strong needs a global batch size. Example: --global-batch-size 512")
     if not options.strong and batch is not None:
-        raise UserError("--global-batch-size is for --strong; weak scaling has --batch-size.")
+        raise UserError(
+            "--global-batch-size applies to --strong only. Use --batch-size for weak scaling."
+        )
     return sizes
 
 
@@ -140,7 +149,7 @@ def _title(results: Results) -> str:
     kept = (
         f"global batch {settings['global_batch_size']}"
         if results["strong"]
-        else f"{settings['batch_size']} images a rank"
+        else f"{settings['batch_size']} images per rank"
     )
     kind = "Strong" if results["strong"] else "Weak"
     return (

@@ -1,8 +1,8 @@
-"""`mpiddp bench step`: where a step's time goes on each rank, and what the runner adds to a bare loop.
+"""`mpiddp bench step`: the time of each part of a step on each rank, and the runner's overhead.
 
-The runner's loop is that of `mpiddp train`, with its schedule, its records and its timer. The bare one
-is written by hand, with the same model, optimizer and DDP on the same tensors. It is measured twice: how
-far it is from itself is the noise.
+The runner's loop is that of `mpiddp train`, with its schedule, its records and its timer. The bare loop
+is hand-written, with the same model, optimizer and DDP on the same tensors. It is measured twice; the
+difference between the two is the noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"
 PHASES = ("data", "forward", "backward", "communication exposed", "optimizer", "other")
-STEP = "step"  # of which these are the parts
+STEP = "step"  # the sum of the phases
 MAX_BARS = 16  # ranks in the chart
 
 
@@ -42,12 +42,12 @@ def rank_options(argv: list[str]) -> tuple[Options, list[str]]:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    # 50 are as many as there are between two log lines, which belong to the runner's loop.
+    # A block of 50 steps contains one log line, as in a training.
+    parser.add_argument("--steps", type=whole(4), default=50, metavar="K", help="steps per block")
     parser.add_argument(
-        "--steps", type=whole(4), default=50, metavar="K", help="steps in each block"
-    )
-    parser.add_argument(
-        "--real-data", action="store_true", help="time the parts of a step on the data set"
+        "--real-data",
+        action="store_true",
+        help="time the parts of a step with the data set instead of synthetic images",
     )
     add_rounds(parser, default=5)
 
@@ -106,7 +106,7 @@ def _title(results: Results) -> str:
     settings = results["settings"]
     return (
         f"A step of {settings['arch']} on {settings['dataset']}'s shape, {settings['batch_size']} "
-        f"images a rank, amp {settings['amp']}, {settings['backend']}"
+        f"images per rank, amp {settings['amp']}, {settings['backend']}"
     )
 
 
@@ -140,7 +140,7 @@ def _draw_parts(on: Axes, ranks: list[Results]) -> None:
         charts.GREY,
     )
     for phase, colour in zip(PHASES, colours, strict=True):
-        # A part that the noise has made negative has no length to show.
+        # Noise can make a part negative; such a part is not drawn.
         widths = [max(0.0, 1000 * rank[phase]["median"]) for rank in ranks]
         on.barh(names, widths, 0.6, left=left, color=colour, label=phase)
         left = [start + width for start, width in zip(left, widths, strict=True)]
