@@ -132,6 +132,7 @@ LAUNCHERS = (
     "srun-pmi2",
     "sbatch",
 )
+ONE_OF_EACH_KIND = ("openmpi", "torchrun", "torch.distributed.launch", "srun")
 
 
 @pytest.fixture(params=LAUNCHERS)
@@ -153,6 +154,8 @@ def launcher(request: pytest.FixtureRequest, hosts: Cluster) -> tuple[str, Calla
     return name, srun(standing, *(["--mpi=pmi2"] if name == "srun-pmi2" else ["--mpi=none"]))
 
 
+# One launcher of each kind: what differs between those of a kind, the training below goes through.
+@pytest.mark.parametrize("launcher", ONE_OF_EACH_KIND, indirect=True)
 def test_message_passing_says_the_same(launcher: tuple[str, Callable[..., str]]) -> None:
     _, run = launcher
     # Not by line: where PYTHONUNBUFFERED is set, two ranks' words can share one.

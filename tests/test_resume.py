@@ -6,6 +6,7 @@ python -m pytest tests/test_resume.py
 
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,24 @@ import torch
 from mpiddp.checkpoints import directory
 from tests import tiny_data
 from tests.data_cache import fetched_cifar10
-from tests.ranks import own_lines
-from tests.training import Command, Turn, contents, records, summary, train, turns, unequal
+from tests.training import (
+    Command,
+    Ranks,
+    Turn,
+    contents,
+    records,
+    summary,
+    unequal,
+    waiting_ranks,
+)
 
 NUM_TRAIN, NUM_TEST = 26, 11
 SAVE_ALL = ("--save-every=1", "--keep=99")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from waiting_ranks(4, tmp_path_factory.mktemp("pool"))
 
 
 def fashion(folder: Path, *options: str) -> Command:
@@ -56,13 +70,13 @@ def steps_recorded(run: Path) -> list[int]:
     ],
 )
 def test_weights_momentum_statistics_and_rng_are_the_same(
-    tmp_path: Path, ranks: int, options: list[str], steps: int
+    tmp_path: Path, pool: Ranks, ranks: int, options: list[str], steps: int
 ) -> None:
     command = fashion(tmp_path, *options)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     step = random.Random(f"{ranks} {options}").randrange(1, steps)
     start = step_folder(whole, step)
-    ran = turns(
+    ran = pool.run(
         ranks,
         tmp_path,
         [[*command, *SAVE_ALL, "--out", whole], [*command, "--out", resumed, f"--resume={start}"]],
@@ -74,11 +88,11 @@ def test_weights_momentum_statistics_and_rng_are_the_same(
     assert unequal(contents(whole, steps), contents(whole, step)) != []  # it could have failed
 
 
-def test_a_restart_goes_on_from_what_the_run_has_saved_itself(tmp_path: Path) -> None:
+def test_a_restart_goes_on_from_what_the_run_has_saved_itself(tmp_path: Path, pool: Ranks) -> None:
     """--go-on is what a restart adds: before the first save --resume holds, then the run's own."""
     older, run = tmp_path / "older", tmp_path / "run"
     command = [*fashion(tmp_path, "--batch-size=4"), "--resume", older, "--go-on"]
-    ran = turns(
+    ran = pool.run(
         2,
         tmp_path,
         [
@@ -100,14 +114,14 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_itself(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_on_real_images_across_the_end_of_an_epoch(tmp_path: Path) -> None:
+def test_on_real_images_across_the_end_of_an_epoch(tmp_path: Path, pool: Ranks) -> None:
     """Two of four steps make an epoch; there all 10,000 test images are looked at."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     command: Command = [
         f"--data-dir={fetched_cifar10()}", "--arch=resnet20", "--batch-size=8", "--epochs=2",
         "--steps-per-epoch=2", "--stop-at-step=3",
     ]  # fmt: skip
-    ran = turns(
+    ran = pool.run(
         2,
         tmp_path,
         [
@@ -125,19 +139,20 @@ def test_on_real_images_across_the_end_of_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Command]:
+def stopped(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> tuple[Path, Command]:
     """A run of two ranks, stopped at step 2 of 6, three of which are an epoch."""
     folder = tmp_path_factory.mktemp("stopped")
     command = fashion(folder, "--global-batch-size=8", "--log-every=2")
-    job = train(2, *command, "--out", folder / "out", "--stop-at-step=2", "--save-every=1")
-    assert (job.returncode, own_lines(job.stderr)) == (75, [])
-    assert "stopped at step 2. To resume, run the same command." in job.stdout
+    stop: Command = ["--out", folder / "out", "--stop-at-step=2", "--save-every=1"]
+    (ran,) = pool.run(2, folder, [[*command, *stop]])
+    assert (ran.code, ran.stderr) == (75, "")
+    assert "stopped at step 2. To resume, run the same command." in ran.stdout
     return folder / "out", command
 
 
 @pytest.fixture(scope="module")
 def went_on(
-    stopped: tuple[Path, Command], tmp_path_factory: pytest.TempPathFactory
+    stopped: tuple[Path, Command], tmp_path_factory: pytest.TempPathFactory, pool: Ranks
 ) -> dict[str, tuple[Path, Turn]]:
     """Copies of that run, changed in one way or another, after two ranks went on with them."""
     folder = tmp_path_factory.mktemp("went-on")
@@ -162,7 +177,7 @@ def went_on(
     }
     names = [*outs, "again"]
     commands = [[*command, "--out", outs[name], *options.get(name, [])] for name in names]
-    ran = turns(2, folder, commands)
+    ran = pool.run(2, folder, commands)
     assert [turn.code for turn in ran] == [0] * len(names), [turn.stderr for turn in ran]
     return {name: (outs[name], turn) for name, turn in zip(names, ran, strict=True)}
 
@@ -216,12 +231,12 @@ def test_a_run_that_is_over_keeps_its_summary(went_on: dict[str, tuple[Path, Tur
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_global_batch(
-    stopped: tuple[Path, Command], tmp_path: Path
+    stopped: tuple[Path, Command], tmp_path: Path, pool: Ranks
 ) -> None:
     start, command = stopped
     out = tmp_path / "out"
     shutil.copytree(start, out)
-    (ran,) = turns(1, tmp_path, [[*command, "--out", out, *SAVE_ALL]])
+    (ran,) = pool.run(1, tmp_path, [[*command, "--out", out, *SAVE_ALL]])
     assert "step 2, epoch 0" in ran.stdout
     found = summary(out)
     assert (found["world_size"], found["steps"], found["global_batch_size"]) == (1, 6, 8)

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,17 @@ from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from tests import tiny_data
 from tests.ranks import ROOT, clean_env, mpirun
-from tests.training import Command, Turn, configured, contents, records, summary, train, turns
+from tests.training import (
+    Command,
+    Ranks,
+    Turn,
+    configured,
+    contents,
+    records,
+    summary,
+    train,
+    waiting_ranks,
+)
 
 QUICK = ["--arch=resnet20", "--batch-size=4", "--use-syn", "--steps-per-epoch=3", "--epochs=2"]
 
@@ -30,13 +41,18 @@ QUICK = ["--arch=resnet20", "--batch-size=4", "--use-syn", "--steps-per-epoch=3"
 
 
 @pytest.fixture(scope="module")
-def exactness(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from waiting_ranks(4, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="module")
+def exactness(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> dict[int, dict[str, Any]]:
     """What tests/jobs/exactness.py finds at 1, 2, 3 and 4 ranks."""
     found = {}
     for ranks in (1, 2, 3, 4):
         file = tmp_path_factory.mktemp("exactness") / "found.json"
-        job = mpirun(ranks, "-m", "tests.jobs.exactness", str(file))
-        assert job.returncode == 0, job.stderr
+        (ran,) = pool.run(ranks, file.parent, [["-m", "tests.jobs.exactness", file]])
+        assert (ran.code, ran.stderr) == (0, "")
         found[ranks] = json.loads(file.read_text())
     return found
 
@@ -180,7 +196,7 @@ def test_what_is_printed(run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Turn]:
+def options(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> dict[str, Turn]:
     """Short runs of 2 ranks with one option or another, by the name of their folder."""
     folder = tmp_path_factory.mktemp("options")
     weights = folder / "weights.pt"
@@ -201,7 +217,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Turn]:
             "--arch=resnet18", "--batch-size=4", "--epochs=1", "--keep-tail",
         ],
     }  # fmt: skip
-    ran = turns(2, folder, [[*words, "--out", folder / name] for name, words in commands.items()])
+    ran = pool.run(
+        2, folder, [[*words, "--out", folder / name] for name, words in commands.items()]
+    )
     assert [turn.code for turn in ran] == [0] * len(commands), [turn.stderr for turn in ran]
     return {str(folder / name): turn for name, turn in zip(commands, ran, strict=True)}
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,21 @@ from mpiddp.train.data import cifar10
 from mpiddp.train.resnet import ARCHS
 from tests import tiny_data
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
-from tests.training import Command, Turn, records, summary, train, turns
+from tests.training import Command, Ranks, Turn, records, summary, train, waiting_ranks
 
 QUICK: Command = ["--arch=resnet20", "--batch-size=4", "--use-syn", "--steps-per-epoch=2"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from waiting_ranks(2, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> Path:
     """A finished run in `done`, and folders that hold what is wrong."""
     place = tmp_path_factory.mktemp("input")
-    (ran,) = turns(2, place, [[*QUICK, "--epochs=1", "--save-every=1", "--out", place / "done"]])
+    (ran,) = pool.run(2, place, [[*QUICK, "--epochs=1", "--save-every=1", "--out", place / "done"]])
     assert ran.code == 0
     (place / "file").write_text("in the way")
 
@@ -201,7 +207,9 @@ CASES: dict[str, tuple[str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def refused(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Turn, Path]]:
+def refused(
+    place: Path, tmp_path_factory: pytest.TempPathFactory, pool: Ranks
+) -> dict[str, tuple[Turn, Path]]:
     """Every case on the same two ranks, one after another, and its output folder."""
     outs = tmp_path_factory.mktemp("outs")
     commands: list[Command] = []
@@ -211,7 +219,7 @@ def refused(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         for word in words.split():
             start += QUICK if word == "QUICK" else [word.replace("P/", f"{place}/")]
         commands.append(start)
-    ran = turns(2, place, commands)
+    ran = pool.run(2, place, commands)
     return {name: (turn, outs / name) for name, turn in zip(CASES, ran, strict=True)}
 
 
@@ -284,13 +292,13 @@ FOLDER: Command = [
 ]  # fmt: skip
 
 
-def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+def test_a_resume_with_other_data_is_refused(tmp_path: Path, pool: Ranks) -> None:
     data = [tiny_data.image_folder(tmp_path / name, 4, 2) for name in ("one", "moved", "other")]
     (data[2] / "train" / "dog" / "3.jpg").rename(data[2] / "train" / "dog" / "4.jpg")
     out = tmp_path / "out"
     stop = ["--stop-at-step=1", "--out", out]
     command: Command = [*FOLDER, "--data-dir"]
-    first, other, moved = turns(
+    first, other, moved = pool.run(
         2, tmp_path, [[*command, data[0], *stop], [*command, data[2], "--out", out],
         [*command, data[1], "--out", out]],
     )  # fmt: skip
@@ -322,13 +330,15 @@ def test_hosts_with_different_data_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_summary_and_records_are_made_anew(place: Path, tmp_path: Path) -> None:
+def test_a_damaged_summary_and_records_are_made_anew(
+    place: Path, tmp_path: Path, pool: Ranks
+) -> None:
     out = tmp_path / "done"
     shutil.copytree(place / "done", out)
     (out / "summary.json").write_bytes(b"")
     with (out / "metrics.jsonl").open("a") as file:
         file.write('12\n{"step": 2')
-    (again,) = turns(2, tmp_path, [[*QUICK, "--epochs=1", "--save-every=1", "--out", out]])
+    (again,) = pool.run(2, tmp_path, [[*QUICK, "--epochs=1", "--save-every=1", "--out", out]])
     assert (again.code, again.stderr) == (0, "")
     assert summary(out)["steps"] == 2
     assert [record["step"] for record in records(out)] == [2]

@@ -18,26 +18,19 @@ STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, mpis.mpirun_of)
 # the others have nothing left to do.
 LONGEST_FIRST = (
     *(
-        "training",
-        "launch",
         "supervision",
-        "resume",
+        "launch",
+        "launchers",
         "run",
+        "training",
         "stop",
-        "training_input",
-        "exactly_once",
+        "cifar10_learns",
+        "restarts",
     ),
-    *("restarts", "replicas", "failing_rank", "cifar10_learns", "launch_hosts", "network_of_a_job"),
-    *("bench", "launchers", "slurm_job", "rendezvous", "run_sh", "faulty_disks", "joining"),
-    *(
-        "preflight",
-        "cifar10_fetch",
-        "saver",
-        "test_hosts",
-        "launch_options",
-        "coordinator",
-        "control_channel",
-    ),
+    *("resume", "training_input", "exactly_once", "launch_hosts", "network_of_a_job", "replicas"),
+    *("joining", "failing_rank", "bench", "slurm_job", "rendezvous", "run_sh", "faulty_disks"),
+    *("preflight", "cifar10_fetch", "saver", "test_hosts", "launch_options", "coordinator"),
+    "control_channel",
 )
 VERBS = ("run", "train", "launch", "bench", "-H")
 STANDS_UP = ("up", "up_or_skip", "stand_up")

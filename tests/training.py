@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import torch
 from mpiddp.train.config import TrainConfig, resolve_defaults
 from mpiddp.train.options import parse
 from mpiddp.world import World
-from tests.ranks import mpirun, own_lines
+from tests.patience import PATIENCE_S
+from tests.ranks import ROOT, clean_env, mpirun, mpirun_command, own_lines
 
 Command = list[str | Path]  # the options of `mpiddp train`
 
@@ -42,14 +45,50 @@ def train(
     return mpirun(ranks, "-m", "mpiddp", "train", *map(str, options), cwd=cwd)
 
 
-def turns(ranks: int, folder: Path, commands: list[Command]) -> list[Turn]:
-    """The commands one after another in the same ranks, see `tests.jobs.turns`."""
-    file = folder / "commands.json"
-    file.write_text(json.dumps([[str(word) for word in command] for command in commands]))
-    job = mpirun(ranks, "-m", "tests.jobs.turns", str(file))
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert own_lines(job.stderr) == []
-    return [Turn(*turn) for turn in json.loads(file.with_name("TURNS.json").read_text())]
+@dataclass
+class Ranks:
+    """Ranks of one mpirun that take turns as jobs of their number or fewer, see `tests.jobs.turns`."""
+
+    process: subprocess.Popen[str]
+    stderr: Path
+
+    def run(self, ranks: int, folder: Path, commands: list[Command]) -> list[Turn]:
+        """The commands one after another, each as a job of that many ranks."""
+        file = folder / "TURNS.json"
+        file.unlink(missing_ok=True)
+        written = [[str(word) for word in command] for command in commands]
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([ranks, str(file), written]) + "\n")
+        self.process.stdin.flush()
+        deadline = time.monotonic() + PATIENCE_S
+        while not file.exists():
+            assert self.process.poll() is None, self.stderr.read_text()
+            assert time.monotonic() < deadline, "the ranks take too long for their turns"
+            time.sleep(0.05)
+        return [Turn(*turn) for turn in json.loads(file.read_text())]
+
+
+def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
+    """So many ranks, which end well afterwards and have nothing to say but in their turns."""
+    stderr = folder / "stderr"
+    with (
+        stderr.open("w") as file,
+        subprocess.Popen(
+            mpirun_command(ranks, "-m", "tests.jobs.turns"),
+            env=clean_env(),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            text=True,
+        ) as process,
+    ):
+        try:
+            yield Ranks(process, stderr)
+            process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()  # nothing, if it has ended
+    assert (process.returncode, own_lines(stderr.read_text())) == (0, [])
 
 
 def contents(run: Path, step: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     mpirun -np 3 python -m tests.jobs.exactness OUT.json
 
+Beside other turns of the same ranks as well, see `tests.jobs.turns`.
 The reference is plain torch over all images at once, computed by every rank for itself.
 """
 
@@ -171,7 +172,7 @@ def draws_after_restoring() -> bool:
     return all(everyones(torch.equal(torch.rand(3), expected)))
 
 
-def main() -> None:
+def main(file: str) -> None:
     config = configured("--amp=off")
     smoothed = replace(config, label_smoothing=0.1)
     with join() as coordinator, default_group(coordinator, "gloo", CPU, timeout_s=60):
@@ -193,8 +194,8 @@ def main() -> None:
             "scores": [score(config, num_images) for num_images in (37, 3)],
         }
         if coordinator.world.rank == 0:
-            Path(sys.argv[1]).write_text(json.dumps(results))
+            Path(file).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
