@@ -1,4 +1,4 @@
-"""Ranks that do not come to meet the others are named, with the last that is known of them.
+"""The verdict names ranks that do not join, with the line of Python that they execute.
 
 Tests mpiddp/runtime/join.py.
 python -m pytest tests/test_joining.py

@@ -76,8 +76,8 @@ def test_a_variable_for_the_ranks(tmp_path: Path, export: str, value: str) -> No
     assert done.stdout == f"rank 0 {value}\n", done.stderr
 
 
-def test_a_rank_that_never_joins_is_waited_for_as_long_as_said(tmp_path: Path) -> None:
-    """Rank 1 hangs before it can meet anybody, in a sitecustomize that Python imports first."""
+def test_timeout_limits_the_wait_for_a_rank_that_never_joins(tmp_path: Path) -> None:
+    """Rank 1 hangs before it can join, in a sitecustomize that Python imports first."""
     late = "import os, time\nif os.environ.get('OMPI_COMM_WORLD_RANK') == '1': time.sleep(600)\n"
     (tmp_path / "sitecustomize.py").write_text(late)
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""A broken host is named in a sentence before anything starts. Real hosts, really broken.
+"""The preflight names every broken host in a sentence before anything starts, on real hosts.
 
 Tests mpiddp/launch/remote/preflight.py.
 python -m pytest tests/test_preflight.py
@@ -99,7 +99,7 @@ def test_a_folder_that_one_host_lacks(hosts: Cluster) -> None:
     sentence = refusal(launch(hosts, "-H", "node0:1,node1:1", cwd=folder))
     assert sentence == (
         f"node1: the working folder {folder} is missing. "
-        "Make it there, or start from a folder that every host has."
+        "Create it there, or launch from a folder that every host has."
     )
 
 

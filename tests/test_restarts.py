@@ -1,4 +1,4 @@
-"""A job that fails goes on from its newest checkpoint, with the hosts that are there.
+"""A failed job restarts from its newest checkpoint, on the hosts that are usable.
 
 Tests mpiddp/launch/restarts.py.
 python -m pytest tests/test_restarts.py
@@ -47,7 +47,7 @@ def hosts() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("succeeds_at", "tries", "code"), [pytest.param(2, 2, 0, marks=pytest.mark.quick), (9, 3, 1)]
 )
-def test_a_failed_job_is_started_again_so_often(
+def test_max_restarts_limits_the_restarts_of_a_failed_job(
     tmp_path: Path, succeeds_at: int, tries: int, code: int
 ) -> None:
     (tmp_path / "script.py").write_text(FAILS_ONCE)
@@ -78,7 +78,7 @@ sys.exit(cli.main())
 @pytest.mark.parametrize(
     ("step", "pauses"), [("mpiddp.should_stop()", ["1.0"] * 3), ("pass", ["1.0", "2.0", "4.0"])]
 )
-def test_a_job_that_gets_on_waits_no_longer_each_time(
+def test_the_pause_before_a_restart_grows_only_without_a_step(
     tmp_path: Path, step: str, pauses: list[str]
 ) -> None:
     job = script(tmp_path, f"import sys, mpiddp; {step}; sys.exit(3)")
@@ -101,7 +101,7 @@ sys.exit(cli.main())
 """
 
 
-def test_a_stop_between_two_starts_is_heard(tmp_path: Path) -> None:
+def test_a_stop_request_before_a_restart_ends_the_launch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WAITS_LONG, "launch", "-H", "localhost:1"]
     command += ["--max-restarts", "9", script(tmp_path, "1 / 0")]
     with subprocess.Popen(command, env=clean_env(), stderr=subprocess.PIPE, text=True) as job:
@@ -112,7 +112,7 @@ def test_a_stop_between_two_starts_is_heard(tmp_path: Path) -> None:
     assert (last, job.returncode) == ("mpiddp: interrupted before a restart.", 130)
 
 
-def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
+def test_bad_input_causes_no_restart(tmp_path: Path) -> None:
     command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", *TRAIN, "--lr", "much"]
     done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
@@ -163,7 +163,7 @@ def test_too_few_hosts_are_an_error(hosts: Cluster) -> None:
     assert done.stderr.startswith("mpiddp: leaving out a host: nowhere: cannot be resolved")
 
 
-def test_more_hosts_wanted_than_named_is_an_error() -> None:
+def test_min_hosts_above_the_number_of_hosts_is_an_error() -> None:
     done = launch("--min-hosts", "3", "-H", "localhost:2", "-m", "platform")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "only 1 host given, but --min-hosts is 3.\n"

@@ -1,4 +1,4 @@
-"""What goes wrong is noticed in time, named rightly, and leaves nothing behind, on real hosts.
+"""Failures on real hosts: the launcher detects each in time, names the right rank, and leaves no process.
 
 Tests mpiddp/launch/supervise/.
 python -m pytest tests/test_supervision.py
@@ -183,7 +183,7 @@ def test_a_killed_launcher_ends_the_job(hosts: Cluster) -> None:
 
 
 def test_kill_orphans_finds_a_process_by_its_job_id_alone(hosts: Cluster) -> None:
-    """A process that has left its session, and that nobody has told to end."""
+    """A process in its own session, which receives no signal from the launcher."""
     act = "import subprocess; subprocess.Popen(['setsid', 'sleep', '6000']); sys.exit(3)"
     bystander = hosts["node1"].popen(["sleep", "6001"])
     said = start(hosts, act).program.communicate(timeout=PATIENCE_S)[1]
@@ -244,7 +244,7 @@ def test_a_rank_that_hangs_when_others_are_done(tmp_path: Path) -> None:
 
 
 def test_an_mpirun_that_hangs_is_named(hosts: Cluster) -> None:
-    """As where its login on another host does, before any rank is there to say so."""
+    """For example because its login on another host hangs, before any rank has started."""
     agent = hosts.shared / "agent"
     agent.write_text("#!/bin/sh\nexec sleep 6000\n")
     agent.chmod(0o755)
@@ -318,7 +318,7 @@ RESET = "RuntimeError: [gloo] Connection closed by peer"
         ([failed(2, 1.0, "ConnectionError: no database"), lost(0, 2.0), lost(1, 2.0)], 2),
     ],
 )
-def test_who_was_first(words: list[Message], guilty: int) -> None:
+def test_the_verdict_names_the_rank_that_failed_first(words: list[Message], guilty: int) -> None:
     record = JobState(["a", "b", "c"])
     for word in words:
         record.note(word)
@@ -327,8 +327,8 @@ def test_who_was_first(words: list[Message], guilty: int) -> None:
     assert first.rank == guilty
 
 
-def test_a_refusal_is_said_where_no_rank_was_to_say_it() -> None:
-    """Of each host one rank speaks, besides rank 0."""
+def test_the_launcher_prints_a_refusal_that_no_rank_has_printed() -> None:
+    """Rank 0 and one rank of each host print it themselves."""
     record = JobState(["a", "a", "b", "b"])
     refusal = failed(3, 1.0, "what is wrong")
     record.note(refusal)
