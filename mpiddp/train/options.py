@@ -123,6 +123,7 @@ def _dashed(argument: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = RankParser(
         prog="mpiddp train",
+        usage="%(prog)s [options]",
         description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
         "Options accept dashes and underscores alike.",
         allow_abbrev=False,
@@ -143,7 +144,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--arch",
         choices=ARCHITECTURES,
-        help=f"default: {ON_CPU.arch} on CPUs, {ON_GPU.arch} on GPUs",
+        metavar="ARCH",
+        help=f"one of {', '.join(ARCHITECTURES)}; default: {ON_CPU.arch} on CPUs, {ON_GPU.arch} on "
+        "GPUs",
     )
     add("--stem", choices=STEMS, default="auto", help="auto: cifar for images under 64 pixels")
     add("--weights", type=_path, metavar="FILE", help="start from a torchvision state_dict")
