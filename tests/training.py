@@ -85,7 +85,7 @@ def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
     ):
         try:
             yield Ranks(process, stderr)
-            process.communicate(timeout=PATIENCE_S)
+            process.communicate("\n", timeout=PATIENCE_S)  # the line that ends them
         finally:
             process.kill()  # nothing, if it has ended
     assert (process.returncode, own_lines(stderr.read_text())) == (0, [])

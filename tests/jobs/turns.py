@@ -2,10 +2,11 @@
 
     mpirun -np 4 python -m tests.jobs.turns
 
-Rank 0 reads lines `[RANKS, FILE, COMMANDS]` of JSON from its stdin, until that ends. COMMANDS are
-argument lists, of `mpiddp train` or, where they begin with -m, of the `main` of a module of tests. Each
-command has its turn on the first RANKS ranks, as a job of that size with a store of its own, as if it
-had just been started. What its rank 0 saw of each goes to FILE.
+Rank 0 reads lines `[RANKS, FILE, COMMANDS]` of JSON from its stdin, until an empty one, for mpirun
+does not pass the end of its stdin on. COMMANDS are argument lists, of `mpiddp train` or, where they
+begin with -m, of the `main` of a module of tests. Each command has its turn on the first RANKS ranks,
+as a job of that size with a store of its own, as if it had just been started. What its rank 0 saw of
+each goes to FILE.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.session import current
 from tests.patience import PATIENCE_S
 
-LONGEST_WAIT_S = 10 * PATIENCE_S  # for the next line, while the tests look at what there is
+LONGEST_WAIT_S = 2 * PATIENCE_S  # for the next line, while the tests look at what there is
 
 
 def serve() -> None:
@@ -37,7 +38,7 @@ def serve() -> None:
         while True:
             line = sys.stdin.readline() if everyone.world.rank == 0 else ""
             line = everyone.all_gather_json(line, timeout_s=LONGEST_WAIT_S)[0]
-            if not line:
+            if not line.strip():
                 return
             ranks, file, commands = json.loads(line)
             seen = []
