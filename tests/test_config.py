@@ -143,7 +143,7 @@ def test_defaults_follow_the_machine() -> None:
 def test_sync_bn_needs_gpus() -> None:
     assert configured("--sync-bn", on_gpu=True).sync_bn
     assert refusal("--sync-bn").startswith("--sync-bn needs GPUs")
-    assert refusal("--sync-bn", "--keep-tail").startswith("--keep-tail and --sync-bn exclude")
+    assert refusal("--sync-bn", "--keep-tail").startswith("--keep-tail and --sync-bn are mutually")
 
 
 # Bad values
@@ -168,7 +168,7 @@ def test_sync_bn_needs_gpus() -> None:
         ("--steps-per-epoch", "0", "expected a whole number, 1 or more"),
         ("--image-size", "0", "expected a whole number, 1 or more"),
         ("--num-workers", "-1", "expected a whole number, 0 or more"),
-        ("--save-every", "0", "expected a whole number, 1 or more"),
+        ("--save-every", "0", "expected a number of steps (1 or more)"),
         ("--log-every", "0", "expected a whole number, 1 or more"),
         ("--stop-at-step", "0", "expected a whole number, 1 or more"),
         ("--keep", "1", "expected a whole number, 2 or more"),
