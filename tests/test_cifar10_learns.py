@@ -1,6 +1,6 @@
-"""The first thing that a user does: CIFAR-10, the defaults, 2 real ranks. A quarter of an epoch has to learn.
+"""The first thing that a user does: CIFAR-10, the defaults, 2 real ranks. Half an epoch has to learn.
 
-At the seed of the defaults 38 % of the test images are right; by chance alone it would be 10 %.
+It takes about 20 s on two cores; by chance alone 10 % of the test images would be right.
 
 Tests mpiddp/train/.
 python -m pytest tests/test_cifar10_learns.py
@@ -24,9 +24,9 @@ ROWS = (
 
 
 @pytest.mark.slow
-def test_a_quarter_of_an_epoch_with_the_defaults_learns(tmp_path: Path) -> None:
+def test_half_an_epoch_with_the_defaults_learns(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = [f"--data-dir={fetched_cifar10()}", "--epochs=1", "--steps-per-epoch=100"]
+    options = [f"--data-dir={fetched_cifar10()}", "--epochs=1", "--steps-per-epoch=200"]
     options.append(f"--out={run}")
     job = mpirun(2, "-m", "mpiddp", "train", *options, timeout_s=1800)
     assert job.returncode == 0, job.stderr
@@ -37,10 +37,10 @@ def test_a_quarter_of_an_epoch_with_the_defaults_learns(tmp_path: Path) -> None:
     found = summary(run)
     told = re.fullmatch(r"(\d+\.\d+)% of 10,000 images", rows["test accuracy"])
     assert told is not None
-    assert float(told[1]) >= 30
+    assert float(told[1]) >= 40
     assert found["test_accuracy"] == pytest.approx(float(told[1]) / 100, abs=0.00005)
-    assert (found["test_images"], found["steps"], found["global_batch_size"]) == (10_000, 100, 128)
-    assert (rows["data set"], rows["steps"]) == (found["dataset"], "100 of 128 images")
+    assert (found["test_images"], found["steps"], found["global_batch_size"]) == (10_000, 200, 128)
+    assert (rows["data set"], rows["steps"]) == (found["dataset"], "200 of 128 images")
     assert rows["train loss"] == f"{found['train_loss']:.4f}"
     assert rows["images/s"] == f"{found['images_per_s']:,.0f} over all ranks"
     assert (found["world_size"], rows["run folder"]) == (2, str(run))
