@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -68,6 +70,12 @@ class Ranks:
         return [Turn(*turn) for turn in json.loads(file.read_text())]
 
 
+def _stop_with_parent() -> None:
+    """A pytest that is killed leaves no ranks waiting for their next turn."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+
+
 def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
     """So many ranks, which end well afterwards and have nothing to say but in their turns."""
     stderr = folder / "stderr"
@@ -81,6 +89,7 @@ def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
             stdout=subprocess.DEVNULL,
             stderr=file,
             text=True,
+            preexec_fn=_stop_with_parent,
         ) as process,
     ):
         try:
