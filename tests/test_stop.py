@@ -196,7 +196,7 @@ def test_a_training_without_a_launcher_saves_too(
         assert stderr == (
             f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
         )
-        assert f"stopped at step {directory.step_of(saved)};" in stdout
+        assert f"stopped at step {directory.step_of(saved)}." in stdout
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
         job.send_signal(signal.SIGTERM)
         stderr = job.communicate(timeout=PATIENCE_S)[1]
     assert job.returncode == 75, stderr
-    assert "SIGTERM: the ranks save" in stderr
+    assert "SIGTERM: the ranks are saving" in stderr
     assert "SIGHUP" not in stderr
 
 

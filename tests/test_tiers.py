@@ -29,7 +29,7 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
     ("function", "ranks", "in_cluster"),
     [
         (test_hostfile.test_any_bytes_are_read_or_refused, False, False),
-        (test_stop.test_durations, False, False),
+        (test_stop.test_times_of_grace, False, False),
         (test_stop.test_nohup_is_respected, True, False),  # by a list of the module
         (test_stop.test_sigusr1_through_a_raw_mpirun_stops_the_job, True, False),
         (test_stop.test_a_training_without_a_launcher_saves_too, True, False),  # by its words
