@@ -35,7 +35,6 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
         (test_stop.test_a_training_without_a_launcher_saves_too, True, False),  # by its words
         (test_run.test_without_a_launcher_a_script_is_a_job_of_one_rank, True, False),
         (test_launch.test_exit_codes, True, False),
-        (test_resume.test_on_real_images_across_the_end_of_an_epoch, True, False),
         (test_launch.test_this_machine_needs_no_hostfile, True, False),  # by an inner function
         (test_restarts.test_too_few_hosts_are_an_error, True, False),  # its fixture has the hosts
         (test_test_hosts.test_nothing_is_left_behind, False, True),
@@ -43,6 +42,10 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
 )
 def test_what_a_test_reaches(function: Callable[..., None], ranks: bool, in_cluster: bool) -> None:
     assert (starts_ranks([function]), uses_cluster([function])) == (ranks, in_cluster)
+
+
+def test_a_fixture_of_waiting_ranks_starts_ranks() -> None:
+    assert starts_ranks([test_resume.pool._get_wrapped_function()])
 
 
 def test_a_fixture_of_hosts_needs_the_cluster() -> None:
