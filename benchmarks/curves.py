@@ -1,10 +1,10 @@
-"""Shows that speed does not change the result: loss curves of plain and of tuned settings, over seeds.
+"""Compare the loss curves of plain and of tuned settings over several seeds.
 
     python -m benchmarks.curves --seeds 5
 
-Plain is fp32, NCHW, DDP's own buckets; tuned are the defaults of this machine. Both train on the same
-images in the same order from the same weights, so a seed's two curves differ by rounding alone. What
-that may come to is what another seed comes to.
+Plain is fp32, NCHW and DDP's own buckets; tuned is the defaults of this machine. All settings train on the
+same images in the same order from the same weights, so the curves of one seed differ only by rounding. The
+difference is harmless if it is smaller than the spread between seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.report import markdown
 
-EVERY = 20  # steps, over which a loss is the mean
+EVERY = 20  # steps; each loss is the mean over them
 PLAIN = "plain"
 SETTINGS = {
     PLAIN: ["--amp=off", "--no-channels-last"],
@@ -39,9 +39,13 @@ class Options:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=whole(2), default=3, metavar="K", help="curves of each")
-    parser.add_argument("--steps", type=whole(1), default=200, metavar="K", help="of each curve")
-    parser.add_argument("--ranks", type=whole(1), default=2, metavar="N", help="on this machine")
+    parser.add_argument("--seeds", type=whole(2), default=3, metavar="K", help="number of seeds")
+    parser.add_argument(
+        "--steps", type=whole(1), default=200, metavar="K", help="steps of each curve"
+    )
+    parser.add_argument(
+        "--ranks", type=whole(1), default=2, metavar="N", help="ranks, all on this machine"
+    )
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
@@ -55,7 +59,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 
 def _losses(settings: list[str], seed: int, options: Options, jobs: Jobs) -> list[float]:
-    """The mean training loss of each EVERY steps."""
+    """The training loss, as the mean over each EVERY steps."""
     with tempfile.TemporaryDirectory() as folder:
         train = ["-m", "mpiddp", "train", *settings, f"--seed={seed}", f"--out={folder}"]
         train += ["--epochs=1", f"--steps-per-epoch={options.steps}", f"--log-every={EVERY}"]
@@ -66,7 +70,7 @@ def _losses(settings: list[str], seed: int, options: Options, jobs: Jobs) -> lis
 
 
 def table(results: Results) -> str:
-    """Means over the seeds, their spread, and each setting's mean distance from plain's same seed."""
+    """Means over the seeds, their spread, and each setting's mean difference from plain for the same seed."""
     curves: dict[str, list[list[float]]] = results["curves"]
     others = [name for name in curves if name != PLAIN]
     head = ["step", PLAIN, "spread of its seeds"]

@@ -1,8 +1,8 @@
-"""Measures what needs a GPU, and prints docs/performance.md's tables of it. Without one they stay empty.
+"""Measure training on a GPU, and print the GPU tables of docs/performance.md; they are empty without a GPU.
 
-    python -m benchmarks.gpu       # some 10 minutes on one H200
+    python -m benchmarks.gpu       # about 10 minutes on one H200
 
-Each figure is of a run of `mpiddp launch … -m mpiddp train` on one rank; where it is a ratio, the settings
+The training figures come from `mpiddp launch … -m mpiddp train` on one rank. The settings of a ratio
 alternate.
 """
 
@@ -27,7 +27,7 @@ from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios, turns
 
 IMAGENET = ["--use-syn", "--dataset=image-folder", "--arch=resnet50", "--batch-size=256"]
-GUIDES = ["--use-syn", "--arch=resnet152", "--stem=imagenet", "--batch-size=8192"]
+RESNET152 = ["--use-syn", "--arch=resnet152", "--stem=imagenet", "--batch-size=8192"]
 FP32 = ["--amp=off", "--no-channels-last"]
 PLAIN = "fp32, NCHW"
 SETTINGS = {
@@ -51,7 +51,9 @@ class Options:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser, default=3)
-    parser.add_argument("--steps", type=whole(1), default=100, metavar="K", help="of each run")
+    parser.add_argument(
+        "--steps", type=whole(1), default=100, metavar="K", help="steps of each run"
+    )
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
@@ -65,7 +67,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 
 def _row(what: str, options: Options, jobs: Jobs) -> str:
-    """What was measured, or why it was not: the other rows still can be."""
+    """The result of one row, or the reason of its failure; the other rows are measured anyway."""
     note(f"gpu: {what}")
     _, measure_row = ROWS[what]
     try:
@@ -75,7 +77,7 @@ def _row(what: str, options: Options, jobs: Jobs) -> str:
 
 
 def _train(jobs: Jobs, *options: str) -> Results:
-    """The summary of a run with these options on one rank."""
+    """Train on one rank with these options, and return summary.json."""
     with tempfile.TemporaryDirectory() as folder:
         train = ["-m", "mpiddp", "train", *options, f"--out={folder}", "--save-every=100000"]
         jobs.run_here(1, *train)
@@ -90,13 +92,13 @@ def _resnet50(options: Options, jobs: Jobs) -> str:
 
 
 def _resnet152(options: Options, jobs: Jobs) -> str:
-    """Ours and the guides' fp32."""
-    epochs = f"--epochs={max(2, options.steps // 25)}"  # of the 6 steps that CIFAR-10's size gives
+    """The speed of the defaults relative to fp32, NCHW."""
+    epochs = f"--epochs={max(2, options.steps // 25)}"  # an epoch of 50,000 images has 6 steps
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for _, is_plain in turns(list(speeds), options.rounds):
         precision = FP32 if is_plain else []
-        speeds[is_plain].append(_train(jobs, *GUIDES, *precision, epochs)["images_per_s"])
-    return f"{median(ratios(speeds[False], speeds[True])):.2f} of fp32's images/s"
+        speeds[is_plain].append(_train(jobs, *RESNET152, *precision, epochs)["images_per_s"])
+    return f"{median(ratios(speeds[False], speeds[True])):.2f} times fp32's images/s"
 
 
 def _cifar10(options: Options, jobs: Jobs) -> str:
@@ -107,7 +109,7 @@ def _cifar10(options: Options, jobs: Jobs) -> str:
 
 
 def _image_folder(options: Options, jobs: Jobs) -> str:
-    """Whether decoded JPEGs keep ResNet-50 fed, by the most that any number of workers gives."""
+    """Speed of decoding JPEGs relative to ResNet-50, with the best number of workers."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "mpiddp", "bench", "loader", "-H", "localhost:1"]
         command += ["--arch=resnet50", "--batch-size=256", "--images=2048", "--batches=16"]
@@ -127,15 +129,15 @@ def _two_ranks(options: Options, jobs: Jobs) -> str:
 
 ROWS = {
     "ResNet-50, 224×224, synthetic, bf16, channels_last": ("≥ 3,100 images/s", _resnet50),
-    "ResNet-152, 32×32, batch 8192, the defaults over fp32": ("≥ 2.5", _resnet152),
+    "ResNet-152, 32×32, batch 8192: speed of the defaults over fp32": ("≥ 2.5", _resnet152),
     "CIFAR-10 to 94 %": ("≤ 60 s", _cifar10),
-    "image folder, over what ResNet-50 takes": ("≥ 1.0", _image_folder),
+    "image folder: images/s of the loader over those of ResNet-50": ("≥ 1.0", _image_folder),
     "two NCCL ranks on one GPU, each with its NCCL_HOSTID": ("runs", _two_ranks),
 }
 
 
 def _settings(options: Options, jobs: Jobs) -> dict[str, list[float]]:
-    """ResNet-50's images/s with each setting; a setting that failed lacks rounds."""
+    """ResNet-50's images/s with each setting. A failed run leaves out its round."""
     speeds: dict[str, list[float]] = {name: [] for name in SETTINGS}
     settings = (*IMAGENET, "--epochs=1", f"--steps-per-epoch={options.steps}")
     for number, name in turns(list(SETTINGS), options.rounds):
@@ -166,4 +168,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    start_benchmark("gpu", "what needs a GPU", BENCHMARK)
+    start_benchmark("gpu", "training on a GPU", BENCHMARK)

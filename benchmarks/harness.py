@@ -1,4 +1,4 @@
-"""What the scripts of this folder share beside `mpiddp.bench`: how they begin, and which mpirun they use."""
+"""Shared by the scripts of this folder: their entry point, and the mpirun of each MPI."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, UserError
 from tests.mpis import find
 from tests.ranks import ROOT, find_mpirun, mpirun_command
 
-OPENMPI5 = "openmpi5"  # the one of this environment; tests.mpis installs the others
+OPENMPI5 = "openmpi5"  # installed in this environment; tests.mpis installs the others
 
 
 def start(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's main function; its errors are one sentence, as those of `mpiddp` are.
+    """Run a script's main function and exit. Errors are printed as one sentence, as `mpiddp` does.
 
-    Jobs find this checkout, and their ranks have one thread each, as torchrun gives them.
+    Jobs import this checkout. Their ranks have one thread each, as under torchrun.
     """
     os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     try:
@@ -44,16 +44,16 @@ def start_benchmark(name: str, purpose: str, benchmark: Benchmark[Options]) -> N
 
 
 def run_ranks(ranks: int, *python_args: str, timeout_s: float) -> Finished:
-    """Run `mpirun -np RANKS python PYTHON_ARGS…`: ranks that `mpiddp launch` has not prepared.
+    """Run `mpirun -np RANKS python PYTHON_ARGS…`, without `mpiddp launch`.
 
     Raises:
-        JobFailed: it did not succeed within `timeout_s`.
+        JobFailed: the job did not succeed within `timeout_s`.
     """
     return run(mpirun_command(ranks, *python_args), timeout_s=timeout_s)
 
 
 def mpirun_of(starter: str) -> str:
-    """The path of its mpirun.
+    """The path of the mpirun of this MPI.
 
     Raises:
         UserError: it is not installed.

@@ -1,11 +1,12 @@
-"""Measures what saving costs the steps, and prints docs/performance.md's and docs/checkpoints.md's tables.
+"""Measure the time that saves add to the steps, and print the table of docs/performance.md.
 
     python -m benchmarks.saving -H localhost:2 --rounds 12 --stem imagenet
 
-Blocks of 20 steps with a save after the first one, in a fresh folder of --folder, alternate with blocks
-that do not save; a third kind writes the checkpoint before it goes on, as a plain torch.save would. All
-are in one job. A step lasts until the next one begins, and so has the snapshot in it; the last of a block
-does not wait for the writer. The rank's side is `benchmarks.ranks.saving`.
+Three kinds of blocks of 20 steps alternate in one job: without a save; with a save in a thread after the
+first step; and with a save that completes before the next step, as with a plain torch.save. The checkpoints
+are written into a new folder in --folder. A step is timed until the next one begins, so it includes the
+snapshot. The last step of a block does not wait for the writing thread. `benchmarks.ranks.saving` runs in
+the ranks.
 """
 
 from __future__ import annotations
@@ -45,18 +46,24 @@ def rank_options(argv: list[str]) -> Options:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_rounds(parser, default=5)
     parser.add_argument(
-        "--arch", default="resnet18", choices=ARCHITECTURES, metavar="NAME", help="a ResNet"
+        "--arch", default="resnet18", choices=ARCHITECTURES, metavar="NAME", help="model"
     )
     parser.add_argument(
-        "--stem", default="cifar", choices=("cifar", "imagenet"), help="of the ResNet"
+        "--stem", default="cifar", choices=("cifar", "imagenet"), help="stem of the model"
     )
     parser.add_argument(
-        "--image-size", type=whole(1), default=32, metavar="PIXELS", help="each side"
+        "--image-size",
+        type=whole(1),
+        default=32,
+        metavar="PIXELS",
+        help="width and height of the images",
     )
     parser.add_argument(
-        "--backend", default="gloo", choices=("gloo", "nccl"), help="of the gradients"
+        "--backend", default="gloo", choices=("gloo", "nccl"), help="backend of the process group"
     )
-    parser.add_argument("--folder", metavar="DIR", help="save here (default: the temporary folder)")
+    parser.add_argument(
+        "--folder", metavar="DIR", help="folder of the checkpoints (default: the temporary folder)"
+    )
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
@@ -67,7 +74,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 
 def table(results: Results) -> str:
-    """Each variant against the block of the same round that does not save: medians over the rounds."""
+    """Medians over the rounds; a ratio is relative to the block without a save in the same round."""
     seconds: dict[str, list[list[float]]] = results["step_s"]
     plain_means = [mean(block) for block in seconds[NO_SAVE]]
     plain_medians = [median(block) for block in seconds[NO_SAVE]]
@@ -94,4 +101,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    start_benchmark("saving", "what saving costs the steps", BENCHMARK)
+    start_benchmark("saving", "the cost of a save", BENCHMARK)

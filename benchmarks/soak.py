@@ -3,9 +3,9 @@
     python -m benchmarks.soak --minutes 20 --kill-every 60
 
 Three ranks run on three hosts of the test cluster. At exponentially distributed times a fault hits in turn
-a rank, an MPI daemon or a host's link, until all steps are done. Then the same command runs undisturbed.
-Goodput is the time of the steps that count, each once as in metrics.jsonl and without saves, divided by
-the wall time of the command.
+a rank, an MPI daemon or a host's link, until all steps are done. The same command then runs undisturbed.
+Goodput is the total time of all steps, each counted once and without saves (as in metrics.jsonl), divided
+by the wall time of the command.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOSTS = "node0:1,node1:1,node2:1"
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 STEPS_PER_EPOCH = 500
 LOG_EVERY = 10
-CUT_S = 25.0  # the link is back before the host is given up for good
+CUT_S = 25.0  # the launcher gives the host up after about 12 s; a later restart finds it again
 EXPECTED_GOODPUT = 0.7
 CALIBRATION_STEPS = 200
 
@@ -48,10 +48,10 @@ class Soak:
 
     code: int
     wall_s: float
-    hits: Counter[str]
+    injected: Counter[str]
     restarts: int
     steps_lost: list[int]
-    said: str
+    messages: str
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,16 @@ def main() -> int:
 
         disturbed, alone = hosts.shared / "disturbed", hosts.shared / "alone"
         soak = _soak(hosts, disturbed, epochs, options.kill_every)
-        print(soak.said, file=sys.stderr, flush=True)
+        print(soak.messages, file=sys.stderr, flush=True)
         assert soak.code == 0, f"the disturbed run ended with code {soak.code}"
         useful_s = _seconds_of_steps(disturbed)
         ran = hosts["node0"].run(_train(alone, epochs), cwd=ROOT, env=ENV, timeout_s=7200)
         assert ran.returncode == 0, ran.stderr
         different = unequal(contents(disturbed, steps), contents(alone, steps))
 
-    print(f"faults injected: {', '.join(f'{kind} {count}' for kind, count in soak.hits.items())}")
+    print(
+        f"faults injected: {', '.join(f'{kind} {count}' for kind, count in soak.injected.items())}"
+    )
     print(f"restarts: {soak.restarts}")
     print(f"steps lost: {sum(soak.steps_lost)} of {steps}")
     print(f"steps lost at each restart from a checkpoint: {soak.steps_lost}")
@@ -93,28 +95,28 @@ def main() -> int:
 
 def _soak(hosts: Cluster, out: Path, epochs: int, kill_every_s: float) -> Soak:
     """Run the training and inject faults until it ends."""
-    hits: Counter[str] = Counter()
+    injected: Counter[str] = Counter()
     lost: list[int] = []
-    said: list[str] = []
+    messages: list[str] = []
     since = time.monotonic()
     # One pipe for stdout and stderr keeps a restart's line before the output of the new ranks.
     job = hosts["node0"].popen(_train(out, epochs), cwd=ROOT, env=ENV, stderr=subprocess.STDOUT)
     with job:
-        reader = threading.Thread(target=_listen, args=(job, said, lost))
+        reader = threading.Thread(target=_read_messages, args=(job, messages, lost))
         reader.start()
-        for kind, hit in itertools.cycle(HITS.items()):
+        for kind, inject in itertools.cycle(FAULTS.items()):
             try:
                 job.wait(random.expovariate(1 / kill_every_s))
                 break
             except subprocess.TimeoutExpired:
-                hits[kind] += hit(hosts[random.choice(VICTIMS)])
+                injected[kind] += inject(hosts[random.choice(VICTIMS)])
         reader.join()
         wall_s = time.monotonic() - since
-    restarts = sum("mpiddp: restarting on" in line for line in said)
-    return Soak(job.returncode, wall_s, hits, restarts, lost, "\n".join(said))
+    restarts = sum("mpiddp: restarting on" in line for line in messages)
+    return Soak(job.returncode, wall_s, injected, restarts, lost, "\n".join(messages))
 
 
-def _listen(job: Program, said: list[str], lost: list[int]) -> None:
+def _read_messages(job: Program, messages: list[str], lost: list[int]) -> None:
     """Collect the launcher's messages, and count the steps that must be repeated."""
     reached = 0
     assert job.stdout is not None
@@ -123,21 +125,21 @@ def _listen(job: Program, said: list[str], lost: list[int]) -> None:
             reached = int(found[1])
         elif found := re.search(r"resuming from .*: step (\d+)", line):
             lost.append(max(0, reached - int(found[1])))
-            said.append(line.strip())
+            messages.append(line.strip())
         elif "mpiddp: " in line:
-            said.append(line.strip())
+            messages.append(line.strip())
 
 
 def _kill(command: str) -> Callable[[Host], bool]:
-    """Kill such a process, and return whether there was one. Between two attempts there is none."""
+    """Kill a process whose command line matches. Return False if there is none, as between two attempts."""
 
-    def hit(host: Host) -> bool:
+    def inject(host: Host) -> bool:
         for process in host.processes():
             if re.match(command, process.command):
                 return host.run(["kill", "-KILL", str(process.pid)]).returncode == 0
         return False
 
-    return hit
+    return inject
 
 
 def _cut(host: Host) -> bool:
@@ -148,7 +150,7 @@ def _cut(host: Host) -> bool:
 
 
 VICTIMS = ("node1", "node2")
-HITS = {
+FAULTS = {
     "rank": _kill(r"\S*python\S* -m mpiddp train"),
     "daemon": _kill(r"\S*prted "),
     "link": _cut,
@@ -177,7 +179,7 @@ def _seconds_of_steps(run: Path) -> float:
 def _options() -> Options:
     parser = OneSentenceParser(
         prog="python -m benchmarks.soak",
-        description="Kill a training again and again, and compare its weights with an undisturbed one.",
+        description="Kill a training repeatedly, and compare its weights with those of an undisturbed one.",
         allow_abbrev=False,
         formatter_class=DefaultsShown,
     )
@@ -186,7 +188,7 @@ def _options() -> Options:
         type=float,
         default=20.0,
         metavar="M",
-        help="approximate length of the disturbed run",
+        help="approximate duration of the disturbed run, in minutes",
     )
     parser.add_argument(
         "--kill-every", type=seconds, default=60.0, metavar="S", help="mean time between two faults"

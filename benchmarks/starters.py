@@ -1,9 +1,9 @@
-"""Measures every MPI beside torchrun and prints docs/mpi-implementations.md's table.
+"""Compare every MPI with torchrun, and print the table of docs/mpi-implementations.md.
 
     python -m tests.mpis install
-    python -m benchmarks.starters --rounds 5       # some 5 minutes on 2 cores; as root
+    python -m benchmarks.starters --rounds 5       # about 5 minutes on 2 cores; as root
 
-torchrun stands twice in the list: the ratio of the two is the noise.
+torchrun is measured twice in every round; the ratio of its two times is the noise.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Options:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks", type=counts(1), default="2,4", metavar="2,4", help="jobs of so many ranks"
+        "--ranks", type=counts(1), default="2,4", metavar="2,4", help="numbers of ranks"
     )
     add_rounds(parser, default=7)
 
@@ -58,7 +58,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 
 def _wall_s(ranks: int, rounds: int, jobs: Jobs) -> dict[str, list[float]]:
-    """Seconds from the command to the end of the first all-reduce; the first round only warms up."""
+    """Seconds from the command to the end of the first all-reduce, after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     for number, name in turns(list(NAMES), rounds, warmup=1):
         where = ("-H", f"localhost:{ranks}")
@@ -75,10 +75,10 @@ def _wall_s(ranks: int, rounds: int, jobs: Jobs) -> dict[str, list[float]]:
 
 
 def _placement(hosts: cluster.Cluster, starter: str) -> str:
-    """Unequal slots, the launching host in the middle: the hosts of ranks 0 to 3."""
-    show = "import os, socket; print(os.environ['RANK'], socket.gethostname())"
+    """Check the hosts of ranks 0 to 3 with unequal slots and the launching host in the middle."""
+    show_rank_and_host = "import os, socket; print(os.environ['RANK'], socket.gethostname())"
     script = hosts.shared / "where.py"
-    script.write_text(show)
+    script.write_text(show_rank_and_host)
     done = hosts["node0"].run(
         [*LAUNCH, "--mpirun", mpirun_of(starter), "-H", "node1:2,node0:1,node2:1", str(script)],
         cwd=ROOT,
@@ -89,7 +89,7 @@ def _placement(hosts: cluster.Cluster, starter: str) -> str:
 
 
 def _failure(hosts: cluster.Cluster, starter: str) -> str:
-    """A rank on another host raises while the others wait: launch's code and seconds to the end."""
+    """The launcher's exit code and time when a rank on another host raises while rank 0 sleeps."""
     script = hosts.shared / "fails.py"
     script.write_text(
         "import os, time\n"
@@ -98,13 +98,13 @@ def _failure(hosts: cluster.Cluster, starter: str) -> str:
     )
     seconds = []
     for _ in range(3):
-        begun = time.monotonic()
+        start = time.monotonic()
         done = hosts["node0"].run(
             [*LAUNCH, "--mpirun", mpirun_of(starter), "-H", "node0:1,node1:1", str(script)],
             cwd=ROOT,
             timeout_s=60,
         )
-        seconds.append(time.monotonic() - begun)
+        seconds.append(time.monotonic() - start)
         line = "rank 1 on node1 failed first: RuntimeError: on purpose"
         assert done.stderr.count(line) == 1, done.stderr
     return f"{done.returncode}, after {median(seconds):.1f} s"
@@ -122,12 +122,12 @@ def table(results: Results) -> str:
         rows.append(row)
     return (
         f"{markdown([*head, *(f'{ranks} ranks' for ranks in others)], rows)}\n\n"
-        f"Medians of {results['rounds']} alternating rounds on {os.cpu_count()} cores; the ratio is "
-        "the median of the rounds' own ratios."
+        f"The table shows medians of {results['rounds']} alternating rounds on {os.cpu_count()} cores. Each "
+        "ratio is the median of the rounds' own ratios."
     )
 
 
 BENCHMARK = Benchmark(Options, _add_options, measure, table, takes_hosts=False)
 
 if __name__ == "__main__":
-    start_benchmark("starters", "every MPI beside torchrun", BENCHMARK)
+    start_benchmark("starters", "every MPI and torchrun", BENCHMARK)

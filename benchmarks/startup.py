@@ -1,9 +1,9 @@
-"""Times one command of this checkout against another checkout, in alternation.
+"""Compare the run time of one command in this checkout and in another one, in alternation.
 
     python -m benchmarks.startup --before ../mpiddp-before
     python -m benchmarks.startup --before ../mpiddp-before --command "bench --help"
 
-This checkout stands twice in the list: the ratio of the two is the noise.
+This checkout is measured twice in every round; the ratio of its two times is the noise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 
 def _command(checkout: Path, arguments: str) -> Command:
-    # Bytecode goes to a folder of this user's, for a checkout may be read-only.
+    # The checkout may be read-only, so its bytecode goes to the user's cache.
     env = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONPYCACHEPREFIX": _cache(checkout)}
     return Command([sys.executable, "-m", "mpiddp", *shlex.split(arguments)], checkout, env)
 
@@ -75,4 +75,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    start_benchmark("startup", "a command's time before and now", BENCHMARK)
+    start_benchmark("startup", "the run time of a command in two checkouts", BENCHMARK)

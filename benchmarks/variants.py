@@ -1,12 +1,12 @@
-"""Measures what each setting of a step is worth on a CPU, and prints docs/performance.md's tables.
+"""Measure the speed-up by each setting of a training step on a CPU, and print docs/performance.md's tables.
 
     python -m benchmarks.variants --file v.jsonl
-    python -m benchmarks.variants --rounds 0 --file v.jsonl     # its table, and no job
+    python -m benchmarks.variants --rounds 0 --file v.jsonl     # print the table only
 
-Plain is the loop that the guides show: DistributedDataParallel with its defaults, fp32, NCHW, torch's SGD.
-Every variant has two ranks of its own: in one process, the memory that one variant frees would serve the
-next. Blocks of steps take turns, so what else the machine does meets all of them alike, and "plain again"
-shows what is left of that: the noise. The rank's side is `benchmarks.ranks.variants`.
+Plain is the loop of most guides: DistributedDataParallel with its defaults, fp32, NCHW, torch's SGD. Every
+variant has two ranks of its own, so that no variant reuses memory that another one freed. The variants'
+blocks of steps alternate, so that other load affects all of them alike. "plain again" measures the noise
+that remains. `benchmarks.ranks.variants` runs in the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios
 from mpiddp.errors import UserError
 
-RANKS = 2  # of each variant
+RANKS = 2  # per variant
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Variant:
     bucket_view: bool = False
     bucket_mb: int = 25
     fused: bool = False
-    own_buffers: bool = False  # BatchNorm statistics stay on their rank while it trains
+    own_buffers: bool = False  # no broadcast of BatchNorm statistics
     compression: str = "off"
-    compile: str = ""  # the model "inside" of DDP, or DDP with it
-    keeps_memory: bool = False  # what is freed is not given back to the system
+    compile: str = ""  # "inside" (the model within DDP) or "outside" (the model with DDP)
+    keeps_memory: bool = False  # glibc does not return freed memory to the system
 
 
 PLAIN = Variant()
@@ -99,7 +99,7 @@ class RankOptions:
         names = self.only.split("; ")
         unknown = [name for name in names if name not in every]
         if unknown or "plain" not in names:
-            raise UserError(f"--only takes plain and others of: {'; '.join(every)}")
+            raise UserError(f"--only {self.only}: expected plain and others of: {'; '.join(every)}")
         return {name: every[name] for name in names}
 
 
@@ -114,17 +114,21 @@ def rank_options(argv: list[str]) -> RankOptions:
 
 def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--stem", default="imagenet", choices=("imagenet", "cifar"), help="of the ResNet-18"
+        "--stem", default="imagenet", choices=("imagenet", "cifar"), help="stem of the ResNet-18"
     )
     add_rounds(parser, default=5, low=0)
     parser.add_argument(
-        "--steps", type=whole(1), default=5, metavar="K", help="of each variant in a round"
+        "--steps", type=whole(1), default=5, metavar="K", help="steps of each variant per round"
     )
     parser.add_argument(
-        "--batch-size", type=whole(2), default=64, metavar="K", help="images of each rank"
+        "--batch-size", type=whole(2), default=64, metavar="K", help="images per rank"
     )
-    parser.add_argument("--compiled", action="store_true", help="also under torch.compile")
-    parser.add_argument("--only", metavar="NAME; NAME", help="these variants, plain among them")
+    parser.add_argument("--compiled", action="store_true", help="also measure torch.compile")
+    parser.add_argument(
+        "--only",
+        metavar="NAME; NAME",
+        help="measure only these variants; plain must be one of them",
+    )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +137,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--file",
         default="variants.jsonl",
         metavar="FILE",
-        help="add the job's figures to it, and print the table of all jobs in it",
+        help="append the results of the job, and print the table of all jobs in this file",
     )
 
 
@@ -149,14 +153,14 @@ def measure(options: Options, jobs: Jobs) -> Results:
         with file.open("a") as lines:
             lines.write(json.dumps(found) + "\n")
     if not file.exists():
-        raise UserError(f"--file {file}: no such file, and --rounds 0 measures nothing.")
+        raise UserError(f"--file {file} does not exist, and --rounds 0 measures nothing.")
     return {"jobs": [json.loads(line) for line in file.read_text().splitlines()]}
 
 
 def table(results: Results) -> str:
-    """For each stem: step times, and the speed over plain's block of the same round.
+    """For each stem: step times, and the speed relative to plain in the same round.
 
-    The last column has the median of each job by itself.
+    The last column has the median of each job.
     """
     tables = []
     for stem in dict.fromkeys(job["stem"] for job in results["jobs"]):
@@ -184,4 +188,4 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    start_benchmark("variants", "what each setting of a step is worth", BENCHMARK)
+    start_benchmark("variants", "the speed-up by each setting of a step", BENCHMARK)

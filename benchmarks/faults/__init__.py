@@ -1,1 +1,1 @@
-"""Every fault that docs/faults.md speaks of, done to real jobs on real hosts, and its table."""
+"""The faults of docs/faults.md, injected into real jobs on test hosts, and the tables of the results."""

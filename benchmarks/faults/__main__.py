@@ -1,11 +1,11 @@
-"""Does every fault to real jobs on a cluster of three hosts and prints docs/faults.md's tables.
+"""Inject every fault into real jobs on a cluster of three hosts, and print docs/faults.md's tables.
 
     python -m tests.mpis install
-    python -m benchmarks.faults --rounds 5 --out faults.jsonl        # some 50 minutes on 2 cores
+    python -m benchmarks.faults --rounds 5 --out faults.jsonl        # about 50 minutes on 2 cores
     python -m benchmarks.faults --rounds 1 --starters openmpi5 --only "a rank" --out some.jsonl
 
-Each run is a line of --out as soon as it is over: the same command resumes where it was interrupted.
-A run that did not come as far as its fault is reported on stderr, and is tried again then.
+Each finished run is appended to --out as one line. After an interruption the same command runs only what
+is missing. A run that ended before its fault is reported on stderr and not recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import SubprocessError
 
-from benchmarks.faults import cluster as on_cluster
+from benchmarks.faults import cluster as cluster_faults
 from benchmarks.faults import saves, stops
 from benchmarks.faults.table import Run, read, runs_table, tally_table, write
 from benchmarks.harness import start
@@ -27,16 +27,16 @@ from mpiddp.bench.options import picked
 from tests import cluster
 from tests.cluster import Cluster
 
-FAULTS = (*on_cluster.FAULTS, *stops.REQUESTS, *saves.DISK_FAULTS)
+FAULTS = (*cluster_faults.FAULTS, *stops.REQUESTS, *saves.DISK_FAULTS)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     fault: str
     starter: str
     round: int
     measure: Callable[[Cluster], Run]
-    ends_host: bool = False
+    kills_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ def main() -> None:
     try:
         for each in _plan(options.rounds, options.starters):
             if options.only in each.fault and (each.fault, each.starter, each.round) not in known:
-                _do(each, hosts, options.out)
+                _measure(each, hosts, options.out)
     finally:
-        hosts.give_up()
+        hosts.close()
     runs, tallies = read(options.out)
     print(runs_table(runs, [fault.name for fault in FAULTS]))
     print(f"\n{tally_table(tallies)}" if tallies else "")
 
 
 class _Hosts:
-    """A cluster, made anew after one of its hosts was killed."""
+    """A cluster of three hosts. It is created again after `close`."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -79,67 +79,73 @@ class _Hosts:
             self._cluster = self._stack.enter_context(cluster.up(3))
         return self._cluster
 
-    def give_up(self) -> None:
+    def close(self) -> None:
         self._stack.close()
         self._cluster = None
 
 
-def _do(planned: Planned, hosts: _Hosts, out: Path) -> None:
-    what = f"{planned.fault}, {planned.starter}, round {planned.round}"
+def _measure(planned: PlannedRun, hosts: _Hosts, out: Path) -> None:
+    label = f"{planned.fault}, {planned.starter}, round {planned.round}"
     try:
         run = planned.measure(hosts.get())
     except (TimeoutError, AssertionError, LookupError, SubprocessError) as error:
-        print(f"{what}: no result: {error}", file=sys.stderr, flush=True)
-        hosts.give_up()
+        print(f"{label}: no result: {error}", file=sys.stderr, flush=True)
+        hosts.close()
         return
     write(out, run)
-    if planned.ends_host:
-        hosts.give_up()
+    if planned.kills_host:
+        hosts.close()
     is_right = run.is_code_right and run.is_named and not run.orphans
     times = f"{run.detected_s} {run.ended_s} {run.resumed_s}"
-    print(f"{what}: {'right' if is_right else 'WRONG'} {times}", file=sys.stderr, flush=True)
+    print(f"{label}: {'right' if is_right else 'WRONG'} {times}", file=sys.stderr, flush=True)
     if not is_right:
         print(run.said, file=sys.stderr, flush=True)
 
 
-def _plan(rounds: int, starters: Sequence[str]) -> Iterator[Planned]:
-    """Round by round, so that what else the machine does meets all faults alike."""
+def _plan(rounds: int, starters: Sequence[str]) -> Iterator[PlannedRun]:
+    """All faults of each round, so that other load on the machine affects all of them alike."""
     for number in range(1, rounds + 1):
         for starter in starters:
-            for fault in on_cluster.FAULTS:
+            for fault in cluster_faults.FAULTS:
                 if starter in fault.starters:
-                    run = partial(on_cluster.measure, fault, starter=starter, number=number)
-                    yield Planned(fault.name, starter, number, run, fault.ends_host)
-            if starter in on_cluster.OPEN_MPI:
+                    run = partial(cluster_faults.measure, fault, starter=starter, number=number)
+                    yield PlannedRun(fault.name, starter, number, run, fault.kills_host)
+            if starter in cluster_faults.OPEN_MPI:
                 for request in stops.REQUESTS:
                     run = partial(stops.measure, request, starter=starter, number=number)
-                    yield Planned(request.name, starter, number, run)
-            if starter == starters[0]:  # a disk does not know of MPI
+                    yield PlannedRun(request.name, starter, number, run)
+            if starter == starters[0]:  # a disk fault does not depend on the MPI
                 for disk in saves.DISK_FAULTS:
                     run = partial(saves.measure, disk, starter=starter, number=number)
-                    yield Planned(disk.name, starter, number, run)
+                    yield PlannedRun(disk.name, starter, number, run)
 
 
 def _options() -> Options:
     parser = OneSentenceParser(
         prog="python -m benchmarks.faults",
-        description="Do every fault to real jobs on a cluster of three hosts.",
+        description="Inject every fault into real jobs on a cluster of three hosts.",
         allow_abbrev=False,
         formatter_class=DefaultsShown,
     )
     parser.add_argument(
-        "--rounds", type=whole(0), default=5, metavar="R", help="0: print the table of --out"
+        "--rounds",
+        type=whole(0),
+        default=5,
+        metavar="R",
+        help="runs of each fault; 0 prints the tables of --out",
     )
     parser.add_argument(
         "--starters",
         type=lambda text: tuple(text.split(",")),
-        default=",".join(on_cluster.EVERY),
+        default=",".join(cluster_faults.EVERY),
         metavar="MPI,MPI",
-        help="which MPIs",
+        help="MPIs to measure",
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="faults with it in their name")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="add a line of JSON for each run"
+        "--only", default="", metavar="TEXT", help="measure only faults whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="append one line of JSON per run"
     )
     return picked(Options, parser.parse_args())
 

@@ -1,4 +1,4 @@
-"""One job on the test cluster: started, watched line by line, and looked through when it is over."""
+"""One job on the test cluster: start it, read the launcher's stderr, find its orphans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTS = "node0:1,node1:1,node2:1"
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
-SETTLE_S = 5.0  # what a job has left may be about to end
+EXIT_S = 5.0  # time for the processes of a job to end by themselves
 
 
 class Line(NamedTuple):
@@ -33,21 +33,21 @@ class Line(NamedTuple):
 
 class Step(NamedTuple):
     at: float
-    first: int  # the step that this try resumed from
+    first: int  # the step that this attempt resumed from
     number: int
 
 
 @dataclass
 class Job:
-    """A job of one rank on each host; `folder` is seen by all of them and holds what it writes."""
+    """A job with one rank on each host. All hosts share `folder`, where the job writes its files."""
 
     hosts: Cluster
     starter: str
     folder: Path
     launcher: Program
-    arguments: Sequence[str]  # of `mpiddp`
-    bystanders: list[Program] = field(default_factory=list)  # programs that are not the job's
-    lines: list[Line] = field(default_factory=list)  # of the launcher's stderr
+    arguments: Sequence[str]  # for `mpiddp`
+    foreign_clients: list[Program] = field(default_factory=list)  # `end` kills them
+    lines: list[Line] = field(default_factory=list)  # the launcher's stderr
 
     def __post_init__(self) -> None:
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -58,56 +58,56 @@ class Job:
         for text in self.launcher.stderr:
             self.lines.append(Line(time.time(), text.rstrip("\n")))
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(line.text for line in self.lines)
 
     def steps(self) -> list[Step]:
-        """What rank 0 has noted, see tests/jobs/faulty.py."""
+        """The steps that rank 0 recorded (see tests/jobs/faulty.py)."""
         file = self.folder / "steps"
         text = file.read_text() if file.exists() else ""
         fields = (line.split() for line in text.rpartition("\n")[0].splitlines())
         return [Step(float(at), int(first), int(number)) for at, first, number in fields]
 
-    def await_that(self, holds: Callable[[], bool], what: str) -> None:
-        """Raises TimeoutError when the job does not come so far."""
+    def wait_until(self, holds: Callable[[], bool], event: str) -> None:
+        """Raises TimeoutError if the job ends or takes too long before `event`, when `holds` is true."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not holds():
             if time.monotonic() > deadline or self.launcher.poll() is not None:
                 self._reader.join(1.0)
                 if holds():
                     return
-                raise TimeoutError(f"the job did not come to {what}:\n{self.said()}")
+                raise TimeoutError(f"the job did not reach {event}:\n{self.output()}")
             time.sleep(0.005)
 
-    def await_step(self, number: int) -> None:
-        self.await_that(lambda: any(s.number >= number for s in self.steps()), f"step {number}")
+    def wait_for_step(self, number: int) -> None:
+        self.wait_until(lambda: any(s.number >= number for s in self.steps()), f"step {number}")
 
     def pid_of(self, host: str, command: str) -> int:
-        """The oldest process of a host whose command begins with what this pattern matches.
+        """The pid of the oldest process of a host whose command line matches the pattern `command`.
 
-        Raises LookupError when there is none.
+        Raises LookupError if there is none.
         """
         for process in self.hosts[host].processes():
             if re.match(command, process.command):
                 return process.pid
-        raise LookupError(f"nothing like {command} runs on {host}")
+        raise LookupError(f"no process on {host} matches {command}")
 
     def end(self) -> int | None:
-        """The launcher's exit code; None when it had to be killed."""
+        """Wait for the launcher. Return its exit code, or None if it had to be killed after END_TIMEOUT_S."""
         try:
             self.launcher.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.launcher.end()
             return None
         finally:
-            self._reader.join(1.0)  # a rank that was left may hold the pipe
-            for bystander in self.bystanders:
-                bystander.end()
-                bystander.communicate()
+            self._reader.join(1.0)  # an orphaned rank may keep the pipe open
+            for client in self.foreign_clients:
+                client.end()
+                client.communicate()
         return self.launcher.returncode
 
-    def left(self) -> list[Process]:
-        """What of the job still runs on any host that stands; logins of ssh are not the job's."""
+    def processes(self) -> list[Process]:
+        """The processes that still run on the hosts, except ssh logins."""
         found = []
         for host in self.hosts.hosts:
             with contextlib.suppress(FileNotFoundError):  # the host was killed
@@ -115,9 +115,9 @@ class Job:
         return found
 
     def kill_orphans(self) -> list[Process]:
-        """What the job has left once it had time to end, and then nothing of it."""
-        deadline = time.monotonic() + SETTLE_S
-        while (orphans := self.left()) and time.monotonic() < deadline:
+        """Give the job's processes EXIT_S to end. Kill and return those that remain."""
+        deadline = time.monotonic() + EXIT_S
+        while (orphans := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         for host in self.hosts.hosts:
             with contextlib.suppress(FileNotFoundError):
@@ -139,7 +139,10 @@ def launch(
     job: Sequence[str],
     cwd: str | None = None,
 ) -> Job:
-    """`mpiddp launch -H WHERE OPTIONS JOB` on node0; `cwd` where node0 has another name for `folder`."""
+    """Start `mpiddp launch -H WHERE OPTIONS JOB` on node0.
+
+    `cwd` is the path of `folder` on node0, if it differs.
+    """
     folder.mkdir(exist_ok=True)
     arguments = ["launch", "--mpirun", mpirun_of(starter), "-H", where, *options, *job]
     with (folder / "stdout").open("a") as stdout:

@@ -1,4 +1,4 @@
-"""What disks and kills do to checkpoints: none of it may go unnoticed, or take an older one along."""
+"""Faults of disks and of checkpoint files. Each must be detected and leave older checkpoints intact."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.ranks import ROOT, clean_env
 
 KILLS, FLIPS, CUTS = 200, 300, 100
 OUT = "/run/faulty-disk"
-SAVES = f"{OUT}/checkpoints"  # on a disk of its own, so that it alone is full
-DISK = "20m"
+SAVES = f"{OUT}/checkpoints"  # a separate file system, the only one that becomes full
+DISK_SIZE = "20m"
 TRAIN = (
     *("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "4"),
     *("--amp", "off", "--epochs", "1", "--save-every", "1", "--log-every", "100000"),
@@ -47,46 +47,46 @@ def flipped_bits() -> Tally:
     def flip(data: bytearray) -> None:
         data[random.randrange(len(data))] ^= 1 << random.randrange(8)
 
-    return _noticed("one bit of a checkpoint flipped", FLIPS, flip)
+    return _count_detected("one bit of a checkpoint flipped", FLIPS, flip)
 
 
-def truncation() -> Tally:
+def truncated_files() -> Tally:
     def cut(data: bytearray) -> None:
         del data[random.choice((0, len(data) - 1, random.randrange(len(data)))) :]
 
-    return _noticed("a file of a checkpoint cut short", CUTS, cut)
+    return _count_detected("a file of a checkpoint cut short", CUTS, cut)
 
 
-def _noticed(name: str, times: int, damage: Callable[[bytearray], None]) -> Tally:
-    """How often `damage` to any one of the files is noticed."""
+def _count_detected(name: str, times: int, damage: Callable[[bytearray], None]) -> Tally:
+    """Damage the files of a checkpoint in turn, and count how often verification detects it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *TRAIN, "--stop-at-step", "2", "--out", folder]
         subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True)
         saved = directory.list_steps(Path(folder, "checkpoints"))[-1]
         directory.verify(saved)
         files = sorted(saved.iterdir())
-        noticed = 0
+        detected = 0
         for index in range(times):
             file = files[index % len(files)]
             before = file.read_bytes()
             data = bytearray(before)
             damage(data)
             file.write_bytes(data)
-            noticed += not directory.is_valid(saved)
+            detected += not directory.is_valid(saved)
             file.write_bytes(before)
         directory.verify(saved)
-    return Tally(name, times, noticed, f"in each of {', '.join(file.name for file in files)}")
+    return Tally(name, times, detected, f"in each of {', '.join(file.name for file in files)}")
 
 
 TALLIES = {
     "kill -9 at a random instant of a save": killed_saves,
     "one bit of a checkpoint flipped": flipped_bits,
-    "a file of a checkpoint cut short": truncation,
+    "a file of a checkpoint cut short": truncated_files,
 }
 
 
 class _Filler:
-    """Takes all the room that a disk has or gets, until it is told to leave."""
+    """A thread that keeps the file system of SAVES full until `remove`."""
 
     def __init__(self, host: Host) -> None:
         self._file = host.path(f"{SAVES}/filler")
@@ -105,68 +105,68 @@ class _Filler:
                     self._is_full.set()
                     time.sleep(0.001)
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         self._over.set()
         self._thread.join()
         self._file.unlink()
 
 
-def _fill(host: Host) -> Callable[[], None]:
-    return _Filler(host).leave
+def _fill_disk(host: Host) -> Callable[[], None]:
+    return _Filler(host).remove
 
 
-def _forbid(host: Host) -> Callable[[], None]:
-    """Read-only; not while a file is open there, so it takes a few tries."""
+def _make_read_only(host: Host) -> Callable[[], None]:
+    """Remount read-only. This fails while a file is open for writing, so it needs a few attempts."""
     while host.run(["mount", "-o", "remount,ro", SAVES]).returncode != 0:
         pass
 
-    def permit() -> None:
+    def make_writable() -> None:
         host.run(["mount", "-o", "remount,rw", SAVES], check=True)
 
-    return permit
+    return make_writable
 
 
 @dataclass(frozen=True)
 class DiskFault:
-    """`do` returns what undoes it."""
+    """`do` causes the fault and returns a function that repairs the disk."""
 
     name: str
-    says: str
+    message: str
     do: Callable[[Host], Callable[[], None]]
 
 
 DISK_FAULTS = (
-    DiskFault("disk full in mid-save", "no space left for a checkpoint", _fill),
-    DiskFault("disk becomes read-only", "Read-only file system", _forbid),
+    DiskFault("disk full in mid-save", "no space left for a checkpoint", _fill_disk),
+    DiskFault("disk becomes read-only", "Read-only file system", _make_read_only),
 )
 
 
 def measure(fault: DiskFault, hosts: Cluster, starter: str, number: int) -> Run:
-    """Break a disk that a training of one rank saves to at every step, in the midst of that.
+    """Break the disk of a one-rank training that saves in every step.
 
-    In an odd `number` of round it goes on with a warning, and saves again once the disk is mended;
-    else it is told to end. Either way what was saved before stays whole.
+    In rounds with an odd `number` the training continues with a warning and must save again after the disk
+    is repaired. In the others it must stop. Older checkpoints must stay intact.
     """
-    host, may_warn = hosts["node0"], bool(number % 2)
+    host, warns = hosts["node0"], bool(number % 2)
     host.run(["mkdir", "-p", SAVES], check=True)
-    host.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", SAVES], check=True)
-    options = ["--on-save-error", "warn" if may_warn else "stop", "--out", OUT]
+    host.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", SAVES], check=True)
+    options = ["--on-save-error", "warn" if warns else "stop", "--out", OUT]
     job = launch(hosts, host.path(OUT), starter, "localhost:1", (), [*TRAIN, *options], cwd=OUT)
     resumed_at = None
     try:
         at = random.randint(2, 12)
-        job.await_that(lambda: job.newest_checkpoint() >= at, f"the checkpoint of step {at}")
+        job.wait_until(lambda: job.newest_checkpoint() >= at, f"the checkpoint of step {at}")
         undo = fault.do(host)
         since = time.time()
         try:
-            job.await_that(lambda: fault.says in job.said(), "its warning")
-            if not may_warn:
+            job.wait_until(lambda: fault.message in job.output(), "its warning")
+            if not warns:
                 job.end()
             kept = job.newest_checkpoint()
         finally:
             undo()
-        if may_warn:
-            job.await_that(lambda: job.newest_checkpoint() > kept, "another checkpoint")
+        if warns:
+            job.wait_until(lambda: job.newest_checkpoint() > kept, "another checkpoint")
             resumed_at = time.time()
             job.launcher.send_signal(signal.SIGTERM)
         code = job.end()
@@ -176,19 +176,19 @@ def measure(fault: DiskFault, hosts: Cluster, starter: str, number: int) -> Run:
         orphans = job.kill_orphans()
         host.run(["umount", SAVES], check=True)
         host.run(["rm", "-r", OUT], check=True)
-    warning = next(line for line in job.lines if fault.says in line.text)
+    warning = next(line for line in job.lines if fault.message in line.text)
     failed = re.search(r"step (\d+)", warning.text)
     return Run(
         fault.name,
         starter,
         number,
         detected_s=warning.at - since,
-        ended_s=None if may_warn else ended_at - since,
+        ended_s=None if warns else ended_at - since,
         resumed_s=resumed_at - since if resumed_at else None,
         code=code,
-        is_code_right=code == (75 if may_warn else 2),
+        is_code_right=code == (75 if warns else 2),
         orphans=len(orphans),
-        steps_lost=0 if may_warn or failed is None else int(failed[1]) - kept,
-        said=job.said()[-2000:],
+        steps_lost=0 if warns or failed is None else int(failed[1]) - kept,
+        said=job.output()[-2000:],
         load=os.getloadavg()[0],
     )

@@ -1,4 +1,4 @@
-"""Requests to stop a training at a random step, and the command that then resumes it."""
+"""Stop requests at a random step of a training, and its resumption with the printed command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cluster import Cluster
 
 STEPS = 60
 EARLIEST, LATEST = 1, 30
-BETWEEN_S = 0.1  # two strokes of Ctrl-C
+BETWEEN_S = 0.1  # between the two Ctrl-C
 TRAIN = (
     *("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"),
     *("--amp", "off", "--epochs", "1", "--steps-per-epoch", str(STEPS)),
@@ -32,7 +32,7 @@ class Request:
     name: str
     signals: tuple[Signals, ...]
     code: int
-    says: str
+    message: str
 
 
 REQUESTS = (
@@ -44,16 +44,16 @@ REQUESTS = (
 
 
 def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
-    """Stop a training once; in an odd `number` of round let it go on to its end, and time that.
+    """Stop a training once. In rounds with an odd `number`, resume it and check that it completes.
 
     Raises:
-        TimeoutError: the job did not come as far as the request.
+        TimeoutError: the job ended or hung before the request.
     """
     folder = hosts.shared / f"train-{os.urandom(4).hex()}"
     job = launch(hosts, folder, starter, HOSTS, (), TRAIN)
     try:
         at = random.randint(EARLIEST, LATEST)
-        job.await_that(lambda: _last_step(job) >= at, f"step {at}")
+        job.wait_until(lambda: _last_step(job) >= at, f"step {at}")
         since = time.time()
         for index, each in enumerate(request.signals):
             time.sleep(BETWEEN_S if index else 0.0)
@@ -62,10 +62,10 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
         ended_at = time.time()
     finally:
         orphans = job.kill_orphans()
-    named = [line for line in job.lines if re.search(request.says, line.text)]
+    named = [line for line in job.lines if re.search(request.message, line.text)]
     reached, saved = _last_step(job), job.newest_checkpoint()
     is_right = code == request.code
-    said = job.said()
+    said = job.output()
     if number % 2:
         said += f"\n{_resume(job)}"
         is_right = is_right and _last_step(job) == STEPS and (folder / "summary.json").exists()
@@ -93,8 +93,8 @@ def _last_step(job: Job) -> int:
 
 
 def _resume(job: Job) -> str:
-    """Run the command that the launcher printed, or the same one where it printed none."""
-    printed = re.search("mpiddp: to resume: mpiddp (.*)", job.said())
+    """Run the command that the launcher printed; without one, repeat the original command."""
+    printed = re.search("mpiddp: to resume: mpiddp (.*)", job.output())
     arguments = shlex.split(printed[1]) if printed else job.arguments
     command = [sys.executable, "-m", "mpiddp", *arguments]
     done = job.hosts["node0"].run(command, env=ENV, cwd=job.folder, timeout_s=END_TIMEOUT_S)

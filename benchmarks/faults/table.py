@@ -1,4 +1,4 @@
-"""What the runs have shown: one record for each, kept as a line of JSON, and the tables."""
+"""The results of the runs, one line of JSON each, and the tables of them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Run:
-    """One fault, once. Times are seconds since the fault; None: there was nothing of the kind."""
+    """One run with one fault. Times are in seconds after the fault, None if the event did not occur."""
 
     fault: str
     starter: str
     round: int
-    detected_s: float | None = None  # to the sentence that names it
-    ended_s: float | None = None  # to the launcher's end, where nothing was started again
-    resumed_s: float | None = None  # to the next step
+    detected_s: float | None = None  # until the launcher printed the sentence about it
+    ended_s: float | None = None  # until the end of the launcher; None after a restart
+    resumed_s: float | None = None  # until the next step
     code: int | None = None
     is_code_right: bool = False
-    is_named: bool = True  # the sentence is the right one
+    is_named: bool = True  # the launcher printed the right sentence
     orphans: int = 0
     steps_lost: int | None = None
     said: str = ""
-    load: float = 0.0  # of the machine, over the last minute
+    load: float = 0.0  # load average of the machine over one minute
 
 
 @dataclass(frozen=True)
 class Tally:
-    """A fault done many times in a row, and how often what came of it was right."""
+    """A fault that was repeated `times` times, with the number of right outcomes."""
 
     fault: str
     times: int
@@ -64,7 +64,7 @@ def write(file: Path, record: Run | Tally) -> None:
 
 
 def runs_table(runs: Iterable[Run], order: Iterable[str]) -> str:
-    """A row for each fault under each MPI, in this order of the faults."""
+    """One row per fault and MPI, with the faults in this order."""
     times = ("named after s", "ended after s", "next step after s")
     head = (
         "fault",
@@ -114,6 +114,6 @@ def _at_most(values: list[int]) -> str:
 
 
 def _seconds(values: Iterable[float | None]) -> str:
-    """The median, and the largest in brackets."""
+    """The median, with the maximum in brackets."""
     known = [value for value in values if value is not None]
     return f"{median(known):.1f} ({max(known):.1f})" if known else "-"

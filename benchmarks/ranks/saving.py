@@ -1,4 +1,4 @@
-"""A rank of `python -m benchmarks.saving`: blocks of steps without a save, with one, or waiting for one."""
+"""A rank of `python -m benchmarks.saving`: steps without a save, and with saves in a thread or at once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def main() -> None:
             step_s: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
             cpu_s: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
             first = 0
-            # The first round does not count: it allocates memory and the momentum, and selects kernels.
+            # The warm-up round allocates memory and momentum, and selects kernels.
             for number, variant in turns(VARIANTS, options.rounds, warmup=1):
                 start = time.process_time()
                 seconds = block(variant, first)

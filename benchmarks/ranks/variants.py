@@ -1,4 +1,4 @@
-"""A rank of `python -m benchmarks.variants`: one of the two that make the steps of one variant."""
+"""A rank of `python -m benchmarks.variants`: one of the two ranks of a variant."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _config(variant: Variant) -> TrainConfig:
 
 
 def stepper(variant: Variant, options: RankOptions, group: dist.ProcessGroup) -> Callable[[], None]:
-    """One step of the variant, on a model, an optimizer and a batch of its own."""
+    """Build a model, an optimizer and a batch, and return a function that runs one step on them."""
     if variant.keeps_memory:
         keep_freed_memory()
     torch.manual_seed(0)
@@ -91,8 +91,8 @@ def stepper(variant: Variant, options: RankOptions, group: dist.ProcessGroup) ->
 
 
 def _timed(step: Callable[[], None], steps: int, group: dist.ProcessGroup) -> float:
-    """The mean seconds of a step in a block of them."""
-    step()  # its caches, after the others
+    """The mean seconds per step in a block of steps."""
+    step()  # refill the caches after the other variants' turns
     dist.barrier(group)
     start = time.perf_counter()
     for _ in range(steps):

@@ -1,6 +1,6 @@
-"""Counts what describes a checkout, by its syntax trees: two of them stand side by side.
+"""Count files, lines and code patterns of one or several checkouts, from their syntax trees.
 
-python -m benchmarks.house ../mpiddp-before .
+python -m benchmarks.code_metrics ../mpiddp-before .
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Source:
-    path: Path  # in the checkout
+    path: Path  # relative to the checkout
     lines: int
     tree: ast.Module
 
 
 def main() -> None:
     parser = OneSentenceParser(
-        prog="python -m benchmarks.house",
-        description="Count files, lines and habits of one or several checkouts.",
+        prog="python -m benchmarks.code_metrics",
+        description="Count files, lines and code patterns of one or several checkouts.",
         allow_abbrev=False,
     )
     parser.add_argument("checkouts", nargs="*", type=Path, default=[Path()], metavar="PATH")
@@ -44,7 +44,7 @@ def _counts(checkout: Path) -> dict[str, str]:
         _sources(checkout, folder) for folder in (PACKAGE, "tests", "benchmarks")
     )
     if not package:
-        raise UserError(f"{checkout} has no package {PACKAGE}: expected a checkout of the project.")
+        raise UserError(f"{checkout} has no package {PACKAGE}. Expected a checkout of the project.")
     in_root = [source for source in package if len(source.path.parts) == 2]
     largest = max(package, key=lambda source: source.lines)
     longest = max(_functions(package))
@@ -61,7 +61,7 @@ def _counts(checkout: Path) -> dict[str, str]:
         "Any": str(_count(package, _is_any)),
         "argparse.Namespace": str(_count(package, _is_namespace)),
         "assert … is not None": str(_count(package, _asserts_not_none)),
-        "names that a function reassigns by global": str(len(set(_globals(package)))),
+        "names reassigned with global": str(len(set(_globals(package)))),
     }
 
 
@@ -75,7 +75,7 @@ def _sources(checkout: Path, folder: str) -> list[Source]:
 
 
 def _functions(sources: list[Source]) -> Iterator[tuple[int, str]]:
-    """Each function's number of lines, from its `def` on, and its name."""
+    """Each function's number of lines, without its decorators, and its name."""
     for source in sources:
         for node in ast.walk(source.tree):
             if isinstance(node, FUNCTIONS):
@@ -83,8 +83,8 @@ def _functions(sources: list[Source]) -> Iterator[tuple[int, str]]:
                 yield node.end_lineno - node.lineno + 1, f"{source.path}:{node.name}"
 
 
-def _count(sources: list[Source], holds: Callable[[ast.AST], bool]) -> int:
-    return sum(holds(node) for source in sources for node in ast.walk(source.tree))
+def _count(sources: list[Source], matches: Callable[[ast.AST], bool]) -> int:
+    return sum(matches(node) for source in sources for node in ast.walk(source.tree))
 
 
 def _is_any(node: ast.AST) -> bool:

@@ -1,4 +1,4 @@
-"""Connections that are not the job's: what they send has to be without effect."""
+"""Connections from clients outside the job. Their data must have no effect."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from benchmarks.faults.job import Job
 from mpiddp.protocol import ADDRESS, LINE_LIMIT
 
-# Each text, given as an expression, on a connection of its own; the last one stays open in the middle of
-# a line while the job goes on.
-_STRANGER = """
+# Sends each text (given as an expression) on a new connection. A last connection sends half a line and
+# stays open while the job runs.
+_CLIENT = """
 import os, socket, sys, time
 address = sys.argv[1], int(sys.argv[2])
 texts = [os.urandom(4096), b"\\0" * 65536, b"GET / HTTP/1.1\\r\\n\\r\\n", *map(eval, sys.argv[3:])]
@@ -31,8 +31,8 @@ time.sleep(60)
 """
 
 
-def at_the_channel(job: Job) -> None:
-    """Garbage, a line without an end, messages without a proof, from another host."""
+def connect_to_control_channel(job: Job) -> None:
+    """Send garbage, overlong lines and messages without a valid proof from another host."""
     pid = job.pid_of("node0", ".*mpiddp run")
     environment = job.hosts["node0"].path(f"/proc/{pid}/environ").read_text()
     found = re.search(rf"{ADDRESS}=([^\0:]+):(\d+)", environment)
@@ -46,18 +46,20 @@ def at_the_channel(job: Job) -> None:
     _send(job, found[1], found[2], lines)
 
 
-def at_the_store(job: Job) -> None:
-    """Garbage, and what begins as a client of torch's store does."""
-    magic = b"\x00" + (0x3C85F7CE).to_bytes(4, "little")  # VALIDATE, as TCPStore's clients say it
+def connect_to_store(job: Job) -> None:
+    """Send garbage, and garbage after the first bytes of a valid client of torch's store."""
+    magic = b"\x00" + (0x3C85F7CE).to_bytes(
+        4, "little"
+    )  # VALIDATE, the first query of a TCPStore client
     address, port = (job.folder / "store").read_text().split()
     texts = [repr(magic + bytes([query]) + b"\xff" * 100) for query in range(20)]
     _send(job, address, port, texts)
 
 
 def _send(job: Job, address: str, port: str, expressions: Sequence[str]) -> None:
-    command = [sys.executable, "-c", _STRANGER, address, port, *expressions]
-    stranger = job.hosts["node2"].popen(command)
-    assert stranger.stdout is not None
-    line = stranger.stdout.readline()
-    assert line == "sent\n", stranger.communicate()[1]
-    job.bystanders.append(stranger)
+    command = [sys.executable, "-c", _CLIENT, address, port, *expressions]
+    client = job.hosts["node2"].popen(command)
+    assert client.stdout is not None
+    line = client.stdout.readline()
+    assert line == "sent\n", client.communicate()[1]
+    job.foreign_clients.append(client)
