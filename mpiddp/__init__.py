@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from mpiddp.errors import UserError
     from mpiddp.runtime.announcement import announce
     from mpiddp.runtime.process_group import init, process_group
-    from mpiddp.runtime.session import should_stop
+    from mpiddp.runtime.session import saving, should_stop
     from mpiddp.world import World
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "World", "announce", "init", "process_group", "should_stop"]
+__all__ = ["UserError", "World", "announce", "init", "process_group", "saving", "should_stop"]
 
 _MODULES = {
     "UserError": "mpiddp.errors",
@@ -24,6 +24,7 @@ _MODULES = {
     "announce": "mpiddp.runtime.announcement",
     "init": "mpiddp.runtime.process_group",
     "process_group": "mpiddp.runtime.process_group",
+    "saving": "mpiddp.runtime.session",
     "should_stop": "mpiddp.runtime.session",
 }
 

@@ -13,6 +13,7 @@ from mpiddp.errors import (
     DONE,
     FAILED,
     INTERRUPTED,
+    JobFailed,
     UserError,
     print_from_one_rank,
     silence_stdout,
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
         print_from_one_rank(str(error), rank, local_rank)
         return BAD_INPUT
+    except JobFailed as error:
+        _print_failure(error)
+        return FAILED
     except BrokenPipeError:
         if is_rank:
             raise
@@ -69,6 +73,14 @@ def _call(verb: str, args: list[str]) -> int:
         )
     code: int = import_module(modules[verb]).main(args)
     return code
+
+
+def _print_failure(error: JobFailed) -> None:
+    """Print why the job failed before its ranks had joined, unless the launcher knows and prints it."""
+    from mpiddp.runtime.session import current
+
+    if current().channel is None:
+        print_from_one_rank(str(error), *likely_ranks(os.environ))
 
 
 def _usage() -> str:

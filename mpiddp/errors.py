@@ -1,4 +1,4 @@
-"""UserError, which prints as one sentence without a traceback, and the exit codes.
+"""UserError and JobFailed, which print as one sentence without a traceback, and the exit codes.
 
 Any other exception is a bug or a failed job and keeps its traceback.
 """
@@ -21,6 +21,17 @@ class UserError(Exception):
 
     The command line prints it on stderr, once per job, and exits with code 2.
     """
+
+
+class JobFailed(Exception):
+    """What a machine, the network or another rank did to a job that has started, as one sentence.
+
+    Nobody gave bad input, so the exit code is 1, and `--max-restarts` restarts the job.
+    """
+
+
+class NoAnswer(JobFailed):
+    """Some rank did not answer in time, so an agreement of all ranks is out of reach."""
 
 
 def print_from_one_rank(sentence: str, rank: int, local_rank: int) -> None:

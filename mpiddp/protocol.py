@@ -1,8 +1,8 @@
 """The protocol of the control channel between a rank and its launcher: JSON lines over TCP.
 
-    launcher -> rank   challenge, stop, stacks, end; one urgent byte
-    rank -> launcher   hello, started, joining, log, announce, supports_stop, progress, stacks, stopped,
-                        failed, done
+    launcher -> rank   challenge, received, stop, stacks, end; one urgent byte
+    rank -> launcher   hello, started, joining, log, error_file, announce, supports_stop, progress, saving,
+                        stacks, stopped, failed, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
@@ -15,12 +15,16 @@ import json
 import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `proof`
 from dataclasses import dataclass
+from pathlib import Path
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
 TIMEOUT, LAUNCHED_AT = "MPIDDP_TIMEOUT", "MPIDDP_LAUNCHED_AT"
 REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
 ANNOUNCED = "MPIDDP_ANNOUNCED"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
+MAX_RESTARTS = "MPIDDP_MAX_RESTARTS"
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,25 @@ VARIABLES = (
         "what an earlier attempt announced, as JSON: global_batch_size, world_size",
     ),
     Variable(
+        RUN_ID,
+        "`launch`; else every rank, from rank 0",
+        "every rank and its child processes",
+        "the run's id, the same in all attempts; a process with an equal TORCHELASTIC_RUN_ID is a rank "
+        "of this run or its child, not torchrun's",
+    ),
+    Variable(
+        RESTART_COUNT,
+        "`launch`",
+        "every rank",
+        "how often the job has been restarted; scripts find it in TORCHELASTIC_RESTART_COUNT",
+    ),
+    Variable(
+        MAX_RESTARTS,
+        "`launch`",
+        "every rank",
+        "`--max-restarts`; scripts find it in TORCHELASTIC_MAX_RESTARTS",
+    ),
+    Variable(
         JOB,
         "`launch`",
         "`launch`",
@@ -114,6 +137,10 @@ VARIABLES = (
     ),
 )
 URGENT = b"!"  # no message of a launcher contains it
+# A launcher that is stopped (Ctrl-Z) reads nothing, and a full connection would block the ranks and then
+# break. So a rank sends no more than UNCONFIRMED_LIMIT messages of progress, some 10 KB, before the launcher
+# confirms that it has received some. It does so after every CONFIRM_EVERY.
+CONFIRM_EVERY, UNCONFIRMED_LIMIT = 60, 240
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 
@@ -122,6 +149,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
     "log": {"path": (str,)},  # of the file that will contain a traceback
+    "error_file": {"path": (str,)},  # into which the script may write its error
     "announce": {
         "resume_args": (list,),
         "global_batch_size": (int, type(None)),
@@ -129,6 +157,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "supports_stop": {},
     "progress": {"step": (int,)},
+    "saving": {"active": (bool,)},  # begins, or has ended
     "stacks": {"text": (str,), "step": (int,)},
     "stopped": {},
     "failed": {
@@ -136,6 +165,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "error": (str,),
         "traceback": (str,),
         "first": (bool, type(None)),
+        "is_verdict": (bool,),  # `error` names the culprit, which may be another rank
     },
     "done": {},
 }
@@ -166,6 +196,19 @@ def notice_silence(connection: socket.socket) -> None:
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def recorded_error(path: str) -> str:
+    """The error in the file that torch.distributed's `@record` writes, "" if there is none.
+
+    https://docs.pytorch.org/docs/stable/elastic/errors.html
+    """
+    try:
+        with Path(path).open("rb") as file:
+            recorded = json.loads(file.read(LINE_LIMIT))["message"]
+        return str(recorded["message"] if isinstance(recorded, dict) else recorded)
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def variables_table() -> str:

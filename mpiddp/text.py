@@ -33,6 +33,13 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def duration(seconds: float) -> str:
+    """ "40 s", "12 min" or "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def percentile(values: Sequence[float], percent: int) -> float:
     """The value that `percent` of all values do not exceed, interpolated linearly.
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.slurm_nodelist import expand_counts
+from mpiddp.protocol import ANNOUNCED, RUN_ID
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ LAUNCHERS = (
     Launcher("env://", TORCH, *TORCH),
 )
 
+_OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 ALONE = Launcher("none", (), "", "", "", "")
 STALE = "these variables do not come from one launcher. Unset the stale ones."
 
@@ -170,10 +172,32 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
 def _present(launcher: Launcher, env: Mapping[str, str]) -> bool:
     if launcher.name == "slurm":
         return _in_slurm_step(env)
+    if launcher.name == "torchrun" and is_joined(env):
+        return False
     found = {name for name in launcher.proof if name in env}
     if launcher.name == "hydra" and found <= {"PMI_RANK", "PMI_SIZE"} and _in_slurm_step(env):
         return False
     return bool(found)
+
+
+def is_joined(env: Mapping[str, str]) -> bool:
+    """Whether `env` is that of a rank that has joined, or of its child process.
+
+    A rank then has the variables of torchrun, with the run's own id. A torchrun that the rank starts has
+    another id.
+    """
+    return RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[RUN_ID]
+
+
+def leave_enclosing_job(env: MutableMapping[str, str]) -> None:
+    """Remove the variables of a rank of another job, which starts a job of its own.
+
+    mpirun's ranks on this host would inherit them.
+    """
+    env.pop(ANNOUNCED, None)
+    if is_joined(env):
+        for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
+            del env[name]
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:

@@ -7,6 +7,7 @@ torch.load does not detect a flipped bit; the manifest does.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -108,11 +109,11 @@ def write(root: Path, step: int, write_files: WriteFiles) -> Path:
         (unfinished / COMPLETE).write_text(_sha256(unfinished / MANIFEST))
         for path in unfinished.iterdir():
             _flush(path)
-        _flush(unfinished)
+        _flush_folder(unfinished)
         if final.exists():  # it is broken: a valid one has been returned above
             _remove(final)
         unfinished.rename(final)
-        _flush(root)
+        _flush_folder(root)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -263,8 +264,17 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _flush_folder(path: Path) -> None:
+    """fsync a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
+    try:
+        _flush(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF):
+            raise
+
+
 def _flush(path: Path) -> None:
-    """fsync a file, or the list of names of a folder."""
+    """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,32 +17,29 @@ from torch import Tensor
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
-from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.errors import UserError
+from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
 _CHUNK_BYTES = 16 << 20
 
 
-def find_writer_ranks(coordinator: Coordinator, out: Path, *, timeout_s: float) -> list[int]:
-    """The ranks that write into `out`: one for each file system on which `out` lies, rank 0 first.
+def find_writer_ranks(coordinator: Coordinator, run: RunDir, *, timeout_s: float) -> list[int]:
+    """The ranks that write into the run's folder: one for each file system on which it lies, rank 0 first.
 
     All ranks must call this.
 
     Raises:
         SystemExit: a host cannot write there; rank 0 has printed it.
     """
-    own = ""
+    own, out = "", run.path
     with coordinator.all_or_none(timeout_s=timeout_s):
         if coordinator.world.local_rank == 0:
             own = f".seen-by-rank-{coordinator.world.rank}-{secrets.token_hex(8)}"
             try:
                 (out / own).touch()
             except OSError as error:
-                raise UserError(
-                    f"--out {out} cannot be written: {error.strerror}. Name another folder."
-                ) from None
+                raise unwritable(run, error) from None
     marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
     seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
     # The lowest rank that a host sees writes for all hosts that see the same file system.

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.checkpoints import directory
+from mpiddp.errors import JobFailed, UserError
+
+_WRONG_PATH = {
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,10 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def owner(self) -> Path:
+        return self.path / "owner.json"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -44,6 +62,13 @@ class RunDir:
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:
+    """Why the run's folder cannot be written: a wrong --out, or a machine that failed."""
+    if error.errno in _WRONG_PATH:
+        return UserError(f"--out {run} cannot be written: {error.strerror}. Name another folder.")
+    return JobFailed(f"--out {run} cannot be written: {error.strerror}.")
 
 
 def find_checkpoints(given: Path) -> Path | None:

@@ -13,6 +13,7 @@ import time
 
 from mpiddp.launch import log
 from mpiddp.launch.options import parse_options
+from mpiddp.world import leave_enclosing_job
 
 
 def main(argv: list[str]) -> int:
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
         UserError: bad input, found before anything started.
     """
     started_at = time.time()
-    os.environ.pop("MPIDDP_ANNOUNCED", None)  # it belongs to an enclosing job
+    leave_enclosing_job(os.environ)
     options = parse_options(argv)
     # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import make_plan

@@ -136,6 +136,14 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
         help="time that the ranks have to stop before they are killed (default: 30 s)",
     )
     add.add_argument(
+        "--save-grace",
+        dest="save_grace_s",
+        type=_duration("--save-grace"),
+        default=600.0,
+        metavar="S",
+        help="the same while a rank is saving (default: 10m)",
+    )
+    add.add_argument(
         "--hang-timeout",
         dest="hang_timeout_s",
         type=_duration("--hang-timeout"),

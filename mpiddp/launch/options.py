@@ -61,6 +61,7 @@ class When:
     max_restarts: int
     stop_after_s: float | None
     grace_s: float
+    save_grace_s: float
     hang_timeout_s: float | None
 
 

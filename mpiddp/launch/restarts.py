@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from dataclasses import dataclass, replace
 
@@ -21,12 +20,13 @@ from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.supervise.attempt import Outcome, attempt
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
-from mpiddp.launch.supervise.signals import signals_on_socket, stop_is_requested
+from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
 from mpiddp.launch.supervise.supervisor import Limits
-from mpiddp.protocol import ANNOUNCED
+from mpiddp.protocol import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_ID
 from mpiddp.text import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+FOLDER_AWAY_S = 600.0  # longest wait for a working folder whose file server is away
 START_TIMEOUT_S = 120.0  # until the first rank has started; disk caches may be cold
 
 
@@ -54,15 +54,17 @@ class _Known:
 
 def run(options: LaunchOptions, plan: Plan, started_at: float) -> Outcome:
     """Run the job, and restart it after each failure, at most `--max-restarts` times."""
-    with signals_on_socket() as signals:
+    with queued_signals() as signals:
         return _run(options, plan, started_at, signals)
 
 
-def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: socket.socket) -> Outcome:
+def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: SignalQueue) -> Outcome:
     began_at = time.monotonic() - (time.time() - started_at)
     known = _Known()
     in_a_row = 0  # failures without a step between them: the pause grows only for these
-    outcome = attempt(plan.starter, plan.request, _limits(options, plan.starter, began_at), signals)
+    run_id = os.urandom(8).hex()
+    first = _numbered(plan.request, run_id, 0, options.when.max_restarts)
+    outcome = attempt(plan.starter, first, _limits(options, plan.starter, began_at), signals)
     for restart in range(1, options.when.max_restarts + 1):
         if outcome.code != FAILED or outcome.stop_was_requested:
             break
@@ -77,7 +79,8 @@ def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: socket.
         plan = planned
         _log_restart(plan.request, known, restart, options.when.max_restarts)
         limits = _limits(options, plan.starter, began_at)
-        outcome = attempt(plan.starter, _resuming(plan.request, known), limits, signals)
+        request = _numbered(plan.request, run_id, restart, options.when.max_restarts)
+        outcome = attempt(plan.starter, _resuming(request, known), limits, signals)
     known = known.after(outcome.announcement, plan.request.world_size)
     return replace(outcome, announcement=known.announcement)
 
@@ -86,12 +89,12 @@ def _plan_restart(
     options: LaunchOptions,
     started_at: float,
     known: _Known,
-    signals: socket.socket,
+    signals: SignalQueue,
     pause_s: float,
 ) -> Plan | Outcome:
     """The plan for the hosts that are usable after the pause; an outcome if no attempt can start."""
     interrupted = Outcome(INTERRUPTED, "interrupted before a restart.")
-    if stop_is_requested(signals, within_s=pause_s):
+    if stop_is_requested(signals, within_s=pause_s) or _is_interrupted_without_folder(signals):
         return interrupted
     planned: Plan | Outcome
     try:
@@ -100,6 +103,24 @@ def _plan_restart(
     except UserError as error:  # a host may be usable after the next pause
         planned = Outcome(FAILED, str(error))
     return interrupted if stop_is_requested(signals, within_s=0.0) else planned
+
+
+def _is_interrupted_without_folder(signals: SignalQueue) -> bool:
+    """Wait while the working folder's file system is away. Whether a stop is requested meanwhile."""
+    deadline = time.monotonic() + FOLDER_AWAY_S
+    says_so = False
+    while time.monotonic() < deadline:
+        try:
+            os.stat(".")
+            os.stat(os.environ.get("PWD", "."))
+            return False
+        except OSError as error:
+            if not says_so:
+                says_so = True
+                log.info(f"the working folder is away ({error.strerror}); waiting for it …")
+        if stop_is_requested(signals, within_s=FIRST_PAUSE_S):
+            return True
+    return False
 
 
 def _log_restart(request: Request, known: _Known, restart: int, max_restarts: int) -> None:
@@ -113,6 +134,22 @@ def _log_restart(request: Request, known: _Known, restart: int, max_restarts: in
         )
 
 
+def _numbered(request: Request, run_id: str, restart: int, max_restarts: int) -> Request:
+    """The request with the run's id and the number of this restart."""
+    return _with_settings(
+        request,
+        {RUN_ID: run_id, RESTART_COUNT: str(restart), MAX_RESTARTS: str(max_restarts)},
+    )
+
+
+def _with_settings(request: Request, settings: dict[str, str]) -> Request:
+    return replace(
+        request,
+        settings={**request.settings, **settings},
+        exports=tuple(sorted({*request.exports, *settings})),
+    )
+
+
 def _resuming(request: Request, known: _Known) -> Request:
     """The request with the job's announcement for its restarts."""
     settings = {}
@@ -120,12 +157,8 @@ def _resuming(request: Request, known: _Known) -> Request:
     if global_batch_size is not None:
         batch = {"global_batch_size": global_batch_size, "world_size": known.world_size}
         settings[ANNOUNCED] = json.dumps(batch)
-    return replace(
-        request,
-        job=(*request.job, *known.announcement.resume_args),
-        settings={**request.settings, **settings},
-        exports=tuple(sorted({*request.exports, *settings})),
-    )
+    job = (*request.job, *known.announcement.resume_args)
+    return replace(_with_settings(request, settings), job=job)
 
 
 def _limits(options: LaunchOptions, starter: RankStarter, began_at: float) -> Limits:
@@ -137,4 +170,6 @@ def _limits(options: LaunchOptions, starter: RankStarter, began_at: float) -> Li
     # srun may have to wait for other job steps to end.
     starts_in_s = max(START_TIMEOUT_S, 2 * (options.how.timeout_s or 0))
     start_timeout_s = None if starter.kind == "slurm" else starts_in_s
-    return Limits(when.grace_s, start_timeout_s, stop_after_s, when.hang_timeout_s)
+    return Limits(
+        when.grace_s, when.save_grace_s, start_timeout_s, stop_after_s, when.hang_timeout_s
+    )

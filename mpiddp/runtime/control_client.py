@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpiddp.errors import UserError
-from mpiddp.protocol import TEXT_LIMIT, dumps, notice_silence, proof
+from mpiddp.errors import JobFailed
+from mpiddp.protocol import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps, notice_silence, proof
 from mpiddp.runtime.native_stacks import without_urgent_bytes, write_stack_on_urgent_byte
 from mpiddp.world import World
 
@@ -43,8 +43,10 @@ class ControlClient:
             "end": lambda message: os._exit(int(message["code"])),
             "stop": lambda message: request_stop(),
             "stacks": lambda message: self._send_stacks(),
+            "received": lambda message: self._confirm_progress(),
         }
         self._sent_progress_at = 0.0
+        self._unconfirmed = 0  # messages of progress
         self._connection = connection
         self._incoming = incoming
         self._lock = threading.Lock()
@@ -63,11 +65,23 @@ class ControlClient:
         """Report this rank's step, at most twice a second. Most calls send nothing."""
         self.step = step
         now = time.monotonic()
-        if now - self._sent_progress_at >= PROGRESS_EVERY_S:
+        is_due = now - self._sent_progress_at >= PROGRESS_EVERY_S
+        if is_due and self._unconfirmed < UNCONFIRMED_LIMIT:
             self._sent_progress_at = now
+            self._unconfirmed += 1
             self.send("progress", step=step)
 
-    def failed(self, code: int, error: str, trace: str = "") -> None:
+    def _confirm_progress(self) -> None:
+        self._unconfirmed = 0
+
+    def failed(self, code: int, error: str, trace: str = "", *, is_verdict: bool = False) -> None:
+        """Report that this rank failed, unless it has been reported.
+
+        Args:
+            error: a sentence; with `is_verdict` it names what failed, which may be another rank.
+        """
+        if self._is_over:
+            return
         self._is_over = True
         self.send(
             "failed",
@@ -75,11 +89,14 @@ class ControlClient:
             error=error[:TEXT_LIMIT],  # the beginning is the useful part
             traceback=trace[-TEXT_LIMIT:],
             first=self.is_first,
+            is_verdict=is_verdict,
         )
 
     def done(self) -> None:
-        self._is_over = True
-        self.send("done")
+        """Report that this rank succeeded, unless it has failed."""
+        if not self._is_over:
+            self._is_over = True
+            self.send("done")
 
     def _send_stacks(self) -> None:
         self.send("stacks", text=_stacks()[-TEXT_LIMIT:], step=self.step)
@@ -108,7 +125,7 @@ def connect(
         request_stop: called in another thread when the launcher requests a stop.
 
     Raises:
-        UserError: the launcher cannot be reached.
+        JobFailed: the launcher cannot be reached.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -119,7 +136,7 @@ def connect(
         answer = proof(secret, challenge, world.rank)
         connection.sendall(dumps("hello", rank=world.rank, proof=answer))
     except (OSError, ValueError, LookupError) as error:
-        raise UserError(
+        raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach the launcher at {host} port {port} "
             f"({error or 'no answer'}). Check that it is running and that no firewall blocks the port."
         ) from None

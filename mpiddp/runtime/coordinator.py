@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from mpiddp.errors import BAD_INPUT, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -30,10 +30,14 @@ RANK_0_LEFT = "rank 0 left"  # a key that rank 0 sets before it closes the store
 
 
 class Refused(SystemExit):
-    """All ranks leave together with code 2, after rank 0 has printed the reason."""
+    """All ranks leave together. `code` is 2 for bad input, 1 if a machine or the network is the reason.
 
-    def __init__(self) -> None:
-        super().__init__(BAD_INPUT)
+    Rank 0 has printed the reason, unless the launcher will print `sentence`.
+    """
+
+    def __init__(self, code: int = BAD_INPUT, sentence: str = "") -> None:
+        super().__init__(code)
+        self.sentence = sentence
 
 
 class Coordinator:
@@ -45,6 +49,7 @@ class Coordinator:
         # For the watch's thread: a connection is locked while it waits.
         self.second_store: Store = store.clone()  # type: ignore[attr-defined]
         self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have joined
+        self.has_launcher = False  # which prints why a job failed
         self._is_first: bool | None = None
         self._round = 0
         self._published = ""  # the key that rank 0 published in the latest exchange
@@ -55,7 +60,7 @@ class Coordinator:
         Rank 0 reads N keys and publishes one, so the load on the store grows linearly with the job.
 
         Raises:
-            UserError: some rank did not call within `timeout_s`. The sentence names the missing ranks.
+            NoAnswer: some rank did not call within `timeout_s`. The sentence names the missing ranks.
         """
         text = json.dumps(value)
         if self.world.world_size == 1:
@@ -68,17 +73,14 @@ class Coordinator:
             absent = self._absent(keys, timeout_s)
             missing = [rank for rank in ranks if keys[rank] in absent]
             if missing:
-                raise UserError(
-                    f"only {len(ranks) - len(missing)} of {len(ranks)} ranks joined in "
-                    f"{timeout_s:g} s. Missing: {', '.join(map(self._name, missing))}."
-                )
+                raise NoAnswer(self._missing_sentence(missing, timeout_s))
             self.store.set(
                 f"{prefix}/all", f"[{','.join(self.store.get(k).decode() for k in keys)}]"
             )
         # Rank 0 names the missing ranks; the others wait a little longer, so that it can.
         elif self._absent([f"{prefix}/all"], timeout_s + 5):
             waited_s = f"{timeout_s + 5:g} s"
-            raise UserError(f"{self._name(self.world.rank)}: no answer from rank 0 in {waited_s}.")
+            raise NoAnswer(f"{self._name(self.world.rank)}: no answer from rank 0 in {waited_s}.")
         values: list[Value] = json.loads(self.store.get(f"{prefix}/all"))
         # Delete the keys, or a long run fills the store. Rank 0 deletes the previous list: every rank
         # that takes part in this exchange has read it.
@@ -109,26 +111,37 @@ class Coordinator:
     def all_or_none(self, *, timeout_s: float = 600.0) -> Iterator[None]:
         """Run the body on every rank; it succeeds on all ranks or on none.
 
-        If any rank raises a `UserError`, rank 0 prints it once and every rank exits with code 2.
+        If any rank raises a `UserError` or a `JobFailed`, rank 0 prints it once and every rank exits, with
+        code 2 or 1. A `NoAnswer` is raised at once: the missing rank would be missing here as well.
         """
-        problem = ""
+        problem, code = "", DONE
         try:
             yield
+        except NoAnswer:
+            raise
         except UserError as error:
-            problem = str(error)
+            problem, code = str(error), BAD_INPUT
+        except JobFailed as error:
+            problem, code = str(error), FAILED
         problems = self.all_gather_json(problem, timeout_s=timeout_s)
         if not any(problems):
             return
+        codes = set(self.all_gather_json(code, timeout_s=AGREE_TIMEOUT_S)) - {DONE}
+        code = min(codes)  # a failure of a machine may cause what looks like bad input
+        sentences = self._sentences(problems)
+        if code == FAILED and self.has_launcher:
+            self.leave()
+            raise Refused(code, "\n".join(sentences))
         printed = self.unique_prefix("printed")
         if self.world.rank == 0:
-            for sentence in self._sentences(problems):
+            for sentence in sentences:
                 # Print it: a script's logging.config may have switched the log off.
                 print(sentence, file=sys.stderr, flush=True)
             self.store.set(printed, "")
         else:  # the first rank to exit makes mpirun kill rank 0, even in the middle of its sentence
             self._absent([printed], AGREE_TIMEOUT_S)
         self.leave()
-        raise Refused
+        raise Refused(code)
 
     def claim_first_failure(self) -> bool:
         """Whether this rank is the first of the job to fail.
@@ -183,6 +196,16 @@ class Coordinator:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
+
+    def _missing_sentence(self, missing: list[int], timeout_s: float) -> str:
+        names = ", ".join(map(self._name, missing))
+        if self.hostnames:  # they have joined
+            return f"{names} did not answer in {timeout_s:g} s."
+        world_size = self.world.world_size
+        return (
+            f"only {world_size - len(missing)} of {world_size} ranks joined in {timeout_s:g} s. "
+            f"Missing: {names}."
+        )
 
     def _sentences(self, problems: list[str]) -> list[str]:
         """Each distinct problem once: bare if all ranks have it, else after the name of the first rank."""

@@ -14,7 +14,7 @@ import sys
 import threading
 from types import TracebackType
 
-from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, UserError
+from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, JobFailed, UserError
 from mpiddp.runtime.coordinator import RANK_0_LEFT, Coordinator
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigusr1, unblock_sigusr1
@@ -81,6 +81,14 @@ class FailureWatch:
         else:
             self._wait_for_end()
         self.end_the_job(BAD_INPUT)
+
+    def fail(self, error: JobFailed) -> None:
+        """A machine, the network or another rank has failed: print its sentence, and end all ranks."""
+        if not self._coordinator.claim_first_failure():
+            self._wait_for_end()
+        elif not self._has_launcher:
+            print(error, file=sys.stderr, flush=True)
+        self.end_the_job(FAILED)
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None

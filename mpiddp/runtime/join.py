@@ -9,20 +9,24 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
-from mpiddp.errors import BAD_INPUT, FAILED, UserError
-from mpiddp.protocol import TIMEOUT
+from torch.distributed import PrefixStore
+
+from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError
+from mpiddp.protocol import ERROR_FILE, TIMEOUT
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.first_all_reduce import time_first_all_reduce
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.name_service import no_dns
-from mpiddp.runtime.rendezvous import RendezvousResult, finalize_mpi, rendezvous_over_mpi
+from mpiddp.runtime.rendezvous import finalize_mpi, rendezvous_over_mpi
+from mpiddp.runtime.script_environment import export
 from mpiddp.runtime.session import Session, current
 from mpiddp.runtime.startup_checks import check_placement
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.store import find_by_address, rendezvous_over_store, serve_or_join
-from mpiddp.world import World
+from mpiddp.world import World, is_joined
 
 _JOIN_TIMEOUT_S = 60.0
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
@@ -32,16 +36,16 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coordinator]:
     """Join the ranks. They share one store, and leave together at the end of the body.
 
-    Then os.environ holds the variables that env:// scripts read: RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT. GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME are set unless the user has set them. No other variable changes.
+    Then os.environ holds the variables that scripts find under torchrun, see
+    `mpiddp.runtime.script_environment`. A child process of a rank joins the children of the other ranks.
 
     Args:
         world: the world of this process; by default read from the environment.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Raises:
-        UserError: inconsistent variables of launchers, a foreign MPI, ranks that do not join.
+        UserError: inconsistent variables of launchers, a foreign MPI.
+        JobFailed: ranks that do not join.
         SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     session = current()
@@ -78,7 +82,10 @@ def _end_with(
     watch: FailureWatch,
     keep_mpi: bool,
 ) -> None:
-    """End the job after an error of the body. Raises SystemExit instead of a UserError, after printing it."""
+    """End the job after an error of the body.
+
+    Raises SystemExit instead of a UserError or a JobFailed, after printing or reporting it.
+    """
     if isinstance(error, Refused):
         watch.stop()
         return
@@ -93,6 +100,11 @@ def _end_with(
     elif isinstance(error, UserError):
         watch.refuse(error)
         raise SystemExit(BAD_INPUT) from None
+    elif isinstance(error, JobFailed):
+        if session.channel is not None:
+            session.channel.failed(FAILED, str(error), is_verdict=True)
+        watch.fail(error)
+        raise SystemExit(FAILED) from None
     elif isinstance(error, Exception) and coordinator.claim_first_failure():
         watch.end_the_job(FAILED)  # even if the script catches the error outside its `with`
 
@@ -122,6 +134,8 @@ def _leave(
 
 def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
     timeout_s = _seconds(TIMEOUT, _JOIN_TIMEOUT_S)
+    if is_joined(os.environ):
+        return _join_children(world, timeout_s)
     if session.channel is not None:
         session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += _LAUNCHER_HEAD_START_S
@@ -133,36 +147,43 @@ def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
         result = rendezvous_over_store(coordinator, timeout_s)
         coordinator.world = result.world
     coordinator.hostnames = tuple(info.hostname for info in result.infos)
-    _export(result)
+    coordinator.has_launcher = session.channel is not None
+    export(result)
+    session.send("error_file", path=os.environ.get(ERROR_FILE, ""))
     check_placement(coordinator, result)
     return coordinator
 
 
+def _join_children(world: World, timeout_s: float) -> Coordinator:
+    """Join the child processes of the ranks, over the store of the ranks.
+
+    The n-th child of a rank joins the n-th children of the others.
+    """
+    env = os.environ
+    world = replace(
+        world,
+        master_addr=env["MASTER_ADDR"],
+        master_port=int(env["MASTER_PORT"]),
+        node_rank=int(env["GROUP_RANK"]),
+        num_nodes=int(env["GROUP_WORLD_SIZE"]),
+    )
+    with no_dns():
+        store = serve_or_join(world, None, timeout_s)
+        number = store.add(f"children/{world.rank}", 1)
+        coordinator = Coordinator(world, PrefixStore(f"child/{number}", store))
+        coordinator.hostnames = tuple(
+            coordinator.all_gather_json(world.hostname, timeout_s=timeout_s)
+        )
+    return coordinator
+
+
 def _connect(world: World, listener: socket.socket | None, timeout_s: float) -> Coordinator:
-    """Connect all ranks to one store. Raises the UserErrors of `serve_or_join` and `all_gather_json`."""
+    """Connect all ranks to one store. Raises the errors of `serve_or_join` and `all_gather_json`."""
     with no_dns():
         coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s))
         # In here, because rank 0 looks up the name of every connection that it accepts.
         coordinator.all_gather_json(None, timeout_s=timeout_s)
     return coordinator
-
-
-def _export(result: RendezvousResult) -> None:
-    world = result.world
-    os.environ.update(
-        RANK=str(world.rank),
-        LOCAL_RANK=str(world.local_rank),
-        WORLD_SIZE=str(world.world_size),
-        LOCAL_WORLD_SIZE=str(world.local_world_size),
-        GROUP_RANK=str(world.node_rank),
-        MASTER_ADDR=str(world.master_addr),
-        MASTER_PORT=str(world.master_port),
-    )
-    if result.interface:
-        # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
-        # first interface that it finds suitable. With "=", NCCL matches the whole name, not a prefix.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", result.interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={result.interface}")
 
 
 def _seconds(name: str, default: float) -> float:

@@ -35,7 +35,7 @@ def process_group(
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     keep_mpi: bool = False,
 ) -> Iterator[World]:
-    """The default process group of the job, under whatever launcher started this process.
+    """The default process group of the job, under any launcher.
 
     Args:
         world: the world of this process; by default read from the environment.
@@ -47,7 +47,8 @@ def process_group(
         The world, with all of its fields set.
 
     Raises:
-        UserError: inconsistent variables of launchers, a foreign MPI, ranks that do not join.
+        UserError: inconsistent variables of launchers, a foreign MPI.
+        JobFailed: ranks that do not join.
         SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     with join(world, keep_mpi=keep_mpi) as coordinator:

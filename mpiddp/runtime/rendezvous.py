@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -19,9 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpiddp.errors import BAD_INPUT, UserError, print_from_one_rank
+from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import probe
+from mpiddp.protocol import RUN_ID
+from mpiddp.runtime.finalized_mpi import forbid_mpi4py
 from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen, requested_interface
 from mpiddp.world import World
 
@@ -44,6 +47,7 @@ class RendezvousResult:
     interface: str
     reason: str
     listener: socket.socket | None
+    run_id: str  # the same in all attempts of a job
 
 
 def rendezvous_over_mpi(
@@ -57,7 +61,8 @@ def rendezvous_over_mpi(
 
     Raises:
         SystemExit: code 2, on every rank, after the reason has been printed: no MPI library or a
-            foreign one, no address that all hosts reach, one machine under two names, …
+            foreign one, one machine under two names, …
+        JobFailed: on every rank: rank 0 has no address that all hosts reach.
     """
     with _watchdog(world, timeout_s):
         MPI = _load_mpi(world, os.environ)
@@ -71,10 +76,13 @@ def rendezvous_over_mpi(
             )
         try:
             return _exchange(world, comm)
+        except JobFailed:  # the same one on every rank
+            comm.Barrier()  # the first rank that exits makes mpirun kill the others
+            raise
         except UserError as error:  # the same one on every rank
             if world.rank == 0:
                 print(error, file=sys.stderr, flush=True)
-            comm.Barrier()  # the first rank that exits makes mpirun kill the others
+            comm.Barrier()
             raise SystemExit(BAD_INPUT) from None
         except BaseException:
             # While MPI is initialized, a rank that only raises leaves all others hanging in a collective.
@@ -84,6 +92,7 @@ def rendezvous_over_mpi(
         finally:
             if not keep_mpi:
                 MPI.Finalize()
+                forbid_mpi4py()
 
 
 def finalize_mpi() -> None:
@@ -102,9 +111,10 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
     if world.rank == 0:
         try:
             chosen_by_rank_0 = choose(infos, os.environ)
+            offer = {"run_id": os.environ.get(RUN_ID) or secrets.token_hex(8)}
             listeners = listen(chosen_by_rank_0)
             ports = [listener.getsockname()[1] for listener in listeners]
-            offer = {"candidates": asdict(chosen_by_rank_0), "ports": ports}
+            offer |= {"candidates": asdict(chosen_by_rank_0), "ports": ports}
         except UserError as error:
             offer = {"problem": str(error)}
     offer = json.loads(comm.bcast(json.dumps(offer)))
@@ -121,7 +131,7 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
         if all(address in reached for reached in reached_by_rank)
     ]
     if not common:
-        raise UserError(candidates.unreachable(reached_by_rank))
+        raise JobFailed(candidates.unreachable(reached_by_rank))
     chosen = common[0]
     for i, listener in enumerate(listeners):
         if i == chosen:
@@ -140,6 +150,7 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
         interface=infos[world.rank].interface_towards(candidates.addresses[chosen]),
         reason=candidates.reasons[chosen],
         listener=listeners[chosen] if listeners else None,
+        run_id=offer["run_id"],
     )
 
 

@@ -8,20 +8,23 @@ Public functions that take no argument, such as should_stop() and init(), use `c
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
 import sys
+import threading
 from collections.abc import Iterator
 
-from mpiddp.errors import BAD_INPUT, UserError
+from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError
 from mpiddp.hosts.versions import package_version
-from mpiddp.protocol import ADDRESS, SECRET
+from mpiddp.protocol import ADDRESS, ERROR_FILE, SECRET, recorded_error
 from mpiddp.runtime.control_client import ControlClient, connect
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.process_setup import die_with_parent
 from mpiddp.runtime.stop_request import StopRequest
+from mpiddp.runtime.stop_signals import handle_sigterm
 from mpiddp.world import World
 
 
@@ -35,7 +38,9 @@ class Session:
 
     def __init__(self) -> None:
         self.channel: ControlClient | None = None
-        self.stop = StopRequest(send=self.send, progress=self._progress)
+        self.stop = StopRequest(send=self.send, progress=self._progress, declared=self._declared)
+        self._saves = 0
+        self._saves_lock = threading.Lock()
         self.coordinator: Coordinator | None = None
         self.watch: FailureWatch | None = None
         self._pid = os.getpid()
@@ -49,6 +54,26 @@ class Session:
         """Send the launcher a message, if there is a launcher."""
         if self.channel is not None:
             self.channel.send(kind, **fields)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """See `mpiddp.saving`."""
+        self._count_saves(1)
+        try:
+            yield
+        finally:
+            self._count_saves(-1)
+
+    def _count_saves(self, difference: int) -> None:
+        with self._saves_lock:
+            before, self._saves = self._saves, self._saves + difference
+            if bool(before) != bool(self._saves):
+                self.send("saving", active=bool(self._saves))
+
+    def _declared(self) -> None:
+        """The script supports a stop: SIGTERM requests one too, while there is a launcher."""
+        if self.channel is not None:
+            handle_sigterm(self.stop)
 
     def _progress(self, step: int) -> None:
         if self.channel is not None:
@@ -86,14 +111,27 @@ def should_stop() -> bool:
     return current().stop.should_stop()
 
 
+def saving() -> contextlib.AbstractContextManager[None]:
+    """Within the body, this rank saves its work: after a request to stop, it has time until --save-grace.
+
+    `should_stop()` declares the same when it returns True, until the script ends. So this is for saves
+    that may be under way when a stop is requested. Without `mpiddp launch` it does nothing.
+
+        with mpiddp.saving():
+            torch.save(model.state_dict(), path)
+    """
+    return current().saving()
+
+
 @contextlib.contextmanager
 def reporting(world: World) -> Iterator[Session]:
     """Report this rank's start and its end to the launcher, if there is one.
 
     With or without a launcher, a crash prints its stacks, and a rank ends with the daemon that started it.
+    A rank has succeeded only when its other threads and its handlers of atexit have ended too.
 
     Raises:
-        UserError: the launcher cannot be reached.
+        JobFailed: the launcher cannot be reached.
     """
     session = current()
     faulthandler.enable(2)  # a crash in native code prints the Python stack on stderr
@@ -112,24 +150,31 @@ def reporting(world: World) -> Iterator[Session]:
         pid=os.getpid(),
         versions={"python": sys.version.split()[0], **versions},
     )
+    atexit.register(_report_success, session)  # before those of the script, so it runs after them
     try:
         yield session
     except BaseException as error:
         if session.channel is not None:  # it is None in a forked child
-            _report(session.channel, error, session.stop)
+            _report_failure(session.channel, error, session.stop)
         raise
-    if session.channel is not None:
+
+
+def _report_success(session: Session) -> None:
+    if session.channel is not None:  # it is None in a forked child
         session.channel.done()
 
 
-def _report(channel: ControlClient, error: BaseException, stop: StopRequest) -> None:
-    """Report to the launcher how this rank ended."""
-    if isinstance(error, SystemExit):
+def _report_failure(channel: ControlClient, error: BaseException, stop: StopRequest) -> None:
+    """Report to the launcher how this rank failed. A normal end is reported later."""
+    if isinstance(error, Refused) and error.sentence:
+        channel.failed(FAILED, error.sentence, is_verdict=True)
+    elif isinstance(error, SystemExit):
         if error.code and not stop.is_requested_end(error.code):
             code = error.code if isinstance(error.code, int) else 1
-            channel.failed(code, "" if isinstance(error.code, int) else str(error.code))
-        else:
-            channel.done()
+            said = "" if isinstance(error.code, int) else str(error.code)
+            channel.failed(code, said or recorded_error(os.environ.get(ERROR_FILE, "")))
+    elif isinstance(error, JobFailed):
+        channel.failed(FAILED, str(error), is_verdict=True)
     elif isinstance(error, UserError):
         channel.failed(BAD_INPUT, str(error))
     else:

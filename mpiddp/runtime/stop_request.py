@@ -31,10 +31,18 @@ class StopRequest:
     Args:
         send: sends the launcher a message, if there is a launcher.
         progress: reports a step to the launcher.
+        declared: called when the script has declared that it supports a stop.
     """
 
-    def __init__(self, *, send: Callable[[str], None], progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        *,
+        send: Callable[[str], None],
+        progress: Callable[[int], None],
+        declared: Callable[[], None],
+    ) -> None:
         self._send = send
+        self._declared = declared
         self._progress = progress
         self._lock = threading.Lock()
         self._calls = 0
@@ -53,6 +61,7 @@ class StopRequest:
         if not self.supports_stop:
             self.supports_stop = True
             self._send("supports_stop")
+            self._declared()
 
     def count_from(self, step: int) -> None:
         """The run made `step` steps before this process. The launcher receives the sum."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from mpiddp.runtime.child_signals import obey_only
 from mpiddp.runtime.stop_request import StopRequest
 
 
@@ -22,6 +24,25 @@ def handle_sigusr1(stop: StopRequest) -> None:
     if main_thread and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, partial(_on_signal, stop))
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+
+
+def handle_sigterm(stop: StopRequest) -> None:
+    """Treat SIGTERM as a request to stop, unless the script has its own handler.
+
+    systemd, batch systems and container runtimes send it to every process of a job at once. The launcher
+    gets it too, and limits the time. Children that this process forks, such as a DataLoader's workers,
+    leave a stranger's SIGTERM to their rank.
+    """
+    main_thread = threading.main_thread() is threading.current_thread()
+    if main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        handler = partial(_on_signal, stop)
+        signal.signal(signal.SIGTERM, handler)
+        os.register_at_fork(after_in_child=partial(_leave_to_rank, handler))
+
+
+def _leave_to_rank(handler: Callable[[int, Any], None]) -> None:
+    if signal.getsignal(signal.SIGTERM) is handler:
+        obey_only(os.getppid())
 
 
 def unblock_sigusr1() -> None:

@@ -7,13 +7,14 @@ beforehand, and join over it.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from dataclasses import asdict, replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import (
     OPEN_BESIDES,
     allow_open,
@@ -23,11 +24,12 @@ from mpiddp.hosts.sockets import (
     resolve_own,
     wait_for,
 )
+from mpiddp.protocol import RUN_ID
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.master_address import LOOPBACK, RankInfo, check_interface, requested_interface
 from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.slurm_address import slurm_address
-from mpiddp.world import World
+from mpiddp.world import World, is_joined
 
 # The coordinator's connection, the failure watch's, a script's own, and one to spare.
 _SOCKETS_PER_RANK = 4
@@ -39,7 +41,7 @@ def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
 
     Raises:
-        UserError: another program listens there.
+        JobFailed: another program listens there.
     """
     assert world.master_addr is not None
     assert world.master_port is not None
@@ -57,20 +59,22 @@ def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float
             master_listen_fd=listener.detach() if listener is not None else None,
         )
     except RuntimeError:
-        raise UserError(
+        raise JobFailed(
             f"rank {world.rank} on {world.hostname}: another program listens on {world.master_addr} "
             f"port {world.master_port}, not rank 0 of this job. Set MASTER_PORT to a free port."
         ) from None
     # torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier
-    # ones.
-    return PrefixStore(f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # ones. A store of ours lives in one attempt.
+    attempt = "0" if is_joined(os.environ) else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"mpiddp/{attempt}", store)
 
 
 def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socket | None]:
     """The master address from the environment or from Slurm's variables, and rank 0's listener there.
 
     Raises:
-        UserError: no address, an address that rank 0 cannot listen on, or no answer in `timeout_s`.
+        UserError: no address, or an address that rank 0 cannot listen on.
+        JobFailed: no answer in `timeout_s`.
     """
     env = os.environ
     port = port_in(env)
@@ -94,7 +98,7 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
     if listener is not None:
         port = listener.getsockname()[1]
     elif not wait_for(address, port, timeout_s):
-        raise UserError(
+        raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach rank 0 at {address} port {port} "
             f"in {timeout_s:g} s. Check that rank 0 is running and that no firewall blocks the port."
         )
@@ -129,4 +133,5 @@ def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> Rendezv
         interface=interface,
         reason=f"{world.launcher.name} names it",
         listener=None,
+        run_id=coordinator.broadcast_json(os.environ.get(RUN_ID) or secrets.token_hex(8)),
     )

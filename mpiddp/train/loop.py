@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.checkpoints import replicas
+from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save_schedule import SaveSchedule
 from mpiddp.runtime.coordinator import Coordinator
@@ -46,6 +47,7 @@ class TrainInputs:
     writer_ranks: list[int]  # each writes for the hosts that share its file system
     device: torch.device
     run: RunDir
+    owner: RunOwner | None  # of the run's folder, on the ranks that write there
 
 
 def train(inputs: TrainInputs) -> Summary | None:
@@ -60,7 +62,15 @@ def train(inputs: TrainInputs) -> Summary | None:
     save_schedule = SaveSchedule(
         config.save_every, coordinator, progress.step, timeout_s=config.timeout
     )
-    saver = Saver(run.checkpoints, inputs.writer_ranks, coordinator, state, config, data.contents)
+    saver = Saver(
+        run.checkpoints,
+        inputs.writer_ranks,
+        coordinator,
+        state,
+        config,
+        data.contents,
+        inputs.owner,
+    )
     is_writer = coordinator.world.rank in inputs.writer_ranks
     records = Records(run.metrics if is_writer else None, progress.step)
     timer = StepTimer(device)

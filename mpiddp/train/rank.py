@@ -10,14 +10,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 
 import torch
 
 from mpiddp.checkpoints import replicas
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.owner import RunOwner, own
+from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.errors import DONE, STOPPED, UserError
+from mpiddp.protocol import RUN_ID
 from mpiddp.runtime.announcement import announce
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
@@ -53,7 +56,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
     """
-    with join(world) as coordinator:
+    with join(world) as coordinator, contextlib.ExitStack() as stack:
         world = coordinator.world
         is_alone = world.launcher.name == "none"
         log_to_console(world.rank)
@@ -74,13 +77,15 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             plan = make_plan(config, data, coordinator)
             model = build_model(config, data)
         start = resume.find(coordinator, config, data.contents, run)
+        writer_ranks, owner = _create_run_dir(run, config, coordinator)
+        if owner is not None:
+            stack.callback(owner.release)
         _announce(config, plan, run)
-        writer_ranks = _create_run_dir(run, config, coordinator)
         if backend == "nccl":
             os.environ.update(flight_recorder.settings(run.logs, os.environ))
         choose_kernels(config)
         inputs = TrainInputs(
-            config, plan, data, model, start, coordinator, writer_ranks, device, run
+            config, plan, data, model, start, coordinator, writer_ranks, device, run, owner
         )
         with (
             default_group(coordinator, backend, device, timeout_s=config.timeout),
@@ -130,20 +135,26 @@ def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
     )
 
 
-def _create_run_dir(run: RunDir, config: TrainConfig, coordinator: Coordinator) -> list[int]:
-    """Create the run's folder on every host, and return the ranks that write into it.
+def _create_run_dir(
+    run: RunDir, config: TrainConfig, coordinator: Coordinator
+) -> tuple[list[int], RunOwner | None]:
+    """Create the run's folder on every host, and become its owner. All ranks must call this.
 
-    All ranks must call this.
+    Returns:
+        The ranks that write into it, and on these ranks its ownership.
     """
     with coordinator.all_or_none(), _writing(run):
         for folder in (run.logs, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-    writer_ranks = replicas.find_writer_ranks(coordinator, run.path, timeout_s=config.timeout)
+    writer_ranks = replicas.find_writer_ranks(coordinator, run, timeout_s=config.timeout)
+    run_owner: RunOwner | None = None
     with coordinator.all_or_none(), _writing(run):
         if coordinator.world.rank in writer_ranks:
+            run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
+            run_owner = own(run, run_id, on_wait=lambda sentence: log.info(sentence))
             save_json(run.config, config.as_json())
             run.metrics.touch()
-    return writer_ranks
+    return writer_ranks, run_owner
 
 
 @contextlib.contextmanager
@@ -152,9 +163,7 @@ def _writing(run: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"--out {run} cannot be written: {error.strerror}. Name another folder."
-        ) from None
+        raise unwritable(run, error) from None
 
 
 def _headline(inputs: TrainInputs, backend: str) -> str:

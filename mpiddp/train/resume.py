@@ -6,18 +6,20 @@ know which rank holds it and which hosts lack it.
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Saved
 from mpiddp.train.config import TrainConfig
 
+RUN_AWAY_S, _RETRY_S = 600.0, 2.0  # while the file system of the run is not mounted
 SEARCH_TIMEOUT_S = 1800.0  # to read every byte of a checkpoint on a slow disk
 
 
@@ -53,6 +55,8 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
         SystemExit: --resume does not name a valid checkpoint of this configuration and this data, or
             contradicts the contents of the run's folder. Rank 0 has printed the error.
     """
+    if config.go_on:
+        _wait_for_run(run, coordinator, config.timeout)
     own: _Found | None = None
     with coordinator.all_or_none(timeout_s=SEARCH_TIMEOUT_S):
         if coordinator.world.local_rank == 0:
@@ -83,6 +87,37 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
     lacking = [rank for rank, found in finds.items() if found.step < best.step]
     is_own = config.resume == "auto" or (config.go_on and folder.parent == run.checkpoints)
     return Start(holder, folder, tuple(lacking if is_own else ()), saved, best.goes_back)
+
+
+def _wait_for_run(run: RunDir, coordinator: Coordinator, timeout_s: float) -> None:
+    """Wait until a host has the folder of the run that continues. Its file server may be away.
+
+    All ranks must call this.
+
+    Raises:
+        JobFailed: no host has it after RUN_AWAY_S.
+    """
+    since = time.monotonic()
+    says_so = False
+    while True:
+        is_here = coordinator.world.local_rank == 0 and _is_there(run.config)
+        is_late = time.monotonic() - since > RUN_AWAY_S
+        answers = coordinator.all_gather_json((is_here, is_late), timeout_s=timeout_s)
+        if any(here for here, _ in answers):
+            return
+        if answers[0][1]:
+            raise JobFailed(f"{run} is not there any more: no host can read {run.config.name}.")
+        if not says_so:
+            says_so = True
+            log.info(f"{run} is not there; waiting for its file system …")
+        time.sleep(_RETRY_S)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def set_newer_aside(

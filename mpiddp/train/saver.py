@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.replicas import warn
 from mpiddp.checkpoints.snapshot import PinnedStaging
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
+from mpiddp.runtime.session import saving
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import TrainConfig
@@ -40,6 +42,7 @@ class Saver:
         state: TrainState,
         config: TrainConfig,
         data: str,
+        owner: RunOwner | None = None,
     ) -> None:
         """
         Args:
@@ -47,8 +50,11 @@ class Saver:
             writer_ranks: the ranks that write there, rank 0 first.
             state: the bare model, its optimizer and its scaler.
             data: the contents of the data set, see `Data`.
+            owner: of the run's folder, on the writer ranks.
         """
         self._root = root
+        self._owner = owner
+        self._num_saves = self._num_failed = 0
         self._writer_ranks = writer_ranks
         self._coordinator = coordinator
         self._state = state
@@ -71,6 +77,7 @@ class Saver:
                 the error.
         """
         self._wait_for_save(must_succeed=self._config.on_save_error == "stop")
+        self._num_saves += 1
         state = self._state
         ranks = self._gather_on_writers(checkpoint.rank_state(state.model))
         with averaged_buffers(state.model):
@@ -91,6 +98,8 @@ class Saver:
                 checkpoint would be lost.
         """
         self._wait_for_save(must_succeed=True)
+        if self._num_failed:
+            log.warning(f"warning: {self._num_failed} of {self._num_saves} saves failed.")
 
     def _wait_for_save(self, *, must_succeed: bool) -> None:
         """Wait for the save in flight, and send its result to all ranks."""
@@ -98,10 +107,11 @@ class Saver:
         self._pending = None
         timeout_s = max(WRITE_TIMEOUT_S, self._config.timeout)
         problems = self._coordinator.all_gather_json(problem, timeout_s=timeout_s)
+        self._num_failed += any(problems)
         if must_succeed and any(problems):
             with self._coordinator.all_or_none():
                 if problem:
-                    raise UserError(problem)
+                    raise JobFailed(problem)
         warn(self._coordinator, problems)
 
     def _gather_on_writers(self, state: dict[str, Any]) -> list[Any]:
@@ -115,7 +125,16 @@ class Saver:
 
     def _write(self, progress: Progress, contents: dict[str, Any]) -> str:
         """Write the checkpoint and remove old ones, in the thread. Returns the error, or ""."""
+        with saving():
+            return self._write_and_prune(progress, contents)
+
+    def _write_and_prune(self, progress: Progress, contents: dict[str, Any]) -> str:
         self._memory.wait()
+        try:
+            if self._owner is not None:
+                self._owner.check()
+        except JobFailed as error:
+            return str(error)
 
         def write_files(folder: Path) -> dict[str, str]:
             return checkpoint.write_files(folder, progress, contents, self._config, self._data)

@@ -76,7 +76,7 @@ def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
         data = Data("numbered", 10, SHAPE, source, None)
         plan, model = make_plan(config, data, coordinator), build_model(config, data)
         run.path.mkdir(exist_ok=True)
-        writer_ranks = replicas.find_writer_ranks(coordinator, run.path, timeout_s=60)
+        writer_ranks = replicas.find_writer_ranks(coordinator, run, timeout_s=60)
         with default_group(coordinator, "gloo", device, timeout_s=60):
             train(
                 TrainInputs(

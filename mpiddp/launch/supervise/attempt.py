@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,8 +18,10 @@ from mpiddp.launch import log
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.detect import RankStarter, with_own_folder
+from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement, JobState
+from mpiddp.launch.supervise.signals import SignalQueue
 from mpiddp.launch.supervise.supervisor import Limits, MpirunEnd, Supervisor
 from mpiddp.protocol import JOB
 
@@ -44,38 +45,40 @@ class Outcome:
 
 
 def attempt(
-    starter: RankStarter, request: Request, limits: Limits, signals: socket.socket
+    starter: RankStarter, request: Request, limits: Limits, signals: SignalQueue
 ) -> Outcome:
     """Run the job to its end, and leave no process of it on any host that can be reached.
 
     Args:
-        signals: stop requests, see `mpiddp.launch.supervise.signals.signals_on_socket`.
+        signals: stop requests.
     """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
     state = JobState(hosts)
     job = os.urandom(8).hex()
+    clock = AwakeClock()
     with selectors.DefaultSelector() as selector:
         server = None
         settings = {JOB: job}
         if request.control_address is not None:
-            server = ControlServer(request.control_address, len(hosts), selector)
+            server = ControlServer(request.control_address, len(hosts), selector, clock.now)
             settings |= server.settings
         request = replace(
             request,
             settings={**request.settings, **settings},
             exports=tuple(sorted({*request.exports, *settings})),
         )
-        supervisor = Supervisor(selector, server, state, limits)
+        supervisor = Supervisor(selector, server, state, limits, clock)
         with _private_folder(needed=bool(compose(starter, request).files)) as folder:
             command = compose(starter, replace(request, scratch=folder))
             command.write_files()
             env = {**with_own_folder(starter.program, os.environ), **command.settings}
-            end = supervisor.run(command.argv, env, signals)
+            end = supervisor.run(command.argv, env, signals, _stop_signal(starter))
         if server is None:
             outcome = _outcome_by_mpirun(starter, end)
         else:
             server.close()
             outcome = _outcome_by_ranks(starter, end, state, supervisor.verdict)
+            state.remove_error_files()
     outcome = replace(
         outcome,
         announcement=state.announcement,
@@ -102,7 +105,7 @@ def _outcome_by_ranks(
     if end.failed_stopping and (first := state.first_failure()) and _has_reason(first, state):
         return _outcome_of_failure(starter, end, state, first)
     if end.interrupted and not (state.all_done and state.supports_stop):
-        return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
+        return Outcome(INTERRUPTED, _interruption(end))
     if state.all_done:
         return Outcome(DONE)
     if end.was_killed:
@@ -133,10 +136,16 @@ def _has_reason(first: Message, state: JobState) -> bool:
 def _outcome_by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
     """The verdict if the ranks cannot reach this process."""
     if end.interrupted:
-        return Outcome(INTERRUPTED, "interrupted: the job was stopped.")
+        return Outcome(INTERRUPTED, _interruption(end))
     if end.code in (DONE, BAD_INPUT, STOPPED):
         return Outcome(end.code)
     return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
+
+
+def _interruption(end: MpirunEnd) -> str:
+    if end.limit:
+        return f"interrupted: {end.limit}; the job was killed."
+    return "interrupted: the job was stopped."
 
 
 def _outcome_without_ranks(end: MpirunEnd) -> Outcome:
@@ -152,6 +161,15 @@ def _cause(starter: RankStarter, code: int) -> str:
     if name := _signal(starter, code):
         return f"a rank was killed by {name}"
     return f"{starter.program.name} ended with exit code {code}"
+
+
+def _stop_signal(starter: RankStarter) -> signal.Signals:
+    """The signal that ends mpirun. Open MPI's takes SIGHUP alike, and can do without SIGTERM.
+
+    Hydra's survives a SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell
+    script, cannot be shielded. srun passes SIGTERM on to its tasks.
+    """
+    return signal.SIGHUP if starter.kind == "openmpi" else signal.SIGTERM
 
 
 def _signal(starter: RankStarter, code: int) -> str | None:

@@ -12,6 +12,7 @@ import os
 import selectors
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ STRANGERS = 64  # connections without a proof, beyond one for each rank
 
 @dataclass(frozen=True)
 class Message:
-    """A message from a rank, with its time in `time.monotonic()`'s seconds.
+    """A message from a rank, with its time by the server's clock, in seconds.
 
     `kind` is one of the protocol's messages, "lost" or "frames". "lost": the connection ended, and
     facts["silent"] is whether the host stopped answering. "frames": a line of the stacks that a rank
@@ -59,13 +60,20 @@ class _Peer:
 
 
 class ControlServer:
-    """The server for `world_size` ranks, on a free port of `address`.
+    """The server for `world_size` ranks, on a free port of `address`. `now` is its clock.
 
     Raises:
         UserError: it cannot listen on `address`.
     """
 
-    def __init__(self, address: str, world_size: int, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self,
+        address: str,
+        world_size: int,
+        selector: selectors.BaseSelector,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now = now
         self.world_size = world_size
         self._selector = selector
         self._secret = os.urandom(16).hex()
@@ -156,7 +164,7 @@ class ControlServer:
             connection, _ = self._socket.accept()
         except OSError:  # it has already closed
             return
-        now = time.monotonic()
+        now = self._now()
         for peer in [peer for peer in self._peers if peer.rank is None]:
             if now - peer.since > PROOF_TIMEOUT_S:
                 self._drop(peer)
@@ -178,7 +186,7 @@ class ControlServer:
             raise ValueError("too long")
         if peer.was_interrupted and peer.rank is not None and not _is_json(line):
             # A line of its stack, maybe in the middle of a message that it was sending.
-            return [Message(peer.rank, "frames", {"text": line.decode()}, time.monotonic())]
+            return [Message(peer.rank, "frames", {"text": line.decode()}, self._now())]
         facts = json.loads(line)
         kind = facts.pop("type")
         if not isinstance(kind, str) or (kind == "hello") == (peer.rank is not None):
@@ -187,7 +195,7 @@ class ControlServer:
             for name, types in MESSAGES[kind].items():
                 if not isinstance(facts[name], types):
                     raise ValueError(name)
-            return [Message(peer.rank, kind, facts, time.monotonic())]
+            return [Message(peer.rank, kind, facts, self._now())]
         rank = facts["rank"]
         if type(rank) is not int or rank not in range(self.world_size) or rank in self._by_rank:
             raise ValueError(rank)
@@ -214,7 +222,7 @@ class ControlServer:
         self._drop(peer)
         if peer.rank is None:
             return []
-        return [Message(peer.rank, "lost", {"silent": silent}, time.monotonic())]
+        return [Message(peer.rank, "lost", {"silent": silent}, self._now())]
 
     def _drop(self, peer: _Peer) -> None:
         self._peers.discard(peer)

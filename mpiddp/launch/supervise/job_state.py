@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mpiddp.launch.supervise.control_server import Message
+from mpiddp.protocol import recorded_error
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
 # other's end at about the same time.
@@ -16,6 +19,7 @@ _CONSEQUENCE_S = 0.3
 # The others' messages may overtake the message of the rank that failed first according to the store.
 _FIRST_S = 5.0
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
+_NAMED = 4  # ranks in one sentence
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 
 
@@ -44,10 +48,13 @@ class JobState:
         default_factory=dict
     )  # failed or lost, the first of a rank
     supports_stop: set[int] = field(default_factory=set)
+    saving: set[int] = field(default_factory=set)
+    last_saved_at: float = 0.0  # when a rank last ended a save
     steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
     stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
     frames: dict[int, str] = field(default_factory=dict)  # stacks out of native code
     logs: dict[int, str] = field(default_factory=dict)
+    error_files: dict[int, str] = field(default_factory=dict)  # on the rank's host
     announcement: Announcement = NOTHING_ANNOUNCED
 
     def note(self, message: Message) -> None:
@@ -68,16 +75,30 @@ class JobState:
                 self.frames[rank] = f"{self.frames.get(rank, '')}{facts['text']}\n"
             case "log":
                 self.logs[rank] = facts["path"]
+            case "error_file":
+                self.error_files[rank] = facts["path"]
             case "announce":
                 self.announcement = Announcement(
                     tuple(facts["resume_args"]), facts["global_batch_size"], facts["max_ranks"]
                 )
+            case "saving":
+                self._note_saving(message, is_saving=facts["active"])
             case "stopped":
                 self.stopped[rank] = facts
+                self._note_saving(message, is_saving=True)  # scripts save then, and leave
             case "done":
                 self.done.add(rank)
+                self._note_saving(message, is_saving=False)
             case "failed" | "lost" if rank not in self.done:
                 self.failures.setdefault(rank, message)
+                self._note_saving(message, is_saving=False)
+
+    def _note_saving(self, message: Message, *, is_saving: bool) -> None:
+        if is_saving:
+            self.saving.add(message.rank)
+        elif message.rank in self.saving:
+            self.saving.remove(message.rank)
+            self.last_saved_at = message.at
 
     @property
     def world_size(self) -> int:
@@ -113,6 +134,12 @@ class JobState:
         """
         return min(self.failures.values(), key=_began, default=None)
 
+    def remove_error_files(self) -> None:
+        """Remove the files of @record on this host. Ranks that were killed could not."""
+        for path in self.error_files.values():
+            with suppress(OSError):
+                Path(path).unlink()
+
     def silent_hosts(self) -> set[str]:
         """The ones of `hosts` that stopped answering."""
         return {self.hosts[rank] for rank, message in self.failures.items() if _is_silent(message)}
@@ -123,6 +150,11 @@ class JobState:
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.host_of(rank)}"
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """The ranks with their hosts; only the first few of many."""
+        shown = ", ".join(map(self.name, ranks[:_NAMED]))
+        return shown if len(ranks) <= _NAMED else f"{shown} and {len(ranks) - _NAMED} other ranks"
 
     def sentence(self, first: Message, killed_by: str | None = None) -> str:
         """The verdict: the rank that failed first, why, and where its traceback is.
@@ -138,6 +170,9 @@ class JobState:
             there = sorted(r for r in ranks if self.host_of(r) == host)
             names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
             return f"lost {host} ({names}): the host stopped answering.{others}"
+        recorded = recorded_error(self.error_files.get(first.rank, ""))
+        if first.kind == "lost" and recorded:
+            return f"{self.name(first.rank)} failed first: {_first_line(recorded)}.{others}"
         if first.kind == "lost" and killed_by:
             return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
         if killed_by == "" and first.kind == "lost" and len(lost := self._lost_with(first)) > 1:
@@ -151,13 +186,14 @@ class JobState:
                 f"native code, or called os._exit.{others}"
             )
         error, log = first.facts["error"], self.logs.get(first.rank)
+        if first.facts["is_verdict"]:
+            return f"{error}{others}"
         if not first.facts["traceback"]:
             messages = f": {error}" if error else ""
             code = first.facts["code"]
             return f"{self.name(first.rank)} ended first, with exit code {code}{messages}.{others}"
         where = f" (its traceback: {log})" if log else ""
-        summary = error.strip().partition("\n")[0]
-        return f"{self.name(first.rank)} failed first: {summary}{where}.{others}"
+        return f"{self.name(first.rank)} failed first: {_first_line(error)}{where}.{others}"
 
     def unprinted_error(self, refusal: Message) -> str:
         """The error of a rank that refused, "" if `errors.print_from_one_rank` has printed it on a rank."""
@@ -174,6 +210,10 @@ class JobState:
             if message.kind == "lost" and message.at - first.at < _AT_ONCE_S
         ]
         return list(dict.fromkeys(self.host_of(rank) for rank in ranks))
+
+
+def _first_line(error: str) -> str:
+    return error.strip().partition("\n")[0]
 
 
 def _is_silent(message: Message) -> bool:

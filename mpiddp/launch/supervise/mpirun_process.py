@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpiddp.errors import UserError
+from mpiddp.launch.supervise.output import OutputCopy
 
 ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
 KILL_S = 5.0  # time for killed processes to end, unless a disk or a driver blocks them
@@ -25,24 +26,46 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class MpirunProcess:
-    """One mpirun, on this process's own stdin, stdout and stderr, and all that it starts on this host."""
+    """One mpirun, and all that it starts on this host. `outputs` copy its stdout and stderr.
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+    Args:
+        stop_signal: the signal that ends mpirun. If it is not SIGTERM, mpirun is shielded from SIGTERM: a
+            service manager or a batch system may send one to every process of a job, whose ranks still save.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        outputs: tuple[OutputCopy, OutputCopy],
+        stop_signal: signal.Signals = signal.SIGTERM,
+    ) -> None:
+        self._stop_signal = stop_signal
         # Children of the shell that this process may have replaced by exec.
         self._strangers = frozenset(_descendants(os.getpid()))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+        def prepare_child() -> None:
+            # If this process is killed, the job must end with it.
+            libc.prctl(_PR_SET_PDEATHSIG, stop_signal, 0, 0, 0)
+            if stop_signal != signal.SIGTERM:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
         try:
             self._process = subprocess.Popen(
                 argv,
                 env=dict(env),
                 stdin=subprocess.DEVNULL if _is_in_background() else None,
+                stdout=outputs[0].pipe,
+                stderr=outputs[1].pipe,
                 start_new_session=True,
-                # If this process is killed, the job must end with it.
-                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+                preexec_fn=prepare_child,
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
             raise UserError(f"cannot start {argv[0]}: {error.strerror}.") from None
+        for output in outputs:
+            output.started()
 
     @property
     def code(self) -> int | None:
@@ -57,12 +80,12 @@ class MpirunProcess:
                 os.waitpid(ended.si_pid, 0)
 
     def stop(self) -> None:
-        """Send SIGTERM, also for a Ctrl-C: Hydra would forward a SIGINT and each rank print a traceback.
+        """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.
 
         The whole process group gets it, because Intel's mpirun is a shell script around another program.
         """
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
+            os.killpg(self._process.pid, self._stop_signal)
 
     def kill_all(self) -> None:
         """Kill all processes of the job on this host. Its daemons on other hosts then end too."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpiddp.launch import log
+from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.launch.supervise.mpirun_process import ORPHANS_S, MpirunProcess
-from mpiddp.launch.supervise.signals import STOP_SIGNALS, child_exits_on_socket
+from mpiddp.launch.supervise.output import OutputCopy
+from mpiddp.launch.supervise.signals import STOP_SIGNALS, SignalQueue, with_child_exits
+from mpiddp.protocol import CONFIRM_EVERY
 
 # Time limits for:
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
@@ -34,6 +36,7 @@ class Limits:
     """The time limits of the user, in seconds; None means no limit."""
 
     grace_s: float = 30.0
+    save_grace_s: float = 600.0  # instead of grace_s, while a rank is saving
     start_timeout_s: float | None = None  # until the first rank has started
     stop_after_s: float | None = None
     hang_timeout_s: float | None = None
@@ -44,17 +47,21 @@ class MpirunEnd:
     """How mpirun ended: its code (-N if signal N killed it), and whether a stop was requested.
 
     `was_killed`: by a signal that this launcher did not send. `failed_stopping`: a rank failed after the
-    stop request and before it was forced to end.
+    stop request and before it was forced to end. `limit`: the time limit of a stop that the ranks exceeded.
     """
 
     code: int
     interrupted: bool
     was_killed: bool = False
     failed_stopping: bool = False
+    limit: str = ""
 
 
 class Supervisor:
-    """One job. `server` is None if the ranks cannot reach this process; mpirun's exit code counts then."""
+    """One job. `server` is None if the ranks cannot reach this process; mpirun's exit code counts then.
+
+    The times of `state` are those of `clock`.
+    """
 
     def __init__(
         self,
@@ -62,30 +69,46 @@ class Supervisor:
         server: ControlServer | None,
         state: JobState,
         limits: Limits,
+        clock: AwakeClock,
     ) -> None:
         self._selector = selector
         self._server = server
         self._state = state
         self._limits = limits
-        self._agenda: list[tuple[float, Callable[[], None]]] = []  # sorted by time
+        self._clock = clock
+        self._agenda: list[tuple[float, Callable[[], None]]] = []  # sorted by the clock's time
+        self._stop_after_at = float("inf")  # by time.monotonic(): a batch system's clock runs on
         self._stops = 0
         self._is_failing = False
         self._failed_stopping = False
         self._is_ending = False
+        self._stopping_since = 0.0
+        self._says_saving = False
+        self._unconfirmed: dict[int, int] = {}  # messages of progress of each rank
+        self._limit = ""
         self.verdict = ""  # the reason, if the supervisor ended the job
 
-    def run(self, argv: Sequence[str], env: Mapping[str, str], signals: socket.socket) -> MpirunEnd:
+    def run(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        signals: SignalQueue,
+        stop_signal: signal.Signals = signal.SIGTERM,
+    ) -> MpirunEnd:
         """Run mpirun until it and all its ranks have ended.
 
-        The first of the `signals` (see `mpiddp.launch.supervise.signals.signals_on_socket`) requests a
-        stop of the ranks. The second kills all processes of the job on this host, and its daemons on other
-        hosts then end too.
+        The first of the `signals` requests a stop of the ranks. The second kills all processes of the job
+        on this host, and its daemons on other hosts then end too.
+
+        Args:
+            stop_signal: the signal that ends mpirun, see `MpirunProcess`.
         """
-        with child_exits_on_socket():
+        with with_child_exits(signals):
             self._selector.register(signals, selectors.EVENT_READ, signals)
-            self._mpirun = MpirunProcess(argv, env)
+            outputs = (OutputCopy(1), OutputCopy(2))
+            self._mpirun = MpirunProcess(argv, env, outputs, stop_signal)
             if self._limits.stop_after_s is not None:
-                self._in(self._limits.stop_after_s, self._stop_by_the_clock)
+                self._stop_after_at = time.monotonic() + self._limits.stop_after_s
             if self._limits.start_timeout_s is not None and self._server is not None:
                 self._in(self._limits.start_timeout_s, self._check_start)
             if self._limits.hang_timeout_s is not None:
@@ -93,37 +116,56 @@ class Supervisor:
             while self._mpirun.code is None:
                 self._wait(signals)
             self._receive_last_messages(signals)
-            self._selector.unregister(signals)
             if left := self._mpirun.end_orphans(0.0 if self._stops > 1 else ORPHANS_S):
                 processes = ", ".join(map(str, left))
                 log.info(f"processes {processes} cannot be killed: they are blocked in the kernel.")
+            self._finish_output(outputs, signals)
+            self._selector.unregister(signals)
         code = self._mpirun.code
         assert code is not None
         was_killed = code < 0 and not self._is_ending
-        return MpirunEnd(code, self._stops > 0, was_killed, self._failed_stopping)
+        return MpirunEnd(code, self._stops > 0, was_killed, self._failed_stopping, self._limit)
+
+    def _finish_output(self, outputs: tuple[OutputCopy, ...], signals: SignalQueue) -> None:
+        """Copy the rest of the output. A second signal ends the wait for a terminal that is stopped."""
+        self._agenda.clear()
+        for output in outputs:
+            output.finish()
+        while self._stops < 2 and not all(output.is_finished(0.05) for output in outputs):
+            self._wait(signals, 0.05)
 
     def _in(self, seconds: float, action: Callable[[], None]) -> None:
-        self._agenda.append((time.monotonic() + seconds, action))
+        self._agenda.append((self._clock.now() + seconds, action))
         self._agenda.sort(key=lambda entry: entry[0])
 
-    def _wait(self, signals: socket.socket, at_most_s: float | None = None) -> None:
+    def _timeout(self) -> float | None:
+        """Seconds until the next timer, None if there is none."""
+        until = min(
+            self._agenda[0][0] - self._clock.now() if self._agenda else float("inf"),
+            self._stop_after_at - time.monotonic(),
+        )
+        return None if until == float("inf") else min(max(0.0, until), LONGEST_WAIT_S)
+
+    def _wait(self, signals: SignalQueue, at_most_s: float | None = None) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle those that are ready."""
-        timeout = at_most_s
-        if self._agenda:
-            until = min(max(0.0, self._agenda[0][0] - time.monotonic()), LONGEST_WAIT_S)
-            timeout = until if timeout is None else min(until, timeout)
-        ready = [key.data for key, _ in self._selector.select(timeout)]
+        timeout = self._timeout()
+        if at_most_s is not None:
+            timeout = at_most_s if timeout is None else min(timeout, at_most_s)
+        ready = [key.data for key, _ in self._clock.select(self._selector, timeout)]
         for data in ready:
             if data is not signals and self._server is not None:
                 for message in self._server.receive(data):
                     self._on_message(message)
         if signals in ready:  # after the messages, which the signal's sender may have reacted to
-            for number in signals.recv(64):
-                if number in STOP_SIGNALS:
-                    self._on_signal(number)
-                elif number == signal.SIGCHLD:
+            for arrival in signals.receive():
+                if arrival.number in STOP_SIGNALS:
+                    self._on_signal(arrival.number)
+                elif arrival.number == signal.SIGCHLD:
                     self._mpirun.reap_adopted()
-        while self._agenda and self._agenda[0][0] <= time.monotonic():
+        if self._stop_after_at <= time.monotonic():
+            self._stop_after_at = float("inf")
+            self._stop_by_the_clock()
+        while self._agenda and self._agenda[0][0] <= self._clock.now():
             self._agenda.pop(0)[1]()
 
     def _on_signal(self, number: int) -> None:
@@ -139,6 +181,8 @@ class Supervisor:
         self._state.note(message)
         if message.kind == "started" and self._stops and self._server is not None:
             self._server.send(message.rank, "stop")
+        if message.kind == "progress" and self._server is not None:
+            self._confirm(message.rank, self._server)
         if message.kind == "joining" and len(self._state.joining) == 1:
             timeout_s = message.facts["timeout_s"]
             self._in(timeout_s, lambda: self._check_for_missing_ranks(timeout_s))
@@ -153,6 +197,13 @@ class Supervisor:
         if self._server is not None and not self._server.connected and self._state.done:
             self._in(EXIT_S, self._stop_mpirun)
 
+    def _confirm(self, rank: int, server: ControlServer) -> None:
+        """Tell a rank now and then that its progress is read. Without this, it falls silent."""
+        self._unconfirmed[rank] = self._unconfirmed.get(rank, 0) + 1
+        if self._unconfirmed[rank] >= CONFIRM_EVERY:
+            self._unconfirmed[rank] = 0
+            server.send(rank, "received")
+
     def _send_all(self, kind: str, **facts: object) -> None:
         if self._server is not None:
             self._server.send_all(kind, **facts)
@@ -163,11 +214,41 @@ class Supervisor:
             self._stop_mpirun()
             return
         self._send_all("stop")
-        self._in(self._limits.grace_s, self._stop_mpirun)
+        self._stopping_since = self._clock.now()
+        self._in(self._limits.grace_s, self._check_grace)
         if self._state.supports_stop:
             log.info(
                 f"{reason}: the ranks are saving and stopping; another signal kills them at once."
             )
+
+    def _check_grace(self) -> None:
+        """End the ranks that have not stopped in time. A rank that saves has longer."""
+        if self._is_ending:
+            return
+        grace_s, save_grace_s = self._limits.grace_s, self._limits.save_grace_s
+        since_stop = self._clock.now() - self._stopping_since
+        since_save = self._clock.now() - max(self._state.last_saved_at, self._stopping_since)
+        saving = sorted(self._state.saving)
+        if saving and since_stop < save_grace_s:
+            if not self._says_saving:
+                self._says_saving = True
+                log.info(
+                    f"{self._state.names(saving)} {'is' if len(saving) == 1 else 'are'} still saving; "
+                    f"waiting for at most {save_grace_s:g} s (--save-grace)."
+                )
+            self._in(min(1.0, save_grace_s - since_stop), self._check_grace)
+        elif not saving and since_save < grace_s:  # after a save, a rank still has to leave
+            self._in(grace_s - since_save, self._check_grace)
+        else:
+            late = saving or [r for r in sorted(self._state.started) if r not in self._state.done]
+            self._limit = (
+                f"{self._state.names(late)} {'was' if len(late) == 1 else 'were'} still saving "
+                f"{save_grace_s:g} s after the request (--save-grace)"
+                if saving
+                else f"{self._state.names(late)} had not stopped {grace_s:g} s after the request "
+                "(--grace)"
+            )
+            self._stop_mpirun()
 
     def _stop_by_the_clock(self) -> None:
         if not self._stops:
@@ -180,7 +261,7 @@ class Supervisor:
             # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.
             self._in(STOP_S, self._mpirun.kill_all)
 
-    def _receive_last_messages(self, signals: socket.socket) -> None:
+    def _receive_last_messages(self, signals: SignalQueue) -> None:
         """Receive the messages that are still in transit, and drop the hosts that do not acknowledge."""
         if self._server is None:
             return
@@ -206,7 +287,7 @@ class Supervisor:
         newest = self._state.newest_step_at
         if self._is_failing or self._state.all_done or self._stops:
             return
-        if newest is None or time.monotonic() - newest < timeout_s:
+        if newest is None or self._clock.now() - newest < timeout_s:
             self._in(min(1.0, timeout_s), self._check_for_hangs)
             return
         self._request_stacks(lambda: self._report_hang(newest))

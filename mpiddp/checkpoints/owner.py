@@ -1,0 +1,212 @@
+"""A run's folder has one owner at a time: two runs with one --out would remove each other's saves.
+
+The owner renews a file in the folder every 10 s. An owner whose file has not changed for 60 s is dead. Only
+the reader's own clock measures that, because the clocks of two hosts differ. An owner on this machine is
+dead at once when its process is, and so is an earlier attempt of the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from socket import gethostname
+
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.text import duration
+
+RENEW_S, STALE_S = 10.0, 60.0
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The contents of the file. `machine` names a boot of a machine, and its namespace of process ids."""
+
+    run_id: str
+    host: str
+    machine: str
+    pid: int
+    started: str  # by the kernel's clock; another process may get the same pid later
+    renewals: int = 0
+
+    @classmethod
+    def of_this_process(cls, run_id: str) -> _Record:
+        pid = os.getpid()
+        return cls(run_id, gethostname(), _machine(), pid, _start_time(pid))
+
+    @classmethod
+    def parse(cls, text: bytes) -> _Record | None:
+        """None if another version, or a disk that was full, has written it."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def is_dead(self) -> bool | None:
+        """Whether its process has ended; None if it is not one of this machine."""
+        if self.machine != _machine():
+            return None
+        return _start_time(self.pid) != self.started
+
+    @property
+    def sentence(self) -> str:
+        age = duration(self.renewals * RENEW_S)
+        return f"the run {self.run_id} on {self.host} (process {self.pid}, for {age}) writes there"
+
+
+class RunOwner:
+    """The ownership of a run's folder, renewed by a thread until `release`."""
+
+    def __init__(self, path: Path, record: _Record) -> None:
+        self._path = path
+        self._record = record
+        self._is_over = threading.Event()
+        self._lost_to = ""
+        self._thread = threading.Thread(target=self._renew, name="run owner", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise JobFailed if another run has taken the folder, because this one was not seen for 60 s."""
+        if self._lost_to:
+            raise JobFailed(f"{self._path.parent} was taken over: {self._lost_to}.")
+
+    def release(self) -> None:
+        """Give the folder up."""
+        self._is_over.set()
+        self._thread.join()
+        if not self._lost_to and _read(self._path) == self._record.encoded():
+            _try(self._path.unlink)
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(RENEW_S):
+            _try(self._renew_once)  # a file server may be away for a while
+
+    def _renew_once(self) -> None:
+        found = self._path.read_bytes()
+        if found != self._record.encoded():
+            record = _Record.parse(found)
+            self._lost_to = record.sentence if record else "its owner file has changed"
+            self._is_over.set()
+            return
+        renewed = replace(self._record, renewals=self._record.renewals + 1)
+        temporary = _beside(self._path)
+        temporary.write_bytes(renewed.encoded())
+        temporary.rename(self._path)
+        self._record = renewed
+
+
+def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner:
+    """Become the owner of the run's folder.
+
+    Args:
+        run_id: the same in all attempts of a job.
+        on_wait: called with a sentence before a wait of at most 60 s.
+
+    Raises:
+        UserError: another run owns it.
+        OSError: the folder is not writable, …
+    """
+    record = _Record.of_this_process(run_id)
+    has_waited = False
+    while not _create(run.owner, record):
+        found = _read(run.owner)
+        if found is None:  # released meanwhile
+            continue
+        other = _Record.parse(found)
+        is_dead = other is not None and (other.run_id == run_id or other.is_dead)
+        if not is_dead:
+            if other is not None and other.is_dead is False:
+                raise _taken(run, other)
+            if not has_waited:
+                has_waited = True
+                host = other.host if other else "another host"
+                on_wait(
+                    f"{run} belongs to a run on {host}; watching for {STALE_S:g} s whether that still runs."
+                )
+            if changed := _wait_for_change(run.owner, found):
+                raise _taken(run, changed)
+        _remove_if(run.owner, found)
+    return RunOwner(run.owner, record)
+
+
+def _taken(run: RunDir, other: _Record) -> UserError:
+    return UserError(f"--out {run}: {other.sentence}. Wait for its end, or name another --out.")
+
+
+def _create(path: Path, record: _Record) -> bool:
+    """Create the file. False if it exists."""
+    try:
+        with path.open("xb") as file:
+            file.write(record.encoded())
+    except FileExistsError:
+        return False
+    return True
+
+
+def _wait_for_change(path: Path, before: bytes) -> _Record | None:
+    """The record that replaces `before` within 60 s, None if that stays, or disappears."""
+    deadline = time.monotonic() + STALE_S
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        found = _read(path)
+        if found is None:
+            return None
+        if found != before and (record := _Record.parse(found)):
+            return record
+    return None
+
+
+def _remove_if(path: Path, expected: bytes) -> None:
+    """Remove the file if it still has these contents. Of several processes, one removes it."""
+    taken = _beside(path)
+    try:
+        path.rename(taken)
+    except FileNotFoundError:
+        return
+    found = _read(taken)
+    if found is not None and found != expected:  # a new owner's: give it back
+        _try(lambda: os.link(taken, path))
+    _try(taken.unlink)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _try(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except OSError:
+        pass
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_time(pid: int) -> str:
+    """When the process started, in ticks since the boot, "" if it does not exist."""
+    try:
+        # "pid (name) state ppid …": the 22nd field. The name may contain any bytes.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
