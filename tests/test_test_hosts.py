@@ -100,7 +100,7 @@ def test_signals_reach_the_program_and_its_exit_code_comes_back(three_hosts: Clu
         assert program.stdout.readline() == "set\n"
         program.send_signal(signal.SIGINT)
         assert program.wait(PATIENCE_S) == 7
-    assert len(node2.sweep()) == 1  # the sleep
+    assert len(node2.kill_processes()) == 1  # the sleep
     with pytest.raises(subprocess.TimeoutExpired):
         node2.run(["sh", "-c", "sleep 6000 & sleep 6000"], timeout_s=0.2)
     assert node2.processes() == []

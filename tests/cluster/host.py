@@ -150,8 +150,8 @@ class Host:
                 found.append(Process(int(entry.name), text))
         return sorted(found)
 
-    def sweep(self) -> list[Process]:
-        """Kills all that `processes` lists, waits for its end and returns what that was."""
+    def kill_processes(self) -> list[Process]:
+        """Kill the processes that `processes` lists, wait until they have ended, and return them."""
         found = left = self.processes()
         while left:
             self.run(["kill", "-KILL", *(str(process.pid) for process in left)])

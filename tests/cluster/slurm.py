@@ -110,7 +110,7 @@ def up(cluster: Cluster, *, cpus: int = 4) -> Iterator[Slurm]:
         yield start(cluster, cpus=cpus)
     finally:
         for host in cluster.hosts:
-            host.sweep()
+            host.kill_processes()
             host.run(["rm", "-rf", *_FOLDERS])
 
 
