@@ -1,7 +1,7 @@
 """Rank 1 raises while rank 0 waits for it in a collective, and the other ranks sleep.
 
-`raising.py` uses `mpiddp.process_group`, `raising.py init` uses `mpiddp.init`. With the argument `exit`, rank 1
-calls sys.exit(3) instead.
+`raising.py` uses `mpiddp.process_group`, `raising.py init` uses `mpiddp.init`. With the argument `exit`,
+rank 1 calls sys.exit(3) instead.
 """
 
 from __future__ import annotations
