@@ -140,9 +140,7 @@ def test_a_head_for_other_classes_is_not_loaded(checkpoint: Path) -> None:
     assert torch.equal(model.fc.weight, head)
 
 
-def test_weights_without_num_batches_tracked_are_loaded(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_weights_without_num_batches_tracked_are_loaded(checkpoint: Path, tmp_path: Path) -> None:
     """torchvision's oldest weights lack it, because BatchNorm did not count batches then."""
     saved = torch.load(checkpoint, weights_only=True)
     old = {name: value for name, value in saved.items() if "num_batches" not in name}

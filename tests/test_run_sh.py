@@ -94,7 +94,9 @@ NO_PIP = (
     ],
     ids=["absent", "too old", "no pip", "old pip"],
 )
-def test_an_unsuitable_python_is_refused(tmp_path: Path, modules: dict[str, str], sentence: str) -> None:
+def test_an_unsuitable_python_is_refused(
+    tmp_path: Path, modules: dict[str, str], sentence: str
+) -> None:
     root = copy(tmp_path / "tree")
     done = run_sh(root, env={"PATH": path_with_python(tmp_path, modules)})
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"run.sh: {sentence}\n")
@@ -249,7 +251,9 @@ def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_sh_trains_from_another_folder_with_the_same_environment(ready: Path, tmp_path: Path) -> None:
+def test_run_sh_trains_from_another_folder_with_the_same_environment(
+    ready: Path, tmp_path: Path
+) -> None:
     done = run_sh(ready, *TRAINING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = done.stdout.rpartition("\n\n")[2]

@@ -179,7 +179,14 @@ def test_the_pasted_command_creates_its_files() -> None:
 
 def test_the_allow_list_of_variables() -> None:
     allowed = ("HF_HOME", "MASTER_PORT", "MPIDDP_X", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH")
-    not_forwarded = ("AWS_REGION", "HF_TOKEN", "HOME", "MPIDDP_API_KEY", "NCCL_SECRET", "OMPI_MCA_pml")
+    not_forwarded = (
+        "AWS_REGION",
+        "HF_TOKEN",
+        "HOME",
+        "MPIDDP_API_KEY",
+        "NCCL_SECRET",
+        "OMPI_MCA_pml",
+    )
     env = dict.fromkeys(allowed + not_forwarded, "")
     assert forwarded(env) == allowed
     assert "HF_TOKEN" in forwarded(env, ["HF_TOKEN"])

@@ -30,9 +30,17 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
     [
         (test_hostfile.test_fuzzed_bytes_are_parsed_or_refused, False, False),
         (test_stop.test_grace_accepts_times_with_units, False, False),
-        (test_stop.test_under_nohup_sighup_is_ignored_and_sigterm_stops, True, False),  # by a global list
+        (
+            test_stop.test_under_nohup_sighup_is_ignored_and_sigterm_stops,
+            True,
+            False,
+        ),  # by a global list
         (test_stop.test_sigusr1_through_a_raw_mpirun_stops_the_job, True, False),
-        (test_stop.test_a_training_without_a_launcher_saves_and_stops, True, False),  # by its strings
+        (
+            test_stop.test_a_training_without_a_launcher_saves_and_stops,
+            True,
+            False,
+        ),  # by its strings
         (test_run.test_without_a_launcher_a_script_is_a_job_of_one_rank, True, False),
         (test_launch.test_exit_codes, True, False),
         (test_launch.test_this_machine_needs_no_hostfile, True, False),  # by an inner function
@@ -40,7 +48,9 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
         (test_test_hosts.test_nothing_is_left_behind, False, True),
     ],
 )
-def test_starts_ranks_and_uses_cluster(function: Callable[..., None], ranks: bool, in_cluster: bool) -> None:
+def test_starts_ranks_and_uses_cluster(
+    function: Callable[..., None], ranks: bool, in_cluster: bool
+) -> None:
     assert (starts_ranks([function]), uses_cluster([function])) == (ranks, in_cluster)
 
 
