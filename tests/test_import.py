@@ -42,7 +42,7 @@ LIGHT_MODULES = (
 
 
 def loaded(statement: str, *, path: Path | None = None) -> set[str]:
-    """Those of the HEAVY packages that `statement` loads, in an interpreter of its own."""
+    """The HEAVY packages that `statement` loads in a new interpreter."""
     code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
     env = clean_env({"PYTHONPATH": str(path)} if path else None)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -32,7 +32,7 @@ for _ in range(10):
     step()
 print(json.dumps([faults() - before, os.environ["OMP_NUM_THREADS"]]))
 """
-# The page faults of 10 steps that keep no memory, in 2 MiB pages, the largest possible.
+# Without kept memory, 10 steps cause at least these page faults: one for each huge page of 2 MiB.
 HUGE_PAGES = 10 * 6 * (8 << 20) // (2 << 20)
 
 

@@ -41,10 +41,10 @@ def rank_facts(ranks: int, *args: str, env: dict[str, str] | None = None) -> lis
 
 def reserved(address: str) -> socket.socket:
     """A socket that reserves a port. The kernel never assigns it, but a process may request it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((address, 0))
-    return held
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((address, 0))
+    return reservation
 
 
 # --- the rendezvous ---
@@ -87,8 +87,8 @@ def test_every_rank_has_its_world_and_the_address_of_rank_0(ranks: int) -> None:
 
 
 def test_variables_of_the_user_are_kept_and_so_is_mpi_with_keep_mpi() -> None:
-    with reserved("127.0.0.7") as held:
-        port = str(held.getsockname()[1])
+    with reserved("127.0.0.7") as reservation:
+        port = str(reservation.getsockname()[1])
         requests = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
         found = rank_facts(2, "keep-mpi", env=requests | {"RANK": "0", "WORLD_SIZE": "1"})
     for fact in found:
@@ -236,8 +236,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
 
 
 def test_env_ranks_started_by_hand_join(tmp_path: Path) -> None:
-    with reserved("127.0.0.1") as held:
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1])}
+    with reserved("127.0.0.1") as reservation:
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(reservation.getsockname()[1])}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.jobs.facts"],

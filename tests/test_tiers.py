@@ -30,20 +30,14 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
     [
         (test_hostfile.test_fuzzed_bytes_are_parsed_or_refused, False, False),
         (test_stop.test_grace_accepts_times_with_units, False, False),
-        (
-            test_stop.test_under_nohup_sighup_is_ignored_and_sigterm_stops,
-            True,
-            False,
-        ),  # by a global list
+        # It uses a global list.
+        (test_stop.test_under_nohup_sighup_is_ignored_and_sigterm_stops, True, False),
         (test_stop.test_sigusr1_through_a_raw_mpirun_stops_the_job, True, False),
-        (
-            test_stop.test_a_training_without_a_launcher_saves_and_stops,
-            True,
-            False,
-        ),  # by its strings
+        # It has strings of a command.
+        (test_stop.test_a_training_without_a_launcher_saves_and_stops, True, False),
         (test_run.test_without_a_launcher_a_script_is_a_job_of_one_rank, True, False),
         (test_launch.test_exit_codes, True, False),
-        (test_launch.test_this_machine_needs_no_hostfile, True, False),  # by an inner function
+        (test_launch.test_this_machine_needs_no_hostfile, True, False),  # in an inner function
         (test_restarts.test_too_few_hosts_are_an_error, True, False),  # its fixture has the hosts
         (test_test_hosts.test_nothing_is_left_behind, False, True),
     ],

@@ -167,13 +167,13 @@ def test_every_rank_has_a_log(run: Path) -> None:
 
 
 def test_the_checkpoint_has_one_model_and_the_state_of_every_rank(run: Path) -> None:
-    held = contents(run, 10)
-    assert len(held["ranks"]) == 4
-    assert set(held["model"]) == set(ARCHS["resnet20"]().state_dict())
-    means = [rank["buffers"][0] for rank in held["ranks"]]  # of bn1
+    saved = contents(run, 10)
+    assert len(saved["ranks"]) == 4
+    assert set(saved["model"]) == set(ARCHS["resnet20"]().state_dict())
+    means = [rank["buffers"][0] for rank in saved["ranks"]]  # of bn1
     assert not torch.equal(means[0], means[1])
-    torch.testing.assert_close(held["model"]["bn1.running_mean"], torch.stack(means).mean(0))
-    assert not torch.equal(held["ranks"][0]["cpu_rng"], held["ranks"][1]["cpu_rng"])
+    torch.testing.assert_close(saved["model"]["bn1.running_mean"], torch.stack(means).mean(0))
+    assert not torch.equal(saved["ranks"][0]["cpu_rng"], saved["ranks"][1]["cpu_rng"])
     state = json.loads((run / "checkpoints" / "step_00000010" / "state.json").read_text())
     assert state["progress"] == {"step": 10, "epoch": 2, "position": 0}
 
@@ -326,12 +326,12 @@ def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
 
 def test_fp16_skips_steps_that_overflow(options: dict[str, Turn]) -> None:
     """The first steps overflow: the scale begins at 65536, and each overflow halves it."""
-    held = contents(folder_of(options, "fp16"), 6)["trainer"]
-    assert held["scaler"]["scale"] < 65536
+    saved = contents(folder_of(options, "fp16"), 6)["trainer"]
+    assert saved["scaler"]["scale"] < 65536
     first, last = losses(options, "fp16")
     assert first == pytest.approx(losses(options, "plain")[0], rel=0.05)
     assert last < 4
-    for state in held["optimizer"]["state"].values():
+    for state in saved["optimizer"]["state"].values():
         assert state["momentum_buffer"].abs().max() < 100
 
 

@@ -39,7 +39,7 @@ def _own_run_and_tmp(shared: Path) -> None:
     run, shm = Path("/run"), Path("/dev/shm")
     _mount(
         "-t", "tmpfs", "-o", "mode=755", "tmpfs", shm
-    )  # used as the new /run, while the old one is visible
+    )  # the new /run; the old one is still needed
     shared_in_new = shm / shared.relative_to(run)
     shared_in_new.mkdir(parents=True)
     _mount("--bind", shared, shared_in_new)

@@ -59,9 +59,7 @@ def reserve(name: str) -> Path:
     """
     new = STATE / f".{name}.{os.getpid()}"
     while True:
-        with suppress(
-            FileNotFoundError
-        ):  # the end of the last cluster may remove STATE at this moment
+        with suppress(FileNotFoundError):  # the end of the last cluster may just remove STATE
             (new / "shared").mkdir(parents=True)
             break
     (new / "shared").chmod(0o1777)
