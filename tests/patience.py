@@ -1,3 +1,3 @@
-"""How long a test waits for what has to come. Only what hangs takes it, however slow the machine."""
+"""The time limit of every wait in the tests. Only a test that hangs reaches it, even on a slow machine."""
 
 PATIENCE_S = 600.0

@@ -1,4 +1,4 @@
-"""Real ranks for tests: the mpirun beside this interpreter starts them, nothing is imitated.
+"""Real ranks for tests, started by the mpirun in this interpreter's folder.
 
 python -c 'from tests.ranks import mpirun; print(mpirun(2, "-c", "print(1)").stdout)'
 """
@@ -28,9 +28,10 @@ def find_mpirun() -> str:
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without what a launcher around the tests may have left, plus `extra`.
+    """This environment without the variables of a launcher that runs the tests, plus `extra`.
 
-    Nor PYTHONUNBUFFERED, for which a line and its end are two writes, and lines of two ranks mix.
+    PYTHONUNBUFFERED is left out too: with it, a line and its newline are two writes, and lines of two
+    ranks mix.
     """
     left_out = (*TORCH, "PYTHONUNBUFFERED")
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in left_out}
@@ -39,7 +40,7 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def mpirun_command(ranks: int, *python_args: str) -> list[str]:
-    """`mpirun -np RANKS python PYTHON_ARGS…`, on however few cores."""
+    """`mpirun -np RANKS python PYTHON_ARGS…`, on any number of cores."""
     command = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
     return [*command, "-np", str(ranks), sys.executable, *python_args]
 
@@ -52,9 +53,9 @@ def mpirun(
     cwd: Path | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> subprocess.CompletedProcess[str]:
-    """`mpirun -np RANKS python PYTHON_ARGS…`, with its output captured.
+    """Run `mpirun -np RANKS python PYTHON_ARGS…`, and capture its output.
 
-    `env`: variables beside those of this process, but for those `without`.
+    `env` is added to the variables of this process; those in `without` are removed.
     """
     return subprocess.run(
         mpirun_command(ranks, *python_args),
@@ -66,10 +67,10 @@ def mpirun(
     )
 
 
-def mpiddp(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """`python -m mpiddp WORDS…` with the variables `extra`, its output captured."""
+def mpiddp(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m mpiddp ARGUMENTS…` with the variables `extra`, and capture its output."""
     return subprocess.run(
-        [sys.executable, "-m", "mpiddp", *words],
+        [sys.executable, "-m", "mpiddp", *arguments],
         env=clean_env(extra),
         cwd=ROOT,
         capture_output=True,
@@ -78,20 +79,20 @@ def mpiddp(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def launch(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """`mpiddp launch WORDS…` with the variables `extra`, its output captured."""
-    return mpiddp("launch", *words, **extra)
+def launch(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run `mpiddp launch ARGUMENTS…` with the variables `extra`, and capture its output."""
+    return mpiddp("launch", *arguments, **extra)
 
 
 def script(folder: Path, text: str) -> str:
-    """The path of a script with this text, in the folder."""
+    """Write a script with this text into the folder, and return its path."""
     path = folder / "script.py"
     path.write_text(text)
     return str(path)
 
 
 def own_lines(stderr: str) -> list[str]:
-    """The lines of stderr that are not mpirun's own banner about an exit code."""
+    """The lines of stderr without mpirun's banner about an exit code."""
     lines, in_banner = [], False
     for line in stderr.splitlines():
         if line.startswith("-" * 20):

@@ -64,8 +64,8 @@ def measured(out: Path, name: str, *options: str) -> tuple[dict[str, Any], list[
 
 
 def test_scaling_computes_speed_and_efficiency_from_the_timed_steps(tmp_path: Path) -> None:
-    words = ["-H", "localhost:2", "--rounds", "1", "--steps", "2", "--warmup", "1", *SMALL]
-    results, lines = measured(tmp_path / "out", "scaling", *words)
+    options = ["-H", "localhost:2", "--rounds", "1", "--steps", "2", "--warmup", "1", *SMALL]
+    results, lines = measured(tmp_path / "out", "scaling", *options)
     alone, both = results["points"]
     assert [(p["ranks"], p["num_hosts"], p["global_batch_size"]) for p in (alone, both)] == [
         (1, 1, 2),
@@ -76,11 +76,11 @@ def test_scaling_computes_speed_and_efficiency_from_the_timed_steps(tmp_path: Pa
         [steps] = point["step_s"]
         assert len(steps) == 2
         speeds.append(point["images_per_s"]["median"])
-        by_the_steps = point["global_batch_size"] * 2 / sum(steps)
+        from_steps = point["global_batch_size"] * 2 / sum(steps)
         if point is alone:
-            assert speeds[-1] == pytest.approx(by_the_steps)
-        else:  # the rank that is slowest in all is not so in every step
-            assert by_the_steps <= speeds[-1] * 1.000001 <= 2 * by_the_steps
+            assert speeds[-1] == pytest.approx(from_steps)
+        else:  # the slowest rank overall is not the slowest in every step
+            assert from_steps <= speeds[-1] * 1.000001 <= 2 * from_steps
     assert both["efficiency"]["median"] == pytest.approx(speeds[1] / 2 / speeds[0])
     assert both["ideal_images_per_s"] == pytest.approx(2 * speeds[0])
     assert results["settings"]["arch"] == "resnet20"
@@ -88,19 +88,19 @@ def test_scaling_computes_speed_and_efficiency_from_the_timed_steps(tmp_path: Pa
 
 
 def test_allreduce_bus_bandwidth_of_three_ranks(tmp_path: Path) -> None:
-    words = ["-H", "localhost:3", "--max-size", "64K", "--seconds", "0.000001", "--repeats", "5"]
-    results, lines = measured(tmp_path / "out", "allreduce", *words)
+    options = ["-H", "localhost:3", "--max-size", "64K", "--seconds", "0.000001", "--repeats", "5"]
+    results, lines = measured(tmp_path / "out", "allreduce", *options)
     assert [point["bytes"] for point in results["points"]] == [1024, 4096, 16384, 65536]
     for point in results["points"]:
         speed = point["algorithm_gb_per_s"]["median"]
         assert point["backend"] == "gloo"
-        assert point["count"] == 5  # odd: the median of the speeds is that of the times
+        assert point["count"] == 5  # odd, so that the median speed follows from the median time
         assert speed == pytest.approx(point["bytes"] / point["time_s"] / 1e9, rel=1e-6)
         assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3)
     assert lines[-3][:3] == ["gloo", "64", "KiB"]
 
 
-def test_launch_is_timed_beside_torchrun(tmp_path: Path) -> None:
+def test_launch_is_timed_against_torchrun(tmp_path: Path) -> None:
     results, _ = measured(tmp_path / "out", "launch", "--ranks", "1", "--rounds", "1")
     [point] = results["points"]
     ours, theirs = point["mpiddp"], point["torchrun"]
@@ -115,8 +115,8 @@ def test_launch_is_timed_beside_torchrun(tmp_path: Path) -> None:
 
 
 def test_step_parts_add_up_on_each_rank(tmp_path: Path) -> None:
-    words = ["-H", "localhost:2", "--rounds", "1", "--steps", "4", *SMALL]
-    results, _ = measured(tmp_path / "out", "step", *words)
+    options = ["-H", "localhost:2", "--rounds", "1", "--steps", "4", *SMALL]
+    results, _ = measured(tmp_path / "out", "step", *options)
     assert [rank["rank"] for rank in results["ranks"]] == [0, 1]
     for rank in results["ranks"]:
         parts = ("data", "forward", "backward", "communication exposed", "optimizer", "other")
@@ -134,10 +134,10 @@ def test_step_parts_add_up_on_each_rank(tmp_path: Path) -> None:
 
 
 def test_loader_measures_every_available_source(tmp_path: Path) -> None:
-    words = ["-H", "localhost:1", "--rounds", "1", "--batches", "2", "--images", "8"]
+    options = ["-H", "localhost:1", "--rounds", "1", "--batches", "2", "--images", "8"]
     (tmp_path / "no data").mkdir()
-    words += ["--workers", "0,1", "--batch-size", "4", "--data-dir", str(tmp_path / "no data")]
-    results, _ = measured(tmp_path / "out", "loader", *words)
+    options += ["--workers", "0,1", "--batch-size", "4", "--data-dir", str(tmp_path / "no data")]
+    results, _ = measured(tmp_path / "out", "loader", *options)
     speeds = {each["source"]: each["images_per_s"]["median"] for each in results["sources"]}
     folders = {"image folder, 0 workers", "image folder, 1 worker"}
     assert {"synthetic 3×32×32", "synthetic 3×224×224", *folders} <= speeds.keys()
@@ -150,8 +150,8 @@ def test_loader_measures_every_available_source(tmp_path: Path) -> None:
 
 
 def test_rendezvous_without_torch(tmp_path: Path) -> None:
-    words = ["--ranks", "2,3", "--rounds", "1", "--no-torch"]
-    results, _ = measured(tmp_path / "out", "rendezvous", *words)
+    options = ["--ranks", "2,3", "--rounds", "1", "--no-torch"]
+    results, _ = measured(tmp_path / "out", "rendezvous", *options)
     for ranks, point in zip((2, 3), results["points"], strict=True):
         assert (point["ranks"], point["series"]) == (ranks, "MPI alone")
         assert 0 < point["meeting_s"]["median"] < point["wall_s"]["median"]
@@ -172,7 +172,7 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("options", "sentence"),
     [
         (
             ["speed"],
@@ -217,8 +217,8 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
         ),
     ],
 )
-def test_bad_bench_options_are_refused_in_one_sentence(words: list[str], sentence: str) -> None:
-    done = bench(*words)
+def test_bad_bench_options_are_refused_in_one_sentence(options: list[str], sentence: str) -> None:
+    done = bench(*options)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{sentence}\n")
 
 
@@ -237,10 +237,10 @@ def test_missing_matplotlib_is_an_error_before_the_measurement(tmp_path: Path) -
     assert not out.exists()
 
 
-def test_error_of_the_ranks_ends_bench_without_output_folder(tmp_path: Path) -> None:
+def test_an_error_of_the_ranks_ends_bench_without_an_output_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["scaling", "-H", "localhost:1", "--weights", "nowhere.pt", *SMALL]
-    done = bench(*words, "--out", str(out))
+    options = ["scaling", "-H", "localhost:1", "--weights", "nowhere.pt", *SMALL]
+    done = bench(*options, "--out", str(out))
     assert done.returncode == 2
     first, last = done.stderr.splitlines()
     assert first.startswith("--weights nowhere.pt: No such file or directory")
@@ -250,9 +250,9 @@ def test_error_of_the_ranks_ends_bench_without_output_folder(tmp_path: Path) -> 
 
 def test_sigterm_ends_the_benchmark_and_its_job(tmp_path: Path) -> None:
     seed = f"{os.getpid()}{time.time_ns() % 10_000:04}"
-    words = ["scaling", "-H", "localhost:2", "--steps", "1000000", "--seed", seed, *SMALL]
+    options = ["scaling", "-H", "localhost:2", "--steps", "1000000", "--seed", seed, *SMALL]
     process = subprocess.Popen(
-        [*BENCH, *words, "--out", str(tmp_path / "out")],
+        [*BENCH, *options, "--out", str(tmp_path / "out")],
         env=clean_env(),
         cwd=ROOT,
         stderr=subprocess.PIPE,
@@ -309,7 +309,7 @@ def test_options_reach_the_ranks_unchanged() -> None:
     "script",
     ["faults", *sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS)],
 )
-def test_every_script_lists_its_options(script: str) -> None:
+def test_every_benchmark_script_has_help(script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{script}", "--help"],
         env=clean_env(),

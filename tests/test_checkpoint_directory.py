@@ -27,6 +27,7 @@ def write_files(folder: Path) -> None:
 
 
 def complaint(folder: Path) -> str:
+    """The damage that `verify` reports."""
     with pytest.raises(BrokenCheckpoint) as caught:
         directory.verify(folder)
     assert not directory.is_valid(folder)
@@ -96,13 +97,13 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert names(tmp_path) == ["step_00000001"]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_write_into_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         directory.write(tmp_path / "file" / "checkpoints", 1, write_files)
 
 
-KILLED_IN_MID_WRITE = """
+HANGS_WHILE_WRITING = """
 import sys, time
 from pathlib import Path
 from mpiddp.checkpoints import directory
@@ -149,10 +150,10 @@ def test_set_aside_renames_newer_checkpoints(tmp_path: Path) -> None:
     assert directory.list_steps(tmp_path) == [tmp_path / "step_00000001"]
 
 
-def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
+def test_a_kill_during_a_write_leaves_the_old_checkpoint_valid(tmp_path: Path) -> None:
     old = directory.write(tmp_path, 1, write_files)
     writer = subprocess.Popen(
-        [sys.executable, "-c", KILLED_IN_MID_WRITE, str(tmp_path)], stdout=subprocess.PIPE
+        [sys.executable, "-c", HANGS_WHILE_WRITING, str(tmp_path)], stdout=subprocess.PIPE
     )
     with writer:
         assert writer.stdout is not None
@@ -160,7 +161,7 @@ def test_kill_in_mid_write_leaves_the_old_one_valid(tmp_path: Path) -> None:
         writer.kill()
     assert directory.list_steps(tmp_path) == [old]
     assert directory.survey(tmp_path) == (old, [])
-    assert len(names(tmp_path)) == 2  # what it left behind
+    assert len(names(tmp_path)) == 2  # with the unfinished folder
     directory.write(tmp_path, 2, write_files)
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
@@ -183,7 +184,7 @@ for step in count(1):
 """
 
 
-def test_kill_at_any_moment_leaves_a_valid_one(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     """After each kill, another writer starts in the same folder, as after a restart."""
     draw = random.Random(0)
     for _ in range(8):
@@ -251,30 +252,28 @@ def test_the_message_names_the_damage(folder: Path) -> None:
     assert complaint(folder) == "the save was never completed"
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """The start of a process's memory gives an I/O error, as a bad sector does."""
+def test_verify_of_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """Reading the start of /proc/self/mem fails with an I/O error, as a bad sector does."""
     folder = directory.write(tmp_path, 1, lambda folder: (folder / "model.pt").touch())
     (folder / "model.pt").unlink()
     (folder / "model.pt").symlink_to("/proc/self/mem")
     assert complaint(folder) == "model.pt cannot be read: Input/output error"
 
 
-def test_what_is_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_verify_of_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for name in ("empty", "file", "missing"):
         assert complaint(tmp_path / name) == "the save was never completed"
 
 
-# Several
-
-
-def several(root: Path, *steps: int) -> list[Path]:
+# Several checkpoints
+def write_several(root: Path, *steps: int) -> list[Path]:
     return [directory.write(root, step, write_files) for step in steps]
 
 
 def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
-    folders = several(tmp_path, 900, 1000, 123_456_789, 5)
+    folders = write_several(tmp_path, 900, 1000, 123_456_789, 5)
     (tmp_path / "step_5").mkdir()
     (tmp_path / "step_00000006.bak").mkdir()
     (tmp_path / "step_00000008").write_text("a file")
@@ -293,7 +292,7 @@ def survey_sentences(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def test_the_newest_valid_checkpoint_is_found_and_the_loss_printed(tmp_path: Path) -> None:
-    folders = several(tmp_path, 800, 900, 1000)
+    folders = write_several(tmp_path, 800, 900, 1000)
     assert survey_sentences(tmp_path) == (folders[2], [])
     (folders[2] / "model.pt").write_bytes(bytes(5000))
     assert survey_sentences(tmp_path) == (
@@ -314,7 +313,7 @@ def test_the_newest_valid_checkpoint_is_found_and_the_loss_printed(tmp_path: Pat
 
 def test_every_broken_checkpoint_is_named_if_none_is_valid(tmp_path: Path) -> None:
     assert survey_sentences(tmp_path) == (None, [])
-    for folder in several(tmp_path, 1, 2):
+    for folder in write_several(tmp_path, 1, 2):
         (folder / "COMPLETE").unlink()
     assert survey_sentences(tmp_path) == (
         None,
@@ -326,7 +325,7 @@ def test_every_broken_checkpoint_is_named_if_none_is_valid(tmp_path: Path) -> No
 
 
 def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
-    folders = several(tmp_path, 1, 2, 3, 4, 5)
+    folders = write_several(tmp_path, 1, 2, 3, 4, 5)
     (folders[4] / "COMPLETE").unlink()
     assert directory.prune(tmp_path, 2) == [folders[1], folders[0]]
     assert directory.list_steps(tmp_path) == folders[2:]
@@ -335,7 +334,7 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
 
 
 def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> None:
-    folders = several(tmp_path, 1, 2, 3)
+    folders = write_several(tmp_path, 1, 2, 3)
     for folder in folders[1:]:
         (folder / "model.pt").write_bytes(b"cut")
     assert directory.prune(tmp_path, 2) == []
@@ -344,7 +343,7 @@ def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> Non
 
 
 def test_prune_can_count_by_size_or_by_hash(tmp_path: Path) -> None:
-    folders = several(tmp_path, 1, 2, 3)
+    folders = write_several(tmp_path, 1, 2, 3)
     (folders[2] / "model.pt").write_bytes(bytes(5000))
     assert directory.prune(tmp_path, 2, counts_as_kept=directory.is_valid) == []
     assert directory.prune(tmp_path, 2) == [folders[0]]

@@ -1,9 +1,9 @@
-"""A run that version 0.1.0 began goes on: its checkpoint, kept here as data, is read and continued.
+"""This version resumes a checkpoint of version 0.1.0, which is part of the tests' data.
 
 python -m pytest tests/test_checkpoint_of_0_1_0.py
 
-The run was `mpiddp launch -n 2 -m mpiddp train` with OPTIONS, stopped after step 3 of 6; metrics.jsonl
-has all six steps as that version made them.
+The run was `mpiddp launch -n 2 -m mpiddp train` with OPTIONS, stopped after step 3 of 6. metrics.jsonl
+has all six steps of that version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_that_an_earlier_version_began_goes_on_to_the_same_losses(tmp_path: Path) -> None:
+def test_a_run_of_0_1_0_resumes_with_the_same_losses(tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(RUN, out)
     done = launch("-n", "2", "-m", "mpiddp", "train", *OPTIONS, "--out", str(out))
@@ -36,13 +36,13 @@ def test_a_run_that_an_earlier_version_began_goes_on_to_the_same_losses(tmp_path
     assert "step_00000003: step 3, epoch 0" in done.stdout
     before, after = records(RUN), records(out)
     assert [each["step"] for each in after] == [1, 2, 3, 4, 5, 6]
-    assert after[:3] == before[:3]  # kept as they were
-    # Another processor sums in another order: the fourth digit is the training's, not the format's.
+    assert after[:3] == before[:3]  # unchanged
+    # Another processor adds in another order, which changes the losses in about the fourth digit.
     losses, expected = ([each["train_loss"] for each in found[3:]] for found in (after, before))
     assert losses == pytest.approx(expected, rel=1e-3)
 
 
-def test_the_configuration_is_written_with_the_keys_of_that_version(tmp_path: Path) -> None:
+def test_config_json_is_the_same_as_in_0_1_0(tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = launch("-n", "2", "-m", "mpiddp", "train", *OPTIONS, "--out", str(out))
     assert done.returncode == 0, done.stderr

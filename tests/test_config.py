@@ -1,4 +1,4 @@
-"""The options of `mpiddp train`: every spelling, every refusal in one sentence, what a resume may change.
+"""The options of `mpiddp train`: their spellings, errors in one sentence, and which a resume may change.
 
 Tests mpiddp/train/config.py.
 python -m pytest tests/test_config.py
@@ -31,8 +31,8 @@ def refusal(*options: str, ranks: int = 1) -> str:
 # Spellings
 
 
-def test_the_guides_command_line() -> None:
-    """As written in the guides that this program follows, underscores and all."""
+def test_the_command_line_of_the_guides() -> None:
+    """Guides to distributed training write these options with underscores."""
     config = parse(["--backend=gloo", "--use_syn", "--batch_size=8192", "--arch=resnet152"])
     assert config == parse(
         ["--backend", "gloo", "--use-syn", "--batch-size", "8192", "--arch", "resnet152"]
@@ -40,14 +40,14 @@ def test_the_guides_command_line() -> None:
     assert (config.backend, config.use_syn, config.batch_size) == ("gloo", True, 8192)
 
 
-def test_underscores_of_values_stay() -> None:
+def test_underscores_in_values_are_kept() -> None:
     config = parse(["--data_dir=my_data", "--out", "__runs__", "--weights=w_1.pt"])
     assert (config.data_dir, config.out, config.weights) == ("my_data", "__runs__", "w_1.pt")
 
 
-@pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=3"])
-def test_torch_distributed_launchs_option_is_taken_and_ignored(word: str) -> None:
-    assert parse([word]) == parse([])
+@pytest.mark.parametrize("option", ["--local-rank=0", "--local_rank=3"])
+def test_local_rank_of_torch_distributed_launch_is_ignored(option: str) -> None:
+    assert parse([option]) == parse([])
 
 
 def test_switches() -> None:
@@ -60,7 +60,7 @@ def test_switches() -> None:
     assert parse([]).lr_scaling
 
 
-def test_help_names_every_arch_without_torch() -> None:
+def test_help_lists_every_arch_without_torch() -> None:
     program = (
         "import sys; from mpiddp.cli import main\n"
         "try: main(['train', '--help'])\n"
@@ -127,10 +127,10 @@ def test_both_batch_sizes() -> None:
     )
 
 
-# What the machine decides
+# Defaults that depend on the machine
 
 
-def test_defaults_follow_the_machine() -> None:
+def test_defaults_on_cpu_and_gpu() -> None:
     cpu, gpu = configured(), configured(on_gpu=True, bf16=True, ranks=8)
     assert (cpu.arch, cpu.amp, cpu.batch_size) == ("resnet20", "off", 64)
     assert (gpu.arch, gpu.amp, gpu.batch_size) == ("resnet18", "bf16", 256)
@@ -197,7 +197,7 @@ def test_a_bad_value(option: str, found: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--batchsize=4"], 'unrecognized arguments: --batchsize=4. Did you mean "--batch-size"?'),
         (["--epoch=4"], 'unrecognized arguments: --epoch=4. Did you mean "--epochs"?'),
@@ -206,11 +206,11 @@ def test_a_bad_value(option: str, found: str, expected: str) -> None:
         (["--lr"], "argument --lr: expected one argument."),
     ],
 )
-def test_bad_words(words: list[str], expected: str) -> None:
-    assert refusal(*words).startswith(f"mpiddp train: {expected}")
+def test_unrecognized_arguments(arguments: list[str], expected: str) -> None:
+    assert refusal(*arguments).startswith(f"mpiddp train: {expected}")
 
 
-# What may differ between a checkpoint and the run that goes on from it
+# Differences between a checkpoint and the run that resumes it
 
 
 def saved(config: TrainConfig) -> dict[str, Any]:
@@ -218,12 +218,12 @@ def saved(config: TrainConfig) -> dict[str, Any]:
     return loaded
 
 
-def test_the_same_configuration_differs_in_nothing() -> None:
+def test_the_same_configuration_has_no_differences() -> None:
     config = configured("--lr=0.1", "--warmup-epochs=0.3", "--steps-per-epoch=7")
     assert differences(saved(config), config) == []
 
 
-def test_the_same_global_batch_may_be_dealt_otherwise() -> None:
+def test_another_split_of_the_same_global_batch_is_no_difference() -> None:
     before = configured("--global-batch-size=64", ranks=1)
     after = configured("--global-batch-size=64", "--grad-accum-steps=2", ranks=4)
     assert before.batch_size != after.batch_size
@@ -236,7 +236,7 @@ def test_a_config_json_has_every_option_in_order() -> None:
     assert saved(configured("--save-every=20"))["save_every"] == {"steps": 20, "seconds": None}
 
 
-def test_every_difference_is_told() -> None:
+def test_every_difference_is_listed() -> None:
     before = configured("--lr=0.1", "--seed=3")
     after = configured("--lr=0.2", "--keep-tail", "--seed=3")
     assert differences(saved(before), after) == ["--keep-tail False, now True", "--lr 0.1, now 0.2"]
@@ -245,7 +245,7 @@ def test_every_difference_is_told() -> None:
     ]
 
 
-def test_what_changes_the_weights_may_not_change() -> None:
+def test_options_that_change_the_weights_may_not_differ() -> None:
     fields = set(configured().as_json())
     assert fields > FREE_TO_CHANGE
     assert fields - FREE_TO_CHANGE == {
@@ -256,7 +256,7 @@ def test_what_changes_the_weights_may_not_change() -> None:
     }  # fmt: skip
 
 
-def test_a_config_of_an_older_version_lacks_an_option() -> None:
+def test_an_option_that_an_older_config_lacks_is_a_difference() -> None:
     config = configured()
     older = saved(config)
     del older["label_smoothing"]
@@ -273,41 +273,41 @@ def lrs(schedule: str, warmup_steps: int, total_steps: int = 8, peak: float = 0.
     ]
 
 
-def test_one_cycle_by_hand() -> None:
+def test_one_cycle_schedule() -> None:
     assert lrs("one-cycle", 4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, 0.6, 0.4, 0.2])
 
 
-def test_cosine_by_hand() -> None:
+def test_cosine_schedule() -> None:
     half = 0.4 * (1 + math.sqrt(0.5))
     assert lrs("cosine", 4) == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8, half, 0.4, 0.8 - half])
 
 
-def test_step_by_hand() -> None:
+def test_step_schedule() -> None:
     expected = [0.8] * 4 + [0.08] * 2 + [0.008, 0.0008]
     assert lrs("step", 0) == pytest.approx(expected)
 
 
-def test_constant_by_hand() -> None:
+def test_constant_schedule() -> None:
     assert lrs("constant", 2) == pytest.approx([0.4] + [0.8] * 7)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_step_learns(schedule: str) -> None:
+def test_the_learning_rate_is_positive_and_rises_in_warmup(schedule: str) -> None:
     for warmup_steps in (0, 1, 7, 8, 20):
         values = lrs(schedule, warmup_steps)
         assert all(0 < value <= 0.8 for value in values)
         assert values[: min(warmup_steps, 8)] == sorted(values[: min(warmup_steps, 8)])
 
 
-def test_the_lr_grows_with_the_global_batch() -> None:
+def test_the_learning_rate_scales_with_the_global_batch() -> None:
     assert scaled_lr(0.1, 256) == 0.1
     assert scaled_lr(0.1, 8192) == pytest.approx(3.2)
 
 
-def test_the_help_tells_defaults_that_mean_something(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_only_meaningful_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
-    told = capsys.readouterr().out
-    assert "(default: warn)" in told
-    assert "(default: None)" not in told
-    assert "(default: True)" not in told
+    printed = capsys.readouterr().out
+    assert "(default: warn)" in printed
+    assert "(default: None)" not in printed
+    assert "(default: True)" not in printed

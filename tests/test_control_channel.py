@@ -1,4 +1,4 @@
-"""The control channel: only ranks of the job are heard, and only what is the protocol.
+"""The control channel: the server drops connections without the job's secret and invalid messages.
 
 Tests mpiddp/runtime/control_client.py, mpiddp/launch/supervise/control_server.py.
 python -m pytest tests/test_control_channel.py
@@ -35,16 +35,16 @@ with reporting(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
 
 
 class Launcher:
-    """A listener for two ranks, and all that it heard."""
+    """A control server for two ranks, and the messages that it received."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.listener = ControlServer("127.0.0.1", 2, self.selector)
-        self.words: list[Message] = []
+        self.server = ControlServer("127.0.0.1", 2, self.selector)
+        self.messages: list[Message] = []
 
     @property
     def address(self) -> tuple[str, int]:
-        host, _, port = self.listener.settings[ADDRESS].partition(":")
+        host, _, port = self.server.settings[ADDRESS].partition(":")
         return host, int(port)
 
     @property
@@ -53,28 +53,33 @@ class Launcher:
 
     def receive(self) -> None:
         for key, _ in self.selector.select(0.02):
-            self.words += self.listener.receive(key.data)
+            self.messages += self.server.receive(key.data)
 
-    def hear_for(self, seconds: float, until: str = "") -> list[tuple[int, str]]:
-        """All words so far; what has arrived before the call is among them."""
+    @property
+    def kinds(self) -> list[tuple[int, str]]:
+        """The rank and the kind of each message so far."""
+        return [(message.rank, message.kind) for message in self.messages]
+
+    def receive_for(self, seconds: float, until: str = "") -> list[tuple[int, str]]:
+        """Receive until a message of the kind `until` is there, and return `kinds`."""
         deadline = time.monotonic() + seconds
-        self.receive()
-        while time.monotonic() < deadline and until not in {word.kind for word in self.words}:
+        self.receive()  # at least once
+        while time.monotonic() < deadline and until not in {kind for _, kind in self.kinds}:
             self.receive()
-        return [(word.rank, word.kind) for word in self.words]
+        return self.kinds
 
-    def hear_until(self, is_so: Callable[[], bool]) -> list[tuple[int, str]]:
+    def receive_until(self, is_reached: Callable[[], bool]) -> list[tuple[int, str]]:
         deadline = time.monotonic() + PATIENCE_S
-        while not is_so():
-            assert time.monotonic() < deadline, self.words
+        while not is_reached():
+            assert time.monotonic() < deadline, self.messages
             self.receive()
-        return [(word.rank, word.kind) for word in self.words]
+        return self.kinds
 
     @contextmanager
     def rank(self, code: str) -> Iterator[subprocess.Popen[str]]:
         with subprocess.Popen(
             [sys.executable, "-c", RANK, code],
-            env=clean_env(self.listener.settings),
+            env=clean_env(self.server.settings),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -90,7 +95,7 @@ class Launcher:
 def launcher() -> Iterator[Launcher]:
     launcher = Launcher()
     yield launcher
-    launcher.listener.close()
+    launcher.server.close()
     launcher.selector.close()
 
 
@@ -100,7 +105,7 @@ def launcher() -> Iterator[Launcher]:
         ("pass", ("done", {})),
         ("sys.exit()", ("done", {})),
         ("sys.exit(3)", ("failed", {"code": 3, "error": ""})),
-        ("sys.exit('a word')", ("failed", {"code": 1, "error": "a word"})),
+        ("sys.exit('a text')", ("failed", {"code": 1, "error": "a text"})),
         ("1 / 0", ("failed", {"code": 1, "error": "ZeroDivisionError: division by zero"})),
         ("os._exit(0)", ("lost", {"silent": False})),
         ("os.kill(os.getpid(), 9)", ("lost", {"silent": False})),
@@ -110,8 +115,8 @@ def test_a_rank_reports_its_start_and_its_end(
     launcher: Launcher, code: str, end: tuple[str, dict[str, object]]
 ) -> None:
     with launcher.rank(code) as rank:
-        assert launcher.hear_for(PATIENCE_S, until="lost")[:2] == [(1, "started"), (1, end[0])]
-    started, ended = launcher.words[:2]
+        assert launcher.receive_for(PATIENCE_S, until="lost")[:2] == [(1, "started"), (1, end[0])]
+    started, ended = launcher.messages[:2]
     assert started.facts["host"] == socket.gethostname()
     assert started.facts["pid"] == rank.pid
     assert started.facts["versions"]["python"] == sys.version.split()[0]
@@ -119,10 +124,10 @@ def test_a_rank_reports_its_start_and_its_end(
 
 
 def test_long_messages_of_any_characters_arrive(launcher: Launcher) -> None:
-    """JSON needs 12 bytes for each character. Of a long traceback, the end is sent."""
+    """JSON needs 12 bytes for each character. A long traceback is cut at its beginning."""
     with launcher.rank("raise ValueError('\U0001f525' * 30000)"):
-        launcher.hear_for(PATIENCE_S, until="failed")
-    failed = launcher.words[1]
+        launcher.receive_for(PATIENCE_S, until="failed")
+    failed = launcher.messages[1]
     assert failed.kind == "failed"
     assert failed.facts["error"].startswith("ValueError: \U0001f525")
     assert failed.facts["traceback"].endswith("\U0001f525\n")
@@ -130,13 +135,13 @@ def test_long_messages_of_any_characters_arrive(launcher: Launcher) -> None:
 
 def test_a_rank_exits_when_it_loses_its_launcher(launcher: Launcher) -> None:
     with launcher.rank("time.sleep(6000)") as rank:
-        launcher.hear_for(PATIENCE_S, until="started")
-        launcher.listener.close()
+        launcher.receive_for(PATIENCE_S, until="started")
+        launcher.server.close()
         assert (
             "lost the connection to the launcher; exiting."
             in rank.communicate(timeout=PATIENCE_S)[1]
         )
-    launcher.listener = ControlServer("127.0.0.1", 2, launcher.selector)
+    launcher.server = ControlServer("127.0.0.1", 2, launcher.selector)
 
 
 def test_a_forked_child_does_not_hide_the_death_of_its_rank(launcher: Launcher) -> None:
@@ -145,19 +150,19 @@ def test_a_forked_child_does_not_hide_the_death_of_its_rank(launcher: Launcher) 
         "print(child, flush=True); os.kill(os.getpid(), 9)"
     )
     with launcher.rank(code) as rank:
-        launcher.hear_for(PATIENCE_S, until="started")
+        launcher.receive_for(PATIENCE_S, until="started")
         assert rank.stdout is not None
         child = int(rank.stdout.readline())
         try:
-            assert launcher.hear_for(100, until="lost")[-1] == (1, "lost")
+            assert launcher.receive_for(100, until="lost")[-1] == (1, "lost")
         finally:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_process_that_a_rank_starts_does_not_get_the_secret(launcher: Launcher) -> None:
+def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher: Launcher) -> None:
     code = "import subprocess; subprocess.run(['env'])"
     with launcher.rank(code) as rank:
-        launcher.hear_for(PATIENCE_S, until="lost")
+        launcher.receive_for(PATIENCE_S, until="lost")
         assert "MPIDDP_CONTROL" not in rank.communicate()[0]
 
 
@@ -179,20 +184,21 @@ time.sleep(600)
 
 
 def test_a_rank_survives_requests_for_its_native_stack(launcher: Launcher) -> None:
-    """Its other threads keep running, so their stacks change while the answer is written."""
+    """Its other threads run on, so their stacks change while a signal handler writes them."""
     with launcher.rank(BUSY) as rank:
-        launcher.hear_for(PATIENCE_S, until="started")
+        launcher.receive_for(PATIENCE_S, until="started")
         deadline = time.monotonic() + PATIENCE_S
-        while min(answers(launcher)) <= 100:
-            assert time.monotonic() < deadline, answers(launcher)
-            launcher.listener.interrupt(1)
-            assert (1, "lost") not in launcher.hear_for(0.01)
+        while min(count_stacks(launcher)) <= 100:
+            assert time.monotonic() < deadline, count_stacks(launcher)
+            launcher.server.interrupt(1)
+            assert (1, "lost") not in launcher.receive_for(0.01)
         assert rank.poll() is None
 
 
-def answers(launcher: Launcher) -> tuple[int, int]:
+def count_stacks(launcher: Launcher) -> tuple[int, int]:
     """The number of stacks that a rank began to write, and of those that end in its main thread."""
-    text = "".join(word.facts["text"] for word in launcher.words if word.kind == "frames")
+    frames = (message for message in launcher.messages if message.kind == "frames")
+    text = "".join(message.facts["text"] for message in frames)
     begun = text.count("Stack (most recent call first)")
     return begun, text.count('File "<string>", line 14 in <module>')
 
@@ -200,33 +206,32 @@ def answers(launcher: Launcher) -> tuple[int, int]:
 def test_a_rank_still_receives_messages_after_several_requests_for_stacks(
     launcher: Launcher,
 ) -> None:
-    holds_the_interpreter = "sum(range(200_000_000))"
-    with launcher.rank(f"{holds_the_interpreter}\ntime.sleep(6000)") as rank:
-        launcher.hear_for(PATIENCE_S, until="started")
+    holds_the_gil = "sum(range(200_000_000))"
+    with launcher.rank(f"{holds_the_gil}\ntime.sleep(6000)") as rank:
+        launcher.receive_for(PATIENCE_S, until="started")
         for _ in range(3):
-            launcher.listener.send_all("stacks")
-            launcher.listener.interrupt(1)
-            launcher.hear_for(0.3)
-        assert (1, "stacks") in launcher.hear_for(PATIENCE_S, until="stacks")
-        launcher.listener.send_all("end", code=7)
+            launcher.server.send_all("stacks")
+            launcher.server.interrupt(1)
+            launcher.receive_for(0.3)
+        assert (1, "stacks") in launcher.receive_for(PATIENCE_S, until="stacks")
+        launcher.server.send_all("end", code=7)
         assert rank.wait(PATIENCE_S) == 7
 
 
-def test_a_launcher_that_cannot_be_reached_is_named(launcher: Launcher) -> None:
+def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
     host, _port = launcher.address
-    launcher.listener.settings[ADDRESS] = f"{host}:1"  # nothing listens there
+    launcher.server.settings[ADDRESS] = f"{host}:1"  # nothing listens there
     with launcher.rank("pass") as rank:
         stderr = rank.communicate(timeout=PATIENCE_S)[1]
     where = f"rank 1 on {socket.gethostname()} cannot reach the launcher at {host} port 1 "
     assert where in stderr.splitlines()[-1]
 
 
-def test_strangers_are_dropped_and_change_nothing(launcher: Launcher) -> None:
-    """Those without the proof, with one for another rank, with garbage, or with too much of it."""
-    secret = launcher.listener.settings[SECRET]
-    for kind in ("no proof", "other rank", "no rank", "garbage", "no words", "number", "long"):
+def test_connections_without_a_valid_hello_are_dropped(launcher: Launcher) -> None:
+    secret = launcher.server.settings[SECRET]
+    for kind in ("no proof", "other rank", "no rank", "garbage", "no hello", "number", "long"):
         with socket.create_connection(launcher.address) as stranger:
-            launcher.hear_for(0.05)
+            launcher.receive_for(0.05)
             challenge = json.loads(stranger.recv(4096))["challenge"]
             with suppress(OSError):
                 stranger.sendall(
@@ -235,17 +240,17 @@ def test_strangers_are_dropped_and_change_nothing(launcher: Launcher) -> None:
                         "other rank": dumps("hello", rank=0, proof=proof(secret, challenge, 1)),
                         "no rank": dumps("hello", rank=7, proof=proof(secret, challenge, 7)),
                         "garbage": b"\xff\xfe\x00GET / HTTP/1.1\n\n",
-                        "no words": dumps("done"),
+                        "no hello": dumps("done"),
                         "number": b"7\n",
                         "long": b"x" * (LINE_LIMIT + 70_000),
                     }[kind]
                 )
-            assert launcher.hear_until(lambda: launcher.connections == 0) == [], kind
+            assert launcher.receive_until(lambda: launcher.connections == 0) == [], kind
             stranger.settimeout(PATIENCE_S)
             with suppress(ConnectionResetError):
                 assert stranger.recv(1) == b"", f"{kind}: still connected"
     with launcher.rank("pass"):
-        assert launcher.hear_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
 
 
 @pytest.mark.parametrize(
@@ -258,34 +263,34 @@ def test_strangers_are_dropped_and_change_nothing(launcher: Launcher) -> None:
         b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
     ],
 )
-def test_a_rank_is_dropped_as_well_for_what_is_no_protocol(launcher: Launcher, line: bytes) -> None:
-    secret = launcher.listener.settings[SECRET]
+def test_a_rank_that_violates_the_protocol_is_dropped(launcher: Launcher, line: bytes) -> None:
+    secret = launcher.server.settings[SECRET]
     with socket.create_connection(launcher.address) as rank:
-        launcher.hear_for(0.05)
+        launcher.receive_for(0.05)
         challenge = json.loads(rank.recv(4096))["challenge"]
         rank.sendall(dumps("hello", rank=0, proof=proof(secret, challenge, 0)) + line + b"\n")
-        assert launcher.hear_for(PATIENCE_S, until="lost") == [(0, "lost")]
+        assert launcher.receive_for(PATIENCE_S, until="lost") == [(0, "lost")]
 
 
-def test_nobody_can_take_a_ranks_place(launcher: Launcher) -> None:
-    secret = launcher.listener.settings[SECRET]
+def test_a_second_connection_cannot_replace_a_connected_rank(launcher: Launcher) -> None:
+    secret = launcher.server.settings[SECRET]
     with launcher.rank("time.sleep(600)"):
-        launcher.hear_for(PATIENCE_S, until="started")
+        launcher.receive_for(PATIENCE_S, until="started")
         with socket.create_connection(launcher.address) as other:
-            launcher.hear_for(0.05)
+            launcher.receive_for(0.05)
             challenge = json.loads(other.recv(4096))["challenge"]
             other.sendall(dumps("hello", rank=1, proof=proof(secret, challenge, 1)))
-            assert launcher.hear_until(lambda: launcher.connections == 1) == [(1, "started")]
+            assert launcher.receive_until(lambda: launcher.connections == 1) == [(1, "started")]
             assert other.recv(1) == b""
 
 
 def test_a_flood_of_connections_is_bounded(launcher: Launcher) -> None:
     strangers = [socket.create_connection(launcher.address) for _ in range(200)]
-    # Each has heard a challenge, or that it is dropped.
-    launcher.hear_until(lambda: len(select.select(strangers, [], [], 0)[0]) == len(strangers))
+    # Each has received a challenge, or is dropped.
+    launcher.receive_until(lambda: len(select.select(strangers, [], [], 0)[0]) == len(strangers))
     assert launcher.connections < 100
     for stranger in strangers:
         stranger.close()
-    launcher.hear_until(lambda: launcher.connections == 0)
+    launcher.receive_until(lambda: launcher.connections == 0)
     with launcher.rank("pass"):
-        assert launcher.hear_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]

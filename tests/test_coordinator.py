@@ -1,4 +1,4 @@
-"""Ranks exchange values, refuse together and leave together. No rank hangs, and no sentence is lost.
+"""Ranks exchange values, refuse together and leave together. No rank hangs, and every error is printed.
 
 Tests mpiddp/runtime/coordinator.py.
 python -m pytest tests/test_coordinator.py
@@ -91,7 +91,7 @@ def _run_rank(rank: int, world_size: int, port: int, listener: int, logs: Path, 
 # --- all_gather_json and broadcast_json ---
 
 
-def test_every_rank_receives_every_rank_s_value(ranks: Callable[..., list[End]]) -> None:
+def test_all_gather_json_returns_the_values_of_all_ranks(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         for turn in range(3):
             values = coordinator.all_gather_json((turn, coordinator.world.rank), timeout_s=60)
@@ -103,7 +103,7 @@ def test_every_rank_receives_every_rank_s_value(ranks: Callable[..., list[End]])
     assert ranks(4, body) == [End(0, "")] * 4
 
 
-def test_a_job_of_one_rank_exchanges_values_too(ranks: Callable[..., list[End]]) -> None:
+def test_all_gather_json_of_one_rank(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         assert coordinator.all_gather_json((1, None, True), timeout_s=60) == [[1, None, True]]
         coordinator.leave()
@@ -126,9 +126,8 @@ def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
         if coordinator.world.world_size == 4:
             coordinator.hostnames = ("node0", "node0", "node1", "node1")
             if coordinator.world.rank == 0:
-                coordinator.store.wait(
-                    ["exchange/1/1"], timedelta(seconds=PATIENCE_S)
-                )  # rank 1 is there
+                # Rank 1 has joined.
+                coordinator.store.wait(["exchange/1/1"], timedelta(seconds=PATIENCE_S))
         try:
             coordinator.all_gather_json("", timeout_s=0.3)
         except UserError as error:
@@ -191,13 +190,13 @@ def test_rank_0_keeps_the_store_alive_until_all_have_left(ranks: Callable[..., l
     def body(coordinator: Coordinator) -> None:
         if coordinator.world.rank > 0:
             time.sleep(0.5 * coordinator.world.rank)
-            coordinator.store.add("a late use", 1)
+            coordinator.store.add("a late request", 1)
         coordinator.leave()
 
     assert ranks(3, body) == [End(0, "")] * 3
 
 
-def test_a_requested_interface_outranks_the_one_towards_rank_0(
+def test_a_requested_interface_overrides_the_one_towards_rank_0(
     ranks: Callable[..., list[End]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = interfaces()[-1].name  # the store's is the loopback, which comes first
@@ -234,18 +233,18 @@ def test_a_rank_that_raises_ends_the_job(form: str, world_size: int) -> None:
     job = mpirun(world_size, str(JOBS / "raising.py"), form)
     ended = time.time()
     (raised,) = re.findall(r"raising at (\S+)", job.stdout)
-    assert ended - float(raised) < 100  # of the 600 s that the others wait
+    assert ended - float(raised) < 100  # the others would wait for 600 s
     assert job.returncode == 1
-    assert job.stderr.count("RuntimeError: rank 1 has had enough") >= 1
+    assert job.stderr.count("RuntimeError: rank 1 fails on purpose") >= 1
 
 
 @pytest.mark.parametrize(("form", "world_size"), [("with", 2), ("init", 3)])
 def test_a_rank_that_exits_ends_the_job_with_its_code(form: str, world_size: int) -> None:
-    """Only that rank is named, not rank 0, whose collective fails as a consequence."""
+    """Only that rank is named, not rank 0, whose collective fails as a result."""
     job = mpirun(world_size, str(JOBS / "raising.py"), form, "exit")
     ended = time.time()
     (raised,) = re.findall(r"raising at (\S+)", job.stdout)
-    assert ended - float(raised) < 100  # of the 600 s that the others wait
+    assert ended - float(raised) < 100  # the others would wait for 600 s
     named = [line for line in own_lines(job.stderr) if re.match(r"rank \d", line)]
     assert named == [f"rank 1 on {gethostname()} ended with exit code 3"]
     assert job.returncode == 3

@@ -1,4 +1,4 @@
-"""CIFAR-10 and Fashion-MNIST: real data read right, and everything else refused in a sentence.
+"""CIFAR-10 and Fashion-MNIST: real data is read correctly, anything else is refused in one sentence.
 
 Tests mpiddp/train/data/.
 python -m pytest tests/test_data_sources.py
@@ -23,7 +23,7 @@ BATCHES = cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES
 # Arrays
 
 
-def test_sha256_sees_every_part() -> None:
+def test_sha256_covers_images_and_labels() -> None:
     def dataset(image: int = 1, label: int = 2) -> ArrayDataset:
         part = ImageArrays(np.full((1, 2, 2, 3), image, np.uint8), np.array([label], np.int64))
         return ArrayDataset("tiny", 3, part, part)
@@ -32,7 +32,7 @@ def test_sha256_sees_every_part() -> None:
     assert len({sha256(dataset()), sha256(dataset(image=0)), sha256(dataset(label=0))}) == 3
 
 
-def test_data_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_data_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPIDDP_DATA", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/ada")
@@ -46,7 +46,7 @@ def test_data_lies_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -
 # CIFAR-10 from a folder
 
 
-def test_cifar10_is_found_in_its_own_folder_and_in_the_one_above(
+def test_cifar10_is_found_in_its_folder_and_in_the_parent_folder(
     official: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "cifar-10-batches-bin").symlink_to(official)
@@ -69,7 +69,7 @@ def test_the_pickled_layout_gives_the_same_arrays(official: Path, scratch: Path)
         rows = slice(index % 5 * 10_000, (index % 5 + 1) * 10_000)
         pixels = part.images[rows].transpose(0, 3, 1, 2).reshape(10_000, 3072)
         labels = part.labels[rows].tolist()
-        if name == "data_batch_1":  # what Python 3 would write is read as well
+        if name == "data_batch_1":  # as Python 3 pickles it
             batch = {b"data": pixels, b"labels": labels, b"filenames": [b"leptodactylus.png"]}
             content = pickle.dumps(batch, protocol=2)
         else:
@@ -80,7 +80,7 @@ def test_the_pickled_layout_gives_the_same_arrays(official: Path, scratch: Path)
 
 
 def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
-    """A batch as Python 2 pickled the official ones."""
+    """A batch pickled by Python 2, like the official ones."""
 
     def string(text: bytes) -> bytes:
         return b"U" + bytes([len(text)]) + text
@@ -98,13 +98,13 @@ def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
 
 
 class Malicious:
-    """Pickled, an order to run `function(argument)`."""
+    """Unpickling it runs `function(argument)`."""
 
     def __init__(self, function: object, argument: str) -> None:
-        self.order = (function, (argument,))
+        self.call = (function, (argument,))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return self.order
+        return self.call
 
 
 @pytest.mark.parametrize(("function", "named"), [(os.system, "posix.system"), (eval, "eval")])
@@ -112,17 +112,17 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(
     function: object, named: str, tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim"
-    order = (
+    command = (
         f"mkdir {victim}" if function is os.system else f"__import__('os').mkdir({str(victim)!r})"
     )
-    content = pickle.dumps({b"labels": [], b"data": Malicious(function, order)}, protocol=2)
+    content = pickle.dumps({b"labels": [], b"data": Malicious(function, command)}, protocol=2)
     (tmp_path / "data_batch_1").write_bytes(content)
 
     with pytest.raises(UserError, match=rf"data_batch_1: .*{named}, which is refused"):
         cifar10.load(tmp_path)
     assert not victim.exists()
 
-    pickle.loads(content)  # it does harm where it is let
+    pickle.loads(content)  # without the refusal, the command runs
     assert victim.exists()
 
 
@@ -147,7 +147,7 @@ def test_a_damaged_pickle_is_one_sentence(content: bytes, complaint: str, tmp_pa
 
 
 def linked(official: Path, folder: Path, **changed: bytes) -> Path:
-    """The official batches in `folder`, but for the changed ones."""
+    """The official batches in `folder`, except the changed ones."""
     for name in BATCHES:
         if name in changed:
             (folder / f"{name}.bin").write_bytes(changed[name])
@@ -156,7 +156,7 @@ def linked(official: Path, folder: Path, **changed: bytes) -> Path:
     return folder
 
 
-def test_one_flipped_bit_is_noticed(official: Path, scratch: Path) -> None:
+def test_a_flipped_bit_is_detected(official: Path, scratch: Path) -> None:
     content = bytearray((official / "test_batch.bin").read_bytes())
     content[12_345_678] ^= 1
     folder = linked(official, scratch, test_batch=bytes(content))
@@ -188,7 +188,7 @@ def test_no_cifar10_at_all_names_both_layouts(tmp_path: Path) -> None:
 
 
 def gz(content: bytes) -> bytes:
-    """The same bytes each time: they become names of tests."""
+    """Compress to the same bytes each time, because they become names of tests."""
     return gzip.compress(content, mtime=0)
 
 
@@ -197,7 +197,7 @@ def idx(values: np.ndarray) -> bytes:
 
 
 def write_fashion_mnist(folder: Path, **changed: bytes) -> Path:
-    """Five training and three test images, but for the changed files' contents."""
+    """Write five training and three test images, except where `changed` has a file's content."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, count in (("train", 5), ("t10k", 3)):
         images = np.arange(count * 28 * 28, dtype=np.uint32).astype(np.uint8)
@@ -211,9 +211,9 @@ def write_fashion_mnist(folder: Path, **changed: bytes) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("place", ["", "fashion-mnist", "debian"])
-def test_fashion_mnist_is_read_from_each_place(place: str, tmp_path: Path) -> None:
-    write_fashion_mnist(tmp_path / place)
+@pytest.mark.parametrize("folder", ["", "fashion-mnist", "debian"])
+def test_fashion_mnist_is_read_from_each_folder(folder: str, tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path / folder)
     dataset = fashion_mnist.load(tmp_path, tmp_path / "debian")
     assert (dataset.name, dataset.num_classes) == ("fashion-mnist", 10)
     assert dataset.train.images.shape == (5, 28, 28, 1)
@@ -234,7 +234,7 @@ def test_debians_fashion_mnist(tmp_path: Path) -> None:
     assert dataset.train.images.mean() / 255 == pytest.approx(0.2860, abs=1e-4)  # as published
 
 
-def test_without_fashion_mnist_the_places_and_the_package_are_named(tmp_path: Path) -> None:
+def test_without_fashion_mnist_the_folders_and_the_package_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         fashion_mnist.load(tmp_path, tmp_path / "debian")
     for expected in (f"{tmp_path}, ", f"{tmp_path}/fashion-mnist, ", f"{tmp_path}/debian; "):

@@ -1,4 +1,4 @@
-"""Augmentation on the device, held against a plain NumPy reference image by image.
+"""Augmentation on the device, compared with a plain NumPy reference image by image.
 
 Tests mpiddp/train/data/device_images.py.
 python -m pytest tests/test_device_images.py
@@ -51,7 +51,7 @@ def batch(images: DeviceImages, numbers: Tensor, *, epoch: int = 0) -> Tensor:
 
 
 def pixels_of(image: Tensor) -> Bytes:
-    """[C, H, W] as a source delivers it, back to its bytes [H, W, C]."""
+    """Convert an image of a source, [C, H, W], back to its bytes, [H, W, C]."""
     values = image.numpy().transpose(1, 2, 0)
     channels = values.shape[2]
     exact = (values * np.array(STD)[:channels] + np.array(MEAN)[:channels]) * 255
@@ -62,7 +62,7 @@ def pixels_of(image: Tensor) -> Bytes:
 
 
 def every_view(image: Bytes) -> dict[bytes, View]:
-    """All that shift and flip can make of an image [H, W, C], and how."""
+    """All shifts and flips of an image [H, W, C], and the view of each."""
     height, width, _ = image.shape
     padded = np.pad(image, ((PAD, PAD), (PAD, PAD), (0, 0)), mode="reflect")
     views = {}
@@ -81,10 +81,10 @@ def test_every_image_is_one_of_its_shifts_and_flips() -> None:
     assert got.dtype == torch.float32
     assert torch.equal(labels, torch.from_numpy(data.labels))
     views = [every_view(data.images[i])[pixels_of(got[i]).tobytes()] for i in range(40)]
-    assert len(set(views)) > 30  # each image has a draw of its own
+    assert len(set(views)) > 30  # each image is shifted on its own
 
 
-def test_all_shifts_and_both_flips_come_about_equally() -> None:
+def test_all_shifts_and_flips_are_about_equally_frequent() -> None:
     picture = arrays(1, 16, 16, channels=1).images
     views = every_view(picture[0])
     images = source(ImageArrays(picture.repeat(40, 0), np.zeros(40, np.int64)))
@@ -100,7 +100,7 @@ def test_all_shifts_and_both_flips_come_about_equally() -> None:
 
 
 def test_the_border_is_mirrored_without_repeating_the_edge() -> None:
-    """A row 0 1 2 … 9 whose crop begins two pixels early reads 2 1 0 1 2 …"""
+    """A crop of the row 0 1 2 … 9 that begins two pixels early is 2 1 0 1 2 …"""
     row = np.tile(np.arange(10, dtype=np.uint8)[None, :, None], (10, 1, 1))
     images = source(ImageArrays(row[None].repeat(99, 0), np.zeros(99, np.int64)))
     rows = {tuple(pixels_of(image)[4, :, 0].tolist()) for image in batch(images, torch.arange(99))}
@@ -117,13 +117,13 @@ def test_test_images_are_only_normalized() -> None:
         np.testing.assert_allclose(got.numpy(), scaled.transpose(0, 3, 1, 2), rtol=0, atol=1e-5)
 
 
-def test_draws_depend_on_seed_epoch_and_image_alone() -> None:
+def test_augmentation_depends_only_on_seed_epoch_and_image() -> None:
     data, everything = arrays(), torch.arange(40)
     images = source(data)
     expected = batch(images, everything, epoch=3)
     shuffled = torch.randperm(40, generator=torch.Generator().manual_seed(1))
     for order, size in ((everything, 40), (shuffled, 7), (shuffled.flip(0), 1)):
-        fresh = source(data)  # another rank, or a run that goes on
+        fresh = source(data)  # as on another rank, or after a resume
         parts = [pixels for pixels, _ in fresh.batches(order.split(size), epoch=3)]
         assert torch.equal(torch.cat(parts), expected[order])
     torch.manual_seed(99)
@@ -132,7 +132,7 @@ def test_draws_depend_on_seed_epoch_and_image_alone() -> None:
     assert not torch.equal(batch(source(data, seed=1), everything, epoch=3), expected)
 
 
-def test_images_draw_nothing_from_the_ranks_generator() -> None:
+def test_augmentation_does_not_use_the_global_generator() -> None:
     before = torch.get_rng_state()
     batch(source(arrays()), torch.tensor([1, 2]))
     assert torch.equal(torch.get_rng_state(), before)
@@ -152,5 +152,5 @@ def test_memory_layout(augment: bool, channels: int) -> None:
     assert torch.equal(last, first)
 
 
-def test_no_batches_are_asked_for() -> None:
+def test_an_empty_list_of_batches() -> None:
     assert list(source(arrays()).batches([], epoch=0)) == []

@@ -1,4 +1,4 @@
-"""Every MPIDDP_* variable is a row of one table, which docs/environment.md shows.
+"""Every MPIDDP_* variable is a row of one table, which docs/environment.md contains.
 
 python -m mpiddp.protocol
 """
@@ -25,16 +25,16 @@ def test_every_variable_in_use_is_a_row_and_every_row_is_in_use() -> None:
         assert re.search(rf"\b({name}|{constants.get(name, name)})\b", others), name
 
 
-def test_no_name_stands_twice() -> None:
+def test_the_table_has_no_duplicates() -> None:
     assert len(IN_TABLE) == len(VARIABLES)
 
 
-def test_the_page_shows_the_table() -> None:
+def test_docs_environment_md_contains_the_table() -> None:
     page = ROOT / "docs" / "environment.md"
     assert variables_table() in page.read_text(), f"{page}: see python -m mpiddp.protocol"
 
 
-def test_other_pages_name_no_variable_that_is_not_there() -> None:
+def test_other_pages_name_only_variables_of_the_table() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         named = set(re.findall(r"\bMPIDDP_(?!TEST_)[A-Z_]*[A-Z]", page.read_text()))
         assert named <= IN_TABLE, page

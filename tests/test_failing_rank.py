@@ -1,6 +1,6 @@
-"""A rank on another host fails while the others sleep: one line names it, and soon nobody is left.
+"""A rank on another host fails while the others sleep: one line names it, and all processes end soon.
 
-Each MPI has its own way to end a job, and two of them none: see mpiddp/runtime/failure_watch.py.
+Each MPI ends a job differently, and two do not end it at all: see mpiddp/runtime/failure_watch.py.
 
 Tests mpiddp/runtime/failure_watch.py.
 python -m pytest tests/test_failing_rank.py
@@ -41,7 +41,7 @@ def hosts() -> Iterator[Cluster]:
         yield standing
 
 
-# What an exception prints is Python's affair, so one MPI shows it; how a job ends is each MPI's own.
+# The traceback of an exception does not depend on the MPI, so it is tested with one only.
 @pytest.mark.parametrize(
     ("mpi", "end"),
     [("openmpi5", end) for end in ENDS] + [(mpi, "sys.exit(3)") for mpi in PACKAGES],
@@ -52,17 +52,17 @@ def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, mpi: str, end: st
     script.write_text(FAILING.format(end))
 
     done = hosts["node0"].run([*LAUNCH, "--mpirun", mpirun, str(script)], cwd=ROOT)
-    over = time.time()
+    ended_at = time.time()
     (failed_at,) = (line for line in done.stdout.splitlines() if line.startswith("failing at"))
 
     assert done.returncode == 1, done.stderr
-    assert over - float(failed_at.split()[-1]) < 100  # of the 600 s that rank 0 sleeps
-    # mpirun's own last words may end without a newline.
+    assert ended_at - float(failed_at.split()[-1]) < 100  # rank 0 would sleep for 600 s
+    # mpirun's own last line may lack a newline.
     named = re.findall("(?:mpiddp: )?rank 1 on node1.*", done.stderr)
     sentence = f"mpiddp: rank 1 on node1 {ENDS[end]}. The other ranks were stopped."
     assert named == [sentence], done.stderr
     assert ("Traceback" in done.stderr) == end.startswith("raise")
-    deadline = time.time() + 60  # the daemons see mpirun's end, and end
+    deadline = time.time() + 60  # the daemons notice that mpirun has ended
     while left := [process for host in hosts.hosts for process in host.processes()]:
         assert time.time() < deadline, left
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A full disk and a read-only one: the older checkpoints stay, and the run goes on or ends as told.
+"""On a full or read-only disk, older checkpoints are kept, and the run continues or ends as requested.
 
 Tests mpiddp/train/saver.py.
 python -m pytest tests/test_faulty_disks.py
@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
 OUT = "/run/run-of-a-test"
-SAVES = f"{OUT}/checkpoints"  # on a disk of its own, so that it alone is full
+SAVES = f"{OUT}/checkpoints"  # on its own disk, so that only this one is full
 COMMAND = [
     sys.executable, "-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=4",
     "--amp=off", "--epochs=1", "--save-every=1", f"--out={OUT}",
@@ -57,7 +57,7 @@ def valid(host: Host) -> list[str]:
 
 
 def test_a_full_disk(host: Host) -> None:
-    """Two checkpoints fit, and a part of the third."""
+    """Two checkpoints and a part of the third fit."""
     with disk(host, 2.5 * CHECKPOINT_MB):
         command = [*COMMAND, "--steps-per-epoch=5"]
         sentence = (
@@ -67,9 +67,9 @@ def test_a_full_disk(host: Host) -> None:
         ran = host.run([*command, "--on-save-error=stop"], env=ENV, cwd=ROOT)
         assert (ran.returncode, ran.stderr) == (2, sentence + "\n")
         assert valid(host) == ["step_00000001", "step_00000002"]
-        assert len(list(host.path(SAVES).iterdir())) == 2, "half of one was left"
+        assert len(list(host.path(SAVES).iterdir())) == 2, "an incomplete checkpoint was left"
 
-        # It goes on with warnings, but does not end well without its last checkpoint.
+        # By default it continues with warnings, but fails at the end without its last checkpoint.
         ran = host.run(command, env=ENV, cwd=ROOT)
         assert ran.returncode == 2
         assert "epoch 1/1  step 5/5" in ran.stdout
@@ -87,7 +87,7 @@ def test_a_full_disk(host: Host) -> None:
 
 
 def test_full_disk_ends_all_ranks_with_on_save_error_stop(host: Host) -> None:
-    """Only rank 0 writes; rank 1 leaves with it, at the next save."""
+    """Only rank 0 writes. Rank 1 exits together with it, at the next save."""
     launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2"]
     with disk(host, 0.5 * CHECKPOINT_MB):
         command = [*launch, *COMMAND[1:], "--steps-per-epoch=9", "--on-save-error=stop"]
@@ -104,12 +104,12 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
     command = [*COMMAND, "--steps-per-epoch=10000", "--log-every=100000"]
     with disk(host, 20), host.popen(command, env=ENV, cwd=ROOT) as program:
         try:
-            await_step(host, 2)
-            for _ in range(1000):  # "busy" while a save is being written
+            wait_for_step(host, 2)
+            for _ in range(1000):  # mount fails with "busy" during a save
                 if host.run(["mount", "-o", "remount,ro", SAVES]).returncode == 0:
                     break
             else:
-                pytest.fail("the disk was busy whenever it was to become read-only")
+                pytest.fail("the disk was busy at every attempt to make it read-only")
             before = valid(host)
             assert program.stderr is not None
             line = program.stderr.readline()
@@ -117,20 +117,20 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
             assert line.endswith(f": Read-only file system. {before[-1]} is kept.\n")
             assert valid(host) == before
             host.run(["mount", "-o", "remount,rw", SAVES], check=True)
-            await_step(host, int(before[-1].removeprefix("step_")) + 3)
+            wait_for_step(host, int(before[-1].removeprefix("step_")) + 3)
             assert program.poll() is None
         finally:
             program.end()
         assert len(valid(host)) >= 2
 
 
-def test_a_disk_that_is_full_to_the_last_byte_and_empty_again(host: Host) -> None:
-    """Neither the records nor a checkpoint have room for a while; the training goes on."""
+def test_a_disk_that_is_completely_full_and_has_space_again(host: Host) -> None:
+    """While neither metrics.jsonl nor a checkpoint can be written, the training continues."""
     command = [*COMMAND, "--steps-per-epoch=10000", "--log-every=1"]
     with disk(host, 20, at=OUT), host.popen(command, env=ENV, cwd=ROOT) as program:
         try:
-            await_step(host, 2)
-            fill = f"cat /dev/zero >>{OUT}/filler; sleep 0.1"  # again: a save that fails makes room
+            wait_for_step(host, 2)
+            fill = f"cat /dev/zero >>{OUT}/filler; sleep 0.1"  # repeated: a failed save frees space
             host.run(["sh", "-c", f"for _ in $(seq 10); do {fill}; done"])
             assert program.stderr is not None
             warned = [program.stderr.readline()]
@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_to_the_last_byte_and_empty_again(host: Host) -> Non
             assert all("no space left for a checkpoint in" in line for line in warned[:-1])
             recorded = len(host.path(f"{OUT}/metrics.jsonl").read_text().splitlines())
             host.run(["rm", f"{OUT}/filler"], check=True)
-            await_step(host, recorded + 5)  # one of those between has no record
+            wait_for_step(host, recorded + 5)  # at least one step in between has no record
             assert program.poll() is None
         finally:
             program.end()
@@ -152,7 +152,7 @@ def test_a_disk_that_is_full_to_the_last_byte_and_empty_again(host: Host) -> Non
     assert len(steps) == len(set(steps)) < steps[-1], "no record was lost: the disk was not full"
 
 
-def await_step(host: Host, step: int) -> None:
+def wait_for_step(host: Host, step: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         folders = directory.list_steps(host.path(SAVES))

@@ -1,4 +1,4 @@
-"""Where NCCL's last collectives are kept when one of them times out.
+"""The settings of torch's flight recorder, which dumps the last collectives when one times out.
 
 Tests mpiddp/train/flight_recorder.py.
 python -m pytest tests/test_flight_recorder.py
@@ -13,7 +13,9 @@ import pytest
 from mpiddp.train.flight_recorder import settings
 
 
-def test_the_dump_lies_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumps_are_written_into_the_runs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert settings(Path("runs/a/logs"), {}) == {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -23,8 +25,8 @@ def test_the_dump_lies_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
-def test_what_the_user_has_set_stays(name: str) -> None:
-    """Under its older name as well."""
+def test_variables_of_the_user_are_not_overwritten(name: str) -> None:
+    """The same holds for the older name of a variable."""
     env = {
         name: "elsewhere",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",

@@ -1,4 +1,4 @@
-"""mpirun of one MPI, the library of another: one sentence, and never N ranks that are all rank 0.
+"""mpirun of one MPI with the library of another gives one error, never N jobs of a single rank 0.
 
 Tests mpiddp/runtime/rendezvous.py.
 python -m pytest tests/test_foreign_mpi.py
@@ -20,7 +20,7 @@ def library(mpi: str) -> str:
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "intelmpi"])
-def test_open_mpi_starts_ranks_that_load_another(mpi: str) -> None:
+def test_ranks_of_open_mpi_that_load_another_library(mpi: str) -> None:
     name = {"mpich": "MPICH", "intelmpi": "Intel MPI"}[mpi]
     env = {"MPI4PY_LIBMPI": library(mpi)}
     done = mpirun(2, "-m", "mpiddp", "run", "-m", "this", env=env)
@@ -32,7 +32,7 @@ def test_open_mpi_starts_ranks_that_load_another(mpi: str) -> None:
     ]
 
 
-def test_no_library_at_all() -> None:
+def test_a_missing_mpi_library() -> None:
     done = mpirun(
         2, "-m", "mpiddp", "run", "-m", "this", env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
     )
@@ -45,6 +45,6 @@ def test_no_library_at_all() -> None:
 
 
 def test_every_mpi_is_installed_for_ci() -> None:
-    """Where one is installed all are: a half-made .mpi would let the matrix shrink unseen."""
-    there = [mpi for mpi in ("openmpi4", "mpich", "intelmpi") if find(mpi)]
-    assert len(there) in (0, 3), there
+    """If one is installed, all must be: an incomplete .mpi would skip tests unnoticed."""
+    installed = [mpi for mpi in ("openmpi4", "mpich", "intelmpi") if find(mpi)]
+    assert len(installed) in (0, 3), installed

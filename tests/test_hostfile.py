@@ -1,4 +1,4 @@
-"""The hostfile grammar, each error by its whole text, and the verb `mpiddp hosts`.
+"""The hostfile grammar, the full text of each error, and the command `mpiddp hosts`.
 
 Tests mpiddp/hosts/hostfile.py, mpiddp/hosts/main.py.
 python -m pytest tests/test_hostfile.py
@@ -54,7 +54,7 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-# --- what is accepted ---
+# --- valid hostfiles ---
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def refusal(call: Callable[[], object]) -> str:
         ("FE80:0:0::1:2", Host("fe80::1:2")),
     ],
 )
-def test_a_line_of_the_grammar(line: str, host: Host) -> None:
+def test_parse_a_valid_line(line: str, host: Host) -> None:
     assert parse(line).hosts == (host,)
 
 
-def test_slots_0_is_a_host_without_ranks_as_in_open_mpi() -> None:
+def test_a_host_with_slots_0_gets_no_ranks() -> None:
     hosts = parse("node1 slots=0\nnode2 slots=2\n")
     assert ranks_per_host(hosts) == [(Host("node2", slots=2), 2)]
 
@@ -96,7 +96,7 @@ def test_comments_and_blank_lines_count_as_lines() -> None:
     assert [host.name for host in hosts.without_slots] == ["node2"]
 
 
-def test_a_host_list() -> None:
+def test_parse_a_host_list() -> None:
     hosts = parse_host_list("h1:2, joe@h2:4,[::1]:1,h3")
     assert hosts == Hosts(
         "-H", (Host("h1", 2), Host("h2", 4, user="joe"), Host("::1", 1), Host("h3"))
@@ -104,15 +104,15 @@ def test_a_host_list() -> None:
     assert hosts.hosts[1].ssh_target == "joe@h2"
 
 
-def test_keep_fqdn_lifts_the_rule_of_the_first_dot() -> None:
+def test_keep_fqdn_allows_names_with_the_same_short_form() -> None:
     assert len(parse("a.x.org\na.y.org\n", keep_fqdn=True).hosts) == 2
 
 
-def test_addresses_are_not_cut_at_the_first_dot() -> None:
+def test_ip_addresses_are_not_shortened() -> None:
     assert len(parse("10.0.0.1\n10.0.0.2\n").hosts) == 2
 
 
-# --- what is refused ---
+# --- errors ---
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_addresses_are_not_cut_at_the_first_dot() -> None:
         ("node1 slots=0", f": every host has slots=0, so no rank can start. {EXAMPLE}"),
     ],
 )
-def test_an_error_says_where_what_and_what_mends_it(text: str | bytes, message: str) -> None:
+def test_an_error_in_a_hostfile_names_the_line_and_a_fix(text: str | bytes, message: str) -> None:
     data = text if isinstance(text, bytes) else text.encode()
     assert refusal(lambda: parse_hostfile(data, "hosts.txt")) == f"hosts.txt{message}"
 
@@ -190,7 +190,7 @@ def test_an_error_in_a_host_list(text: str, message: str) -> None:
     assert refusal(lambda: parse_host_list(text)) == message
 
 
-def test_a_missing_file_is_no_reason_to_run_here(folder: Path) -> None:
+def test_a_missing_hostfile_does_not_fall_back_to_this_machine(folder: Path) -> None:
     missing = "not found (looked in {}). Not falling back to this machine."
     assert refusal(lambda: read_hostfile("hosts.txt")) == f"hosts.txt {missing.format(folder)}"
     assert refusal(lambda: read_hostfile("/no/hosts")) == (
@@ -198,16 +198,16 @@ def test_a_missing_file_is_no_reason_to_run_here(folder: Path) -> None:
     )
 
 
-def test_a_directory_is_no_hostfile(folder: Path) -> None:
+def test_a_directory_instead_of_a_hostfile(folder: Path) -> None:
     (folder / "hosts").mkdir()
     message = "hosts is a directory. Name a hostfile in it."
     assert refusal(lambda: read_hostfile("hosts")) == message
 
 
-def test_an_unreadable_file() -> None:
+def test_a_hostfile_without_read_permission() -> None:
     Path("hosts.txt").touch(mode=0)
     root = os.geteuid() == 0
-    if root:  # who may read everything: be somebody else for a moment
+    if root:  # root may read everything, so become another user for this call
         os.seteuid(65534)
     try:
         message = refusal(lambda: read_hostfile("hosts.txt"))
@@ -217,20 +217,20 @@ def test_an_unreadable_file() -> None:
     assert message == "hosts.txt cannot be read: permission denied. Run: chmod u+r hosts.txt"
 
 
-def test_a_file_that_the_system_cannot_open(folder: Path) -> None:
+def test_a_hostfile_that_is_a_symlink_loop(folder: Path) -> None:
     (folder / "loop").symlink_to("loop")
     message = "loop cannot be read: Too many levels of symbolic links."
     assert refusal(lambda: read_hostfile("loop")) == message
 
 
-def test_the_mend_quotes_the_file_name() -> None:
+def test_the_printed_fix_quotes_the_file_name() -> None:
     Path("my hosts; rm x").write_bytes(b"node1\r\n")
     message = refusal(lambda: read_hostfile("my hosts; rm x"))
     assert message.endswith(r"Run: sed -i 's/\r$//' 'my hosts; rm x'")
 
 
 @pytest.mark.parametrize("data", [b"\xef\xbb\xbfnode1 slots=2\n", b"# a\r\nnode1 slots=2\r\n"])
-def test_the_mend_mends(data: bytes) -> None:
+def test_the_printed_fix_repairs_the_file(data: bytes) -> None:
     Path("hosts.txt").write_bytes(data)
     message = refusal(lambda: read_hostfile("hosts.txt"))
     subprocess.run(["bash", "-c", message.partition("Run: ")[2]], check=True)
@@ -240,16 +240,16 @@ def test_the_mend_mends(data: bytes) -> None:
 # --- ranks ---
 
 
-def test_ranks_fill_the_slots_in_the_order_of_the_file() -> None:
+def test_ranks_fill_the_slots_in_file_order() -> None:
     hosts = parse("c slots=1\na slots=3\nb slots=2\n")
 
-    def placed(n: int | None, npernode: int | None = None) -> dict[str, int]:
+    def ranks(n: int | None, npernode: int | None = None) -> dict[str, int]:
         return {host.name: count for host, count in ranks_per_host(hosts, n, npernode)}
 
-    assert placed(None) == {"c": 1, "a": 3, "b": 2}
-    assert placed(2) == {"c": 1, "a": 1}
-    assert placed(None, 1) == {"c": 1, "a": 1, "b": 1}
-    assert placed(2, 1) == {"c": 1, "a": 1}
+    assert ranks(None) == {"c": 1, "a": 3, "b": 2}
+    assert ranks(2) == {"c": 1, "a": 1}
+    assert ranks(None, 1) == {"c": 1, "a": 1, "b": 1}
+    assert ranks(2, 1) == {"c": 1, "a": 1}
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_long_list_of_hosts_is_cut_in_the_error() -> None:
     assert refusal(lambda: ranks_per_host(hosts, 21)).endswith("n6=1, n7=1, and 12 more).")
 
 
-def test_an_open_slot_count_must_be_known_before_ranks_are_placed() -> None:
+def test_ranks_per_host_needs_every_slot_count() -> None:
     message = "hosts.txt:2: node2 has no slot count. Write: node2 slots=N"
     assert refusal(lambda: ranks_per_host(parse("node1 slots=1\nnode2\n"))) == message
 
@@ -289,7 +289,7 @@ def test_exclude() -> None:
 # --- writing ---
 
 
-def test_each_form() -> None:
+def test_render_each_format() -> None:
     hosts = parse("joe@node1 slots=2 max_slots=4\nnode2 slots=0\nnode3 slots=1\n")
     assert render(hosts, "openmpi") == (
         "joe@node1 slots=2 max_slots=4\nnode2 slots=0\nnode3 slots=1\n"
@@ -298,7 +298,7 @@ def test_each_form() -> None:
     assert render(hosts, "slurm") == "node1\nnode1\nnode3\n"
 
 
-def test_what_a_form_cannot_say() -> None:
+def test_render_refuses_what_a_format_cannot_express() -> None:
     def refused(line: str, form: Form) -> str:
         return refusal(lambda: render(parse(line), form))
 
@@ -316,7 +316,7 @@ def test_what_a_form_cannot_say() -> None:
 
 
 def random_hosts(rng: random.Random, form: Form) -> Hosts:
-    """1 to 6 hosts that `form` can say."""
+    """1 to 6 hosts that `form` can express."""
     openmpi = form == "openmpi"
     names = ["node1", "n-2.example.org", "10.0.0.7", "X_3", "4u", *(["fe80::7"] if openmpi else [])]
 
@@ -330,28 +330,28 @@ def random_hosts(rng: random.Random, form: Form) -> Hosts:
             rng.choice([None, 22, 65535]) if openmpi else None,
         )
 
-    return Hosts("made", tuple(map(host, rng.sample(names, rng.randint(1, len(names))))))
+    return Hosts("random", tuple(map(host, rng.sample(names, rng.randint(1, len(names))))))
 
 
 @pytest.mark.parametrize("form", ["openmpi", "mpich"])
-def test_what_is_written_is_read_back_alike(form: Form) -> None:
+def test_render_and_parse_round_trip(form: Form) -> None:
     rng = random.Random(0)
     for _ in range(300):
         hosts = random_hosts(rng, form)
         assert parse(render(hosts, form)) == hosts
 
 
-def test_any_bytes_are_read_or_refused() -> None:
-    """Whatever is read could be written again, and holds no name that ssh takes for an option."""
+def test_fuzzed_bytes_are_parsed_or_refused() -> None:
+    """Parsed hosts survive a round trip, and ssh cannot mistake a name for an option."""
     rng = random.Random(0)
     pieces = [
         *(b"node1", b"n2", b"a.x.org", b"10.0.0.1", b"[::1]", b"fe80::1", b"joe@", b"-oX=y"),
         *(b":", b":2", b" slots", b"=", b" = ", b"3", b"-1", b" max-slots=4", b" port=22", b"user"),
         *(b"\n", b"\r\n", b" ", b"\t", b"#", b"\xef\xbb\xbf", b"\x00", b"\xff", b"\xc2\xa0", b"%"),
     ]
-    read = 0
-    for turn in range(6000):
-        if turn % 3:
+    parsed = 0
+    for number in range(6000):
+        if number % 3:
             data = b"".join(rng.choices(pieces, k=rng.randint(0, 9)))
         else:
             data = rng.randbytes(rng.randint(0, 40))
@@ -359,17 +359,17 @@ def test_any_bytes_are_read_or_refused() -> None:
             hosts = parse_hostfile(data, "hosts.txt")
         except UserError:
             continue
-        read += 1
+        parsed += 1
         assert parse(render(hosts, "openmpi")) == hosts
         for host in hosts.hosts:
             assert host.ssh_target[0] != "-"
             assert host.name[0] != "-"
             assert host.ssh_target.isascii()
             assert not set(host.ssh_target) & set(" \t\n;$'\"\\%=")
-    assert read > 100, "the fuzzer should hit valid files too"
+    assert parsed > 100, "the fuzzer should produce valid files too"
 
 
-def test_diff_says_what_changed() -> None:
+def test_diff_lists_the_changes() -> None:
     a = parse("node1 slots=4\nnode2 slots=2\nnode3\n")
     b = parse_hostfile(b"node2 slots=2\nnode1 slots=2\njoe@node4\n", "new.txt")
     assert diff(a, b) == [
@@ -381,7 +381,7 @@ def test_diff_says_what_changed() -> None:
     assert diff(a, parse("# same\nnode1:4\nnode2 slots = 2\nnode3")) == []
 
 
-def test_open_mpi_reads_what_is_written() -> None:
+def test_open_mpi_accepts_a_rendered_hostfile() -> None:
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         pytest.skip("no mpirun beside this Python")
@@ -408,7 +408,7 @@ def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_check_says_which_slots_are_open(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_marks_hosts_without_a_slot_count(capsys: pytest.CaptureFixture[str]) -> None:
     Path("hosts.txt").write_text("node1:1\nnode2\n")
     assert main.main(["check", "hosts.txt"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
@@ -449,12 +449,12 @@ def test_check_for_one_mpi(line: str, mpi: str, message: str) -> None:
         ("node1:2 # fast\n", "intelmpi"),
     ],
 )
-def test_check_accepts_what_each_mpi_reads(text: str, mpi: str) -> None:
+def test_check_accepts_the_syntax_of_each_mpi(text: str, mpi: str) -> None:
     Path("hosts.txt").write_text(text)
     assert main.main(["check", "hosts.txt", "--mpi", mpi]) == 0
 
 
-def test_convert_prints_the_other_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_prints_the_other_format(capsys: pytest.CaptureFixture[str]) -> None:
     Path("hosts.txt").write_text("node1 slots=4\nnode2\n")
     assert main.main(["convert", "hosts.txt", "--to", "mpich"]) == 0
     printed = capsys.readouterr()
@@ -485,14 +485,14 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_on_the_command_line_an_error_is_one_sentence_and_2() -> None:
+def test_an_error_of_the_command_is_one_sentence_and_exit_code_2() -> None:
     Path("hosts.txt").write_text("node1 slots=two\n")
     done = python("-m", "mpiddp", "hosts", "check", "hosts.txt")
     message = f'hosts.txt:1: "slots=two" {NUMBER}\n'
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
-def test_the_verb_needs_the_standard_library_alone() -> None:
+def test_mpiddp_hosts_imports_only_the_standard_library() -> None:
     imported = "{name.partition('.')[0] for name in sys.modules}"
     done = python(
         *("-S", "-c"),
@@ -502,7 +502,7 @@ def test_the_verb_needs_the_standard_library_alone() -> None:
 
 
 @pytest.mark.parametrize(("name", "slots"), [("local", 2), ("two_nodes", 4), ("mixed", 7)])
-def test_the_hostfiles_that_come_with_the_project(name: str, slots: int) -> None:
+def test_the_hostfiles_of_this_repository(name: str, slots: int) -> None:
     hosts = read_hostfile(HOSTFILES / name)
     assert hosts.total_slots == slots
     assert main.main(["check", str(HOSTFILES / name), "--mpi", "openmpi"]) == 0

@@ -1,4 +1,4 @@
-"""A folder in ImageNet's layout: its classes, its order, its crops, and what is wrong with it.
+"""A folder in ImageNet's layout: its classes, order, crops and errors.
 
 Tests mpiddp/train/data/image_folder.py.
 python -m pytest tests/test_image_folder.py
@@ -58,7 +58,7 @@ def everything(images: ImageFolder, *, size: int = 4, epoch: int = 0) -> tuple[T
 
 
 def bytes_of(pixels: Tensor) -> Tensor:
-    """Normalized images [N, 3, H, W] back to values in [0, 255]."""
+    """Convert normalized images [N, 3, H, W] back to values in [0, 255]."""
     std, mean = torch.tensor(STD).view(3, 1, 1), torch.tensor(MEAN).view(3, 1, 1)
     return (pixels * std + mean) * 255
 
@@ -76,24 +76,24 @@ def test_classes_and_images_are_in_sorted_order(folder: Path) -> None:
         assert image.mean((1, 2)).argmax() == label  # red, green, blue
 
 
-def test_pixels_are_normalized_as_imagenets(folder: Path) -> None:
+def test_pixels_are_normalized_with_imagenets_statistics(folder: Path) -> None:
     pixels, _ = everything(source(folder))
     expected = torch.tensor(COLOURS["cat"]).view(3, 1, 1).expand(3, 16, 16)
     torch.testing.assert_close(bytes_of(pixels[0]), expected.float(), rtol=0, atol=1e-3)
 
 
-def test_any_order_can_be_asked_for(folder: Path) -> None:
+def test_batches_may_be_in_any_order(folder: Path) -> None:
     images = source(folder)
     pixels, labels = everything(images)
-    asked = [torch.tensor([7, 0]), torch.tensor([11])]
-    batches = list(images.batches(asked, epoch=0))
-    for numbers, (got, got_labels) in zip(asked, batches, strict=True):
+    requested = [torch.tensor([7, 0]), torch.tensor([11])]
+    batches = list(images.batches(requested, epoch=0))
+    for numbers, (got, got_labels) in zip(requested, batches, strict=True):
         assert torch.equal(got, pixels[numbers])
         assert torch.equal(got_labels, labels[numbers])
     assert list(images.batches([], epoch=0)) == []
 
 
-def test_workers_and_batches_change_nothing(folder: Path) -> None:
+def test_images_do_not_depend_on_workers_or_batch_size(folder: Path) -> None:
     for epoch in (0, 1):
         expected, labels = everything(source(folder, augment=True), epoch=epoch)
         for num_workers, size in ((0, 1), (1, 1), (1, 5), (2, 4)):
@@ -105,7 +105,7 @@ def test_workers_and_batches_change_nothing(folder: Path) -> None:
             assert torch.equal(got_labels, labels)
 
 
-def test_workers_stay_for_the_next_epoch(folder: Path) -> None:
+def test_workers_persist_between_epochs(folder: Path) -> None:
     images = source(folder, augment=True, num_workers=1)
     expected = [everything(source(folder, augment=True), epoch=epoch)[0] for epoch in (0, 1)]
     first, _ = everything(images, size=1, epoch=0)
@@ -116,43 +116,43 @@ def test_workers_stay_for_the_next_epoch(folder: Path) -> None:
     assert torch.equal(torch.stack([first, second]), torch.stack(expected))
 
 
-def test_workers_that_are_not_forked(folder: Path) -> None:
+def test_workers_of_a_forkserver(folder: Path) -> None:
     images = source(folder, augment=True, num_workers=1, start_method="forkserver")
     expected = everything(source(folder, augment=True))
     assert all(map(torch.equal, everything(images), expected))
 
 
-WORKERS_AND_A_STOP = """
+SIGTERM_TO_THE_GROUP = """
 import os, signal, subprocess, sys, torch
 from pathlib import Path
 from mpiddp.train.data.image_folder import ImageFolder
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"heard\\n"))
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"received\\n"))
     images = ImageFolder(
         Path(sys.argv[1]), torch.device("cpu"), image_size=16, augment=False, num_workers=2,
         start_method=sys.argv[2],
     )
     batches = images.batches(torch.arange(images.num_images).split(1), epoch=0)
-    next(batches), next(batches)  # one of each worker: both are past their start
+    next(batches), next(batches)  # one from each worker, so both have started
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"])
     print(2 + len(list(batches)))
 """
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
-def test_workers_leave_a_stop_to_their_rank(
+def test_workers_ignore_sigterm(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, start_method: str
 ) -> None:
-    """A SIGTERM to the whole process group, as of timeout(1) or systemd."""
-    path = script(tmp_path_factory.mktemp("job"), WORKERS_AND_A_STOP)
+    """timeout(1) and systemd send SIGTERM to the whole process group; the rank decides when to stop."""
+    path = script(tmp_path_factory.mktemp("job"), SIGTERM_TO_THE_GROUP)
     command = [sys.executable, path, str(folder), start_method]
     done = subprocess.run(
         command, env=clean_env(), capture_output=True, text=True, start_new_session=True
     )
-    assert (done.stdout.split(), done.stderr) == (["heard", "12"], "")
+    assert (done.stdout.split(), done.stderr) == (["received", "12"], "")
 
 
-def test_files_from_memory_are_the_same(
+def test_cached_files_give_the_same_images(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     cache = RamCache("test", root=tmp_path_factory.mktemp("memory"))
@@ -160,12 +160,12 @@ def test_files_from_memory_are_the_same(
     expected = everything(source(folder, augment=True))
     for _ in range(2):
         assert all(map(torch.equal, everything(images), expected))
-        for path in folder.glob("*/*.*"):  # from now on they are read from memory
+        for path in folder.glob("*/*.*"):  # they are cached now
             path.unlink()
     cache.close()
 
 
-def test_the_rank_draws_nothing_for_its_workers(folder: Path) -> None:
+def test_workers_do_not_use_the_ranks_generator(folder: Path) -> None:
     before = torch.get_rng_state()
     everything(source(folder, augment=True, num_workers=1))
     assert torch.equal(torch.get_rng_state(), before)
@@ -180,7 +180,7 @@ def test_memory_layout(folder: Path) -> None:
 
 
 def gradient(width: int, height: int) -> Image.Image:
-    """Red tells the column, green the row."""
+    """Red is the column, green the row."""
     rows, columns = np.mgrid[0:height, 0:width]
     return Image.fromarray(np.stack([columns, rows, rows * 0], 2).astype(np.uint8))
 
@@ -211,7 +211,7 @@ def test_random_crops_stay_within_scale_and_aspect() -> None:
     assert 160 < flips < 240
 
 
-def test_a_grey_image_and_one_with_transparency_become_rgb(folder: Path) -> None:
+def test_grey_and_transparent_images_become_rgb(folder: Path) -> None:
     Image.new("L", (20, 20), 77).save(folder / "cat" / "0.png")
     Image.new("RGBA", (20, 20), (1, 2, 3, 128)).save(folder / "dog" / "0.png")
     pixels, _ = everything(source(folder))
@@ -219,7 +219,7 @@ def test_a_grey_image_and_one_with_transparency_become_rgb(folder: Path) -> None
     assert pixels.shape == (12, 3, 16, 16)
 
 
-def test_sixteen_bits_of_grey_become_eight(folder: Path) -> None:
+def test_16_bit_grey_images_become_8_bit(folder: Path) -> None:
     Image.fromarray(np.full((20, 20), 77 * 257, np.uint16)).save(folder / "cat" / "0.png")
     with Image.open(folder / "cat" / "0.png") as image:
         assert image.mode.startswith("I")
@@ -227,7 +227,7 @@ def test_sixteen_bits_of_grey_become_eight(folder: Path) -> None:
     assert bytes_of(pixels[0]).round().unique().tolist() == [77]
 
 
-# What may be wrong
+# Errors
 
 
 @pytest.mark.parametrize(("num_workers", "num_bytes"), [(0, 200), (0, 5), (0, 0), (2, 200)])
@@ -244,7 +244,7 @@ def test_a_broken_image_is_named_in_one_sentence(
     assert "\n" not in message
 
 
-def test_an_image_that_claims_to_be_huge_is_refused(folder: Path) -> None:
+def test_a_decompression_bomb_is_refused(folder: Path) -> None:
     path = folder / "cat" / "3.bmp"
     content = bytearray(path.read_bytes())
     content[18:26] = b"\xff\xff\x00\x00" * 2  # 65535 by 65535 pixels
@@ -253,7 +253,7 @@ def test_an_image_that_claims_to_be_huge_is_refused(folder: Path) -> None:
         everything(source(folder))
 
 
-def test_an_image_that_vanished_is_named(folder: Path) -> None:
+def test_a_deleted_image_is_named(folder: Path) -> None:
     images = source(folder)
     (folder / "eel" / "3.bmp").unlink()
     with pytest.raises(

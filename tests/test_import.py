@@ -1,4 +1,4 @@
-"""What an import loads, in a fresh interpreter: the hall and the launcher need neither torch nor MPI.
+"""The imports of the package, in a fresh interpreter: the launcher needs neither torch nor MPI.
 
 Tests mpiddp/.
 python -m pytest tests/test_import.py
@@ -16,7 +16,7 @@ import pytest
 from tests.ranks import ROOT, clean_env
 
 PACKAGE = ROOT / "mpiddp"
-# What the launcher consists of: import-linter sees that it imports nothing else of mpiddp.
+# The launcher's modules. import-linter checks that they import no other module of mpiddp.
 LAUNCHER = sorted(
     path
     for part in ("launch/**/*.py", "hosts/**/*.py", "*.py")
@@ -24,7 +24,7 @@ LAUNCHER = sorted(
     if path.name not in ("__init__.py", "__main__.py", "cli.py")
 )
 HEAVY = ("torch", "mpi4py", "numpy", "PIL")
-STDLIB_ROOMS = (
+LIGHT_MODULES = (
     "mpiddp",
     "mpiddp.runtime.announcement",
     "mpiddp.runtime.master_address",
@@ -42,7 +42,7 @@ STDLIB_ROOMS = (
 
 
 def loaded(statement: str, *, path: Path | None = None) -> set[str]:
-    """Those of the HEAVY packages that `statement` loads, in an interpreter of its own."""
+    """The HEAVY packages that `statement` loads in a new interpreter."""
     code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
     env = clean_env({"PYTHONPATH": str(path)} if path else None)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
@@ -50,11 +50,11 @@ def loaded(statement: str, *, path: Path | None = None) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_package_and_its_rooms_load_nothing_heavy() -> None:
-    assert loaded("import " + ", ".join(STDLIB_ROOMS)) == set()
+def test_light_modules_import_nothing_heavy() -> None:
+    assert loaded("import " + ", ".join(LIGHT_MODULES)) == set()
 
 
-def test_the_public_names_are_there_and_load_on_first_use() -> None:
+def test_public_names_are_loaded_on_first_use() -> None:
     assert loaded("import mpiddp\nassert {'World', 'init'} <= set(mpiddp.__all__)") == set()
     assert loaded("from mpiddp import UserError, World") == set()
     use_all = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
@@ -66,8 +66,8 @@ def test_the_public_names_are_there_and_load_on_first_use() -> None:
 
 
 @pytest.mark.parametrize("heavy", ["torch", "mpi4py", "numpy"])
-def test_the_test_above_can_fail(heavy: str, tmp_path: Path) -> None:
-    """A package in whose depths one of them is imported does not pass."""
+def test_a_heavy_import_is_detected(heavy: str, tmp_path: Path) -> None:
+    """The tests above can fail: an indirect import of a heavy package is detected too."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("from package import deep\n")
@@ -76,7 +76,7 @@ def test_the_test_above_can_fail(heavy: str, tmp_path: Path) -> None:
 
 
 def imported(source: str) -> set[str]:
-    """The top-level packages that a file imports anywhere, also within functions."""
+    """The top-level packages that a file imports, within functions too."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -87,11 +87,11 @@ def imported(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", LAUNCHER, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_launcher_imports_the_standard_library_alone(path: Path) -> None:
+def test_the_launcher_imports_only_the_standard_library(path: Path) -> None:
     assert imported(path.read_text()) <= {"mpiddp", *sys.stdlib_module_names}
 
 
-def test_the_launcher_runs_where_nothing_is_installed() -> None:
+def test_the_launcher_needs_no_installed_packages() -> None:
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in LAUNCHER]
     command = [sys.executable, "-S", "-c", f"import {', '.join(names)}"]
     done = subprocess.run(command, env=clean_env(), capture_output=True, text=True)

@@ -25,7 +25,7 @@ from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
-# On rank 1, what `trouble` holds comes before all else on sys.path: a disk that does not answer.
+# Puts the folder `trouble` first on rank 1's sys.path. Its modules hang, like a disk that does not answer.
 SITECUSTOMIZE = """
 import os, sys
 for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
@@ -46,7 +46,7 @@ def hosts() -> Iterator[Cluster]:
 
 @pytest.fixture
 def trouble(hosts: Cluster) -> Path:
-    """The folder for what rank 1 shall find; its `trouble.py` is run as rank 1's Python starts."""
+    """The folder of modules that only rank 1 imports. It imports `trouble.py` when its Python starts."""
     folder = hosts.shared / "site"
     subprocess.run(["rm", "-rf", str(folder)], check=True)
     (folder / "trouble").mkdir(parents=True)
@@ -79,9 +79,9 @@ def ranks(hosts: Cluster) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """The launcher's own sentences, without those about leftover processes, which may be ending ranks.
+    """The launcher's sentences, except those about leftover processes, which may be ranks that were ending.
 
-    The ranks' own are not among them: if the launcher is slow, a rank that has waited in vain prints one.
+    Sentences of the ranks are left out: if the launcher is slow, a rank prints that its join has timed out.
     """
     return re.findall(r"mpiddp: (?!.*\bleftover process).*", text)
 
@@ -92,14 +92,14 @@ def only_1_of_2(last_words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])
-def test_a_rank_that_is_still_importing_is_named_with_its_place(
+def test_a_rank_that_is_still_importing_is_named_with_its_line(
     hosts: Cluster, trouble: Path, mpi: str
 ) -> None:
     mpirun = mpirun_of(mpi)
     (trouble / "torch.py").write_text(SLEEP)
     done = launch(hosts, trouble, "--timeout", "4", "--mpirun", mpirun)
-    place = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(6000)"
-    assert sentences(done.stderr) == only_1_of_2(place)
+    line = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(6000)"
+    assert sentences(done.stderr) == only_1_of_2(line)
     assert (done.returncode, done.stdout) == (1, "")
 
 
@@ -109,52 +109,50 @@ def test_a_rank_whose_python_never_started(hosts: Cluster, trouble: Path) -> Non
     assert sentences(done.stderr) == only_1_of_2("none; its Python has not started.")
 
 
-def test_a_rank_that_is_stopped(hosts: Cluster, trouble: Path) -> None:
+def test_a_rank_stopped_by_sigstop(hosts: Cluster, trouble: Path) -> None:
     (trouble / "torch.py").write_text("import os\nos.kill(os.getpid(), 19)\n")
     done = launch(hosts, trouble, "--timeout", "4")
-    (said,) = sentences(done.stderr)
-    words = r"none; it started \(pid \d+\) but does not answer: it is stopped, or stuck in native code\."
-    assert re.fullmatch(re.escape(only_1_of_2("")[0]) + words, said)
+    (sentence,) = sentences(done.stderr)
+    last_words = r"none; it started \(pid \d+\) but does not answer: it is stopped, or stuck in native code\."
+    assert re.fullmatch(re.escape(only_1_of_2("")[0]) + last_words, sentence)
 
 
-def test_the_ranks_speak_where_all_have_come_and_mpi_does_not(
-    hosts: Cluster, trouble: Path
-) -> None:
+def test_the_ranks_report_a_rendezvous_over_mpi_that_hangs(hosts: Cluster, trouble: Path) -> None:
     (trouble / "mpi4py.py").write_text(SLEEP)
     done = launch(hosts, trouble, "--timeout", "15")
-    said = r"rank (0 on node0|1 on node1): the rendezvous over MPI did not finish in 30 s\. "
-    assert re.search(said, done.stderr), done.stderr
+    sentence = r"rank (0 on node0|1 on node1): the rendezvous over MPI did not finish in 30 s\. "
+    assert re.search(sentence, done.stderr), done.stderr
     assert "joined" not in "".join(sentences(done.stderr))
     assert done.returncode == 1
 
 
-def test_a_restart_finds_the_rank_that_was_missing(hosts: Cluster, trouble: Path) -> None:
+def test_a_restart_after_a_missing_rank(hosts: Cluster, trouble: Path) -> None:
     once = f"import os\nos.rename(__file__, {str(trouble / 'gone')!r})\n"
     (trouble / "torch.py").write_text(once + SLEEP)
     done = launch(hosts, trouble, "--timeout", "20", "--max-restarts", "1")
-    blamed, restarted = sentences(done.stderr)
-    assert blamed.startswith("mpiddp: only 1 of 2 ranks joined in 20 s. Missing: rank 1 on node1.")
+    missing, restarted = sentences(done.stderr)
+    assert missing.startswith("mpiddp: only 1 of 2 ranks joined in 20 s. Missing: rank 1 on node1.")
     assert restarted == "mpiddp: restarting on node0 and node1 (restart 1 of 1)."
     assert (done.returncode, done.stdout) == (0, "ran\nran\n")
 
 
-def test_ranks_that_srun_has_started(hosts: Cluster, trouble: Path) -> None:
+def test_a_missing_rank_under_srun(hosts: Cluster, trouble: Path) -> None:
     if reason := needs.why_no_slurm():
         pytest.skip(reason)
     (trouble / "torch.py").write_text(SLEEP)
-    words = shlex.join(command(hosts, "--timeout", "4"))
+    launch = shlex.join(command(hosts, "--timeout", "4"))
     with slurm.up(hosts) as batch:
         options = ("-N2", "--ntasks-per-node=1")
-        done = batch.sbatch(f"#!/bin/sh\n{words}\n", *options, cwd=ROOT, env=env(trouble))
-    place = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(6000)"
-    hosts_found, *said = sentences(done.stdout)
-    assert hosts_found.startswith("mpiddp: no hosts given: using Slurm job ")
-    assert (said, done.returncode) == (only_1_of_2(place), 1)
+        done = batch.sbatch(f"#!/bin/sh\n{launch}\n", *options, cwd=ROOT, env=env(trouble))
+    line = f"in {trouble}/torch.py, line 2, in <module>: time.sleep(6000)"
+    notice, *verdict = sentences(done.stdout)
+    assert notice.startswith("mpiddp: no hosts given: using Slurm job ")
+    assert (verdict, done.returncode) == (only_1_of_2(line), 1)
 
 
 def test_several_missing_ranks_are_all_named() -> None:
-    """Python's own way of importing is not where a rank is, and other threads are not it."""
-    record = JobState(["a", "a", "b", "b"])
+    """Frames of importlib and stacks of other threads are left out."""
+    state = JobState(["a", "a", "b", "b"])
     text = (
         "thread reader:\n"
         '  File "/x/reader.py", line 7, in read\n    wait()\n'
@@ -162,10 +160,10 @@ def test_several_missing_ranks_are_all_named() -> None:
         '  File "/x/train.py", line 3, in main\n    import torch\n'
         '  File "<frozen importlib._bootstrap>", line 1360, in _find_and_load\n'
     )
-    record.note(Message(1, "joining", {"timeout_s": 60.0}, 1.0))
-    record.note(Message(0, "started", {"host": "a", "pid": 5}, 1.0))
-    record.note(Message(0, "stacks", {"text": text, "step": 0}, 1.0))
-    assert missing_sentence(record, 60.0) == (
+    state.note(Message(1, "joining", {"timeout_s": 60.0}, 1.0))
+    state.note(Message(0, "started", {"host": "a", "pid": 5}, 1.0))
+    state.note(Message(0, "stacks", {"text": text, "step": 0}, 1.0))
+    assert missing_sentence(state, 60.0) == (
         "only 1 of 4 ranks joined in 60 s. Missing: rank 0 on a, rank 2 on b, rank 3 on b. "
         "The last words of rank 0: in /x/train.py, line 3, in main: import torch"
     )

@@ -29,34 +29,34 @@ from tests.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
 
 MPIS = (pytest.param("openmpi5", marks=pytest.mark.quick), *PACKAGES)
 OTHERS = "The other ranks were stopped."
-TELL = """
+PRINT_IDENTITY = """
 import json, os, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 print(json.dumps([[int(os.environ[name]) for name in names], sys.argv[1:], os.getcwd()]), flush=True)
 """
 SLEEP = """
 import os, signal, sys, time
-if "deaf" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"heard\\n"))  # amid a print as well
+if "ignores_sigterm" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"received\\n"))  # a print may be under way
 print("ready", flush=True)
 time.sleep(1000)
 """
 
 
-def running(word: str) -> list[str]:
-    """The command lines of this machine's processes that have `word` among their arguments."""
+def running(argument: str) -> list[str]:
+    """The command lines of this machine's processes that have this argument."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if word in arguments:
+        if argument in arguments:
             found.append(" ".join(arguments))
     return found
 
 
-def test_a_dry_run_loads_nothing_heavy_and_nothing_of_the_ranks(tmp_path: Path) -> None:
+def test_a_dry_run_imports_no_heavy_modules(tmp_path: Path) -> None:
     code = (
         "import sys; from mpiddp.launch.main import main; main(sys.argv[1:]);"
         "heavy = ('torch', 'numpy', 'mpi4py', 'asyncio')\n"
@@ -72,7 +72,7 @@ def test_a_dry_run_loads_nothing_heavy_and_nothing_of_the_ranks(tmp_path: Path) 
 def test_a_script_runs_with_its_arguments_on_every_slot(tmp_path: Path, mpi: str) -> None:
     done = launch(
         *("--mpirun", mpirun_of(mpi), "-H", "localhost:2"),
-        *(script(tmp_path, TELL), "-n", "5", "--dry-run"),
+        *(script(tmp_path, PRINT_IDENTITY), "-n", "5", "--dry-run"),
     )
     assert done.returncode == 0, done.stderr
     facts = sorted(json.loads(line) for line in done.stdout.splitlines())
@@ -81,13 +81,13 @@ def test_a_script_runs_with_its_arguments_on_every_slot(tmp_path: Path, mpi: str
 
 
 def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
-    path = script(tmp_path, TELL)
-    some = sorted(os.sched_getaffinity(0))[:2]  # a rank for each of very many would take long
+    path = script(tmp_path, PRINT_IDENTITY)
+    some = sorted(os.sched_getaffinity(0))[:2]  # one rank per core of a large machine would be slow
     cores = len(some)
 
-    def launch_on_some(*words: str) -> subprocess.CompletedProcess[str]:
+    def launch_on_some(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*LAUNCH, *words, path],
+            [*LAUNCH, *options, path],
             env=clean_env({"CUDA_VISIBLE_DEVICES": ""}),
             cwd=ROOT,
             capture_output=True,
@@ -96,11 +96,15 @@ def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
             preexec_fn=lambda: os.sched_setaffinity(0, some),
         )
 
-    for words, ranks in (((), 1), (("-n", str(cores)), cores), (("--npernode", str(cores)), cores)):
-        done = launch_on_some(*words)
+    for options, ranks in (
+        ((), 1),
+        (("-n", str(cores)), cores),
+        (("--npernode", str(cores)), cores),
+    ):
+        done = launch_on_some(*options)
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == ranks
-        slots = 1 if words == () else cores
+        slots = 1 if options == () else cores
         assert own_lines(done.stderr) == [
             f"mpiddp: no hosts given: using this machine, slots={slots}"
         ]
@@ -117,12 +121,12 @@ def test_exit_codes(tmp_path: Path, code: int, expected: int) -> None:
     path = script(tmp_path, f"raise SystemExit({code})")
     done = launch("-H", "localhost:2", path)
     assert done.returncode == expected
-    said = {
+    printed = {
         3: [f"mpiddp: rank N on {gethostname()} ended first, with exit code 3. {OTHERS}"],
         75: [f"mpiddp: to resume: mpiddp launch -H localhost:2 {path}"],
     }
     sentences = [re.sub("rank [01]", "rank N", line) for line in own_lines(done.stderr)]
-    assert sentences == said.get(code, [])
+    assert sentences == printed.get(code, [])
 
 
 @pytest.mark.quick
@@ -133,14 +137,14 @@ def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
     assert own_lines(done.stderr) == [f"mpiddp: rank 0 on {gethostname()} was killed by SIGKILL."]
 
 
-@pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])  # the latter needs a file as well
-def test_the_command_of_a_dry_run_runs_when_it_is_pasted(tmp_path: Path, mpi: str) -> None:
-    told = launch(
+@pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])  # the latter also needs a file
+def test_the_command_printed_by_a_dry_run_can_be_pasted(tmp_path: Path, mpi: str) -> None:
+    dry = launch(
         *("--mpirun", mpirun_of(mpi), "-H", "localhost:2", "-x", "GREETING=a b", "--dry-run"),
-        # A line and its end in one piece: Intel's mpirun would mix the pieces of two ranks.
+        # Print a line and its newline in one piece: Intel's mpirun would mix the pieces of two ranks.
         script(tmp_path, "import os; os.write(1, os.environb[b'GREETING'] + b'\\n')"),
     )
-    pasted = told.stdout.partition("\n\n")[0]
+    pasted = dry.stdout.partition("\n\n")[0]
     # By hand, Intel's mpirun needs its folder on PATH.
     path = f"{os.environ['PATH']}:{Path(mpirun_of(mpi)).parent}"
     done = subprocess.run(
@@ -153,7 +157,7 @@ def test_the_command_of_a_dry_run_runs_when_it_is_pasted(tmp_path: Path, mpi: st
     assert done.stdout.splitlines() == ["a b", "a b"], done.stderr
 
 
-def test_a_bad_script_ends_the_launch_before_anything_starts() -> None:
+def test_a_missing_script_is_reported_before_anything_starts() -> None:
     done = launch("-H", "localhost:2", "nowhere.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"nowhere.py not found (looked in {ROOT}).\n"
@@ -163,31 +167,31 @@ def test_a_bad_script_ends_the_launch_before_anything_starts() -> None:
     ("mpi", "how"),
     [
         pytest.param("openmpi5", "interrupted", marks=pytest.mark.quick),
-        ("openmpi5", "deaf"),
-        ("mpich", "deaf"),
+        ("openmpi5", "ignores_sigterm"),
+        ("mpich", "ignores_sigterm"),
     ],
 )
-def test_ctrl_c_once_stops_the_job_and_twice_at_once(tmp_path: Path, mpi: str, how: str) -> None:
+def test_one_ctrl_c_stops_the_job_and_a_second_kills_it(tmp_path: Path, mpi: str, how: str) -> None:
     path = script(tmp_path, SLEEP)
     options = ["--mpirun", mpirun_of(mpi), "--grace", "300", "-H", "localhost:2"]
     with started([*options, path, how]) as launcher:
         launcher.send_signal(signal.SIGINT)
-        if how == "deaf":  # two that come at once would be one
+        if how == "ignores_sigterm":  # the kernel would merge two signals sent at once
             assert launcher.stdout is not None
-            assert [launcher.stdout.readline() for _ in range(2)] == ["heard\n"] * 2
+            assert [launcher.stdout.readline() for _ in range(2)] == ["received\n"] * 2
             launcher.send_signal(signal.SIGINT)
         start = time.monotonic()
         stderr = launcher.communicate(timeout=PATIENCE_S)[1]
-    assert time.monotonic() - start < 100  # of the 300 s of grace
+    assert time.monotonic() - start < 100  # the grace period is 300 s
     assert launcher.returncode == 130
-    # mpirun's own last words may end without a newline.
+    # mpirun's own last line may lack a newline.
     assert stderr.endswith("mpiddp: interrupted: the job was stopped.\n"), stderr
     assert running(path) == []
 
 
-def test_a_rank_that_hangs_is_ended_after_one_ctrl_c(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     path = script(tmp_path, SLEEP)
-    with started(["--grace", "1", "-H", "localhost:2", path, "deaf"]) as launcher:
+    with started(["--grace", "1", "-H", "localhost:2", path, "ignores_sigterm"]) as launcher:
         launcher.send_signal(signal.SIGTERM)
         launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130
@@ -206,7 +210,7 @@ def test_the_job_does_not_outlive_its_launcher(tmp_path: Path) -> None:
 
 
 def started(arguments: list[str]) -> subprocess.Popen[str]:
-    """A launcher whose two ranks have said that they are ready."""
+    """A launcher whose two ranks have printed that they are ready."""
     launcher = subprocess.Popen(
         [*LAUNCH, *arguments],
         env=clean_env(),
@@ -231,8 +235,8 @@ def in_bash(line: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_the_shell_had_started_before_is_left_alone(tmp_path: Path) -> None:
-    """As where the launcher takes the place of a container's first shell."""
+def test_earlier_children_of_the_launchers_process_are_not_killed(tmp_path: Path) -> None:
+    """For example if a container's first shell replaces itself by the launcher."""
     stranger = tmp_path / "stranger"
     stranger.write_text('#!/bin/sh\nwhile [ -e "$0" ]; do sleep 1; done\n')
     stranger.chmod(0o755)
@@ -245,8 +249,8 @@ def test_what_the_shell_had_started_before_is_left_alone(tmp_path: Path) -> None
         stranger.unlink()  # which ends it
 
 
-def test_orphans_that_have_ended_are_collected(tmp_path: Path) -> None:
-    """As of a script that sends each checkpoint away in the background."""
+def test_the_launcher_reaps_orphans_that_have_ended(tmp_path: Path) -> None:
+    """For example of a script that uploads each checkpoint in the background."""
     path = script(
         tmp_path,
         "import subprocess, time\n"
@@ -270,8 +274,8 @@ def zombies_of(parent: int) -> int:
     return found
 
 
-def test_a_process_may_have_any_name(tmp_path: Path) -> None:
-    """The kernel cuts names at 15 bytes, be it in the middle of a character."""
+def test_a_process_name_may_be_invalid_utf_8(tmp_path: Path) -> None:
+    """The kernel truncates names to 15 bytes, even in the middle of a character."""
     stranger = tmp_path / "aaaaaaaaaaaaaaé"
     shutil.copy("/bin/sleep", stranger)
     with subprocess.Popen([stranger, "60"]) as running_stranger:
@@ -290,12 +294,12 @@ print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def test_a_child_that_a_rank_forks_may_exit(tmp_path: Path) -> None:
-    """It is no rank: it neither reports its end nor leaves the others' store."""
+    """It is not a rank: it does not report its end, and does not leave the store of the ranks."""
     done = launch("-H", "localhost:2", script(tmp_path, FORKS))
     assert (done.returncode, done.stdout) == (0, "child 0\n" * 2), done.stderr
 
 
-def test_help_and_bad_options_of_the_training_need_no_job() -> None:
+def test_help_and_bad_options_of_train_start_no_job() -> None:
     done = launch("-H", "nowhere.invalid:2", "-m", "mpiddp", "train", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: mpiddp train")
@@ -320,15 +324,15 @@ def test_a_hostfile_from_a_pipe_serves_a_restart(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--dry-run", "-H", "localhost:2", "-m", "a"]])
-def test_a_reader_that_goes_away_gets_no_traceback(words: list[str]) -> None:
-    line = shlex.join([*LAUNCH, *words])
+@pytest.mark.parametrize("options", [["--help"], ["--dry-run", "-H", "localhost:2", "-m", "a"]])
+def test_a_closed_stdout_gets_no_traceback(options: list[str]) -> None:
+    line = shlex.join([*LAUNCH, *options])
     done = in_bash(f"{{ sleep 0.2; {line}; }} | true; exit ${{PIPESTATUS[0]}}")
-    assert done.returncode in (0, 1)  # argparse takes no notice
+    assert done.returncode in (0, 1)  # argparse ignores the broken pipe
     assert "Broken pipe" not in done.stderr, done.stderr
 
 
-def test_hosts_without_slots_may_be_broken(tmp_path: Path) -> None:
+def test_hosts_without_slots_may_be_unreachable(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("nowhere.invalid slots=0\nlocalhost slots=1\n")
     done = launch("--hostfile", str(hostfile), script(tmp_path, "print('ran', flush=True)"))
@@ -336,10 +340,10 @@ def test_hosts_without_slots_may_be_broken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 1), ("sys.exit(2)", 2)])
-def test_ranks_that_cannot_reach_the_launcher_count_by_mpiruns_word(
+def test_mpiruns_exit_code_counts_without_a_control_address(
     tmp_path: Path, end: str, code: int
 ) -> None:
-    """As where the hosts' names are known to ssh alone."""
+    """For example if only ssh can resolve the names of the hosts."""
     text = (
         "import os, sys, time; from dataclasses import replace\n"
         "from mpiddp.launch import plan, restarts\n"
@@ -363,7 +367,7 @@ def test_ranks_that_cannot_reach_the_launcher_count_by_mpiruns_word(
 
 
 def test_processes_that_mpirun_leaves_behind_are_killed(tmp_path: Path) -> None:
-    """Even a daemon in a session of its own, that does not listen to SIGTERM."""
+    """Even a daemon in its own session that ignores SIGTERM."""
     daemon = tmp_path / "daemon"
     daemon.write_text("#!/bin/sh\ntrap '' TERM\nwhile true; do sleep 0.1; done\n")
     daemon.chmod(0o755)

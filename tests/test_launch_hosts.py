@@ -1,4 +1,4 @@
-"""`mpiddp launch` over real hosts by ssh: what reaches the ranks there, and that none is left there.
+"""`mpiddp launch` over real hosts by ssh: variables reach the ranks, and no process is left at the end.
 
 Tests mpiddp/launch/.
 python -m pytest tests/test_launch_hosts.py
@@ -20,8 +20,8 @@ from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT
 
 MPIS = ("openmpi5", *PACKAGES)
-# A short line: mpirun cuts long ones where it likes, and mixes the pieces of several ranks.
-TELL_AND_SLEEP = """
+# Print a short line: mpirun splits long ones, and mixes the pieces of several ranks.
+PRINT_AND_SLEEP = """
 import json, os, socket, time
 names = {"NCCL_DEBUG", "HF_TOKEN", "EDITOR", "MY_KEY", "MODE"} & os.environ.keys()
 received = {name: os.environ[name] for name in names}
@@ -41,46 +41,46 @@ def job_processes(hosts: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_only_allowed_variables_travel_and_ctrl_c_leaves_nothing_anywhere(
+def test_only_allowed_variables_reach_the_ranks_and_ctrl_c_leaves_no_process(
     hosts: Cluster, mpi: str
 ) -> None:
-    """The hostfile has a user and a port, which ssh needs as well."""
-    script = hosts.shared / "tell.py"
-    script.write_text(TELL_AND_SLEEP)
+    """The hostfile has a user and a port, which ssh needs."""
+    script = hosts.shared / "variables.py"
+    script.write_text(PRINT_AND_SLEEP)
     hostfile = hosts.shared / "hosts"
     hostfile.write_text("node1 slots=2 port=22\nnode0\nroot@node2 slots=1\n")
-    env = {"NCCL_DEBUG": "WARN", "HF_TOKEN": "hush", "EDITOR": "vi", "MY_KEY": "asked for"}
+    env = {"NCCL_DEBUG": "WARN", "HF_TOKEN": "private-value", "EDITOR": "vi", "MY_KEY": "requested"}
     command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "--hostfile", str(hostfile)]
     command += ["-x", "MY_KEY", "-x", "MODE=a b", str(script)]
     with hosts["node0"].popen(command, cwd=ROOT, env=env) as launcher:
         assert launcher.stdout is not None
-        told = sorted(json.loads(launcher.stdout.readline()) for _ in range(4))
-        values = [argument for line in job_processes(hosts) for argument in line.split()]
+        printed = sorted(json.loads(launcher.stdout.readline()) for _ in range(4))
+        arguments = [argument for line in job_processes(hosts) for argument in line.split()]
         launcher.send_signal(signal.SIGINT)
         stderr = launcher.communicate(timeout=PATIENCE_S)[1]
 
-    assert [host for _, host, _ in told] == ["node1", "node1", "node0", "node2"]
-    for _, host, received in told:
-        assert (received["NCCL_DEBUG"], received["MY_KEY"]) == ("WARN", "asked for")
+    assert [host for _, host, _ in printed] == ["node1", "node1", "node0", "node2"]
+    for _, host, received in printed:
+        assert (received["NCCL_DEBUG"], received["MY_KEY"]) == ("WARN", "requested")
         assert received["MODE"] == "a b"
-        if host != "node0":  # there, mpirun's own children see what the user's shell has
+        if host != "node0":  # on node0, mpirun's children inherit the environment of the shell
             assert not {"HF_TOKEN", "EDITOR"} & received.keys()
-    assert not [word for word in values if "hush" in word or "asked" in word]
+    assert not [each for each in arguments if "private-value" in each or "requested" in each]
 
     assert launcher.returncode == 130, stderr
-    # mpirun's own last words may end without a newline.
+    # mpirun's own last line may lack a newline.
     assert stderr.endswith("mpiddp: interrupted: the job was stopped.\n"), stderr
-    assert gone(hosts) == []
+    assert processes_left(hosts) == []
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
-def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
+def test_a_second_ctrl_c_ends_the_launcher_at_once_and_then_the_ranks(
     hosts: Cluster, mpi: str
 ) -> None:
-    script = hosts.shared / "deaf.py"
+    script = hosts.shared / "ignores_sigterm.py"
     script.write_text(
         "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'heard\\n'))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'received\\n'))\n"
         "print('ready', flush=True); time.sleep(1000)\n"
     )
     command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "--grace", "300"]
@@ -89,19 +89,19 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_the_hosts_follow(
         assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         launcher.send_signal(signal.SIGINT)
-        # Two that come at once would be one.
-        assert [launcher.stdout.readline() for _ in range(2)] == ["heard\n"] * 2
+        # The kernel would merge two signals sent at once.
+        assert [launcher.stdout.readline() for _ in range(2)] == ["received\n"] * 2
         start = time.monotonic()
         launcher.send_signal(signal.SIGINT)
         launcher.wait(timeout=PATIENCE_S)
-        assert time.monotonic() - start < 100  # of the 300 s of grace
+        assert time.monotonic() - start < 100  # the grace period is 300 s
         launcher.communicate()
     assert launcher.returncode == 130
-    assert gone(hosts) == []
+    assert processes_left(hosts) == []
 
 
-def gone(hosts: Cluster) -> list[str]:
-    """What still runs on the hosts 60 s later; a daemon may take some of them to notice."""
+def processes_left(hosts: Cluster) -> list[str]:
+    """The job's processes that still run after up to 60 s; daemons notice the end late."""
     deadline = time.monotonic() + 60
     while (left := job_processes(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -114,12 +114,12 @@ def test_a_hostfiles_port_reaches_ssh(hosts: Cluster, mpi: str) -> None:
     hostfile.write_text("node1 slots=1 port=23\nnode0\n")
     command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "--hostfile", str(hostfile), "-m", "platform"]
     refused = hosts["node0"].run(command, cwd=ROOT)
-    assert refused.returncode != 0  # nobody listens there
+    assert refused.returncode != 0  # no sshd listens on this port
 
 
 @pytest.mark.parametrize("options", [(), ("--no-check",)])
 def test_a_bare_hosts_gpus_are_counted_over_ssh(hosts: Cluster, options: tuple[str, ...]) -> None:
-    """node1 lists two, node0 has none and gets one slot. What node1's own shell prints is no answer."""
+    """node1 has two, node0 has none and gets one slot. Output of node1's .bashrc is ignored."""
     tools = hosts.shared / "tools"
     tools.mkdir(exist_ok=True)
     stub = tools / "nvidia-smi"  # no machine of the tests has a GPU

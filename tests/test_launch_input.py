@@ -1,4 +1,4 @@
-"""What `mpiddp launch` finds out before it composes a command: options, hosts, GPUs, which MPI.
+"""The input from which `mpiddp launch` composes a command: options, hosts, GPUs, the MPI.
 
 Tests mpiddp/launch/plan.py, mpiddp/launch/options.py.
 python -m pytest tests/test_launch_input.py
@@ -32,7 +32,7 @@ def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
     assert notes == []
 
 
-def test_this_machine_gets_no_more_slots_than_gpus_and_says_so() -> None:
+def test_slots_of_this_machine_are_reduced_to_its_gpus_with_a_note() -> None:
     hosts = parse_host_list("localhost:4")
     fitted, notes = fit_to_gpus(hosts, None, lambda _: 2)
     assert fitted.total_slots == 2
@@ -41,7 +41,7 @@ def test_this_machine_gets_no_more_slots_than_gpus_and_says_so() -> None:
     assert fit_to_gpus(hosts, "nccl", lambda _: 0)[0].total_slots == 4
 
 
-def test_gpus_are_counted_by_nvidia_smi_and_narrowed_by_cuda_visible_devices(
+def test_count_gpus_uses_nvidia_smi_and_cuda_visible_devices(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "nvidia-smi"
@@ -56,7 +56,7 @@ def test_gpus_are_counted_by_nvidia_smi_and_narrowed_by_cuda_visible_devices(
 
 
 def test_too_few_gpus_on_one_of_several_hosts() -> None:
-    """A job that goes to the GPUs is refused, and one that nobody here can judge is not."""
+    """A job that uses GPUs is refused. If the launcher cannot know, it prints a note."""
     hosts = parse_host_list("localhost:1,far:4")
     for backend in ("nccl", "auto"):
         with pytest.raises(UserError, match=r"^far has 2 GPUs but 4 slots: ranks would share GPUs"):
@@ -67,7 +67,7 @@ def test_too_few_gpus_on_one_of_several_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "backend"),
+    ("arguments", "backend"),
     [
         (["-m", "mpiddp", "train", "--lr", "1", "--backend", "nccl"], "nccl"),
         (["-m", "mpiddp", "train", "--backend=gloo"], "gloo"),
@@ -77,26 +77,26 @@ def test_too_few_gpus_on_one_of_several_hosts() -> None:
         ([__file__, "--backend", "gloo"], None),
     ],
 )
-def test_a_verb_of_ours_tells_the_backend_that_it_asks_for(
-    words: list[str], backend: str | None
+def test_the_backend_that_a_train_command_requests(
+    arguments: list[str], backend: str | None
 ) -> None:
-    assert parse_options(words).backend == backend
+    assert parse_options(arguments).backend == backend
 
 
-def test_this_machine_goes_by_its_own_name() -> None:
+def test_name_nodes_replaces_localhost_by_the_hostname() -> None:
     hosts = parse_host_list("far.invalid:1,localhost:2")
     ranks_of_hosts = [(hosts.hosts[0], 1), (hosts.hosts[1], 2)]
     nodes = name_nodes(hosts, ranks_of_hosts, "me")
     assert nodes == (Node("far.invalid", 1), Node("me", 2))
     assert ranks_by_host(nodes) == ["far.invalid: rank 0", "me: ranks 1-2"]
     assert is_this_host("127.0.0.1")
-    assert not is_this_host("192.0.2.1")  # an address of documentation
+    assert not is_this_host("192.0.2.1")  # reserved for documentation
 
 
-def test_the_network_is_the_requested_one_or_the_one_that_leads_to_all_hosts() -> None:
+def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() -> None:
     requested = request_interface("127.0.0.1")
     assert [each.name for each in requested.own] == ["lo"]
-    assert requested.everywhere == "127.0.0.0/8"  # other hosts have other addresses there
+    assert requested.everywhere == "127.0.0.0/8"  # other hosts have other addresses on it
     assert request_interface("lo").everywhere == "lo"
     with pytest.raises(
         UserError, match=r'interface "nope" is not on .*, which has lo \(127.0.0.1\)'
@@ -104,7 +104,7 @@ def test_the_network_is_the_requested_one_or_the_one_that_leads_to_all_hosts() -
         request_interface("nope")
     assert link_to([]) is None
     assert link_to(["far.invalid"]) is None
-    assert link_to(["127.0.0.1"]) is None  # nobody else gets here by that one
+    assert link_to(["127.0.0.1"]) is None  # no other host reaches this one over it
 
 
 def test_expanding_slurms_lists() -> None:
@@ -136,7 +136,7 @@ def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int])
 
 
 def fake_mpirun(folder: Path, answer: str) -> Path:
-    """A program that answers to --version, for what no real mpirun says."""
+    """A program that prints `answer` for --version."""
     program = folder / "mpirun"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
@@ -162,7 +162,7 @@ def test_kind_and_version(tmp_path: Path, answer: str, kind: StarterKind, versio
     assert (starter.kind, starter.version) == (kind, version)
 
 
-def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Path) -> None:
+def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: Path) -> None:
     for name in ("named", "venv", "path"):
         (tmp_path / name).mkdir()
         fake_mpirun(tmp_path / name, "")
@@ -234,11 +234,11 @@ def test_mpirun_is_taken_as_named_else_beside_python_else_from_path(tmp_path: Pa
             "Write slots=2, or leave out --backend nccl.",
         ),
         (
-            lambda: named_here("localhost:1,127.0.0.1:1"),
+            lambda: nodes_of("localhost:1,127.0.0.1:1"),
             "-H: localhost and 127.0.0.1 are both this machine. Merge them into one.",
         ),
         (
-            lambda: named_here("[fd00::3]:1"),
+            lambda: nodes_of("[fd00::3]:1"),
             "-H: fd00::3 is an IPv6 address, which every mpirun cuts at its first colon. "
             "Use a name that resolves to an IPv4 address.",
         ),
@@ -255,12 +255,12 @@ def test_bad_input_is_one_sentence(call: Callable[[], object], sentence: str) ->
     assert str(error.value) == sentence
 
 
-def named_here(host_list: str) -> tuple[Node, ...]:
+def nodes_of(host_list: str) -> tuple[Node, ...]:
     hosts = parse_host_list(host_list)
     return name_nodes(hosts, [(host, 1) for host in hosts.hosts], "me")
 
 
-def test_a_foreign_program_is_no_mpirun(tmp_path: Path) -> None:
+def test_a_program_that_is_not_an_mpirun_is_refused(tmp_path: Path) -> None:
     program = fake_mpirun(tmp_path, "ls (GNU coreutils) 9.1")
     with pytest.raises(UserError, match="Expected Open MPI, MPICH or Intel MPI"):
         identify(program, os.environ)
@@ -274,7 +274,7 @@ def test_a_foreign_program_is_no_mpirun(tmp_path: Path) -> None:
         (["--", __file__, "--", "a"], [__file__, "--", "a"], False),
     ],
 )
-def test_all_behind_the_script_is_the_scripts(
+def test_arguments_after_the_script_belong_to_it(
     argv: list[str], command: list[str], is_module: bool
 ) -> None:
     options = parse_options(argv)

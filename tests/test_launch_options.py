@@ -1,4 +1,4 @@
-"""The options of `mpiddp launch` that show or choose something, end to end, on real ranks.
+"""The options of `mpiddp launch`, end to end with real ranks.
 
 Tests mpiddp/launch/options.py.
 python -m pytest tests/test_launch_options.py
@@ -17,7 +17,9 @@ import pytest
 from tests.ranks import ROOT, launch, own_lines, script
 
 HOST = socket.gethostname()
-TELL = "import os; print('rank', os.environ['RANK'], os.environ.get('GREETING'), flush=True)"
+PRINT_GREETING = (
+    "import os; print('rank', os.environ['RANK'], os.environ.get('GREETING'), flush=True)"
+)
 
 
 def test_report_prints_a_line_for_each_rank(tmp_path: Path) -> None:
@@ -33,15 +35,15 @@ def test_report_prints_a_line_for_each_rank(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_verbose_says_what_was_chosen_and_why_and_how_long_the_start_took() -> None:
-    """For an env:// script that knows nothing of mpiddp."""
+def test_verbose_prints_the_choices_their_reasons_and_the_start_time() -> None:
+    """Even for an env:// script that does not import mpiddp."""
     start = time.monotonic()
     done = launch("-v", "-H", "localhost:2", str(ROOT / "tests" / "jobs" / "ddp_script.py"))
     all_s = time.monotonic() - start
     assert done.returncode == 0, done.stderr
-    mpi, placed = own_lines(done.stderr)
+    mpi, placement = own_lines(done.stderr)
     assert re.fullmatch(r"mpiddp: Open MPI \d[\d.]+, /\S+/mpirun", mpi)
-    assert placed == f"mpiddp: {HOST}: ranks 0-1"
+    assert placement == f"mpiddp: {HOST}: ranks 0-1"
 
     address = r"master address (\S+) port \d+: (.+)"
     (found,) = filter(None, (re.fullmatch(address, line) for line in done.stdout.splitlines()))
@@ -50,19 +52,21 @@ def test_verbose_says_what_was_chosen_and_why_and_how_long_the_start_took() -> N
     assert sorted(re.sub(r"\S+$", "…", line) for line in uses) == [
         f"rank {rank} on {HOST} uses …" for rank in (0, 1)
     ]
-    (timed,) = re.findall(r"^first all-reduce (.+) s after the command$", done.stdout, re.MULTILINE)
-    assert 0.5 < float(timed) < all_s
+    (seconds,) = re.findall(
+        r"^first all-reduce (.+) s after the command$", done.stdout, re.MULTILINE
+    )
+    assert 0.5 < float(seconds) < all_s
     own = [line for line in done.stdout.splitlines() if re.match(r"rank \d of 2 local", line)]
     assert (len(own), len(uses) + 4) == (2, len(done.stdout.splitlines()))
 
 
 def test_exclude_and_npernode_choose_hosts_and_ranks(tmp_path: Path) -> None:
-    """far.invalid is never asked for: it could not be."""
+    """far.invalid is never contacted: it does not exist."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text("far.invalid slots=2\nlocalhost slots=3\n")
     done = launch(
         *("--hostfile", str(hostfile), "--exclude", "far.invalid", "--npernode", "2"),
-        script(tmp_path, TELL),
+        script(tmp_path, PRINT_GREETING),
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 None", "rank 1 None"]
@@ -71,8 +75,8 @@ def test_exclude_and_npernode_choose_hosts_and_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("export", "value"), [("GREETING", "from here"), ("GREETING=a b", "a b"), ("GREETING=", "")]
 )
-def test_a_variable_for_the_ranks(tmp_path: Path, export: str, value: str) -> None:
-    done = launch("-x", export, "-n", "1", script(tmp_path, TELL), GREETING="from here")
+def test_an_exported_variable_reaches_the_ranks(tmp_path: Path, export: str, value: str) -> None:
+    done = launch("-x", export, "-n", "1", script(tmp_path, PRINT_GREETING), GREETING="from here")
     assert done.stdout == f"rank 0 {value}\n", done.stderr
 
 
@@ -82,12 +86,12 @@ def test_timeout_limits_the_wait_for_a_rank_that_never_joins(tmp_path: Path) -> 
     (tmp_path / "sitecustomize.py").write_text(late)
     start = time.monotonic()
     done = launch(
-        *("--timeout", "3", "-H", "localhost:2", script(tmp_path, TELL)),
+        *("--timeout", "3", "-H", "localhost:2", script(tmp_path, PRINT_GREETING)),
         PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
     )
-    assert time.monotonic() - start < 100  # of the 600 s that it sleeps
+    assert time.monotonic() - start < 100  # rank 1 would sleep for 600 s
     assert (done.returncode, done.stdout) == (1, "")
-    # Rank 0, which waits in vain, may have said so as well where the launcher is slow.
+    # If the launcher is slow, rank 0 also prints that its join has timed out, without "mpiddp:".
     assert re.findall("mpiddp: .*", done.stderr) == [
         f"mpiddp: only 1 of 2 ranks joined in 3 s. Missing: rank 1 on {HOST}. "
         "Its last words: none; its Python has not started."

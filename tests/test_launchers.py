@@ -1,4 +1,4 @@
-"""One script, every launcher: the same placement, the same words, the same weights bit for bit.
+"""Every launcher runs the same script with the same placement, output and weights, bit for bit.
 
 Tests mpiddp/world.py.
 python -m pytest tests/test_launchers.py
@@ -28,9 +28,9 @@ TRAIN = shlex.split(
     "-m mpiddp train --use-syn --backend=gloo --arch=resnet20 --batch-size=8 --epochs=1 "
     "--steps-per-epoch=3 --amp=off --out"
 )
-# The number of threads decides in which order a CPU adds up.
+# The number of threads determines the order of additions on a CPU.
 ENV = {"OMP_NUM_THREADS": "1"}
-WORDS = [
+MESSAGES = [
     "worker_0 has received 10 from rank 1",
     "worker_0 sent data to Rank 1",
     "worker_1 has received data from rank 0",
@@ -64,9 +64,9 @@ def launched(hosts: Cluster, *options: str) -> Callable[..., str]:
 
 
 def torchrun(hosts: Cluster, *program: str) -> Callable[..., str]:
-    """An agent on each of two hosts, as torchrun wants it; the ranks' words of both.
+    """Start a torchrun agent on each of two hosts, and return the output of both.
 
-    Not the agents' exit codes: on a busy machine one may be 1 though the ranks have done all.
+    The agents' exit codes are ignored: on a busy machine one may be 1 although all ranks succeeded.
     """
 
     def run(*job: str) -> str:
@@ -154,18 +154,18 @@ def launcher(request: pytest.FixtureRequest, hosts: Cluster) -> tuple[str, Calla
     return name, srun(standing, *(["--mpi=pmi2"] if name == "srun-pmi2" else ["--mpi=none"]))
 
 
-# One launcher of each kind: what differs between those of a kind, the training below goes through.
+# One launcher of each kind is enough: the training below runs under all of them.
 @pytest.mark.parametrize("launcher", ONE_OF_EACH_KIND, indirect=True)
-def test_message_passing_says_the_same(launcher: tuple[str, Callable[..., str]]) -> None:
+def test_message_passing_prints_the_same(launcher: tuple[str, Callable[..., str]]) -> None:
     _, run = launcher
-    # Not by line: where PYTHONUNBUFFERED is set, two ranks' words can share one.
-    said = run(EXAMPLE, "--backend", "gloo")
-    assert [said.count(words) for words in WORDS] == [1] * len(WORDS), said
+    # Not compared by line: with PYTHONUNBUFFERED, messages of two ranks can share a line.
+    stdout = run(EXAMPLE, "--backend", "gloo")
+    assert [stdout.count(message) for message in MESSAGES] == [1] * len(MESSAGES), stdout
 
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, str]:
-    """Launcher to a digest of the weights it trained, filled by the test below."""
+    """The digest of the trained weights by launcher, filled by the test below."""
     return {}
 
 
@@ -174,9 +174,9 @@ def test_training_gives_the_same_weights(
 ) -> None:
     name, run = launcher
     out = hosts.shared / f"run-{name}"
-    said = run(*TRAIN, str(out))
-    placed = "2 on 1 host" if name == "torchrun-one-node" else "2 on 2 hosts (node0 1, node1 1)"
-    assert placed in said
+    stdout = run(*TRAIN, str(out))
+    placement = "2 on 1 host" if name == "torchrun-one-node" else "2 on 2 hosts (node0 1, node1 1)"
+    assert placement in stdout
     weights[name] = digest(out / "checkpoints" / "step_00000003" / "model.pt")
     assert len(set(weights.values())) == 1, weights
 

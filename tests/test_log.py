@@ -1,4 +1,4 @@
-"""The log of a rank: which messages reach stdout, stderr and the file, and that none ends the process."""
+"""The log of a rank: its messages on stdout, stderr and in a file. A failed write never ends the process."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from mpiddp.runtime.log import log, log_to_file
 
-SPEAKER = """
+LOGS_MESSAGES = """
 import sys
 from pathlib import Path
 from mpiddp.runtime.log import log, log_to_console, log_to_file
@@ -20,32 +20,34 @@ with log_to_file(log, Path(sys.argv[2])):
 """
 
 
-def speak(rank: int, file: str | Path, stdout: int = subprocess.PIPE) -> tuple[int, str, str]:
-    command = [sys.executable, "-c", SPEAKER, str(rank), str(file)]
+def log_messages(
+    rank: int, file: str | Path, stdout: int = subprocess.PIPE
+) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", LOGS_MESSAGES, str(rank), str(file)]
     with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as process:
         out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
 
 @pytest.mark.parametrize(("rank", "printed"), [(0, "a line\n100% done\n"), (1, "")])
-def test_rank_0_prints_and_every_rank_warns(rank: int, printed: str, tmp_path: Path) -> None:
-    assert speak(rank, tmp_path / "log") == (0, printed, "warning: a warning\n")
+def test_only_rank_0_prints_and_every_rank_warns(rank: int, printed: str, tmp_path: Path) -> None:
+    assert log_messages(rank, tmp_path / "log") == (0, printed, "warning: a warning\n")
 
 
-def test_the_file_holds_every_message_with_its_time(tmp_path: Path) -> None:
-    speak(1, tmp_path / "log")
+def test_the_file_has_every_message_with_its_time(tmp_path: Path) -> None:
+    log_messages(1, tmp_path / "log")
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line.split(maxsplit=2)[2] for line in lines] == [
         "a line", "warning: a warning", "100% done",
     ]  # fmt: skip
 
 
-def test_a_full_disk_ends_nothing() -> None:
-    assert speak(0, "/dev/full") == (0, "a line\n100% done\n", "warning: a warning\n")
+def test_logging_continues_on_a_full_disk() -> None:
+    assert log_messages(0, "/dev/full") == (0, "a line\n100% done\n", "warning: a warning\n")
 
 
-def test_a_reader_that_is_gone_ends_nothing(tmp_path: Path) -> None:
-    command = f"{sys.executable} -c '{SPEAKER}' 0 {tmp_path}/log; echo $? >{tmp_path}/code"
+def test_logging_continues_after_stdout_is_closed(tmp_path: Path) -> None:
+    command = f"{sys.executable} -c '{LOGS_MESSAGES}' 0 {tmp_path}/log; echo $? >{tmp_path}/code"
     with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None
         shell.stdout.close()

@@ -274,8 +274,8 @@ def test_probe_waits_for_a_silent_address_only_until_the_timeout(
 ) -> None:
     monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 0.4)
     with socket.create_server(("127.0.0.2", 0), backlog=0) as silent:
-        crowd = [socket.socket() for _ in range(4)]  # a full backlog answers nobody
-        for each in crowd:
+        clients = [socket.socket() for _ in range(4)]  # with a full backlog, the address is silent
+        for each in clients:
             each.setblocking(False)
             each.connect_ex(silent.getsockname())
         begin = time.monotonic()
@@ -285,10 +285,9 @@ def test_probe_waits_for_a_silent_address_only_until_the_timeout(
         begin = time.monotonic()
         answered = probe(["127.0.0.1", "127.0.0.2"], [port_of(listener), port_of(silent)])
         assert answered == ["127.0.0.1"]
-        assert (
-            time.monotonic() - begin < 15
-        )  # the best address has answered, so the others get less time
-        for each in crowd:
+        # The best address has answered, so the others get less time.
+        assert time.monotonic() - begin < 15
+        for each in clients:
             each.close()
 
 

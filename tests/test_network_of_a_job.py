@@ -1,6 +1,6 @@
-"""Hosts as they are: 127.0.1.1, bridges of containers, a dead network, names that differ.
+"""A job on hosts with 127.0.1.1, container bridges, a dead network and different interface names.
 
-Every MPI's own broadcast and gloo after it have to take the one network that works.
+The broadcast of every MPI, and gloo after it, must use the one network that works.
 
 Tests mpiddp/runtime/master_address.py, mpiddp/launch/network.py.
 python -m pytest tests/test_network_of_a_job.py
@@ -53,7 +53,7 @@ def odd_hosts() -> Iterator[Cluster]:
     ],
 )
 def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, mpi: str, user: str) -> None:
-    """The launching host stands in the middle of the hostfile, and the order is the hostfile's."""
+    """Ranks follow the order of the hostfile, in which the launching host is second."""
     mpirun = mpirun_of(mpi)
     script = odd_hosts.shared / "show.py"
     script.write_text(SHOW)
@@ -68,11 +68,11 @@ def test_unequal_slots_on_odd_hosts(odd_hosts: Cluster, mpi: str, user: str) -> 
         f"2 0 1 node0 eth0 {master}",
         f"3 0 2 node2 enp3s0 {master}",
     ]
-    why = (  # at -v
+    reason = (  # printed with -v
         "node1's own name resolves to 127.0.1.1, which no other host can reach. "
         f"Using {master} (ens5); --master-addr overrides."
     )
-    assert why in done.stdout
+    assert reason in done.stdout
 
 
 NAME_SERVER = """
@@ -86,8 +86,8 @@ while True:
 
 
 @contextmanager
-def mute_name_server(hosts: Cluster) -> Iterator[Callable[[], list[str]]]:
-    """DNS of all hosts is one that does not answer; yields what it was asked for addresses' names."""
+def silent_name_server(hosts: Cluster) -> Iterator[Callable[[], list[str]]]:
+    """Give all hosts a DNS server that does not answer. Yields a function for its reverse lookups."""
     node2 = hosts["node2"]
     texts = {
         "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
@@ -100,28 +100,28 @@ def mute_name_server(hosts: Cluster) -> Iterator[Callable[[], list[str]]]:
         stdout = server.stdout
         assert stdout.readline() == "ready\n"
 
-        def asked() -> list[str]:
+        def reverse_lookups() -> list[str]:
             server.end()
             return [line for line in stdout.read().splitlines() if "in-addr" in line]
 
         for file, text in files:
             file.write_text(text)
         try:
-            yield asked
+            yield reverse_lookups
         finally:
             for (file, _), text in zip(files, before, strict=True):
                 file.write_text(text)
 
 
-def test_dns_that_does_not_answer_is_not_asked(odd_hosts: Cluster) -> None:
-    """torch wants the name of each address that it connects to, and would wait 5 s and more for it."""
+def test_no_reverse_dns_lookups(odd_hosts: Cluster) -> None:
+    """torch looks up the name of each address that it connects to, which would take 5 s or more."""
     script = odd_hosts.shared / "nothing.py"
     script.write_text("")
-    with mute_name_server(odd_hosts) as asked:
+    with silent_name_server(odd_hosts) as reverse_lookups:
         command = [MPIDDP, "launch", "-H", "node1:2,node0:1", str(script)]
         done = odd_hosts["node0"].run(command, cwd=ROOT)
         assert done.returncode == 0, done.stderr
-        assert asked() == []
+        assert reverse_lookups() == []
 
 
 BARE_STORE = """
@@ -131,25 +131,25 @@ TCPStore(sys.argv[1], 0, is_master=True, wait_for_workers=False)
 """
 
 
-def test_torch_still_asks_dns_for_the_names_of_addresses(odd_hosts: Cluster) -> None:
-    """The day that this fails, mpiddp/runtime/name_service.py is no longer needed."""
+def test_torch_still_makes_reverse_dns_lookups(odd_hosts: Cluster) -> None:
+    """Once this fails, mpiddp/runtime/name_service.py is no longer needed."""
     node0 = odd_hosts["node0"]
-    with mute_name_server(odd_hosts) as asked:
+    with silent_name_server(odd_hosts) as reverse_lookups:
         done = node0.run([sys.executable, "-c", BARE_STORE, node0.address], cwd=ROOT)
         assert done.returncode == 0, done.stderr
-        assert asked() != []
+        assert reverse_lookups() != []
 
 
-def test_the_plain_mpirun_of_the_guides(odd_hosts: Cluster) -> None:
-    """No launcher: the rank itself keeps MPI off the bridges; the dead network has to be named."""
+def test_a_plain_mpirun_avoids_the_bridges(odd_hosts: Cluster) -> None:
+    """Without the launcher, each rank excludes the bridges from MPI. The user names the working network."""
     script = odd_hosts.shared / "show.py"
     script.write_text(SHOW)
-    words = (
+    line = (
         f"{find_mpirun()} --allow-run-as-root -np 2 -H node0:1,node1:1 "
         f"-x MPIDDP_INTERFACE=10.77.0.0/24 --mca oob_tcp_if_include 10.77.0.0/24 "
         f"{sys.executable} -m mpiddp run {script}"
     )
-    done = odd_hosts["node0"].run(shlex.split(words), cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    done = odd_hosts["node0"].run(shlex.split(line), cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert sorted(line.split()[3] for line in done.stdout.splitlines()) == ["node0", "node1"]
 
@@ -164,7 +164,7 @@ def test_an_interface_that_one_host_lacks(odd_hosts: Cluster) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_host_may_go_by_its_second_address(odd_hosts: Cluster) -> None:
+def test_a_host_may_be_named_by_its_second_address(odd_hosts: Cluster) -> None:
     node0 = odd_hosts["node0"]
     interface = node0.interface
     node0.run(["ip", "address", "add", "10.79.0.1/24", "dev", interface], check=True)

@@ -1,4 +1,4 @@
-"""The preflight names every broken host in a sentence before anything starts, on real hosts.
+"""The preflight, on real hosts: it names every broken host in one sentence before anything starts.
 
 Tests mpiddp/launch/remote/preflight.py.
 python -m pytest tests/test_preflight.py
@@ -37,7 +37,7 @@ def launch(
     cwd: Path = ROOT,
     python: Path = BIN / "python",
 ) -> CompletedProcess[str]:
-    """`mpiddp launch` of a job that says "started", from node0."""
+    """`mpiddp launch` of a job that prints "started", from node0."""
     command = [str(python), "-m", "mpiddp", "launch", *arguments, str(hosts.shared / "job.py")]
     (hosts.shared / "job.py").write_text("print('started')\n")
     return hosts["node0"].run(command, cwd=cwd, env=env)
@@ -48,27 +48,27 @@ def refusal(done: CompletedProcess[str]) -> str:
     return done.stderr.strip()
 
 
-def test_hosts_are_checked_side_by_side(hosts: Cluster) -> None:
-    """A login to either of two hosts waits for one to the other, which only a check of both brings."""
-    meeting = hosts.shared / "meeting"
-    meeting.mkdir()
-    with ExitStack() as mended:
+def test_hosts_are_checked_in_parallel(hosts: Cluster) -> None:
+    """A login to each of two hosts waits for a login to the other, so checks in sequence time out."""
+    logins = hosts.shared / "logins"
+    logins.mkdir()
+    with ExitStack() as stack:
         for here, there in (("node1", "node2"), ("node2", "node1")):
             wait = f"for _ in $(seq 100); do [ -e {there} ] && exit; sleep 0.1; done; touch alone"
-            command = f"cd {shlex.quote(str(meeting))}; touch {here}; {wait}"
-            mended.enter_context(faults.slow_login(hosts[here], command))
+            command = f"cd {shlex.quote(str(logins))}; touch {here}; {wait}"
+            stack.enter_context(faults.slow_login(hosts[here], command))
         done = launch(hosts, "-H", "node0:1,node1:9,node2:1", "-n", "99")  # refused after the check
     assert "99 is more than the 11 slots" in refusal(done)
-    assert sorted(path.name for path in meeting.iterdir()) == ["node1", "node2"]
+    assert sorted(path.name for path in logins.iterdir()) == ["node1", "node2"]
 
 
-def test_a_key_that_is_refused(hosts: Cluster) -> None:
+def test_a_refused_ssh_key(hosts: Cluster) -> None:
     with faults.key_refused(hosts["node1"]):
         sentence = refusal(launch(hosts, "-H", "node0:1,node1:1"))
     assert sentence == "ssh node1: permission denied (publickey). Run: ssh-copy-id node1"
 
 
-def test_a_host_key_that_is_unknown(hosts: Cluster) -> None:
+def test_an_unknown_host_key(hosts: Cluster) -> None:
     with faults.unknown_key(hosts, hosts["node2"]):
         sentence = refusal(launch(hosts, "-H", "node0:1,node2:1"))
     assert sentence == (
@@ -94,7 +94,7 @@ def test_a_login_that_ends_at_once(hosts: Cluster) -> None:
 
 
 def test_a_folder_that_one_host_lacks(hosts: Cluster) -> None:
-    folder = Path("/run/only-here")  # /run is each host's own
+    folder = Path("/run/only-here")  # each host has its own /run
     hosts["node0"].run(["mkdir", "-p", str(folder)], check=True)
     sentence = refusal(launch(hosts, "-H", "node0:1,node1:1", cwd=folder))
     assert sentence == (
@@ -138,7 +138,7 @@ def test_the_check_can_be_skipped(hosts: Cluster) -> None:
 
 @pytest.fixture
 def linked_environment(hosts: Cluster) -> Iterator[Path]:
-    """The environment under a path that is each host's own, and that node1 does not have."""
+    """The Python environment under a path that exists on node0 only."""
     folder = Path("/run/env")
     hosts["node0"].run(["ln", "-sfn", str(BIN.parent), str(folder)], check=True)
     yield folder
@@ -159,7 +159,7 @@ SAME_VERSION = "Install the same version on every host."
 
 
 def give_own_python(host: Host, wrapper: str) -> None:
-    """Let /run/env/bin/python be `wrapper` on this host, and all else there what it is elsewhere."""
+    """On this host, make /run/env/bin/python the script `wrapper`, beside links to the other programs."""
     script = (
         f"mkdir -p /run/env/bin && ln -s {BIN}/* /run/env/bin/ && "
         "rm /run/env/bin/python && cat >/run/env/bin/python && chmod +x /run/env/bin/python"
@@ -168,7 +168,7 @@ def give_own_python(host: Host, wrapper: str) -> None:
 
 
 def test_versions_that_differ(hosts: Cluster, linked_environment: Path) -> None:
-    """node1's Python sees another torch, as its package's metadata has it."""
+    """node1's Python finds the metadata of another torch."""
     node1, metadata = hosts["node1"], "/run/other/torch-2.12.1.dist-info"
     give_own_python(node1, f'#!/bin/sh\nPYTHONPATH=/run/other exec {sys.executable} "$@"\n')
     text = "Metadata-Version: 2.1\nName: torch\nVersion: 2.12.1\n"
@@ -181,10 +181,10 @@ def test_versions_that_differ(hosts: Cluster, linked_environment: Path) -> None:
     assert sentence == f"torch differs: {here} on node0, 2.12.1 on node1. {SAME_VERSION}"
 
 
-def test_a_host_whose_python_has_its_standard_library_alone(
+def test_a_host_whose_python_has_only_the_standard_library(
     hosts: Cluster, linked_environment: Path
 ) -> None:
-    """No mpiddp can be imported there, and the probe tells of the host all the same."""
+    """mpiddp cannot be imported there, but the probe still reports on the host."""
     give_own_python(hosts["node1"], f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python = linked_environment / "bin" / "python"
     bare = hosts["node1"].run([str(python), "-c", "import mpiddp"])

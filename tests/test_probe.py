@@ -1,4 +1,4 @@
-"""The probe travels to other hosts as source: it needs nothing there but Python's standard library."""
+"""The probe is sent to other hosts as source, and needs only Python's standard library there."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def requirements(folder: Path) -> HostRequirements:
 
 
 def run_bare(program: str, folder: Path) -> CompletedProcess[str]:
-    """By an interpreter without site-packages, user folders and environment, from a foreign folder."""
+    """Run a program without site-packages, user folders and environment, in another folder."""
     command = [sys.executable, "-I", "-S"]
     return subprocess.run(command, input=program, cwd=folder, capture_output=True, text=True)
 
 
-def test_the_probe_runs_by_the_standard_library_alone(tmp_path: Path) -> None:
+def test_the_probe_needs_only_the_standard_library(tmp_path: Path) -> None:
     done = run_bare(probe_program(requirements(tmp_path)), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     info = json.loads(done.stdout)
@@ -43,10 +43,10 @@ def test_the_probe_runs_by_the_standard_library_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", TRAVELLING[:-1], ids=lambda module: module.__name__)
-def test_the_test_above_can_fail(
+def test_a_module_that_is_not_sent_is_missing(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module of mpiddp that is imported there and does not travel is missed there."""
+    """The test above can fail: a module of mpiddp that the probe imports must be sent with it."""
     travelling = tuple(each for each in TRAVELLING if each is not module)
     monkeypatch.setattr(preflight, "TRAVELLING", travelling)
     done = run_bare(probe_program(requirements(tmp_path)), tmp_path)
@@ -56,17 +56,17 @@ def test_the_test_above_can_fail(
 
 
 @pytest.mark.parametrize("module", TRAVELLING, ids=lambda module: module.__name__)
-def test_what_travels_imports_the_standard_library_alone(module: ModuleType) -> None:
-    """Also inside of functions that a test may not reach. The probe imports those that travel with it."""
-    with_it = {each.__name__ for each in TRAVELLING[:-1]} if module is probe else set()
+def test_modules_that_are_sent_import_only_the_standard_library(module: ModuleType) -> None:
+    """Within functions too, which a test may not reach. The probe also imports the modules sent with it."""
+    allowed = {each.__name__ for each in TRAVELLING[:-1]} if module is probe else set()
     foreign = {
         name for name in imports(module) if name.split(".")[0] not in sys.stdlib_module_names
     }
-    assert foreign == with_it
+    assert foreign == allowed
 
 
 def imports(module: ModuleType) -> set[str]:
-    """The modules that a module's source imports anywhere, a relative one with its leading dots."""
+    """All modules that a module's source imports; a relative one has its leading dots."""
     assert module.__file__ is not None
     names: set[str] = set()
     for node in ast.walk(ast.parse(Path(module.__file__).read_text())):

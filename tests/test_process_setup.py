@@ -1,4 +1,4 @@
-"""The threads and the memory of a rank's process, as a script under `mpiddp run` sees them.
+"""The threads and the memory of a rank's process, measured by a script under `mpiddp run`.
 
 Tests mpiddp/runtime/process_setup.py.
 python -m pytest tests/test_process_setup.py
@@ -32,7 +32,7 @@ for _ in range(10):
     step()
 print(json.dumps([faults() - before, os.environ["OMP_NUM_THREADS"]]))
 """
-# The smallest number of page faults of 10 steps that keep no memory.
+# Without kept memory, 10 steps cause at least these page faults: one for each huge page of 2 MiB.
 HUGE_PAGES = 10 * 6 * (8 << 20) // (2 << 20)
 
 

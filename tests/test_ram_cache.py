@@ -1,4 +1,4 @@
-"""A data set's files in a host's memory: read once, gone with their last user, never in the way.
+"""A data set's files in a host's memory: each is read once from disk, and the last user removes them.
 
 Tests mpiddp/train/data/ram_cache.py.
 python -m pytest tests/test_ram_cache.py
@@ -42,7 +42,7 @@ def test_a_file_is_read_from_the_disk_once(file: Path, memory: Path) -> None:
         one.open(file.with_name("another"))
 
 
-def test_the_last_user_removes_it(file: Path, memory: Path) -> None:
+def test_the_last_user_removes_the_cache(file: Path, memory: Path) -> None:
     one, other = RamCache("job", root=memory), RamCache("job", root=memory)
     one.open(file)
     one.close()
@@ -50,10 +50,10 @@ def test_the_last_user_removes_it(file: Path, memory: Path) -> None:
     assert [folder.stat().st_mode & 0o777, len(list(folder.iterdir()))] == [0o700, 1]
     other.close()
     assert list(memory.iterdir()) == []
-    assert other.open(file).read() == b"pixels"  # slower, but what else
+    assert other.open(file).read() == b"pixels"  # read from disk
 
 
-def test_what_a_killed_job_has_left_is_removed_by_the_next(file: Path, memory: Path) -> None:
+def test_the_cache_of_a_killed_job_is_removed_by_the_next_job(file: Path, memory: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path\n"
         "from mpiddp.train.data.ram_cache import RamCache\n"
@@ -71,7 +71,7 @@ def test_what_a_killed_job_has_left_is_removed_by_the_next(file: Path, memory: P
     assert (memory / f"mpiddp-cache-{os.geteuid()}-running").exists()
 
 
-def test_a_folder_that_was_made_anew_belongs_to_others(file: Path, memory: Path) -> None:
+def test_a_recreated_folder_is_not_removed_by_an_earlier_user(file: Path, memory: Path) -> None:
     one = RamCache("job", root=memory)
     (folder,) = memory.iterdir()
     folder.rmdir()
@@ -83,7 +83,7 @@ def test_a_folder_that_was_made_anew_belongs_to_others(file: Path, memory: Path)
     assert list(memory.iterdir()) == []
 
 
-def test_a_full_memory_is_left_alone(
+def test_nothing_is_cached_if_memory_is_full(
     file: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = RamCache("job", root=memory)
@@ -93,7 +93,7 @@ def test_a_full_memory_is_left_alone(
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_of_somebody_else_is_refused(memory: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(memory: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (memory / f"mpiddp-cache-{os.geteuid()}-job").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"-job belongs to another user\. Omit --cache ram\."):

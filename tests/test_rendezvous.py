@@ -40,18 +40,18 @@ def rank_facts(ranks: int, *args: str, env: dict[str, str] | None = None) -> lis
 
 
 def reserved(address: str) -> socket.socket:
-    """A socket that reserves a port: nobody gets it by chance, but a process that names it may listen."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((address, 0))
-    return held
+    """A socket that reserves a port. The kernel never assigns it, but a process may request it."""
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((address, 0))
+    return reservation
 
 
 # --- the rendezvous ---
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.quick)])
-def test_every_rank_knows_its_ranks_and_the_address_of_rank_0(ranks: int) -> None:
+def test_every_rank_has_its_world_and_the_address_of_rank_0(ranks: int) -> None:
     found = rank_facts(ranks)
     addr, port = found[0]["world"]["master_addr"], found[0]["world"]["master_port"]
     assert addr == "127.0.0.1"
@@ -82,19 +82,18 @@ def test_every_rank_knows_its_ranks_and_the_address_of_rank_0(ranks: int) -> Non
             "NCCL_SOCKET_IFNAME": "=lo",
         }
         assert fact["listening"] == ([[addr, port]] if rank == 0 else [])
-        assert fact["mpi_is_over"] is (
-            True if ranks > 1 else None
-        )  # a single rank never initializes it
+        # A single rank never initializes MPI.
+        assert fact["mpi_is_over"] is (True if ranks > 1 else None)
 
 
 def test_variables_of_the_user_are_kept_and_so_is_mpi_with_keep_mpi() -> None:
-    with reserved("127.0.0.7") as held:
-        port = str(held.getsockname()[1])
+    with reserved("127.0.0.7") as reservation:
+        port = str(reservation.getsockname()[1])
         requests = {"MASTER_ADDR": "127.0.0.7", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo,any"}
         found = rank_facts(2, "keep-mpi", env=requests | {"RANK": "0", "WORLD_SIZE": "1"})
     for fact in found:
         assert not fact["touched"].keys() & requests.keys()
-        assert fact["touched"]["WORLD_SIZE"] == "2"  # a stale variable is no request
+        assert fact["touched"]["WORLD_SIZE"] == "2"  # a stale variable is overwritten
         assert (["127.0.0.7", int(port)] in fact["listening"]) == (fact["world"]["rank"] == 0)
         assert (fact["mpi_is_over"], fact["mpi_size"]) == (False, 2)
 
@@ -152,15 +151,16 @@ def test_bad_variables_are_printed_once(env: dict[str, str], sentence: str) -> N
     assert re.match(sentence, refusal(mpirun(3, job("rendezvous"), env=env)))
 
 
-@pytest.mark.parametrize("deaf", [{}, {"MPIDDP_TEST_DEAF": "1"}], ids=["", "deaf"])
-def test_ranks_that_wait_for_a_missing_rank_time_out_with_a_sentence(deaf: dict[str, str]) -> None:
+@pytest.mark.parametrize("env", [{}, {"MPIDDP_TEST_DEAF": "1"}], ids=["", "ignores_sigterm"])
+def test_ranks_that_wait_for_a_missing_rank_time_out_with_a_sentence(env: dict[str, str]) -> None:
     """MPI_Init waits for all ranks and holds the GIL, so no thread of a rank could print anything.
 
     A script's own handler of SIGTERM cannot run either.
     """
-    done = mpirun(3, job("rendezvous"), env={"MPIDDP_TEST_SLEEPER": "0", **deaf})
+    done = mpirun(3, job("rendezvous"), env={"MPIDDP_TEST_SLEEPER": "0", **env})
     sentences = [line for line in own_lines(done.stderr) if line.startswith("rank ")]
-    assert deaf or len(sentences) == 1  # others may report before a deaf rank has ended
+    # Other ranks may report too, before a rank that ignores SIGTERM has ended.
+    assert env or len(sentences) == 1
     assert sentences[0].startswith(
         f"rank 1 on {socket.gethostname()}: the rendezvous over MPI did not finish in 2 s. "
         "If a rank is still starting, allow more time: "
@@ -236,8 +236,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
 
 
 def test_env_ranks_started_by_hand_join(tmp_path: Path) -> None:
-    with reserved("127.0.0.1") as held:
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1])}
+    with reserved("127.0.0.1") as reservation:
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(reservation.getsockname()[1])}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.jobs.facts"],

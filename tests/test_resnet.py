@@ -1,4 +1,4 @@
-"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR family, and --weights.
+"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR models, and --weights.
 
 Tests mpiddp/train/resnet.py.
 python -m pytest tests/test_resnet.py
@@ -18,9 +18,9 @@ from mpiddp.errors import UserError
 from mpiddp.train.engine import load_weights
 from mpiddp.train.resnet import ARCHS, PadShortcut, ResNet
 
-# Number of parameters at 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests were
-# taken from the models of torchvision 0.28.0 itself; with one and the same state_dict, its outputs
-# and gradients and those of this package were equal bit for bit.
+# Number of parameters with 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests are
+# those of torchvision 0.28.0. With the same state_dict, its outputs and gradients and those of this
+# package were equal bit for bit.
 TORCHVISION = {
     "resnet18": (11_689_512, "02568eab318c210f0d857b7e345cc37b86e30b66a49663acb8af1653c0d25830"),
     "resnet34": (21_797_672, "bf4f10c2aed3801430de878dec76694c8fbd51965391a9aec02e066f3647d487"),
@@ -44,7 +44,7 @@ def listing(state_dict: dict[str, torch.Tensor]) -> str:
 
 
 def build(arch: str, **options: Any) -> ResNet:
-    with torch.device("meta"):  # shapes without numbers
+    with torch.device("meta"):  # shapes without values
         model: ResNet = ARCHS[arch](**options)
     return model
 
@@ -61,7 +61,7 @@ def test_parameters_and_keys_are_torchvisions(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", CIFAR)
-def test_the_cifar_family_has_the_sizes_of_the_paper(arch: str) -> None:
+def test_cifar_models_have_the_sizes_of_the_paper(arch: str) -> None:
     model = build(arch)
     assert size(model) == CIFAR[arch]
     weighted = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
@@ -93,7 +93,7 @@ def test_grey_images_and_other_class_counts() -> None:
         assert model(torch.empty(2, 1, 28, 28, device="meta")).shape == (2, 3)
 
 
-def test_a_shortcut_without_parameters_drops_pixels_and_adds_zeros() -> None:
+def test_pad_shortcut_drops_pixels_and_adds_zeros() -> None:
     x = torch.arange(2 * 4 * 4, dtype=torch.float32).view(1, 2, 4, 4)
     y = PadShortcut(2, 6, 2)(x)
     assert y.shape == (1, 6, 2, 2)
@@ -102,7 +102,7 @@ def test_a_shortcut_without_parameters_drops_pixels_and_adds_zeros() -> None:
     assert not y[:, 4:].any()
 
 
-def test_a_seed_decides_the_weights() -> None:
+def test_weights_depend_on_the_seed() -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return nn.utils.parameters_to_vector(ARCHS["resnet20"]().parameters())
@@ -116,7 +116,7 @@ def test_a_seed_decides_the_weights() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A resnet18 for 1000 classes, as torchvision saves it."""
+    """A resnet18 for 1000 classes, in torchvision's format."""
     torch.manual_seed(7)
     path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
     torch.save(ARCHS["resnet18"]().state_dict(), path)
@@ -131,7 +131,7 @@ def test_weights_are_loaded(checkpoint: Path) -> None:
         assert torch.equal(value, saved[name]), name
 
 
-def test_a_head_for_other_classes_stays_new(checkpoint: Path) -> None:
+def test_a_head_for_other_classes_is_not_loaded(checkpoint: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     model = ARCHS["resnet18"](num_classes=10)
     head = model.fc.weight.clone()
@@ -140,8 +140,8 @@ def test_a_head_for_other_classes_stays_new(checkpoint: Path) -> None:
     assert torch.equal(model.fc.weight, head)
 
 
-def test_a_checkpoint_without_batch_counts_is_whole(checkpoint: Path, tmp_path: Path) -> None:
-    """As torchvision's oldest ones are: BatchNorm did not count its batches then."""
+def test_weights_without_num_batches_tracked_are_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    """torchvision's oldest weights lack it, because BatchNorm did not count batches then."""
     saved = torch.load(checkpoint, weights_only=True)
     old = {name: value for name, value in saved.items() if "num_batches" not in name}
     torch.save(old, tmp_path / "old.pth")
@@ -151,7 +151,7 @@ def test_a_checkpoint_without_batch_counts_is_whole(checkpoint: Path, tmp_path: 
 
 
 class Code:
-    """Pickled, it asks for a command to be run when it is read."""
+    """Unpickling it runs a command."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -185,7 +185,7 @@ def test_weights_of_another_arch_or_stem(checkpoint: Path) -> None:
     )
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_weights_file_that_torch_cannot_load(tmp_path: Path) -> None:
     model = ARCHS["resnet20"]()
     path = tmp_path / "w.pt"
     path.write_bytes(b"\xff\xd8\xff\xe0" + bytes(100))
@@ -199,7 +199,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
     refusal(model, path)
 
 
-def test_what_is_saved_but_no_state_dict(tmp_path: Path) -> None:
+def test_a_weights_file_without_a_state_dict(tmp_path: Path) -> None:
     model = ARCHS["resnet20"]()
     path = tmp_path / "w.pt"
     for content in ([1, 2], {"epoch": 3, "state_dict": {}}, torch.zeros(3)):
@@ -207,13 +207,13 @@ def test_what_is_saved_but_no_state_dict(tmp_path: Path) -> None:
         assert refusal(model, path) == "expected a state_dict, a dict of tensors by name."
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
     path, trace = tmp_path / "w.pt", tmp_path / "was-run"
     for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
         write({"conv1.weight": Code(f"touch {trace}")}, path)
         refusal(ARCHS["resnet20"](), path)
         assert not trace.exists()
-    pickle.loads(path.read_bytes())  # and it would have run
+    pickle.loads(path.read_bytes())  # without the refusal, the command runs
     assert trace.exists()
     torch.save({"conv1.weight": Code(f"touch {trace}")}, path)
     assert refusal(ARCHS["resnet20"](), path).startswith(
@@ -221,7 +221,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     )
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_weights_file(tmp_path: Path) -> None:
     missing = refusal(ARCHS["resnet20"](), tmp_path / "none.pt")
     assert missing == f"No such file or directory (looked in {Path.cwd()})."
     assert refusal(ARCHS["resnet20"](), tmp_path).startswith("Is a directory")

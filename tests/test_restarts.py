@@ -60,17 +60,17 @@ def test_max_restarts_limits_the_restarts_of_a_failed_job(
     assert f"(restart {tries - 1} of 2)." in done.stderr
 
 
-# `mpiddp launch`, but it says how long it would wait.
-TELLS_PAUSES = """
+# `mpiddp launch` that prints each pause instead of waiting.
+PRINTS_PAUSES = """
 import sys
 from mpiddp import cli
 from mpiddp.launch import restarts
-ask = restarts.stop_is_requested
-def tell(signals, within_s):
+original = restarts.stop_is_requested
+def print_pause(signals, within_s):
     if within_s:
         print("pause", within_s, file=sys.stderr, flush=True)
-    return ask(signals, within_s=0.0)
-restarts.stop_is_requested = tell
+    return original(signals, within_s=0.0)
+restarts.stop_is_requested = print_pause
 sys.exit(cli.main())
 """
 
@@ -82,14 +82,14 @@ def test_the_pause_before_a_restart_grows_only_without_a_step(
     tmp_path: Path, step: str, pauses: list[str]
 ) -> None:
     job = script(tmp_path, f"import sys, mpiddp; {step}; sys.exit(3)")
-    command = [sys.executable, "-c", TELLS_PAUSES, "launch", "-H", "localhost:1"]
+    command = [sys.executable, "-c", PRINTS_PAUSES, "launch", "-H", "localhost:1"]
     command += ["--max-restarts", "3", job]
     done = subprocess.run(
         command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
-    words = re.findall(r"^(?:pause (.+)|mpiddp: (restarting) .+)$", done.stderr, re.MULTILINE)
-    told = [pause or restarting for pause, restarting in words]
-    assert told == [word for pause in pauses for word in (pause, "restarting")], done.stderr
+    matches = re.findall(r"^(?:pause (.+)|mpiddp: (restarting) .+)$", done.stderr, re.MULTILINE)
+    events = [pause or restarting for pause, restarting in matches]
+    assert events == [event for pause in pauses for event in (pause, "restarting")], done.stderr
 
 
 WAITS_LONG = f"""
@@ -119,8 +119,8 @@ def test_bad_input_causes_no_restart(tmp_path: Path) -> None:
     assert "restart" not in done.stderr
 
 
-def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
-    """3 ranks, then 2, then 3: the same global batch, the same run, no step lost but the last few."""
+def test_a_lost_host_is_left_out_and_takes_part_again(hosts: Cluster) -> None:
+    """With 3 ranks, then 2, then 3, the run continues with the same global batch."""
     out = hosts.shared / "run"
     command = [*LAUNCH, "--max-restarts", "3", "--min-hosts", "2", "-H", "node0:1,node1:1,node2:1"]
     command += [*TRAIN, "--batch-size", "5", "--steps-per-epoch", "150", "--save-every", "10"]
@@ -145,7 +145,7 @@ def test_a_lost_host_is_left_out_and_comes_back(hosts: Cluster) -> None:
         "mpiddp: 2 ranks instead of 3; the global batch stays at 15.",
         "mpiddp: restarting on node0, node1 and node2 (restart 2 of 3).",
     )
-    # mpirun's own last words may end without a newline.
+    # mpirun's own last line may lack a newline.
     assert all(sentence in stderr for sentence in sentences), stderr
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["global_batch_size"], summary["steps"], summary["world_size"]) == (15, 150, 3)
@@ -182,7 +182,7 @@ def wait_for_step(records: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks_before"),
+    ("options", "ranks_before"),
     [
         (["--batch-size", "4", "--seed", "1"], 3),
         (["--batch_size=4", "--seed", "1"], 3),
@@ -192,32 +192,32 @@ def wait_for_step(records: Path, step: int) -> None:
     ],
 )
 @pytest.mark.parametrize(("ranks", "passes"), [(1, 3), (2, 2), (3, 1), (4, 1)])
-def test_the_global_batch_stays(
-    words: list[str], ranks_before: int, ranks: int, passes: int
+def test_a_restart_keeps_the_global_batch(
+    options: list[str], ranks_before: int, ranks: int, passes: int
 ) -> None:
-    """In passes of no more images than a rank had room for, which are 4 in all cases but one."""
-    written = parse(words)
+    """A pass has at most 4 images, as before. In the case with 1 image, it gets 2 where possible."""
+    written = parse(options)
     before = Announced(global_batch_size=12, world_size=ranks_before)
     kept = keep_global_batch(written, before, ranks)
     if ranks == ranks_before:
         assert kept == written
         return
     if written.batch_size == 1:
-        passes = max(1, 6 // ranks)  # as many single images as may be: BatchNorm wants two
+        passes = max(1, 6 // ranks)  # two images per pass, which BatchNorm needs
     assert kept == replace(
         written, batch_size=None, global_batch_size=12, uneven=True, grad_accum_steps=passes
     )
     assert kept.seed == 1
 
 
-def test_no_pass_is_left_with_a_single_image() -> None:
-    """Which BatchNorm could not work with: rather more images than before."""
+def test_no_pass_of_a_restart_has_a_single_image() -> None:
+    """BatchNorm needs two, so a pass may have more images than before."""
     for images, before, ranks in ((8, 8, 3), (10, 5, 4)):
         kept = keep_global_batch(parse([]), Announced(images, before), ranks)
         assert kept.grad_accum_steps == 1
 
 
-def test_a_first_attempt_trains_as_written() -> None:
+def test_the_first_attempt_uses_the_options_unchanged() -> None:
     assert keep_global_batch(parse([]), None, 2) == parse([])
 
 
@@ -235,18 +235,18 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.parametrize(("end", "attempts"), [(0, 1), (3, 2)])
-def test_a_restart_hands_back_what_any_script_announced_first(
+def test_restarts_use_the_first_announcement_of_a_script(
     tmp_path: Path, end: int, attempts: int
 ) -> None:
-    # What an outer job's launcher has handed on means nothing here.
+    # An announcement in the environment, from the launcher of an outer job, is ignored.
     outer = {"MPIDDP_ANNOUNCED": '{"global_batch_size": 7, "world_size": 7}'}
     job = (script(tmp_path, ANNOUNCES), str(end))
     done = launch("-H", "localhost:3", "--max-restarts", "2", *job, **outer)
     assert done.returncode == (1 if end else 0), done.stderr
-    told = f"2 ['{end}', '--resume', 'a b'] Announced(global_batch_size=12, world_size=3)\n"
-    assert done.stdout == told * attempts
-    said = "mpiddp: 2 ranks instead of 3; the global batch stays at 12.\n"
-    assert done.stderr.count(said) == attempts
+    stdout = f"2 ['{end}', '--resume', 'a b'] Announced(global_batch_size=12, world_size=3)\n"
+    assert done.stdout == stdout * attempts
+    sentence = "mpiddp: 2 ranks instead of 3; the global batch stays at 12.\n"
+    assert done.stderr.count(sentence) == attempts
 
 
 def test_announcing_without_a_launcher_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_announcing_without_a_launcher_does_nothing(monkeypatch: pytest.MonkeyPa
         ({"max_ranks": 0}, ValueError, "max_ranks: expected 1 or more, not 0"),
     ],
 )
-def test_an_announcement_that_makes_no_sense(
+def test_an_invalid_announcement(
     arguments: dict[str, Any], error: type[Exception], sentence: str
 ) -> None:
     with pytest.raises(error, match=sentence):

@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on ends with the very bits of one that was not stopped.
+"""A run that was stopped and resumed ends with the same bits as one that was not stopped.
 
 Tests mpiddp/train/resume.py.
 python -m pytest tests/test_resume.py
@@ -36,7 +36,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def fashion(folder: Path, *options: str) -> Command:
-    """Two epochs over a few images, shifted and flipped."""
+    """A command for two epochs over a few images, with augmentation."""
     data = folder / "data"
     if not data.exists():
         tiny_data.fashion_mnist(data, NUM_TRAIN, NUM_TEST)
@@ -63,13 +63,13 @@ def steps_recorded(run: Path) -> list[int]:
             6,
             marks=pytest.mark.quick,
         ),
-        # DDP regroups gradients after the first step, and a sum of three depends on how.
+        # DDP regroups gradients after the first step, and the order of three summands changes the sum.
         (3, ["--batch-size=4", "--no-channels-last"], 4),
         # One rank has all of the tail.
         (4, ["--amp=fp16", "--batch-size=3", "--keep-tail"], 6),
     ],
 )
-def test_weights_momentum_statistics_and_rng_are_the_same(
+def test_a_resumed_run_has_the_same_weights_momentum_statistics_and_rng(
     tmp_path: Path, pool: Ranks, ranks: int, options: list[str], steps: int
 ) -> None:
     command = fashion(tmp_path, *options)
@@ -85,11 +85,11 @@ def test_weights_momentum_statistics_and_rng_are_the_same(
     assert f"resuming from {start}: step {step}, " in ran[1].stdout
     assert unequal(contents(whole, steps), contents(resumed, steps)) == [], f"from step {step}"
     assert summary(resumed)["test_accuracy"] == summary(whole)["test_accuracy"]
-    assert unequal(contents(whole, steps), contents(whole, step)) != []  # it could have failed
+    assert unequal(contents(whole, steps), contents(whole, step)) != []  # the test can fail
 
 
-def test_a_restart_goes_on_from_what_the_run_has_saved_itself(tmp_path: Path, pool: Ranks) -> None:
-    """--go-on is what a restart adds: before the first save --resume holds, then the run's own."""
+def test_go_on_prefers_the_runs_own_checkpoints_to_resume(tmp_path: Path, pool: Ranks) -> None:
+    """A restart adds --go-on: before the run's first save --resume applies, afterwards its own."""
     older, run = tmp_path / "older", tmp_path / "run"
     command = [*fashion(tmp_path, "--batch-size=4"), "--resume", older, "--go-on"]
     ran = pool.run(
@@ -114,8 +114,8 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_itself(tmp_path: Path, po
 
 
 @pytest.mark.slow
-def test_on_real_images_across_the_end_of_an_epoch(tmp_path: Path, pool: Ranks) -> None:
-    """Two of four steps make an epoch; there all 10,000 test images are looked at."""
+def test_resume_on_cifar10_across_the_end_of_an_epoch(tmp_path: Path, pool: Ranks) -> None:
+    """An epoch has two steps, and ends with an evaluation of all 10,000 test images."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     command: Command = [
         f"--data-dir={fetched_cifar10()}", "--arch=resnet20", "--batch-size=8", "--epochs=2",
@@ -135,12 +135,12 @@ def test_on_real_images_across_the_end_of_an_epoch(tmp_path: Path, pool: Ranks) 
     assert "test_accuracy" in records(whole)[-1]
 
 
-# Ways to go on
+# Ways to resume
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> tuple[Path, Command]:
-    """A run of two ranks, stopped at step 2 of 6, three of which are an epoch."""
+    """A run of two ranks, stopped at step 2 of 6. An epoch has three steps."""
     folder = tmp_path_factory.mktemp("stopped")
     command = fashion(folder, "--global-batch-size=8", "--log-every=2")
     stop: Command = ["--out", folder / "out", "--stop-at-step=2", "--save-every=1"]
@@ -151,15 +151,15 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> tuple[Path
 
 
 @pytest.fixture(scope="module")
-def went_on(
+def resumed(
     stopped: tuple[Path, Command], tmp_path_factory: pytest.TempPathFactory, pool: Ranks
 ) -> dict[str, tuple[Path, Turn]]:
-    """Copies of that run, changed in one way or another, after two ranks went on with them."""
-    folder = tmp_path_factory.mktemp("went-on")
+    """Copies of that run, changed in several ways, and resumed by two ranks."""
+    folder = tmp_path_factory.mktemp("resumed")
     start, command = stopped
     outs = {
         name: Path(shutil.copytree(start, folder / name))
-        for name in ("as it was", "flipped bit", "killed", "again", "back")
+        for name in ("unchanged", "flipped bit", "killed", "again", "back")
     }
     model = step_folder(outs["flipped bit"], 2) / "model.pt"
     content = bytearray(model.read_bytes())
@@ -182,55 +182,55 @@ def went_on(
     return {name: (outs[name], turn) for name, turn in zip(names, ran, strict=True)}
 
 
-def test_every_way_ends_with_the_same_bits(went_on: dict[str, tuple[Path, Turn]]) -> None:
-    expected = contents(went_on["never"][0], 6)
-    for name, (out, _) in went_on.items():
+def test_every_resumed_run_ends_with_the_same_bits(resumed: dict[str, tuple[Path, Turn]]) -> None:
+    expected = contents(resumed["never"][0], 6)
+    for name, (out, _) in resumed.items():
         assert unequal(contents(out, 6), expected) == [], name
 
 
-def test_log_names_the_checkpoint_to_resume_from(went_on: dict[str, tuple[Path, Turn]]) -> None:
-    out, ran = went_on["as it was"]
+def test_the_output_names_the_resumed_checkpoint(resumed: dict[str, tuple[Path, Turn]]) -> None:
+    out, ran = resumed["unchanged"]
     assert f"resuming from {step_folder(out, 2)}: step 2, epoch 0" in ran.stdout
-    assert "resuming" not in went_on["never"][1].stdout
-    _, ran = went_on["flipped bit"]
+    assert "resuming" not in resumed["never"][1].stdout
+    _, ran = resumed["flipped bit"]
     assert (
         "checkpoint step_00000002: model.pt does not match its SHA-256; "
         "resuming from step_00000001 (1 steps lost)."
     ) in ran.stdout
 
 
-def test_records_beyond_the_checkpoint_are_dropped(went_on: dict[str, tuple[Path, Turn]]) -> None:
+def test_records_after_the_checkpoint_are_dropped(resumed: dict[str, tuple[Path, Turn]]) -> None:
     for name, expected in (
         ("never", [2, 3, 4, 6]),
-        ("as it was", [2, 3, 4, 6]),
+        ("unchanged", [2, 3, 4, 6]),
         ("killed", [2, 3, 4, 6]),
         ("moved", [3, 4, 6]),
     ):
-        out, _ = went_on[name]
+        out, _ = resumed[name]
         assert steps_recorded(out) == expected, name
         assert all(r.get("train_loss", 0) < 99 for r in records(out))
 
 
 def test_resuming_from_an_older_checkpoint_renames_the_newer_ones(
-    went_on: dict[str, tuple[Path, Turn]],
+    resumed: dict[str, tuple[Path, Turn]],
 ) -> None:
-    """Otherwise they would count as this run's, which never wrote them."""
-    out, ran = went_on["back"]
+    """Otherwise they would count as checkpoints of this run."""
+    out, ran = resumed["back"]
     assert "renamed to step_00000002.old-1: its step is later" in ran.stdout
     directory.verify(out / "checkpoints" / "step_00000002.old-1")
-    assert "renamed to" not in went_on["as it was"][1].stdout
+    assert "renamed to" not in resumed["unchanged"][1].stdout
 
 
-def test_a_run_that_is_over_keeps_its_summary(went_on: dict[str, tuple[Path, Turn]]) -> None:
-    """Of "again" the second turn is seen here, the first is like "as it was"."""
-    out, ran = went_on["again"]
+def test_resuming_a_finished_run_keeps_its_summary(resumed: dict[str, tuple[Path, Turn]]) -> None:
+    """The fixture has the second turn of "again", which resumes the finished run."""
+    out, ran = resumed["again"]
     assert "resuming from" in ran.stdout
     assert "step 6, epoch 2" in ran.stdout
     assert summary(out)["images_per_s"] > 0
-    assert summary(out)["train_loss"] == summary(went_on["as it was"][0])["train_loss"]
+    assert summary(out)["train_loss"] == summary(resumed["unchanged"][0])["train_loss"]
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_global_batch(
+def test_another_number_of_ranks_resumes_with_the_same_global_batch(
     stopped: tuple[Path, Command], tmp_path: Path, pool: Ranks
 ) -> None:
     start, command = stopped

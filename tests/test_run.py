@@ -1,4 +1,4 @@
-"""To the script, `mpiddp run SCRIPT` looks the same as `python SCRIPT` under torchrun.
+"""A script runs under `mpiddp run` as under `python`: the same environment, end and output.
 
 Tests mpiddp/runtime/run_script.py.
 python -m pytest tests/test_run.py
@@ -37,14 +37,14 @@ def python(*args: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -
 
 def own_stderr(done: Done) -> list[str]:
     """The script's own lines on stderr: all except the line that names the rank that failed."""
-    ours = r"rank \d+ on \S+ (failed: |ended with exit code )"
-    return [line for line in done.stderr.splitlines() if not re.match(ours, line)]
+    own = r"rank \d+ on \S+ (failed: |ended with exit code )"
+    return [line for line in done.stderr.splitlines() if not re.match(own, line)]
 
 
-# --- the script cannot tell the difference ---
+# --- the environment of a script ---
 
-LOOKING_AROUND = '''
-"""A script that looks around."""
+PRINT_FACTS = '''
+"""A script that prints its environment."""
 import __main__, dataclasses, json, multiprocessing, os, pickle, sys
 import neighbour
 
@@ -83,18 +83,18 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working folder with scripts in its subfolder, data beside it, and a link to a script."""
+    """A working folder with data, a subfolder of scripts, and a link to a script."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
-    (scripts / "look.py").write_text(LOOKING_AROUND)
+    (scripts / "facts.py").write_text(PRINT_FACTS)
     (scripts / "neighbour.py").write_text("")
     (tmp_path / "data.txt").write_text("42")
-    (tmp_path / "link.py").symlink_to(scripts / "look.py")
+    (tmp_path / "link.py").symlink_to(scripts / "facts.py")
     return tmp_path
 
 
-@pytest.mark.parametrize("script", ["scripts/look.py", "link.py"])
-def test_a_script_sees_the_same_as_under_python(folder: Path, script: str) -> None:
+@pytest.mark.parametrize("script", ["scripts/facts.py", "link.py"])
+def test_a_script_has_the_same_environment_as_under_python(folder: Path, script: str) -> None:
     args = [script, "--flag", "-m", "--", "--keep-mpi", "a b"]
     plain = python(*args, cwd=folder)
     done = python(*RUN, *args, cwd=folder)
@@ -102,21 +102,21 @@ def test_a_script_sees_the_same_as_under_python(folder: Path, script: str) -> No
     assert (done.stdout, done.returncode, own_stderr(done)) == (plain.stdout, 3, [])
 
 
-@pytest.mark.parametrize("module", ["package", "package.look"])
-def test_a_module_sees_the_same_as_under_python(folder: Path, module: str) -> None:
+@pytest.mark.parametrize("module", ["package", "package.facts"])
+def test_a_module_has_the_same_environment_as_under_python(folder: Path, module: str) -> None:
     package = folder / "package"
     package.mkdir()
-    looking = LOOKING_AROUND.replace("import neighbour", "from . import neighbour")
-    looking = looking.replace("__spec__]", "__spec__.name]")
+    code = PRINT_FACTS.replace("import neighbour", "from . import neighbour")
+    code = code.replace("__spec__]", "__spec__.name]")
     if module == "package":  # python does not let a spawned process import a package's __main__
-        looking = looking.replace('"spawn"', '"fork"')
-    for name, code in {
-        "__main__": looking,
-        "look": looking,
+        code = code.replace('"spawn"', '"fork"')
+    for name, text in {
+        "__main__": code,
+        "facts": code,
         "__init__": "",
         "neighbour": "",
     }.items():
-        (package / f"{name}.py").write_text(code)
+        (package / f"{name}.py").write_text(text)
     args = ["-m", module, "--flag", "-m", "x"]
     plain = python(*args, cwd=folder)
     done = python(*RUN, *args, cwd=folder)
@@ -160,9 +160,9 @@ def test_a_script_ends_as_under_python(ends: dict[str, tuple[Done, Done]], name:
     """The exit code and the output are the same, and the traceback has only the script's frames."""
     plain, done = ends[name]
     assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
-    way_in = r'  File "<frozen .*\n(    .*\n)*'  # python's own, into a module
-    expected = re.sub(way_in, "", plain.stderr).splitlines()
-    if name == "module-syntax":  # without a way in there is no traceback
+    runpy_frames = r'  File "<frozen .*\n(    .*\n)*'
+    expected = re.sub(runpy_frames, "", plain.stderr).splitlines()
+    if name == "module-syntax":  # without these frames there is no traceback
         assert expected.pop(0) == "Traceback (most recent call last):"
     assert own_stderr(done) == expected
 
@@ -176,7 +176,7 @@ def test_the_scripts_above_end_differently(ends: dict[str, tuple[Done, Done]]) -
     assert ends["hook"][1].stdout == "my hook ZeroDivisionError\n"
 
 
-def test_every_rank_may_end_with_its_own_code() -> None:
+def test_mpirun_exits_with_the_code_of_the_failed_rank() -> None:
     done = mpirun(2, *RUN, str(JOBS / "exit_3.py"))
     assert done.returncode == 3
     assert own_lines(done.stderr) == [f"rank 1 on {gethostname()} ended with exit code 3"]
@@ -255,7 +255,7 @@ def test_all_ranks_of_a_real_mpirun_print_incomplete_variables_once() -> None:
 
 
 @pytest.mark.slow
-def test_one_script_gives_the_same_under_every_launcher() -> None:
+def test_one_script_prints_the_same_under_every_launcher() -> None:
     script = str(JOBS / "ddp_script.py")
     torchrun = ["--nproc-per-node", "2", "--standalone"]
     commands = {

@@ -1,6 +1,6 @@
-"""run.sh in copies of this repository: what it sets up, remembers and refuses, and its sentences.
+"""run.sh in copies of this repository: its set-up, its errors, and a training.
 
-The one environment that is really made borrows this interpreter's torch, so that it takes seconds.
+The only environment that is created uses this interpreter's torch, so it takes seconds.
 
 Tests run.sh.
 python -m pytest tests/test_run_sh.py
@@ -20,12 +20,12 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, find_mpirun
 
-TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "tail")  # all that a refusal needs
+TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "tail")  # enough for a refusal
 TRAINING = ("--use-syn", "--epochs", "1", "--steps-per-epoch", "2")
 
 
 def copy(folder: Path) -> Path:
-    """What run.sh looks at before it sets anything up."""
+    """Copy the files that run.sh reads before it sets anything up."""
     folder.mkdir()
     for name in ("run.sh", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / name, folder)
@@ -33,7 +33,7 @@ def copy(folder: Path) -> Path:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Without PYTHONPATH: what is run shall be the copy's own mpiddp."""
+    """Without PYTHONPATH, so that the copy's own mpiddp runs."""
     return {name: value for name, value in clean_env(extra).items() if name != "PYTHONPATH"}
 
 
@@ -54,7 +54,7 @@ def run_sh(
 
 
 def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
-    """A PATH whose python3 is this one, but finds these modules first; without any there is none."""
+    """A PATH whose python3 is this one and imports `modules` first. Without modules it has no python3."""
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     tools = folder / "bin"
@@ -72,7 +72,7 @@ def program(path: Path, line: str) -> str:
     return str(path)
 
 
-# --- what it refuses, before anything is made ---
+# --- errors before anything is created ---
 
 ABSENT = "raise ImportError"
 OLD_PIP = "import sys; sys.exit('no such option' if '--python' in sys.argv else 0)"
@@ -94,7 +94,9 @@ NO_PIP = (
     ],
     ids=["absent", "too old", "no pip", "old pip"],
 )
-def test_a_python_that_will_not_do(tmp_path: Path, modules: dict[str, str], sentence: str) -> None:
+def test_an_unsuitable_python_is_refused(
+    tmp_path: Path, modules: dict[str, str], sentence: str
+) -> None:
     root = copy(tmp_path / "tree")
     done = run_sh(root, env={"PATH": path_with_python(tmp_path, modules)})
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"run.sh: {sentence}\n")
@@ -102,7 +104,7 @@ def test_a_python_that_will_not_do(tmp_path: Path, modules: dict[str, str], sent
     assert not (root / ".venv.lock").exists()
 
 
-def test_variables_that_name_what_will_not_do(tmp_path: Path) -> None:
+def test_unsuitable_values_of_variables_are_refused(tmp_path: Path) -> None:
     root = copy(tmp_path / "tree")
     for name in ("MPIDDP_MPIRUN", "MPIDDP_PYTHON"):
         done = run_sh(root, env={name: str(tmp_path)})
@@ -118,10 +120,10 @@ def test_variables_that_name_what_will_not_do(tmp_path: Path) -> None:
     assert not (root / ".venv").exists()
 
 
-@pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_needs_no_set_up(tmp_path: Path, word: str) -> None:
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_needs_no_set_up(tmp_path: Path, option: str) -> None:
     root = copy(tmp_path / "tree")
-    done = run_sh(root, word)
+    done = run_sh(root, option)
     assert (done.returncode, done.stderr) == (0, "")
     for expected in ("test", "setup", "MPIDDP_PYTHON", "MPIDDP_MPIRUN", "mpiddp train --help"):
         assert expected in done.stdout
@@ -151,7 +153,7 @@ def test_a_second_set_up_waits_for_the_first(tmp_path: Path) -> None:
     assert not lock.exists()
 
 
-def test_what_a_killed_set_up_leaves_is_named(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_set_up_is_named(tmp_path: Path) -> None:
     root = copy(tmp_path / "tree")
     lock = root / ".venv.lock"
     lock.mkdir()
@@ -170,7 +172,7 @@ def test_what_a_killed_set_up_leaves_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of all that is needed to train, in a folder with a space, not yet set up."""
+    """A copy of all files that a training needs, in a folder with a space, not set up yet."""
     root = copy(tmp_path_factory.mktemp("run_sh") / "a tree")
     shutil.copy(ROOT / "README.md", root)
     for name in ("mpiddp", "hostfiles"):
@@ -178,34 +180,34 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-BORROWED = {"MPIDDP_PYTHON": sys.executable, "MPIDDP_MPIRUN": find_mpirun()}
+THIS_PYTHON_AND_MPIRUN = {"MPIDDP_PYTHON": sys.executable, "MPIDDP_MPIRUN": find_mpirun()}
 
 
 @pytest.fixture(scope="module")
 def failed(tree: Path) -> subprocess.CompletedProcess[str]:
-    """A first set-up, of a .venv that was made for another MPI, and that ends in the middle."""
+    """A first set-up that fails halfway, over a .venv that was made for another MPI."""
     venv = tree / ".venv"
     venv.mkdir()
     (venv / ".set-up").write_text(f"{tree}\n\n/another/mpirun\n")
-    (venv / "of the other").touch()
+    (venv / "of another MPI").touch()
     good = (tree / "constraints.txt").read_text()
     (tree / "constraints.txt").write_text(f"{good}pytest==0.0.1\n")
-    done = run_sh(tree, "setup", env={"PIP_NO_INDEX": "1", **BORROWED})
+    done = run_sh(tree, "setup", env={"PIP_NO_INDEX": "1", **THIS_PYTHON_AND_MPIRUN})
     (tree / "constraints.txt").write_text(good)
     return done
 
 
 @pytest.fixture(scope="module")
 def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
-    """The copy after the same command once more, with what was wrong mended."""
+    """The copy after a second, successful run of the same command."""
     (tree / ".venv" / "kept").touch()
-    done = run_sh(tree, "setup", env=BORROWED)
+    done = run_sh(tree, "setup", env=THIS_PYTHON_AND_MPIRUN)
     assert done.returncode == 0, done.stderr
     return tree
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_is_named_and_how_to_go_on(
+def test_the_error_of_a_failed_step_names_it_and_the_fix(
     tree: Path, failed: subprocess.CompletedProcess[str]
 ) -> None:
     assert failed.returncode == 2
@@ -213,27 +215,27 @@ def test_a_step_that_fails_is_named_and_how_to_go_on(
     last = failed.stderr.splitlines()[-1]
     assert last.startswith(f"run.sh: failed to {step} (full output: {tree}/.venv/setup.log).")
     assert last.endswith("run the same command again; it continues from there.")
-    assert "ERROR: " in failed.stderr  # pip's own, from the end of the log
+    assert "ERROR: " in failed.stderr  # pip's error, from the end of the log
 
 
 @pytest.mark.slow
-def test_an_environment_for_something_else_is_removed_and_it_is_said(
+def test_an_environment_of_another_mpi_is_removed_with_a_message(
     tree: Path, failed: subprocess.CompletedProcess[str]
 ) -> None:
     assert failed.stderr.splitlines()[0] == (
         f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, but "
         f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
     )
-    assert not (tree / ".venv" / "of the other").exists()
+    assert not (tree / ".venv" / "of another MPI").exists()
 
 
 @pytest.mark.slow
-def test_what_was_begun_is_gone_on_with(ready: Path) -> None:
+def test_a_failed_set_up_is_continued(ready: Path) -> None:
     assert (ready / ".venv" / "kept").exists()
 
 
 @pytest.mark.slow
-def test_a_second_set_up_does_nothing_and_remembers(ready: Path, tmp_path: Path) -> None:
+def test_a_second_set_up_changes_nothing(ready: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
     done = run_sh(ready, "setup", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -249,7 +251,9 @@ def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_from_another_folder_with_what_it_remembers(ready: Path, tmp_path: Path) -> None:
+def test_run_sh_trains_from_another_folder_with_the_same_environment(
+    ready: Path, tmp_path: Path
+) -> None:
     done = run_sh(ready, *TRAINING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = done.stdout.rpartition("\n\n")[2]

@@ -1,4 +1,4 @@
-"""A save in a thread: all ranks learn of its failure, and a kill at any instant loses at most one step.
+"""Saves in a thread: a kill at any moment loses at most one step, and damaged saves are detected.
 
 Tests mpiddp/train/saver.py.
 python -m pytest tests/test_saver.py
@@ -30,7 +30,7 @@ from tests.training import Command, train
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_instant_leaves_the_newest_or_the_one_before(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.jobs.killed_saves", tmp_path, "40"],
         env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
@@ -38,7 +38,7 @@ def test_a_kill_at_any_instant_leaves_the_newest_or_the_one_before(tmp_path: Pat
     assert ran.returncode == 0, ran.stderr
     found = re.fullmatch(r"40 kills, (\d+) in mid-write, step \d+\n", ran.stdout)
     assert found is not None, ran.stdout
-    assert int(found[1]) > 4, "the kills missed the writing"
+    assert int(found[1]) > 4, "too few kills during a write"
 
 
 def test_a_snapshot_does_not_change_during_training() -> None:
@@ -93,13 +93,9 @@ def test_keep_counts_only_valid_checkpoints(tmp_path: Path) -> None:
     job = train(1, *options, "--stop-at-step=2")
     assert (
         "step_00000003: model.pt does not match its SHA-256; resuming from step_00000001 (2 steps"
-        in (job.stdout)
+        in job.stdout
     )
-    assert [directory.step_of(folder) for folder in directory.list_steps(root)] == [
-        1,
-        2,
-        3,
-    ]
+    assert [directory.step_of(folder) for folder in directory.list_steps(root)] == [1, 2, 3]
 
 
 # The save schedule
@@ -125,7 +121,7 @@ def test_parse_interval_rejects(text: str) -> None:
         parse_interval(text)
 
 
-def test_saves_by_the_clock_are_an_interval_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_saves_are_an_interval_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps are slow, the later ones fast."""
     coordinator = Coordinator(World(0, 1, 0, 1), dist.HashStore())
     now = 0.0
@@ -142,7 +138,7 @@ def test_saves_by_the_clock_are_an_interval_apart(monkeypatch: pytest.MonkeyPatc
     assert gaps == [0.5] * 3
 
 
-def test_two_ranks_save_by_the_clock_at_the_same_steps(tmp_path: Path) -> None:
+def test_timed_saves_of_two_ranks_are_at_the_same_steps(tmp_path: Path) -> None:
     job = train(
         2, "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=60",
         "--save-every=0.05s", "--log-every=1000", "--out", tmp_path / "out",

@@ -1,4 +1,4 @@
-"""The exception or exit code that ends a script is known at its exit.
+"""`observe_exit` returns the exception or exit code that ended a script.
 
 Tests mpiddp/runtime/script_exit.py.
 python -m pytest tests/test_script_exit.py
@@ -32,13 +32,13 @@ def main():
         ("sys.exit(3)", "SystemExit(3)"),
         ("sys.exit(main())", "SystemExit(4)"),
         ("sys.exit()", "SystemExit(None)"),
-        ("sys.exit('a word')", "SystemExit('a word')"),
+        ("sys.exit('a text')", "SystemExit('a text')"),
         ("1 / 0", "ZeroDivisionError('division by zero')"),
         ("try: sys.exit(3)\nexcept SystemExit: pass", "None"),
         ("try: sys.exit(3)\nexcept SystemExit: pass\nsys.exit(0)", "SystemExit(0)"),
     ],
 )
-def test_the_ending_of_a_script(ending: str, expected: str) -> None:
+def test_observe_exit(ending: str, expected: str) -> None:
     command = [sys.executable, "-c", f"{BEFORE}{ending}"]
     done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == f"{expected}\n", done.stderr

@@ -18,15 +18,15 @@ def test_a_process_has_one_session() -> None:
 
 
 def test_a_forked_child_is_not_a_rank() -> None:
-    held = current()
-    held.stop.is_requested = True
+    session = current()
+    session.stop.is_requested = True
     child = os.fork()
     if child == 0:
-        is_new = current() is not held and not current().stop.is_requested
-        os._exit(0 if is_new and not held.is_of_this_process and held.channel is None else 1)
-    held.stop.is_requested = False
+        is_new = current() is not session and not current().stop.is_requested
+        os._exit(0 if is_new and not session.is_of_this_process and session.channel is None else 1)
+    session.stop.is_requested = False
     assert os.waitpid(child, 0)[1] == 0
-    assert current() is held
+    assert current() is session
 
 
 def test_the_session_is_the_only_mutable_global_of_the_runtime() -> None:

@@ -1,4 +1,4 @@
-"""Every image once an epoch, in an order that no number of ranks changes, and goes on where it stopped.
+"""Each image is used once per epoch, in an order that does not depend on the ranks or on a resume.
 
 Tests mpiddp/train/sharding.py.
 python -m pytest tests/test_sharding.py
@@ -18,14 +18,14 @@ from mpiddp.train.sharding import Shards, Step, share_of
 def shards(
     num_samples: int, batch_size: int, accum: int, world_size: int, *, keep_tail: bool = False
 ) -> list[Shards]:
-    """Those of every rank."""
+    """The shards of every rank."""
     images = batch_size * accum * world_size
     first = Shards(num_samples, images, accum, 0, world_size, seed=5, keep_tail=keep_tail)
     return [replace(first, rank=rank) for rank in range(world_size)]
 
 
 def combinations() -> Iterator[tuple[int, int, int, int]]:
-    """(images, batch, accumulation, ranks): all small ones, and some drawn ones."""
+    """(images, batch size, accumulation steps, ranks): all small values, and some random ones."""
     yield from itertools.product((1, 2, 7, 24, 25), (1, 2, 4), (1, 2, 3), (1, 2, 3, 4))
     draw = random.Random(0)
     for _ in range(200):
@@ -44,7 +44,7 @@ def global_steps(ranks: list[Shards], epoch: int, position: int = 0) -> list[lis
 
 
 @pytest.mark.parametrize("keep_tail", [False, True])
-def test_every_image_at_most_once_and_none_forgotten(keep_tail: bool) -> None:
+def test_every_image_is_used_once_per_epoch_except_a_tail(keep_tail: bool) -> None:
     for sizes in combinations():
         ranks = shards(*sizes, keep_tail=keep_tail)
         num_samples, global_batch = sizes[0], ranks[0].global_batch_size
@@ -68,17 +68,17 @@ def test_a_step_is_a_slice_of_the_epochs_permutation() -> None:
 
 
 @pytest.mark.parametrize("keep_tail", [False, True])
-def test_the_steps_do_not_depend_on_how_the_global_batch_is_dealt(keep_tail: bool) -> None:
-    dealings = [(24, 1, 1), (12, 2, 1), (12, 1, 2), (6, 2, 2), (8, 1, 3), (2, 3, 4), (1, 1, 24)]
+def test_steps_do_not_depend_on_the_split_of_the_global_batch(keep_tail: bool) -> None:
+    splits = [(24, 1, 1), (12, 2, 1), (12, 1, 2), (6, 2, 2), (8, 1, 3), (2, 3, 4), (1, 1, 24)]
     for num_samples in (24, 25, 26, 47, 100):
         first, *others = [
-            global_steps(shards(num_samples, *dealing, keep_tail=keep_tail), epoch=1)
-            for dealing in dealings
+            global_steps(shards(num_samples, *split, keep_tail=keep_tail), epoch=1)
+            for split in splits
         ]
         assert all(other == first for other in others)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_each_epoch_and_seed_has_another_order() -> None:
     one = shards(100, 10, 1, 1)[0]
     orders = [s.order(epoch).tolist() for s in (one, replace(one, seed=6)) for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == 6
@@ -86,7 +86,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert all(sorted(order) == list(range(100)) for order in orders)
 
 
-def test_full_steps_are_even_and_micro_batches_have_their_size() -> None:
+def test_micro_batches_of_full_steps_have_the_batch_size() -> None:
     for num_samples, batch_size, accum, world_size in combinations():
         for rank in shards(num_samples, batch_size, accum, world_size):
             for step in rank.steps(epoch=0):
@@ -96,7 +96,7 @@ def test_full_steps_are_even_and_micro_batches_have_their_size() -> None:
 
 
 @pytest.mark.parametrize("accum", [1, 2])
-def test_a_batch_that_does_not_divide_is_dealt_as_evenly_as_can_be(accum: int) -> None:
+def test_an_indivisible_global_batch_is_split_evenly(accum: int) -> None:
     ranks = [Shards(100, 23, accum, rank, world_size=3, seed=5) for rank in range(3)]
     assert {rank.batch_size for rank in ranks} == {8 if accum == 1 else 4}
     for k, parts in enumerate(zip(*(rank.steps(epoch=0) for rank in ranks), strict=True)):
@@ -105,11 +105,11 @@ def test_a_batch_that_does_not_divide_is_dealt_as_evenly_as_can_be(accum: int) -
         sizes = {len(batch) for part in parts for batch in part.micro_batches}
         assert sizes == ({7, 8} if accum == 1 else {3, 4})
         order = ranks[0].order(epoch=0).tolist()
-        dealt = [number for part in parts for number in images(part)]
-        assert dealt == order[23 * k : 23 * (k + 1)]
+        numbers = [number for part in parts for number in images(part)]
+        assert numbers == order[23 * k : 23 * (k + 1)]
 
 
-def test_the_tail_counts_its_images_and_leaves_none_alone() -> None:
+def test_the_tail_has_no_micro_batch_of_a_single_image() -> None:
     for num_samples, batch_size, accum, world_size in combinations():
         ranks = shards(num_samples, batch_size, accum, world_size, keep_tail=True)
         tail = num_samples % ranks[0].global_batch_size
@@ -125,23 +125,23 @@ def test_the_tail_counts_its_images_and_leaves_none_alone() -> None:
         assert all(len(step.micro_batches) <= accum for step in steps)
 
 
-def test_an_epoch_may_end_early() -> None:
+def test_max_steps_ends_an_epoch_early() -> None:
     rank = replace(shards(100, 10, 1, 1, keep_tail=True)[0], max_steps=3)
     assert rank.steps_per_epoch == 3
     assert [s.num_images for s in rank.steps(epoch=0)] == [10, 10, 10]
     assert replace(rank, max_steps=99).steps_per_epoch == 10
-    assert replace(rank, num_samples=5, max_steps=None).steps_per_epoch == 1  # a tail alone
+    assert replace(rank, num_samples=5, max_steps=None).steps_per_epoch == 1  # only a tail
     assert replace(rank, num_samples=5, keep_tail=False).steps_per_epoch == 0
 
 
 @pytest.mark.parametrize("keep_tail", [False, True])
-def test_going_on_at_a_position_is_exact_at_any_world_size(keep_tail: bool) -> None:
-    """Stopped after any step, and continued by another number of ranks with the same global batch."""
-    dealings = [(12, 1, 1), (6, 1, 2), (2, 2, 3), (3, 1, 4)]
+def test_resuming_at_a_position_is_exact_with_any_number_of_ranks(keep_tail: bool) -> None:
+    """Stop after any step, and resume on another number of ranks with the same global batch."""
+    splits = [(12, 1, 1), (6, 1, 2), (2, 2, 3), (3, 1, 4)]
     for num_samples in (60, 64, 61):
-        whole = global_steps(shards(num_samples, *dealings[0], keep_tail=keep_tail), epoch=4)
+        whole = global_steps(shards(num_samples, *splits[0], keep_tail=keep_tail), epoch=4)
         for done, (before, after) in itertools.product(
-            range(len(whole) + 1), itertools.permutations(dealings, 2)
+            range(len(whole) + 1), itertools.permutations(splits, 2)
         ):
             first = global_steps(shards(num_samples, *before, keep_tail=keep_tail), epoch=4)[:done]
             position = sum(map(len, first))
@@ -156,7 +156,7 @@ def test_indices_are_int64_on_the_cpu() -> None:
     assert all(b.dtype == torch.int64 and b.device.type == "cpu" for b in step.micro_batches)
 
 
-def test_evaluation_shares_hold_every_image_once_and_differ_by_one() -> None:
+def test_evaluation_shares_have_every_image_once_and_differ_by_one() -> None:
     for num_samples, world_size in itertools.product((0, 1, 2, 3, 10, 37, 10_000), range(1, 10)):
         shares = [share_of(num_samples, rank, world_size) for rank in range(world_size)]
         assert [number for share in shares for number in share] == list(range(num_samples))

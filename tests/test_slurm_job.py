@@ -1,6 +1,6 @@
-"""Ranks that srun or torchrun started, two on each of two hosts that are as odd as real ones.
+"""Ranks started by srun or torchrun, two on each of two hosts with a difficult network.
 
-Each host's own name is 127.0.1.1, one of its networks is dead, and the interfaces' names differ.
+Each host's own name resolves to 127.0.1.1, one of its networks is dead, and the interface names differ.
 
 Tests mpiddp/runtime/slurm_address.py.
 python -m pytest tests/test_slurm_job.py
@@ -37,7 +37,7 @@ print("shown", *(os.environ[name] for name in names), flush=True)
 dist.destroy_process_group()
 """
 TWO_EACH = ("-N2", "--ntasks-per-node=2")
-PLACED = "4 on 2 hosts (node0 2, node1 2)"
+PLACEMENT = "4 on 2 hosts (node0 2, node1 2)"
 ENV = {"OMP_NUM_THREADS": "1"}
 
 
@@ -58,7 +58,7 @@ def batch(hosts: Cluster) -> Iterator[Slurm]:
 
 
 def launch(batch: Slurm, *options: str) -> subprocess.CompletedProcess[str]:
-    """`mpiddp launch` as an sbatch script that has two tasks on each host; all its words."""
+    """`mpiddp launch` in a batch script with two tasks on each host."""
     command = shlex.join([MPIDDP, "launch", *options])
     script = f"#!/bin/sh\n{command}\n"
     return batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
@@ -73,21 +73,21 @@ def test_srun_starts_two_ranks_on_each_host(batch: Slurm) -> None:
     command = ["srun", *TWO_EACH, "--mpi=none", sys.executable, *TRAIN, str(out)]
     done = batch.cluster["node0"].run(command, cwd=ROOT, env=ENV)
     assert done.returncode == 0, done.stderr
-    assert PLACED in done.stdout
+    assert PLACEMENT in done.stdout
 
 
 def test_launch_starts_two_ranks_on_each_host(batch: Slurm) -> None:
     done = launch(batch, *TRAIN, str(batch.cluster.shared / "launch"))
     assert done.returncode == 0, done.stdout
-    assert PLACED in done.stdout
+    assert PLACEMENT in done.stdout
 
 
-def test_slurms_signal_before_the_time_limit_stops_in_good_order(batch: Slurm) -> None:
-    """As `#SBATCH --signal=B:USR1@60` has it delivered, to a batch script that became the launcher."""
+def test_slurms_signal_before_the_time_limit_stops_the_job(batch: Slurm) -> None:
+    """`#SBATCH --signal=B:USR1@60` sends it to the batch script, which has become the launcher."""
     out = batch.cluster.shared / "stopped"
     job = [arg for arg in TRAIN if arg != "--steps-per-epoch=2"]
-    words = ["launch", "--grace", "600", *job]
-    command = shlex.join([MPIDDP, *words, str(out), "--log-every=5"])
+    arguments = ["launch", "--grace", "600", *job]
+    command = shlex.join([MPIDDP, *arguments, str(out), "--log-every=5"])
     script = (
         f"#!/bin/sh\n(until grep -qs train_loss {out}/metrics.jsonl; do sleep 0.2; done\n"
         f'scancel --batch --signal=USR1 "$SLURM_JOB_ID") &\nexec {command}\n'
@@ -95,13 +95,13 @@ def test_slurms_signal_before_the_time_limit_stops_in_good_order(batch: Slurm) -
     done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
     assert done.returncode == 75, done.stdout
     assert "mpiddp: stopped on request." in done.stdout
-    assert f"mpiddp: to resume: mpiddp {shlex.join(words)} {out}" in done.stdout
+    assert f"mpiddp: to resume: mpiddp {shlex.join(arguments)} {out}" in done.stdout
     assert len(list((out / "checkpoints").iterdir())) == 1
 
 
-def test_the_interface_that_was_wished_for_is_used(batch: Slurm) -> None:
-    wish = ("--interface", "10.77.0.0/24")
-    done = launch(batch, *wish, str(batch.cluster.shared / "show.py"))
+def test_the_requested_interface_is_used(batch: Slurm) -> None:
+    option = ("--interface", "10.77.0.0/24")
+    done = launch(batch, *option, str(batch.cluster.shared / "show.py"))
     assert done.returncode == 0, done.stdout
     master = batch.cluster["node0"].address
     assert shown(done.stdout) == [
@@ -113,7 +113,7 @@ def test_the_interface_that_was_wished_for_is_used(batch: Slurm) -> None:
 
 
 def test_a_launch_from_a_login_node(batch: Slurm) -> None:
-    """Rank 0 runs elsewhere, so that the launcher does not know its address."""
+    """Rank 0 runs on another host, so the launcher does not know its address."""
     login, first = batch.cluster["node0"], batch.cluster["node1"]
     command = ["salloc", "-N2", "--nodelist=node1,node2", "--ntasks-per-node=1"]
     command += [MPIDDP, "launch", "--interface", "10.77.0.0/24"]
@@ -128,13 +128,13 @@ def test_a_launch_from_a_login_node(batch: Slurm) -> None:
 
 def test_an_interface_that_one_host_lacks(batch: Slurm) -> None:
     done = launch(batch, "--interface", "eth0", str(batch.cluster.shared / "show.py"))
-    said = [line for line in done.stdout.splitlines() if "interface" in line]
-    assert said == ['interface "eth0" is not on node1, which has lo and ens5 and eth1.']
+    sentences = [line for line in done.stdout.splitlines() if "interface" in line]
+    assert sentences == ['interface "eth0" is not on node1, which has lo and ens5 and eth1.']
     assert done.returncode == 2
 
 
-def test_torchrun_by_the_name_of_a_host(hosts: Cluster) -> None:
-    """node0 itself takes its name for 127.0.1.1."""
+def test_torchrun_with_a_hostname_as_master_addr(hosts: Cluster) -> None:
+    """On node0 itself, this name resolves to 127.0.1.1."""
     agents = [
         hosts[name].popen(
             [
@@ -149,8 +149,8 @@ def test_torchrun_by_the_name_of_a_host(hosts: Cluster) -> None:
         for node, name in enumerate(("node0", "node1"))
     ]
     outputs = [agent.communicate(timeout=PATIENCE_S) for agent in agents]
-    # Not the agents' exit codes: on a busy machine node0's was 1 once. What the ranks did is in the run.
-    assert PLACED in outputs[0][0], outputs
+    # The agents' exit codes are ignored: on a busy machine node0's was 1 once. The run's files count.
+    assert PLACEMENT in outputs[0][0], outputs
     summary = json.loads((hosts.shared / "torchrun" / "summary.json").read_text())
     assert (summary["world_size"], summary["hosts"], summary["steps"]) == (
         4,

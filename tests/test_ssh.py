@@ -1,6 +1,6 @@
-"""One way to run a program on many hosts: what it answers, and that no shell reads what varies.
+"""`run_on_hosts` on this machine: its answers, its timeout, and that no shell interprets its arguments.
 
-tests/test_preflight.py and tests/test_launch_hosts.py have other hosts, over a real ssh.
+tests/test_preflight.py and tests/test_launch_hosts.py test other hosts, over a real ssh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def run_here(program: str, input: str, timeout_s: float = PATIENCE_S) -> Answer:
     return run_on_hosts([HERE], program, input, timeout_s=timeout_s)[HERE]
 
 
-def test_a_programs_output_and_exit_code_come_back() -> None:
+def test_the_answer_has_output_and_exit_code() -> None:
     program = "import os, sys\nprint(os.getcwd())\nprint('why', file=sys.stderr)\nsys.exit(3)\n"
     assert run_here(sys.executable, program) == Answer(3, "/\n", "why\n")
 
@@ -30,7 +30,7 @@ def test_an_input_that_is_larger_than_a_pipe() -> None:
     assert answer == Answer(0, f"500000 {'x' * 500_000}\n", "")
 
 
-def test_no_shell_reads_the_program_or_its_input(tmp_path: Path) -> None:
+def test_no_shell_interprets_the_program_or_its_input(tmp_path: Path) -> None:
     for program in ("$(touch made)", "; touch made #", "`touch made`", "' ; touch made '"):
         path = program.replace("made", str(tmp_path / "made"))
         assert run_here(path, "touch made\n").exit_code == NO_PROGRAM
@@ -41,7 +41,7 @@ def test_no_shell_reads_the_program_or_its_input(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_hosts_run_at_the_same_time(tmp_path: Path) -> None:
+def test_hosts_run_in_parallel(tmp_path: Path) -> None:
     """Each of two programs waits for a file that only the other one makes."""
     hosts = [Host("localhost"), Host("127.0.0.1")]
     program = f"""
@@ -55,15 +55,15 @@ while len(os.listdir({str(tmp_path)!r})) < 2:
     assert answers == dict.fromkeys(hosts, Answer(0, "", ""))
 
 
-def test_a_program_that_does_not_end_in_time_is_killed_and_its_output_kept(tmp_path: Path) -> None:
+def test_a_program_that_times_out_is_killed_and_its_output_kept(tmp_path: Path) -> None:
     program = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1000)\n"
     answer = run_here(sys.executable, program, timeout_s=3.0)
     assert answer.exit_code is None
     assert not Path("/proc", answer.stdout.strip()).exists()
 
 
-def test_nobody_waits_for_what_a_program_left_in_the_background() -> None:
-    """As the connection does that ssh keeps open for later: it holds stderr open."""
+def test_background_processes_of_a_program_are_not_waited_for() -> None:
+    """For example a connection that ssh keeps open for reuse, which keeps stderr open."""
     start = time.monotonic()
     answer = run_here("sh", "sleep 1000 >/dev/null & echo $!\n", timeout_s=100.0)
     Path("/proc", answer.stdout.strip(), "status").read_text()  # it still runs

@@ -1,4 +1,4 @@
-"""The command of `mpiddp launch` for each MPI, as data in and data out; nothing is started here.
+"""The command that `mpiddp launch` composes for each MPI. Nothing is started here.
 
 Tests mpiddp/launch/starters/.
 python -m pytest tests/test_starters.py
@@ -29,12 +29,12 @@ JOB = ("/venv/bin/python", "train.py", "--lr", "0.1")
 UNEQUAL = Request((Node("node1", 2), Node("node0", 1)), JOB, "/home/me", exports=("PATH", "TOKEN"))
 
 
-def words(mpi: str, request: Request) -> list[str]:
+def argv_of(mpi: str, request: Request) -> list[str]:
     return compose(MPIS[mpi], request).argv
 
 
 def follows(argv: list[str], *expected: str) -> bool:
-    """Whether the expected words stand in argv, one behind the other."""
+    """Whether argv contains the expected arguments in a row."""
     spans = zip(*(argv[start:] for start in range(len(expected))), strict=False)
     return expected in spans
 
@@ -49,8 +49,8 @@ def follows(argv: list[str], *expected: str) -> bool:
         ("slurm", "--ntasks=3 --distribution=arbitrary --nodelist=node1,node1,node0"),
     ],
 )
-def test_every_rank_has_its_host_in_the_order_of_the_hostfile(mpi: str, placement: str) -> None:
-    assert follows(words(mpi, UNEQUAL), *placement.split())
+def test_ranks_are_placed_in_the_order_of_the_hostfile(mpi: str, placement: str) -> None:
+    assert follows(argv_of(mpi, UNEQUAL), *placement.split())
 
 
 def test_intel_mpi_reads_the_counts_from_a_file() -> None:
@@ -60,8 +60,8 @@ def test_intel_mpi_reads_the_counts_from_a_file() -> None:
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_the_job_comes_last_and_nothing_is_oversubscribed(mpi: str) -> None:
-    argv = words(mpi, UNEQUAL)
+def test_the_job_comes_last_and_no_host_is_oversubscribed(mpi: str) -> None:
+    argv = argv_of(mpi, UNEQUAL)
     assert argv[0] == str(MPIS[mpi].program)
     assert argv[-len(JOB) :] == list(JOB)
     assert "oversubscribe" not in " ".join(argv)
@@ -77,11 +77,11 @@ def test_the_job_comes_last_and_nothing_is_oversubscribed(mpi: str) -> None:
         ("slurm", "--export=HOME,PATH,TOKEN"),
     ],
 )
-def test_variables_go_by_name_and_no_value_stands_on_the_command_line(mpi: str, flag: str) -> None:
-    env = {"TOKEN": "hush", "HOME": "/home/me", "OTHER": "1"}
-    argv = words(mpi, replace(UNEQUAL, settings={"TOKEN": "hush"}, env=env))
+def test_variables_are_passed_by_name_without_their_values(mpi: str, flag: str) -> None:
+    env = {"TOKEN": "private-value", "HOME": "/home/me", "OTHER": "1"}
+    argv = argv_of(mpi, replace(UNEQUAL, settings={"TOKEN": "private-value"}, env=env))
     assert follows(argv, *flag.split())
-    assert "hush" not in " ".join(argv)
+    assert "private-value" not in " ".join(argv)
 
 
 @pytest.mark.parametrize(
@@ -96,47 +96,47 @@ def test_variables_go_by_name_and_no_value_stands_on_the_command_line(mpi: str, 
     ],
 )
 def test_binding(mpi: str, bind: str, flag: str) -> None:
-    assert follows(words(mpi, replace(UNEQUAL, bind=bind)), *flag.split())
+    assert follows(argv_of(mpi, replace(UNEQUAL, bind=bind)), *flag.split())
 
 
-def test_root_needs_a_flag_that_nobody_else_gets() -> None:
-    assert "--allow-run-as-root" in words("openmpi5", replace(UNEQUAL, as_root=True))
-    assert "--allow-run-as-root" not in words("openmpi5", UNEQUAL)
+def test_only_root_gets_allow_run_as_root() -> None:
+    assert "--allow-run-as-root" in argv_of("openmpi5", replace(UNEQUAL, as_root=True))
+    assert "--allow-run-as-root" not in argv_of("openmpi5", UNEQUAL)
 
 
-def test_what_the_user_has_set_for_open_mpi_is_left_alone() -> None:
-    assert follows(words("openmpi5", UNEQUAL), "--mca", "pml", "ob1")
-    argv = words("openmpi5", replace(UNEQUAL, env={"OMPI_MCA_pml": "ucx"}))
+def test_open_mpi_parameters_of_the_user_are_kept() -> None:
+    assert follows(argv_of("openmpi5", UNEQUAL), "--mca", "pml", "ob1")
+    argv = argv_of("openmpi5", replace(UNEQUAL, env={"OMPI_MCA_pml": "ucx"}))
     assert "pml" not in argv
     assert follows(argv, "--mca", "btl", "self,vader,tcp")
 
 
-def test_a_network_is_named_where_there_is_one_between_hosts() -> None:
-    wished = replace(UNEQUAL, networks=("10.0.0.0/24",), interface="eth1")
-    assert follows(words("openmpi5", wished), "--mca", "btl_tcp_if_include", "10.0.0.0/24")
-    assert follows(words("openmpi4", wished), "--mca", "oob_tcp_if_include", "10.0.0.0/24")
-    assert follows(words("mpich", wished), "-iface", "eth1")
-    assert follows(words("intelmpi", wished), "-iface", "eth1")
-    alone = replace(wished, nodes=(Node("node0", 2),))
+def test_a_network_is_named_for_several_hosts_only() -> None:
+    requested = replace(UNEQUAL, networks=("10.0.0.0/24",), interface="eth1")
+    assert follows(argv_of("openmpi5", requested), "--mca", "btl_tcp_if_include", "10.0.0.0/24")
+    assert follows(argv_of("openmpi4", requested), "--mca", "oob_tcp_if_include", "10.0.0.0/24")
+    assert follows(argv_of("mpich", requested), "-iface", "eth1")
+    assert follows(argv_of("intelmpi", requested), "-iface", "eth1")
+    alone = replace(requested, nodes=(Node("node0", 2),))
     for mpi in MPIS:
-        assert not {"btl_tcp_if_include", "-iface"} & set(words(mpi, alone))
+        assert not {"btl_tcp_if_include", "-iface"} & set(argv_of(mpi, alone))
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
-def test_no_host_but_this_one_has_to_log_in_to_others(mpi: str) -> None:
-    """From 64 hosts on, Open MPI's own way is that some start the daemons of others."""
+def test_only_this_host_logs_in_to_the_others(mpi: str) -> None:
+    """With more than 64 hosts, Open MPI by default lets hosts start the daemons of others."""
     few, many = (tuple(Node(f"node{i}", 1) for i in range(count)) for count in (64, 65))
     flag = ("--mca", "plm_rsh_no_tree_spawn", "1")
-    assert not follows(words(mpi, replace(UNEQUAL, nodes=few)), *flag)
-    assert follows(words(mpi, replace(UNEQUAL, nodes=many)), *flag)
+    assert not follows(argv_of(mpi, replace(UNEQUAL, nodes=few)), *flag)
+    assert follows(argv_of(mpi, replace(UNEQUAL, nodes=many)), *flag)
 
 
 @pytest.mark.parametrize(("mpi", "runtime"), [("openmpi5", "prte"), ("openmpi4", "orte")])
-def test_names_stay_whole_where_open_mpi_would_take_two_for_one(mpi: str, runtime: str) -> None:
+def test_names_with_the_same_short_form_are_kept_whole(mpi: str, runtime: str) -> None:
     twins = replace(UNEQUAL, nodes=(Node("a.x.org", 1), Node("a.y.org", 1)))
-    assert follows(words(mpi, twins), "--mca", f"{runtime}_keep_fqdn_hostnames", "1")
+    assert follows(argv_of(mpi, twins), "--mca", f"{runtime}_keep_fqdn_hostnames", "1")
     addresses = replace(UNEQUAL, nodes=(Node("10.0.0.1", 1), Node("10.0.0.2", 1)))
-    assert "fqdn" not in " ".join(words(mpi, addresses))
+    assert "fqdn" not in " ".join(argv_of(mpi, addresses))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_names_stay_whole_where_open_mpi_would_take_two_for_one(mpi: str, runtim
         ("intelmpi", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS='-F s/mpiddp-ssh_config'"),
     ],
 )
-def test_users_and_ports_reach_ssh_in_a_file_before_its_own_settings(mpi: str, where: str) -> None:
+def test_users_and_ports_reach_ssh_in_a_config_file(mpi: str, where: str) -> None:
     nodes = (Node("node1", 1, user="me", port=2222), Node("node0", 1))
     command = compose(MPIS[mpi], replace(UNEQUAL, nodes=nodes, scratch="s"))
     assert where in command.explained()
@@ -158,29 +158,36 @@ def test_users_and_ports_reach_ssh_in_a_file_before_its_own_settings(mpi: str, w
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_a_dry_run_shows_a_command_to_paste_and_a_reason_for_every_flag(mpi: str) -> None:
-    settings = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "A": "b c", "API_KEY": "hush"}
+def test_a_dry_run_prints_a_command_to_paste_and_a_reason_for_every_flag(mpi: str) -> None:
+    settings = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "A": "b c", "API_KEY": "private-value"}
     command = compose(MPIS[mpi], replace(UNEQUAL, settings=settings))
     text = command.explained()
     pasted = next(line for line in text.splitlines() if line.startswith("MPIDDP_PLACEMENT="))
     assert "A='b c'" in pasted
     assert 'API_KEY="$API_KEY"' in pasted
-    assert "hush" not in text
+    assert "private-value" not in text
     assert shlex.split(pasted)[-len(command.argv) :] == command.argv
     for flag in command.flags:
         assert f"\n  {shlex.join(flag.arguments)}\n" in text
         assert f"\n      {flag.reason}" in text
 
 
-def test_a_file_of_the_command_is_pasted_along() -> None:
+def test_the_pasted_command_creates_its_files() -> None:
     text = Command("mpirun", (), ("job",), files={"machines": "node1:2\n"}).explained()
     assert text.startswith("cat > machines <<'END'\nnode1:2\nEND\nmpirun job\n")
 
 
-def test_the_allow_list() -> None:
+def test_the_allow_list_of_variables() -> None:
     allowed = ("HF_HOME", "MASTER_PORT", "MPIDDP_X", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH")
-    kept_back = ("AWS_REGION", "HF_TOKEN", "HOME", "MPIDDP_API_KEY", "NCCL_SECRET", "OMPI_MCA_pml")
-    env = dict.fromkeys(allowed + kept_back, "")
+    not_forwarded = (
+        "AWS_REGION",
+        "HF_TOKEN",
+        "HOME",
+        "MPIDDP_API_KEY",
+        "NCCL_SECRET",
+        "OMPI_MCA_pml",
+    )
+    env = dict.fromkeys(allowed + not_forwarded, "")
     assert forwarded(env) == allowed
     assert "HF_TOKEN" in forwarded(env, ["HF_TOKEN"])
 
@@ -190,8 +197,8 @@ def test_exports_by_name_and_with_a_value() -> None:
     assert exports == {"A": None, "B": "1=2", "C": ""}
 
 
-def test_a_command_that_is_shown_keeps_secrets_to_itself() -> None:
-    words = [
+def test_a_printed_command_has_no_secrets() -> None:
+    command = [
         "-x",
         "HF_TOKEN=abc",
         "-xMY_KEY=d=e",
@@ -204,7 +211,7 @@ def test_a_command_that_is_shown_keeps_secrets_to_itself() -> None:
         "train.py",
         "TOKEN=g",
     ]
-    assert without_secrets(words) == [
+    assert without_secrets(command) == [
         "-x", "HF_TOKEN", "-xMY_KEY", "-x=MY_TOKEN", "-x=PLAIN=i", "-x", "PLAIN=f",
         "-x", "TOKEN", "train.py", "TOKEN=g",
     ]  # fmt: skip

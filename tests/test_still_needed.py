@@ -1,6 +1,6 @@
-"""Workarounds for Python and torch: a test here fails once its workaround is no longer needed.
+"""Workarounds for Python and torch. Each test fails once its workaround is no longer needed.
 
-tests/test_network_of_a_job.py tests another one: mpiddp/runtime/name_service.py.
+tests/test_network_of_a_job.py has another such test, for mpiddp/runtime/name_service.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def run(code: str) -> str:
 
 def test_hashlib_still_loads_openssl() -> None:
     """mpiddp/protocol.py, `proof`"""
-    shows = "import sys; print('_hashlib' in sys.modules)"
-    assert run(f"import hashlib; {shows}") == "True"
-    assert run(f"import mpiddp.launch.main, mpiddp.protocol; {shows}") == "False"
+    is_loaded = "import sys; print('_hashlib' in sys.modules)"
+    assert run(f"import hashlib; {is_loaded}") == "True"
+    assert run(f"import mpiddp.launch.main, mpiddp.protocol; {is_loaded}") == "False"
 
 
-def test_python_still_does_not_keep_the_exit_code_of_a_script() -> None:
+def test_python_still_forgets_the_exit_code_of_a_script() -> None:
     """mpiddp/runtime/script_exit.py"""
     state = (
         "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"
@@ -47,17 +47,17 @@ def test_torch_still_has_no_hook_for_new_process_groups() -> None:
     assert {name for name in hooks if not name.startswith("_")} == {"BuiltinCommHookType"}
 
 
-def test_a_thread_still_cannot_answer_while_native_code_holds_the_lock() -> None:
+def test_a_thread_still_cannot_answer_while_native_code_holds_the_gil() -> None:
     """mpiddp/runtime/native_stacks.py"""
     launcher = Launcher()
     with launcher.rank("print(flush=True); sum(range(10**12))") as rank:
         assert rank.stdout is not None
-        launcher.hear_for(60, until="started")
+        launcher.receive_for(60, until="started")
         assert rank.stdout.readline() == "\n"
         time.sleep(0.5)
-        launcher.listener.send_all("stacks")
-        assert "stacks" not in dict(map(reversed, launcher.hear_for(1.0, until="stacks")))
-        launcher.listener.interrupt(1)
-        assert (1, "frames") in launcher.hear_for(60, until="frames")
-    launcher.listener.close()
+        launcher.server.send_all("stacks")
+        assert "stacks" not in dict(map(reversed, launcher.receive_for(1.0, until="stacks")))
+        launcher.server.interrupt(1)
+        assert (1, "frames") in launcher.receive_for(60, until="frames")
+    launcher.server.close()
     launcher.selector.close()

@@ -26,9 +26,9 @@ from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
 
-# Each line is printed with its newline in one piece: Intel's mpirun would mix the pieces of several ranks.
-# There is no collective: only the agreement keeps the ranks together, and one rank is ten times as fast.
-# A rank calls should_stop() before it prints "ready": an earlier request would be a SIGTERM.
+# Print a line and its newline in one piece: Intel's mpirun would mix the pieces of several ranks.
+# Without collectives, only the agreement on a step keeps the ranks together; the others are ten times as
+# fast as rank 0. Call should_stop() before "ready": until then, a request is sent as SIGTERM.
 SCRIPT = """
 import os, sys, time
 import mpiddp
@@ -71,7 +71,7 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(1000)
 """
-LONG_GRACE = ("--grace", "600")  # a slow rank may need minutes to reach the step of the others
+LONG_GRACE = ("--grace", "600")  # a slow rank may need minutes to reach the agreed step
 
 
 def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Popen[str]:
@@ -80,7 +80,7 @@ def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Po
     assert job.stdout is not None
     printed = [job.stdout.readline() for _ in range(ranks)]
     if printed != ["ready\n"] * ranks:
-        job.kill()  # nothing else would end it
+        job.kill()  # or it would run on
     assert printed == ["ready\n"] * ranks
     return job
 
@@ -117,9 +117,9 @@ def test_all_ranks_stop_at_the_same_step(tmp_path: Path, mpi: str, number: int) 
     saved = stdout.split()
     assert len(saved) == 6, stdout
     assert len(set(saved)) == 2, stdout
-    resumes = f"mpiddp: to resume: {shlex.join(['mpiddp', 'launch', *arguments])}"
-    # mpirun's own last words may end without a newline.
-    assert stderr.endswith(f"{resumes}\n"), stderr
+    resume_hint = f"mpiddp: to resume: {shlex.join(['mpiddp', 'launch', *arguments])}"
+    # mpirun's own last line may lack a newline.
+    assert stderr.endswith(f"{resume_hint}\n"), stderr
 
 
 def test_the_ranks_save_after_the_terminal_is_closed(tmp_path: Path) -> None:
@@ -169,12 +169,13 @@ def test_a_save_that_fails_in_a_stop_is_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "is_read"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)]
+    ("number", "has_reader"),
+    [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGINT, False)],
 )
-def test_a_training_without_a_launcher_saves_too(
-    tmp_path: Path, number: int, is_read: bool
+def test_a_training_without_a_launcher_saves_and_stops(
+    tmp_path: Path, number: int, has_reader: bool
 ) -> None:
-    """It also saves if the Ctrl-C has ended a `| tee log` that read its output."""
+    """It saves even if the same Ctrl-C has ended a `| tee log` that read its output."""
     command = [sys.executable, "-m", "mpiddp", "train", "--use-syn", "--arch=resnet20"]
     command += ["--batch-size=4", "--epochs=1", "--log-every=1", "--out", str(tmp_path / "out")]
     with piped(command) as job:
@@ -182,16 +183,16 @@ def test_a_training_without_a_launcher_saves_too(
         while not job.stdout.readline().startswith("epoch 1/1  step 2/"):
             assert job.poll() is None
         assert job.stderr is not None
-        if not is_read:
+        if not has_reader:
             job.stdout.close()
             job.stderr.close()
         job.send_signal(number)
         job.wait(timeout=PATIENCE_S)
-        stdout, stderr = (job.stdout.read(), job.stderr.read()) if is_read else ("", "")
+        stdout, stderr = (job.stdout.read(), job.stderr.read()) if has_reader else ("", "")
     assert job.returncode == 75
     (saved,) = directory.list_steps(tmp_path / "out" / "checkpoints")
     directory.verify(saved)
-    if is_read:
+    if has_reader:
         name = signal.Signals(number).name
         assert stderr == (
             f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
@@ -199,7 +200,7 @@ def test_a_training_without_a_launcher_saves_too(
         assert f"stopped at step {directory.step_of(saved)}." in stdout
 
 
-def test_nohup_is_respected(tmp_path: Path) -> None:
+def test_under_nohup_sighup_is_ignored_and_sigterm_stops(tmp_path: Path) -> None:
     command = ["nohup", *LAUNCH, *LONG_GRACE, "-H", "localhost:2", script(tmp_path, SCRIPT)]
     with start(command) as job:
         job.send_signal(signal.SIGHUP)
@@ -223,7 +224,7 @@ def test_sigusr1_through_a_raw_mpirun_stops_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
-def test_workers_of_a_data_loader_survive_the_signal(tmp_path: Path, context: str) -> None:
+def test_data_loader_workers_survive_sigusr1(tmp_path: Path, context: str) -> None:
     command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", "1"]
     command += [sys.executable, script(tmp_path, WORKERS), context]
     with start(command, ranks=1) as job:
@@ -257,7 +258,7 @@ def test_ranks_are_killed_after_the_grace_period(tmp_path: Path) -> None:
         since = time.monotonic()
         job.send_signal(signal.SIGTERM)
         stdout, _ = job.communicate(timeout=PATIENCE_S)
-    assert time.monotonic() - since < 120  # of the 600 s that its ranks would take
+    assert time.monotonic() - since < 120  # its ranks would take 600 s
     assert "wrote" not in stdout
     assert job.returncode == 130
 
@@ -266,7 +267,7 @@ def test_stop_after_stops_a_training_and_the_printed_command_resumes_it(tmp_path
     job = [*LONG_GRACE, "-H", "localhost:2", "-m", "mpiddp", "train", "--use-syn"]
     job += ["--arch", "resnet20", "--batch-size", "2", "--epochs", "1"]
     job += ["--steps-per-epoch", "40", "--resume", "never"]
-    for seconds in (1, 2, 4, 8, 16, 32, 64):  # until the ranks have started in this time
+    for seconds in (1, 2, 4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
         folder = tmp_path / str(seconds)
         folder.mkdir()
         done = subprocess.run(
@@ -283,11 +284,11 @@ def test_stop_after_stops_a_training_and_the_printed_command_resumes_it(tmp_path
     assert stopped, done.stdout
     saved = next(folder.glob("runs/*/checkpoints/step_*"))
     assert int(saved.name[5:]) == int(stopped[1]) < 40
-    resumes = done.stderr.splitlines()[-1].partition("to resume: mpiddp ")[2]
-    words = shlex.split(resumes)
-    del words[words.index("--stop-after") : words.index("--stop-after") + 2]
+    printed = done.stderr.splitlines()[-1].partition("to resume: mpiddp ")[2]
+    arguments = shlex.split(printed)
+    del arguments[arguments.index("--stop-after") : arguments.index("--stop-after") + 2]
     again = subprocess.run(
-        [sys.executable, "-m", "mpiddp", *words],
+        [sys.executable, "-m", "mpiddp", *arguments],
         env=clean_env(),
         cwd=folder,
         capture_output=True,
@@ -299,7 +300,7 @@ def test_stop_after_stops_a_training_and_the_printed_command_resumes_it(tmp_path
     assert summary["steps"] == 40
 
 
-UNEVEN = """
+RANK_0_ENDS_EARLY = """
 import os, time, mpiddp
 mpiddp.should_stop()
 for step in range(1_000_000):
@@ -309,19 +310,18 @@ for step in range(1_000_000):
     if mpiddp.should_stop():
         print("saved", flush=True)
         break
-print("through", flush=True)
+print("finished", flush=True)
 """
 
 
-def test_a_rank_at_its_end_does_not_keep_the_others_from_stopping(
-    tmp_path: Path,
-) -> None:
-    with piped([*LAUNCH, *LONG_GRACE, "-H", "localhost:2", script(tmp_path, UNEVEN)]) as job:
+def test_the_other_ranks_stop_after_one_rank_has_finished(tmp_path: Path) -> None:
+    command = [*LAUNCH, *LONG_GRACE, "-H", "localhost:2", script(tmp_path, RANK_0_ENDS_EARLY)]
+    with piped(command) as job:
         assert job.stdout is not None
-        assert job.stdout.readline() == "through\n"
+        assert job.stdout.readline() == "finished\n"
         job.send_signal(signal.SIGUSR1)
         stdout, stderr = job.communicate(timeout=PATIENCE_S)
-    assert (job.returncode, stdout) == (75, "saved\nthrough\n")
+    assert (job.returncode, stdout) == (75, "saved\nfinished\n")
     assert "mpiddp: to resume: " in stderr
 
 
@@ -338,12 +338,12 @@ def test_stop_after_does_not_repeat_a_stop_in_progress(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("55m", 3300.0), ("1.5h", 5400.0)]
 )
-def test_times_of_grace(text: str, seconds: float) -> None:
+def test_grace_accepts_times_with_units(text: str, seconds: float) -> None:
     assert option_parser().parse_args(["--grace", text, "script.py"]).grace_s == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "5d", "soon", "nan"])
-def test_grace_refuses_a_text_that_is_no_time(text: str) -> None:
+def test_grace_refuses_an_invalid_time(text: str) -> None:
     expected = r"--grace .*: expected a time such as 90, 90s, 55m or 1\.5h\."
     with pytest.raises(UserError, match=expected):
         option_parser().parse_args([f"--grace={text}", "script.py"])

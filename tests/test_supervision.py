@@ -50,22 +50,25 @@ def hosts() -> Iterator[Cluster]:
 
 @dataclass
 class Job:
-    """A job of one rank on each of three hosts, that is past its start."""
+    """A started job of one rank on each of three hosts."""
 
     hosts: Cluster
     program: Program
     since: float
 
     def end(self) -> str:
-        """The launcher's own lines, once it has ended with code 1 and no rank is left anywhere.
+        """Wait until the launcher has ended with code 1 and no rank is left, and return its own lines.
 
-        Without its lines about leftover processes: on a slow machine these may be ranks that were ending.
+        Lines about leftover processes are left out: on a slow machine these may be ranks that were ending.
         """
         stderr = self.program.communicate(timeout=PATIENCE_S)[1]
         self.seconds = time.monotonic() - self.since
         assert self.program.returncode == 1, stderr
-        assert once(lambda: [c for c in commands(self.hosts) if "python" in c.split()[0]], []) == []
-        # mpirun's own last words may end without a newline.
+        pythons = wait_for(
+            lambda: [c for c in commands(self.hosts) if "python" in c.split()[0]], []
+        )
+        assert pythons == []
+        # mpirun's own last line may lack a newline.
         own = re.findall(r"^.*?(mpiddp: (?!.*\bleftover process).*)$", stderr, re.MULTILINE)
         return "\n".join(own) or stderr
 
@@ -80,10 +83,12 @@ def commands(hosts: Cluster) -> list[str]:
     return [process.command for host in hosts.hosts for process in host.processes()]
 
 
-def once(look: Callable[[], list[str]], wanted: list[str], within_s: float = 60.0) -> list[str]:
-    """What `look` finds, as soon as that is what is wanted, or when time is up."""
-    deadline = time.monotonic() + within_s
-    while (found := look()) != wanted and time.monotonic() < deadline:
+def wait_for(
+    value: Callable[[], list[str]], expected: list[str], timeout_s: float = 60.0
+) -> list[str]:
+    """Wait until `value()` is as expected, at most `timeout_s`, and return its last result."""
+    deadline = time.monotonic() + timeout_s
+    while (found := value()) != expected and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
 
@@ -97,7 +102,7 @@ def start(hosts: Cluster, act: str = "pass", *options: str, mpi: str = "openmpi5
     return Job(hosts, program, time.monotonic())
 
 
-WORDLESS = (
+ENDED_SILENTLY = (
     "ended first, without an error: it was killed, crashed in native code, or called os._exit. "
     + OTHERS
 )
@@ -109,35 +114,35 @@ WORDLESS = (
     [
         ("sys.exit(3)", f"ended first, with exit code 3. {OTHERS}", "openmpi5"),
         ("raise RuntimeError('a bug')", f"failed first: RuntimeError: a bug. {OTHERS}", "openmpi5"),
-        *(("os._exit(0)", WORDLESS, mpi) for mpi in MPIS),
+        *(("os._exit(0)", ENDED_SILENTLY, mpi) for mpi in MPIS),
         *(("os.kill(os.getpid(), 9)", f"was killed by SIGKILL. {OTHERS}", f) for f in MPIS),
     ],
 )
 def test_the_rank_that_failed_first_is_named(hosts: Cluster, act: str, end: str, mpi: str) -> None:
     job = start(hosts, act, mpi=mpi)
-    said = job.end()
-    if "SIGKILL" in end and not mpi.startswith("openmpi"):  # whose mpirun does not tell
-        end = WORDLESS
-    assert said == f"mpiddp: rank 1 on node1 {end}"
-    assert job.seconds < 100  # of the 2,000 s that the script runs on
+    verdict = job.end()
+    if "SIGKILL" in end and not mpi.startswith("openmpi"):  # Hydra's mpirun does not report signals
+        end = ENDED_SILENTLY
+    assert verdict == f"mpiddp: rank 1 on node1 {end}"
+    assert job.seconds < 100  # the script would run for 2,000 s
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])
-def test_a_host_that_is_cut_off_is_lost(hosts: Cluster, mpi: str) -> None:
-    """Its own ranks end as well: their launcher is gone."""
+def test_a_host_whose_link_is_cut_is_lost(hosts: Cluster, mpi: str) -> None:
+    """Its own ranks end too, because they lose the launcher."""
     job = start(hosts, mpi=mpi)
     hosts["node1"].link("down")
     try:
-        said = job.end()
+        verdict = job.end()
     finally:
         hosts["node1"].link("up")
     sentence = "lost node1 (rank 1): the host stopped answering."
-    assert said == f"mpiddp: {sentence} {OTHERS}"
-    assert job.seconds < 120  # 15 to notice it, the rest to end mpirun, on a slow machine
-    assert once(lambda: commands(hosts), [], PATIENCE_S) == []  # sshd and mpirun's daemon there
+    assert verdict == f"mpiddp: {sentence} {OTHERS}"
+    assert job.seconds < 120  # 15 to notice it, the rest to end mpirun on a slow machine
+    assert wait_for(lambda: commands(hosts), [], PATIENCE_S) == []  # sshd and mpirun's daemon there
 
 
-def test_a_short_cut_does_no_harm(hosts: Cluster) -> None:
+def test_a_short_network_outage_does_no_harm(hosts: Cluster) -> None:
     job = start(hosts, "sys.exit(3) if step == 200 else exec('pass')")
     hosts["node1"].link("down")
     time.sleep(3)
@@ -145,20 +150,20 @@ def test_a_short_cut_does_no_harm(hosts: Cluster) -> None:
     time.sleep(2)
     assert job.program.poll() is None
     job.kill("node1", "python")
-    # After the cut mpirun may hear too late of the signal to tell it.
+    # After the outage, mpirun may learn of the signal too late to report it.
     assert re.search("rank 1 on node1 (was killed by SIGKILL|ended first)", job.end())
 
 
 def test_a_killed_daemon_ends_the_job(hosts: Cluster) -> None:
     job = start(hosts)
     job.kill("node1", "prted")
-    said = job.end()
+    verdict = job.end()
     assert re.search(
         r"ended at the same moment without an error, as when the MPI daemon|"
         r"rank 1 on node1 ended first, without an error",  # the daemon's own rank
-        said,
-    ), said
-    assert job.seconds < 100  # of the 2,000 s that the script runs on
+        verdict,
+    ), verdict
+    assert job.seconds < 100  # the script would run for 2,000 s
 
 
 def test_a_killed_mpirun_ends_the_job(hosts: Cluster) -> None:
@@ -170,7 +175,7 @@ def test_a_killed_mpirun_ends_the_job(hosts: Cluster) -> None:
     assert not [command for command in commands(hosts) if secret[1] in command]
     job.kill("node0", "prterun")
     assert job.end() == "mpiddp: the job failed: mpirun was killed by SIGKILL."
-    assert job.seconds < 100  # of the 2,000 s that the script runs on
+    assert job.seconds < 100  # the script would run for 2,000 s
 
 
 def test_a_killed_launcher_ends_the_job(hosts: Cluster) -> None:
@@ -178,7 +183,7 @@ def test_a_killed_launcher_ends_the_job(hosts: Cluster) -> None:
     launcher = next(p for p in hosts["node0"].processes() if "mpiddp launch" in p.command)
     hosts["node0"].run(["kill", "-KILL", str(launcher.pid)], check=True)
     job.program.wait(PATIENCE_S)
-    assert once(lambda: commands(hosts), []) == []
+    assert wait_for(lambda: commands(hosts), []) == []
     job.program.communicate()
 
 
@@ -186,11 +191,10 @@ def test_kill_orphans_finds_a_process_by_its_job_id_alone(hosts: Cluster) -> Non
     """A process in its own session, which receives no signal from the launcher."""
     act = "import subprocess; subprocess.Popen(['setsid', 'sleep', '6000']); sys.exit(3)"
     bystander = hosts["node1"].popen(["sleep", "6001"])
-    said = start(hosts, act).program.communicate(timeout=PATIENCE_S)[1]
-    assert re.search(r"mpiddp: killed \d+ leftover process(es)? of the job on node1\.\n", said), (
-        said
-    )
-    assert once(lambda: commands(hosts), ["sleep 6001"], PATIENCE_S) == ["sleep 6001"]
+    stderr = start(hosts, act).program.communicate(timeout=PATIENCE_S)[1]
+    killed = r"mpiddp: killed \d+ leftover process(es)? of the job on node1\.\n"
+    assert re.search(killed, stderr), stderr
+    assert wait_for(lambda: commands(hosts), ["sleep 6001"], PATIENCE_S) == ["sleep 6001"]
     bystander.end()
     bystander.communicate()
 
@@ -219,14 +223,14 @@ def test_a_rank_that_hangs_is_named_with_its_stack(hosts: Cluster, act: str, sen
     job = start(hosts, act, "--hang-timeout", "3")
     stderr = job.program.communicate(timeout=PATIENCE_S)[1]
     assert f"mpiddp: rank 1 on node1 {sentence}\n" in stderr, stderr
-    # mpirun's own last words may end without a newline.
+    # mpirun's own last line may lack a newline.
     assert stderr.endswith("mpiddp: the job hung and was stopped.\n"), stderr
     assert ("lock.acquire(); lock.acquire()" in stderr or 'File "<string>"' in stderr) == (
         "lock" in act
     )
     assert job.program.returncode == 1
-    once(lambda: commands(hosts), [], PATIENCE_S)
-    assert [host.sweep() for host in hosts.hosts] == [[], [], []]
+    wait_for(lambda: commands(hosts), [], PATIENCE_S)
+    assert [host.kill_processes() for host in hosts.hosts] == [[], [], []]
 
 
 def test_a_rank_that_hangs_when_others_are_done(tmp_path: Path) -> None:
@@ -260,10 +264,10 @@ def test_an_mpirun_that_hangs_is_named(hosts: Cluster) -> None:
     assert (
         "mpiddp: no rank has started in 3 s: mpirun or one of its ssh logins hangs." in done.stderr
     )
-    assert [host.sweep() for host in hosts.hosts] == [[], [], []]
+    assert [host.kill_processes() for host in hosts.hosts] == [[], [], []]
 
 
-def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:
+def test_a_crash_in_native_code_prints_the_python_stack(tmp_path: Path) -> None:
     path = script(
         tmp_path,
         "import ctypes, resource\n"
@@ -277,7 +281,7 @@ def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:
     assert f'File "{path}", line 3 in <module>' in done.stderr
 
 
-def test_the_log_that_holds_the_traceback_is_named(tmp_path: Path) -> None:
+def test_the_verdict_names_the_log_with_the_traceback(tmp_path: Path) -> None:
     code = (
         "import sys; from mpiddp.train import loop\n"
         "def broken(*args): raise RuntimeError('a bug')\n"
@@ -292,7 +296,7 @@ def test_the_log_that_holds_the_traceback_is_named(tmp_path: Path) -> None:
     assert f"failed first: RuntimeError: a bug (its traceback: {log})." in done.stderr
 
 
-# --- who is to blame, without any process ---
+# --- the verdict, from messages alone ---
 
 
 def failed(rank: int, at: float, error: str, first: bool | None = None) -> Message:
@@ -308,7 +312,7 @@ RESET = "RuntimeError: [gloo] Connection closed by peer"
 
 
 @pytest.mark.parametrize(
-    ("words", "guilty"),
+    ("messages", "culprit"),
     [
         ([failed(2, 1.0, "ValueError: x"), lost(0, 1.2), lost(1, 1.3)], 2),
         ([failed(0, 1.00, RESET), lost(1, 1.01)], 1),
@@ -318,45 +322,47 @@ RESET = "RuntimeError: [gloo] Connection closed by peer"
         ([failed(2, 1.0, "ConnectionError: no database"), lost(0, 2.0), lost(1, 2.0)], 2),
     ],
 )
-def test_the_verdict_names_the_rank_that_failed_first(words: list[Message], guilty: int) -> None:
-    record = JobState(["a", "b", "c"])
-    for word in words:
-        record.note(word)
-    first = record.first_failure()
+def test_the_verdict_names_the_rank_that_failed_first(
+    messages: list[Message], culprit: int
+) -> None:
+    state = JobState(["a", "b", "c"])
+    for message in messages:
+        state.note(message)
+    first = state.first_failure()
     assert first is not None
-    assert first.rank == guilty
+    assert first.rank == culprit
 
 
 def test_the_launcher_prints_a_refusal_that_no_rank_has_printed() -> None:
-    """Rank 0 and one rank of each host print it themselves."""
-    record = JobState(["a", "a", "b", "b"])
+    """Rank 0 and one rank of each host print a refusal themselves."""
+    state = JobState(["a", "a", "b", "b"])
     refusal = failed(3, 1.0, "what is wrong")
-    record.note(refusal)
-    record.note(lost(0, 2.0))
-    assert record.unprinted_error(refusal) == "what is wrong"
-    record.note(failed(2, 3.0, "what is wrong"))
-    assert record.unprinted_error(refusal) == ""
+    state.note(refusal)
+    state.note(lost(0, 2.0))
+    assert state.unprinted_error(refusal) == "what is wrong"
+    state.note(failed(2, 3.0, "what is wrong"))
+    assert state.unprinted_error(refusal) == ""
 
 
-def test_ranks_that_vanish_at_once() -> None:
-    record = JobState(["a", "b", "b"])
-    record.note(lost(2, 1.0))
-    record.note(lost(0, 1.05))
-    first = record.first_failure()
+def test_the_verdict_on_ranks_that_vanish_at_the_same_moment() -> None:
+    state = JobState(["a", "b", "b"])
+    state.note(lost(2, 1.0))
+    state.note(lost(0, 1.05))
+    first = state.first_failure()
     assert first is not None
     alone = "rank 2 on b ended first, without an error"
     no_signal = "the ranks on a, b ended at the same moment without an error"
-    assert record.sentence(first, "").startswith(no_signal)
-    assert record.sentence(first, None).startswith(alone)  # Hydra ends the others as soon
-    record.failures[0] = lost(0, 1.3)  # by then somebody has ended it
-    assert record.sentence(first, "").startswith(alone)
+    assert state.sentence(first, "").startswith(no_signal)
+    assert state.sentence(first, None).startswith(alone)  # Hydra ends the others as quickly
+    state.failures[0] = lost(0, 1.3)  # so late that the failure of rank 2 may have ended it
+    assert state.sentence(first, "").startswith(alone)
 
 
-def test_the_rank_that_is_behind_is_the_one_that_hangs() -> None:
-    record = JobState(["a", "b"])
+def test_the_hang_report_names_the_rank_that_is_behind() -> None:
+    state = JobState(["a", "b"])
     for rank, step in ((0, 7), (1, 6)):
-        record.note(Message(rank, "stacks", {"step": step, "text": f"stack {rank}"}, 1.0))
-    assert hang_sentences(record, 60) == [
+        state.note(Message(rank, "stacks", {"step": step, "text": f"stack {rank}"}, 1.0))
+    assert hang_sentences(state, 60) == [
         "rank 1 on b has made no step for 60 s while the others wait at step 7. "
         "Its Python stack follows.\nstack 1"
     ]

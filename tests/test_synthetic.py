@@ -1,4 +1,4 @@
-"""Synthetic data: random images and labels, other ones on every rank, the same after a resume.
+"""Synthetic data: random images and labels, different on every rank, the same after a resume.
 
 Tests mpiddp/train/data/synthetic.py.
 python -m pytest tests/test_synthetic.py
@@ -38,7 +38,7 @@ def test_images_are_standard_normal_and_labels_uniform() -> None:
     assert len({image.sum().item() for image in images}) == len(images)  # no two alike
 
 
-def test_every_rank_and_seed_has_its_own() -> None:
+def test_every_rank_and_seed_has_other_images() -> None:
     sums = {
         batch(source(rank=rank, seed=seed), torch.arange(20))[0].sum().item()
         for rank in range(3)
@@ -47,7 +47,7 @@ def test_every_rank_and_seed_has_its_own() -> None:
     assert len(sums) == 9
 
 
-def test_a_run_that_goes_on_in_mid_epoch_sees_what_it_would_have_seen() -> None:
+def test_a_resume_within_an_epoch_gives_the_same_images() -> None:
     order = list(torch.randperm(1000, generator=torch.Generator().manual_seed(0)).split(20))
     whole = list(source().batches(order, epoch=0))
     for done in (1, 2, 3, 7):
@@ -57,7 +57,7 @@ def test_a_run_that_goes_on_in_mid_epoch_sees_what_it_would_have_seen() -> None:
             assert torch.equal(labels, expected_labels)
 
 
-def test_a_tails_batch_may_hold_one_image_more_or_few() -> None:
+def test_a_batch_of_a_tail_may_be_larger_or_smaller() -> None:
     for first in range(POOL_BATCHES):
         for size in (2, 21):
             images, labels = batch(source(), torch.arange(first, first + size))

@@ -1,4 +1,4 @@
-"""The test cluster is what it claims to be: separate hosts, ssh between them, nothing left behind.
+"""The test cluster has separate hosts with ssh between them, and leaves nothing behind.
 
 By hand: `python -m tests.cluster up 3`.
 
@@ -27,8 +27,8 @@ from tests.patience import PATIENCE_S
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 REPOSITORY = Path(__file__).parents[1]
-# To where nobody answers: the attempt ends soon.
-SSH_IN_VAIN = ("ssh", "-o", "ConnectTimeout=1")
+# For an address that does not answer.
+SSH_WITH_TIMEOUT = ("ssh", "-o", "ConnectTimeout=1")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_mpirun_starts_ranks_on_all_hosts(three_hosts: Cluster) -> None:
     assert sorted(ranks.stdout.split()) == ["node0", "node1", "node2"], ranks.stderr
 
 
-def test_hosts_share_files_but_not_what_is_their_own(three_hosts: Cluster) -> None:
+def test_hosts_share_files_except_their_private_folders(three_hosts: Cluster) -> None:
     node0, node1 = three_hosts["node0"], three_hosts["node1"]
     file = three_hosts.shared / "file"
     node0.run(["tee", file], user=USER, stdin="seen by all", check=True)
@@ -87,20 +87,20 @@ def test_hosts_share_files_but_not_what_is_their_own(three_hosts: Cluster) -> No
         assert not Path(own).exists()
 
 
-def test_a_user_without_root_reaches_python_and_the_repository(three_hosts: Cluster) -> None:
+def test_a_user_without_root_can_use_python_and_the_repository(three_hosts: Cluster) -> None:
     command = [sys.executable, "-c", "import tests.cluster, mpi4py; print('ok')"]
     there = three_hosts["node1"].run(command, user=USER, cwd=REPOSITORY)
     assert there.stdout == "ok\n", there.stderr
 
 
-def test_signals_reach_the_program_and_its_exit_code_comes_back(three_hosts: Cluster) -> None:
+def test_a_program_gets_signals_and_returns_its_exit_code(three_hosts: Cluster) -> None:
     node2 = three_hosts["node2"]
     with node2.popen(["sh", "-c", "trap 'exit 7' INT; sleep 6000 & echo set; wait"]) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "set\n"
         program.send_signal(signal.SIGINT)
         assert program.wait(PATIENCE_S) == 7
-    assert len(node2.sweep()) == 1  # the sleep
+    assert len(node2.kill_processes()) == 1  # the sleep
     with pytest.raises(subprocess.TimeoutExpired):
         node2.run(["sh", "-c", "sleep 6000 & sleep 6000"], timeout_s=0.2)
     assert node2.processes() == []
@@ -119,7 +119,7 @@ def test_odd_hosts(odd_hosts: Cluster) -> None:
         assert addresses[host.interface] == f"{host.address}/24"
         assert host.run(["ssh", "node0", "hostname"]).stdout == "node0\n"
     dead = node1.address.replace("10.77.", "10.78.")
-    assert node0.run([*SSH_IN_VAIN, dead, "true"]).returncode == 255
+    assert node0.run([*SSH_WITH_TIMEOUT, dead, "true"]).returncode == 255
 
 
 BROKEN = {
@@ -127,12 +127,12 @@ BROKEN = {
     "unknown_key": ("Host key verification failed.",),
     "key_refused": ("Permission denied (publickey).",),
     "login_fails": ("This account is currently not available.",),
-    "unreachable": ("Connection timed out", "No route to host"),  # whichever clock runs out first
+    "unreachable": ("Connection timed out", "No route to host"),  # whichever times out first
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_fault_breaks_ssh_and_is_mended(three_hosts: Cluster, fault: str) -> None:
+def test_a_fault_breaks_ssh_until_the_end_of_its_block(three_hosts: Cluster, fault: str) -> None:
     node0, node1 = three_hosts["node0"], three_hosts["node1"]
     breaks: dict[str, AbstractContextManager[None]] = {
         "no_sshd": faults.no_sshd(node1),
@@ -141,12 +141,12 @@ def test_a_fault_breaks_ssh_and_is_mended(three_hosts: Cluster, fault: str) -> N
         "login_fails": faults.login_fails(node1),
         "unreachable": faults.unreachable(node1),
     }
-    ssh = SSH_IN_VAIN if fault == "unreachable" else ("ssh",)
+    ssh = SSH_WITH_TIMEOUT if fault == "unreachable" else ("ssh",)
     with breaks[fault]:
         broken = node0.run([*ssh, "node1", "hostname"])
         assert broken.returncode != 0
-        said = broken.stdout + broken.stderr
-        assert any(words in said for words in BROKEN[fault]), said
+        output = broken.stdout + broken.stderr
+        assert any(message in output for message in BROKEN[fault]), output
         assert node0.run(["ssh", "node2", "hostname"]).stdout == "node2\n"
     assert node0.run(["ssh", "node1", "hostname"]).stdout == "node1\n"
 
@@ -161,13 +161,13 @@ def test_nothing_is_left_behind() -> None:
         assert folder.exists()
         assert all(is_running(*pid) for pid in pids)
     assert not folder.exists()
-    await_end(pids)
+    wait_until_ended(pids)
     assert set(Path("/sys/class/net").iterdir()) == links
     assert f"{USER}:" not in Path("/etc/passwd").read_text()
 
 
-def test_a_killed_run_takes_its_hosts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A folder of its own: any other test that stands a cluster up would clear this one away.
+def test_the_hosts_of_a_killed_process_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Use another folder, because any other test that starts a cluster would remove this one.
     monkeypatch.setattr(state, "STATE", Path(f"/run/mpiddp-cluster-{os.getpid()}"))
     monkeypatch.setenv("MPIDDP_TEST_CLUSTERS", str(state.STATE))
     if reason := cluster.why_not():
@@ -184,16 +184,16 @@ def test_a_killed_run_takes_its_hosts_with_it(monkeypatch: pytest.MonkeyPatch) -
         pids = [identity(int(pid)) for pid in maker.stdout.readline().split()]
         assert all(is_running(*pid) for pid in pids)
         maker.kill()
-    await_end(pids)
+    wait_until_ended(pids)
     assert name in cluster.standing()
-    with cluster.up(1):  # clears away what it finds
+    with cluster.up(1):  # removes clusters of ended processes
         assert name not in cluster.standing()
     assert not state.STATE.exists()
 
 
-def await_end(pids: list[Identity]) -> None:
-    """A process that init has still to reap has ended."""
+def wait_until_ended(pids: list[Identity]) -> None:
+    """Wait until the processes have ended; zombies count as ended."""
     deadline = time.monotonic() + 60
     while any(is_running(*pid) for pid in pids):
-        assert time.monotonic() < deadline, "hosts live on"
+        assert time.monotonic() < deadline, "some hosts still run"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What several parts of the program read and print: durations, percentiles, tables."""
+"""The text functions that several parts of the program share: durations, percentiles, tables."""
 
 import random
 import statistics
@@ -12,18 +12,18 @@ from mpiddp.text import align_columns, parse_duration, percentile
     ("text", "seconds"),
     [("90", 90), ("0.5", 0.5), (".5m", 30), ("90s", 90), ("55m", 3300), ("1.5h", 5400)],
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_parse_duration(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-1", "1d", "s", "1e3", "²s", "1 h", "5.", "nan"])
-def test_what_is_no_duration(text: str) -> None:
+def test_parse_duration_rejects(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 101])
-def test_percentiles_are_those_of_the_standard_library(count: int) -> None:
+def test_percentiles_equal_those_of_the_standard_library(count: int) -> None:
     draw = random.Random(count)
     values = [draw.random() for _ in range(count)]
     cuts = statistics.quantiles(values, n=100, method="inclusive")

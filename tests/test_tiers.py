@@ -1,4 +1,4 @@
-"""tests/tiers.py: which tests are of real ranks or of the cluster is read from what they reach.
+"""tests/tiers.py finds the tests that need real ranks or the cluster.
 
 Tests tests/tiers.py.
 python -m pytest tests/test_tiers.py
@@ -28,19 +28,23 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
 @pytest.mark.parametrize(
     ("function", "ranks", "in_cluster"),
     [
-        (test_hostfile.test_any_bytes_are_read_or_refused, False, False),
-        (test_stop.test_times_of_grace, False, False),
-        (test_stop.test_nohup_is_respected, True, False),  # by a list of the module
+        (test_hostfile.test_fuzzed_bytes_are_parsed_or_refused, False, False),
+        (test_stop.test_grace_accepts_times_with_units, False, False),
+        # It uses a global list.
+        (test_stop.test_under_nohup_sighup_is_ignored_and_sigterm_stops, True, False),
         (test_stop.test_sigusr1_through_a_raw_mpirun_stops_the_job, True, False),
-        (test_stop.test_a_training_without_a_launcher_saves_too, True, False),  # by its words
+        # It has strings of a command.
+        (test_stop.test_a_training_without_a_launcher_saves_and_stops, True, False),
         (test_run.test_without_a_launcher_a_script_is_a_job_of_one_rank, True, False),
         (test_launch.test_exit_codes, True, False),
-        (test_launch.test_this_machine_needs_no_hostfile, True, False),  # by an inner function
+        (test_launch.test_this_machine_needs_no_hostfile, True, False),  # in an inner function
         (test_restarts.test_too_few_hosts_are_an_error, True, False),  # its fixture has the hosts
         (test_test_hosts.test_nothing_is_left_behind, False, True),
     ],
 )
-def test_what_a_test_reaches(function: Callable[..., None], ranks: bool, in_cluster: bool) -> None:
+def test_starts_ranks_and_uses_cluster(
+    function: Callable[..., None], ranks: bool, in_cluster: bool
+) -> None:
     assert (starts_ranks([function]), uses_cluster([function])) == (ranks, in_cluster)
 
 
@@ -53,7 +57,7 @@ def test_a_fixture_of_hosts_needs_the_cluster() -> None:
         assert uses_cluster([fixture._get_wrapped_function()])
 
 
-def test_its_marks_are_those_of_its_fixtures_as_well(request: pytest.FixtureRequest) -> None:
+def test_a_test_has_the_markers_of_its_fixtures(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         if "hosts" in getattr(item, "fixturenames", ()):
             assert item.get_closest_marker("cluster"), item.nodeid

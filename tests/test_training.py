@@ -1,4 +1,4 @@
-"""Training with real ranks: its gradients, its evaluation, its options, and what a run leaves behind.
+"""Training with real ranks: gradients, evaluation, options, and the files of a run.
 
 Tests mpiddp/train/.
 python -m pytest tests/test_training.py
@@ -47,7 +47,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def exactness(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> dict[int, dict[str, Any]]:
-    """What tests/jobs/exactness.py finds at 1, 2, 3 and 4 ranks."""
+    """The results of tests/jobs/exactness.py on 1, 2, 3 and 4 ranks."""
     found = {}
     for ranks in (1, 2, 3, 4):
         file = tmp_path_factory.mktemp("exactness") / "found.json"
@@ -57,10 +57,10 @@ def exactness(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> dict[int
     return found
 
 
-def test_gradients_are_those_of_one_process_however_the_batch_is_dealt(
+def test_gradients_equal_those_of_one_process_for_any_split_of_the_batch(
     exactness: dict[int, dict[str, Any]],
 ) -> None:
-    """1×24, 2×12, 3×8 and 4×6 images, in one backward pass or two, with uneven shares and tails as well."""
+    """1×24, 2×12, 3×8 and 4×6 images, in one or two backward passes, also with uneven shares and tails."""
     for ranks, found in exactness.items():
         assert len(found["errors"]) == 13
         for case, (gradient_error, loss_error) in found["errors"].items():
@@ -68,21 +68,21 @@ def test_gradients_are_those_of_one_process_however_the_batch_is_dealt(
             assert loss_error < 5e-6, (ranks, case)
 
 
-def test_accumulated_gradients_are_added_up_once(exactness: dict[int, dict[str, Any]]) -> None:
+def test_accumulated_gradients_are_reduced_once(exactness: dict[int, dict[str, Any]]) -> None:
     assert {found["reductions_of_a_step"] for found in exactness.values()} == {1}
 
 
-def test_evaluation_is_exact_at_every_world_size(exactness: dict[int, dict[str, Any]]) -> None:
+def test_evaluation_is_exact_with_any_number_of_ranks(exactness: dict[int, dict[str, Any]]) -> None:
     for ranks, found in exactness.items():
         for num_images, score in zip((37, 3), found["scores"], strict=True):
-            assert score["asked"] == list(range(num_images)), ranks  # each once
+            assert score["requested"] == list(range(num_images)), ranks  # each once
             assert score["num_images"] == num_images
             assert score["right"] == score["reference_right"]
             assert score["loss"] == pytest.approx(score["reference_loss"], rel=1e-5)
     assert len({found["scores"][0]["right"] for found in exactness.values()}) == 1
 
 
-def test_every_ranks_random_numbers_go_on(exactness: dict[int, dict[str, Any]]) -> None:
+def test_the_random_state_of_every_rank_is_restored(exactness: dict[int, dict[str, Any]]) -> None:
     assert all(found["draws_after_restoring"] for found in exactness.values())
 
 
@@ -103,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_a_run_leaves_its_files(run: Path) -> None:
+def test_a_run_writes_its_files(run: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == [
         "checkpoints", "config.json", "logs", "metrics.jsonl", "summary.json",
     ]  # fmt: skip
@@ -132,7 +132,7 @@ def test_the_summary(run: Path) -> None:
     assert (found["test_accuracy"] * 37) % 1 == pytest.approx(0, abs=1e-9)
     assert 1 < found["train_loss"] < 5
     assert 0 < found["step_time_p50_s"] <= found["step_time_p95_s"] < found["wall_s"]
-    # Of 10 steps of 8 images the first 3 do not count.
+    # The first 3 of 10 steps of 8 images do not count.
     assert 0 < 7 * 8 / found["images_per_s"] < found["wall_s"]
 
 
@@ -145,7 +145,7 @@ def test_the_records(run: Path) -> None:
     assert [(r["step"], r["epoch"]) for r in tests] == [(5, 0), (10, 1)]
     assert tests[-1]["test_accuracy"] == summary(run)["test_accuracy"]
     assert found[-2]["train_loss"] == summary(run)["train_loss"]
-    # 2.5 of 10 steps warm up to 0.4 · 8 / 256, then the line falls
+    # In 2.5 of 10 steps the rate warms up to 0.4 · 8 / 256, then it falls linearly.
     assert [r["lr"] for r in found if "lr" in r][:2] == pytest.approx([0.0125, 0.0125 * 7 / 8])
 
 
@@ -166,23 +166,23 @@ def test_every_rank_has_a_log(run: Path) -> None:
         assert done.endswith(" done")
 
 
-def test_the_checkpoint_holds_one_model_and_every_ranks_own_state(run: Path) -> None:
-    held = contents(run, 10)
-    assert len(held["ranks"]) == 4
-    assert set(held["model"]) == set(ARCHS["resnet20"]().state_dict())
-    means = [rank["buffers"][0] for rank in held["ranks"]]  # of bn1
+def test_the_checkpoint_has_one_model_and_the_state_of_every_rank(run: Path) -> None:
+    saved = contents(run, 10)
+    assert len(saved["ranks"]) == 4
+    assert set(saved["model"]) == set(ARCHS["resnet20"]().state_dict())
+    means = [rank["buffers"][0] for rank in saved["ranks"]]  # of bn1
     assert not torch.equal(means[0], means[1])
-    torch.testing.assert_close(held["model"]["bn1.running_mean"], torch.stack(means).mean(0))
-    assert not torch.equal(held["ranks"][0]["cpu_rng"], held["ranks"][1]["cpu_rng"])
+    torch.testing.assert_close(saved["model"]["bn1.running_mean"], torch.stack(means).mean(0))
+    assert not torch.equal(saved["ranks"][0]["cpu_rng"], saved["ranks"][1]["cpu_rng"])
     state = json.loads((run / "checkpoints" / "step_00000010" / "state.json").read_text())
     assert state["progress"] == {"step": 10, "epoch": 2, "position": 0}
 
 
-def test_what_is_printed(run: Path) -> None:
+def test_the_output_of_rank_0(run: Path) -> None:
     printed = run.with_name("stdout").read_text()
     assert "4 ranks on 1 host over gloo, resnet20 on fashion-mnist" in printed
     assert "peak lr 0.0125 (--lr 0.4 scaled by batch/256)" in printed
-    assert printed.count("epoch 1/2  step 2/10  loss ") == 1  # one rank speaks
+    assert printed.count("epoch 1/2  step 2/10  loss ") == 1  # only rank 0 prints
     table = printed.rpartition("\n\n")[2].splitlines()
     assert [line.partition("  ")[0] for line in table] == [
         "data set", "arch", "ranks", "steps", "images/s", "step time", "train loss",
@@ -197,7 +197,7 @@ def test_what_is_printed(run: Path) -> None:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> dict[str, Turn]:
-    """Short runs of 2 ranks with one option or another, by the name of their folder."""
+    """Short runs of 2 ranks with different options, by the path of their folder."""
     folder = tmp_path_factory.mktemp("options")
     weights = folder / "weights.pt"
     torch.save({**ARCHS["resnet20"]().state_dict(), "bn1.bias": torch.full((16,), 7.0)}, weights)
@@ -205,7 +205,7 @@ def options(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> dict[str, 
     commands: dict[str, Command] = {
         "plain": [*QUICK, "--amp=off"],
         "again": [*QUICK, "--amp=off"],
-        "seed": [*QUICK, "--amp=off", "--seed=1", "--stop-at-step=6"],  # which is the last
+        "seed": [*QUICK, "--amp=off", "--seed=1", "--stop-at-step=6"],  # the last step
         "bf16": [*QUICK, "--amp=bf16"],
         "fp16": [*QUICK, "--amp=fp16"],
         "contiguous": [*QUICK, "--amp=off", "--no-channels-last"],
@@ -218,7 +218,7 @@ def options(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> dict[str, 
         ],
     }  # fmt: skip
     ran = pool.run(
-        2, folder, [[*words, "--out", folder / name] for name, words in commands.items()]
+        2, folder, [[*command, "--out", folder / name] for name, command in commands.items()]
     )
     assert [turn.code for turn in ran] == [0] * len(commands), [turn.stderr for turn in ran]
     return {str(folder / name): turn for name, turn in zip(commands, ran, strict=True)}
@@ -232,14 +232,14 @@ def losses(options: dict[str, Turn], name: str) -> list[float]:
     return [r["train_loss"] for r in records(folder_of(options, name)) if "train_loss" in r]
 
 
-def test_bf16_is_the_default_where_the_processor_computes_in_it() -> None:
-    """torch's own answer, which no public function of torch 2.8 gives."""
-    torch_says = (
+def test_computes_in_bf16_agrees_with_torch() -> None:
+    """torch 2.8 has no public function for this."""
+    is_supported = (
         torch.cpu._is_avx512_bf16_supported
         if platform.machine() == "x86_64"
         else torch.ops.mkldnn._is_mkldnn_bf16_supported
     )
-    assert computes_in_bf16(torch.device("cpu")) == torch_says()
+    assert computes_in_bf16(torch.device("cpu")) == is_supported()
 
 
 SLOWEST = """
@@ -251,12 +251,12 @@ with mpiddp.process_group() as world:
 """
 
 
-def test_each_time_is_that_of_the_slowest_rank() -> None:
+def test_slowest_is_the_maximum_over_the_ranks() -> None:
     done = mpirun(2, "-c", SLOWEST)
     assert done.stdout.splitlines() == ["[2.0, 4.0]"] * 2, done.stderr
 
 
-def test_the_seed_decides_everything(options: dict[str, Turn]) -> None:
+def test_losses_depend_only_on_the_seed(options: dict[str, Turn]) -> None:
     assert losses(options, "plain") == losses(options, "again")
     assert losses(options, "plain") != losses(options, "seed")
 
@@ -267,20 +267,20 @@ def test_precision_and_layout_change_little(options: dict[str, Turn], name: str)
     assert losses(options, name) != losses(options, "plain")
 
 
-def test_weight_decay_spares_batch_norm_and_biases() -> None:
+def test_weight_decay_excludes_batch_norm_and_biases() -> None:
     model = ARCHS["resnet20"]()
-    decayed, spared = build_optimizer(model, configured("--weight-decay=0.1")).param_groups
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    decayed, excluded = build_optimizer(model, configured("--weight-decay=0.1")).param_groups
+    assert (decayed["weight_decay"], excluded["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+    assert len(decayed["params"]) + len(excluded["params"]) == len(names)
     for parameter in decayed["params"]:
         assert re.search(r"conv\d\.weight$|^fc\.weight$", names[id(parameter)])
-    for parameter in spared["params"]:
+    for parameter in excluded["params"]:
         assert re.search(r"bn\d\.(weight|bias)$|^fc\.bias$", names[id(parameter)])
 
 
 def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
-    """The fused kernels pair up what lies side by side, whatever it is."""
+    """The fused kernels pair elements by their position in memory, whatever their layout."""
     torch.manual_seed(0)
     image = torch.randn(2, 3, 8, 8)
     stepped = []
@@ -296,12 +296,12 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
         model(image).square().sum().backward()
         resumed.step()
         stepped.append(model.weight.detach().clone())
-    # Weights of some hundreds, each a sum whose order depends on the layout: a small one may have lost
-    # all its digits, while a momentum that is out of place changes the weights by their own size.
+    # The weights are some hundreds. Each is a sum whose order depends on the layout, so a small one may
+    # lose all its digits. A misplaced momentum changes the weights by their own size.
     torch.testing.assert_close(*stepped, rtol=0, atol=1e-5 * stepped[0].abs().max().item())
 
 
-def test_gradients_stay_in_place_where_a_cuda_graph_adds_to_them() -> None:
+def test_gradients_keep_their_memory_for_cuda_graphs() -> None:
     model = torch.nn.Linear(2, 2)
     for options, stay in (
         (["--compile=reduce-overhead", "--grad-accum-steps=2"], True),
@@ -314,7 +314,7 @@ def test_gradients_stay_in_place_where_a_cuda_graph_adds_to_them() -> None:
 
 
 def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
-    """torch's fused SGD would leave one that is not initialized, and use it from then on."""
+    """torch's fused SGD would leave an uninitialized one, and use it in later steps."""
     model = torch.nn.Linear(2, 2)
     optimizer = build_optimizer(model, configured("--amp=fp16"))
     scaler = torch.amp.GradScaler("cpu")
@@ -325,22 +325,22 @@ def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
 
 
 def test_fp16_skips_steps_that_overflow(options: dict[str, Turn]) -> None:
-    """The first steps do overflow: the scale begins at 65536, and halves at each."""
-    held = contents(folder_of(options, "fp16"), 6)["trainer"]
-    assert held["scaler"]["scale"] < 65536
+    """The first steps overflow: the scale begins at 65536, and each overflow halves it."""
+    saved = contents(folder_of(options, "fp16"), 6)["trainer"]
+    assert saved["scaler"]["scale"] < 65536
     first, last = losses(options, "fp16")
     assert first == pytest.approx(losses(options, "plain")[0], rel=0.05)
     assert last < 4
-    for state in held["optimizer"]["state"].values():
+    for state in saved["optimizer"]["state"].values():
         assert state["momentum_buffer"].abs().max() < 100
 
 
-def test_the_lr_is_taken_as_it_is_if_wished(options: dict[str, Turn]) -> None:
+def test_no_lr_scaling_uses_the_given_lr(options: dict[str, Turn]) -> None:
     rates = [r["lr"] for r in records(folder_of(options, "unscaled"))]
     assert rates == pytest.approx([0.05, 0.05])
 
 
-def test_weights_are_where_training_starts(options: dict[str, Turn]) -> None:
+def test_training_starts_from_the_given_weights(options: dict[str, Turn]) -> None:
     model = contents(folder_of(options, "weights"), 6)["model"]
     torch.testing.assert_close(model["bn1.bias"], torch.full((16,), 7.0))
 
@@ -357,10 +357,10 @@ def test_an_image_folder(options: dict[str, Turn]) -> None:
     assert (found["dataset"], found["steps"], found["test_images"]) == ("images", 3, 9)
 
 
-# One rank alone
+# A single rank
 
 
-def test_alone_and_deterministic(tmp_path: Path) -> None:
+def test_a_deterministic_training_without_a_launcher(tmp_path: Path) -> None:
     program = (
         "import os, sys, torch; from mpiddp.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"
@@ -377,7 +377,7 @@ def test_alone_and_deterministic(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_trains_and_saves_under_the_same_names() -> None:
-    """In a process of its own; a small model, for a ResNet takes a minute to compile on two cores."""
+    """The model is small, because a ResNet takes a minute to compile on two cores."""
     program = (
         "import torch\n"
         "from dataclasses import replace\n"

@@ -1,4 +1,4 @@
-"""What may be wrong with `mpiddp train` on two real ranks: one sentence, code 2, nothing left over.
+"""Bad input of `mpiddp train` on two real ranks: one sentence, exit code 2, and no output folder.
 
 Tests mpiddp/train/.
 python -m pytest tests/test_training_input.py
@@ -31,15 +31,17 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> Path:
-    """A finished run in `done`, and folders that hold what is wrong."""
-    place = tmp_path_factory.mktemp("input")
-    (ran,) = pool.run(2, place, [[*QUICK, "--epochs=1", "--save-every=1", "--out", place / "done"]])
+def inputs(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> Path:
+    """A finished run in `done`, and folders with bad input."""
+    inputs = tmp_path_factory.mktemp("input")
+    (ran,) = pool.run(
+        2, inputs, [[*QUICK, "--epochs=1", "--save-every=1", "--out", inputs / "done"]]
+    )
     assert ran.code == 0
-    (place / "file").write_text("in the way")
+    (inputs / "file").write_text("in the way")
 
-    broken = place / "broken" / "checkpoints"
-    shutil.copytree(place / "done" / "checkpoints", broken)
+    broken = inputs / "broken" / "checkpoints"
+    shutil.copytree(inputs / "done" / "checkpoints", broken)
     for folder in broken.iterdir():
         (folder / "model.pt").write_bytes(b"cut")
 
@@ -47,37 +49,37 @@ def place(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> Path:
         (folder / "state.json").write_text('{"epoch": 3}')
 
     def fill_strange(folder: Path) -> None:
-        shutil.copy(place / "done/checkpoints/step_00000002/state.json", folder)
+        shutil.copy(inputs / "done/checkpoints/step_00000002/state.json", folder)
         for name in ("model", "trainer", "ranks"):
             (folder / f"{name}.pt").write_bytes(b"\xff\xd8")
 
-    directory.write(place / "foreign", 2, fill_foreign)
-    directory.write(place / "strange", 2, fill_strange)
-    directory.write(place / "other", 2, lambda folder: (folder / "a").touch())
+    directory.write(inputs / "foreign", 2, fill_foreign)
+    directory.write(inputs / "strange", 2, fill_strange)
+    directory.write(inputs / "other", 2, lambda folder: (folder / "a").touch())
 
-    cifar = place / "cifar" / "cifar-10-batches-bin"
+    cifar = inputs / "cifar" / "cifar-10-batches-bin"
     cifar.mkdir(parents=True)
     for name in cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES:
         (cifar / f"{name}.bin").write_bytes(bytes(1000))
-    fashion = tiny_data.fashion_mnist(place / "fashion", 20, 10)
+    fashion = tiny_data.fashion_mnist(inputs / "fashion", 20, 10)
     labels = fashion / "train-labels-idx1-ubyte.gz"
     labels.write_bytes(labels.read_bytes()[:30])
-    shutil.rmtree(tiny_data.image_folder(place / "images", 4, 2) / "val")
+    shutil.rmtree(tiny_data.image_folder(inputs / "images", 4, 2) / "val")
 
     weights = ARCHS["resnet20"]().state_dict()
-    torch.save({name: weights[name] for name in list(weights)[:3]}, place / "part.pt")
-    (place / "blocked").mkdir()
-    (place / "blocked" / "checkpoints").write_text("a file in the way")
-    return place
+    torch.save({name: weights[name] for name in list(weights)[:3]}, inputs / "part.pt")
+    (inputs / "blocked").mkdir()
+    (inputs / "blocked" / "checkpoints").write_text("a file in the way")
+    return inputs
 
 
-# name: options (P is the folder above, O a new output folder), and the sentence
+# name: options (P is the folder above), and the sentence
 CASES: dict[str, tuple[str, str]] = {
     "arch": (
         "--arch=resnet19",
         "mpiddp train: argument --arch: invalid choice: 'resnet19' .*See: mpiddp train --help",
     ),
-    "word": (
+    "misspelled option": (
         "--use-sin",
         'mpiddp train: unrecognized arguments: --use-sin. Did you mean "--use-syn"\\? See: .*',
     ),
@@ -114,7 +116,7 @@ CASES: dict[str, tuple[str, str]] = {
         "--use-syn --amp=fp16 --grad-compression=powersgd",
         "--grad-compression powersgd and --amp fp16 are mutually exclusive: .*",
     ),
-    "a lone image": (
+    "single image": (
         "--use-syn --arch=resnet18 --stem=imagenet --batch-size=1",
         "BatchNorm cannot normalize a pass of one 32×32 image. Use --batch-size 2 or more, .*",
     ),
@@ -122,7 +124,7 @@ CASES: dict[str, tuple[str, str]] = {
         "--use-syn --epochs=1 --warmup-epochs=2",
         "--warmup-epochs 2 is more than --epochs 1: .*",
     ),
-    "fashion-mnist elsewhere": (
+    "no fashion-mnist": (
         "--dataset=fashion-mnist --data-dir=P/done",
         "no Fashion-MNIST .* in P/done, P/done/fashion-mnist; copy .*",
     ),
@@ -158,7 +160,7 @@ CASES: dict[str, tuple[str, str]] = {
         "--use-syn --resume=atuo",
         r"rank 0 on .*: --resume atuo not found \(looked in .*\). Expected auto, never, .*",
     ),
-    "resume a stranger": (
+    "resume a file": (
         "--use-syn --resume=P/file",
         "rank 0 on .*: --resume P/file: contains no checkpoint. Expected auto, never, .*",
     ),
@@ -170,7 +172,7 @@ CASES: dict[str, tuple[str, str]] = {
         "--use-syn --resume=P/broken/checkpoints/step_00000002",
         "rank 0 on .*: --resume .*: checkpoint step_00000002: model.pt has 3 bytes instead of .*",
     ),
-    "go on with broken": (
+    "continue broken": (
         "--use-syn --out=P/broken",
         "rank 0 on .*: P/broken/checkpoints contains no valid checkpoint. Name another --out.",
     ),
@@ -195,7 +197,7 @@ CASES: dict[str, tuple[str, str]] = {
         "QUICK --epochs=1 --seed=1 --resume=P/done",
         "rank 0 on .*: P/done/.* was made with other options: --seed 0, now 1. .*",
     ),
-    "never": (
+    "resume never": (
         "QUICK --epochs=1 --resume=never --out=P/done",
         r"rank 0 on .*: --resume never, but --out P/done already holds a run \(checkpoints\). .*",
     ),
@@ -208,24 +210,23 @@ CASES: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def refused(
-    place: Path, tmp_path_factory: pytest.TempPathFactory, pool: Ranks
+    inputs: Path, tmp_path_factory: pytest.TempPathFactory, pool: Ranks
 ) -> dict[str, tuple[Turn, Path]]:
     """Every case on the same two ranks, one after another, and its output folder."""
     outs = tmp_path_factory.mktemp("outs")
     commands: list[Command] = []
-    for name, (words, _) in CASES.items():
-        # The last --out counts.
-        start: Command = ["--out", outs / name]
-        for word in words.split():
-            start += QUICK if word == "QUICK" else [word.replace("P/", f"{place}/")]
-        commands.append(start)
-    ran = pool.run(2, place, commands)
+    for name, (options, _) in CASES.items():
+        command: Command = ["--out", outs / name]  # a later --out takes precedence
+        for option in options.split():
+            command += QUICK if option == "QUICK" else [option.replace("P/", f"{inputs}/")]
+        commands.append(command)
+    ran = pool.run(2, inputs, commands)
     return {name: (turn, outs / name) for name, turn in zip(CASES, ran, strict=True)}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_in_one_sentence(
-    name: str, refused: dict[str, tuple[Turn, Path]], place: Path
+def test_bad_input_is_refused_in_one_sentence(
+    name: str, refused: dict[str, tuple[Turn, Path]], inputs: Path
 ) -> None:
     if name == "nccl" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -233,23 +234,23 @@ def test_it_is_refused_in_one_sentence(
     assert turn.code == 2
     sentences = turn.stderr.splitlines()
     assert len(sentences) == 1, turn.stderr
-    pattern = CASES[name][1].replace("P/", f"{re.escape(str(place))}/")
+    pattern = CASES[name][1].replace("P/", f"{re.escape(str(inputs))}/")
     assert re.fullmatch(pattern, sentences[0]), sentences[0]
     assert not out.exists()
 
 
-def test_a_refused_job_leaves_the_run_as_it_was(
-    refused: dict[str, tuple[Turn, Path]], place: Path
+def test_a_refused_job_does_not_change_the_run(
+    refused: dict[str, tuple[Turn, Path]], inputs: Path
 ) -> None:
     assert refused["other configuration"][0].code == 2
-    config = json.loads((place / "done" / "config.json").read_text())
+    config = json.loads((inputs / "done" / "config.json").read_text())
     assert (config["lr"], config["arch"]) == (0.4, "resnet20")
-    assert not (place / "broken" / "config.json").exists()
-    for folder in directory.list_steps(place / "done" / "checkpoints"):
+    assert not (inputs / "broken" / "config.json").exists()
+    for folder in directory.list_steps(inputs / "done" / "checkpoints"):
         directory.verify(folder)
 
 
-# The same as a user sees it: a job of its own, which ends at once
+# Bad input in separate jobs, as a user starts them
 
 
 @pytest.mark.quick
@@ -263,15 +264,15 @@ def test_bad_usage_ends_the_job(tmp_path: Path) -> None:
     assert job.stdout == ""
 
 
-def test_what_only_rank_0_finds_ends_the_job(place: Path, tmp_path: Path) -> None:
-    job = train(2, *QUICK, f"--resume={place / 'broken'}", "--out", tmp_path / "out")
+def test_an_error_that_only_rank_0_finds_ends_the_job(inputs: Path, tmp_path: Path) -> None:
+    job = train(2, *QUICK, f"--resume={inputs / 'broken'}", "--out", tmp_path / "out")
     assert job.returncode == 2
     (sentence,) = own_lines(job.stderr)
-    assert sentence.endswith(f"--resume {place / 'broken'}: contains no valid checkpoint.")
+    assert sentence.endswith(f"--resume {inputs / 'broken'}: contains no valid checkpoint.")
 
 
-def test_a_broken_image_that_one_rank_meets_in_mid_training(tmp_path: Path) -> None:
-    """The other rank stands in an all-reduce then, and is to keep still."""
+def test_a_broken_image_of_one_rank_during_training(tmp_path: Path) -> None:
+    """The other rank waits in an all-reduce, and prints no error."""
     images = tiny_data.image_folder(tmp_path / "images", 8, 2)
     broken = images / "train" / "dog" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:200])
@@ -283,7 +284,7 @@ def test_a_broken_image_that_one_rank_meets_in_mid_training(tmp_path: Path) -> N
     (sentence,) = own_lines(job.stderr)
     assert sentence.startswith(f"{broken}: Pillow cannot read this image (")
     logs = [log.read_text() for log in sorted((tmp_path / "out" / "logs").iterdir())]
-    assert sum("UserError" in log for log in logs) == 1  # its traceback stands there
+    assert sum("UserError" in log for log in logs) == 1  # its traceback
 
 
 FOLDER: Command = [
@@ -330,11 +331,11 @@ def test_hosts_with_different_data_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_summary_and_records_are_made_anew(
-    place: Path, tmp_path: Path, pool: Ranks
+def test_a_damaged_summary_and_records_are_repaired(
+    inputs: Path, tmp_path: Path, pool: Ranks
 ) -> None:
     out = tmp_path / "done"
-    shutil.copytree(place / "done", out)
+    shutil.copytree(inputs / "done", out)
     (out / "summary.json").write_bytes(b"")
     with (out / "metrics.jsonl").open("a") as file:
         file.write('12\n{"step": 2')

@@ -1,4 +1,4 @@
-"""Who a process is, read from every launcher's variables: set, unset, partly set, and in each other's way.
+"""The world of a process from every launcher's variables: set, unset, partly set, or in conflict.
 
 Tests mpiddp/world.py.
 python -m pytest tests/test_world.py
@@ -31,11 +31,11 @@ def mpi(prefix: str, *values: str) -> Env:
 
 TORCH = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "5", "8", "1", "4")
 TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1"}
-# Open MPI's NODE_RANK counts ranks on one node: 1 here, where the node's own rank may be anything.
+# Open MPI's NODE_RANK is the rank within a node, not the rank of the node.
 OPEN_MPI = mpi("OMPI_COMM_WORLD", "3", "4", "1", "2") | {"OMPI_COMM_WORLD_NODE_RANK": "1"}
 MVAPICH2 = mpi("MV2_COMM_WORLD", "3", "4", "1", "2")
 HYDRA = named("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", "3", "4", "1", "2")
-# As a real srun -N2 --ntasks-per-node=2 set them for task 3, and a real salloc and sbatch for nobody.
+# From a real srun -N2 --ntasks-per-node=2 for task 3; salloc and sbatch set them for a shell, not a task.
 SLURM_JOB = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}
 SALLOC = SLURM_JOB | {"SLURM_NNODES": "2"}
 SBATCH = SLURM_JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
@@ -59,7 +59,8 @@ ROWS = {
 }
 
 
-def place(env: Mapping[str, str]) -> tuple[str, int, int, int, int]:
+def identity(env: Mapping[str, str]) -> tuple[str, int, int, int, int]:
+    """The launcher, rank, world size, local rank and local world size."""
     world = World.from_env(env)
     numbers = (world.rank, world.world_size, world.local_rank, world.local_world_size)
     return (world.launcher.name, *numbers)
@@ -72,44 +73,44 @@ def refusal(env: Mapping[str, str]) -> str:
 
 
 @pytest.mark.parametrize("launcher", ROWS)
-def test_a_complete_row_is_taken_whole(launcher: str) -> None:
+def test_from_env_with_all_variables_of_a_launcher(launcher: str) -> None:
     numbers = (5, 8, 1, 4) if launcher in ("torchrun", "env://") else (3, 4, 1, 2)
-    assert place(ROWS[launcher]) == (launcher, *numbers)
+    assert identity(ROWS[launcher]) == (launcher, *numbers)
 
 
-def test_the_others_are_unknown_until_the_ranks_have_met() -> None:
+def test_node_rank_and_master_address_are_unknown_before_the_rendezvous() -> None:
     world = World.from_env(OPEN_MPI)
     assert (world.node_rank, world.num_nodes) == (None, None)
     assert (world.master_addr, world.master_port) == (None, None)
 
 
-def test_no_launcher_is_rank_0_of_1_and_says_so() -> None:
+def test_without_a_launcher_the_world_has_one_rank() -> None:
     unrelated = {"HOME": "/", "OMPI_MCA_btl": "self", "PMIX_VERSION": "5", "MASTER_PORT": "29500"}
     for env in ({}, unrelated):
-        assert place(env) == ("none", 0, 1, 0, 1)
+        assert identity(env) == ("none", 0, 1, 0, 1)
 
 
 @pytest.mark.parametrize("launcher", ROWS)
-def test_a_row_partly_set_names_what_is_there_and_what_is_missing(launcher: str) -> None:
+def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> None:
     row = ROWS[launcher]
     names = [name for name in World.from_env(row).launcher.variables if name in row]
     assert len(names) >= 4
-    for gone in names:
-        sentence = refusal({name: value for name, value in row.items() if name != gone})
-        assert f"missing {gone}." in sentence
-        for kept in set(names) - {gone}:
+    for missing in names:
+        sentence = refusal({name: value for name, value in row.items() if name != missing})
+        assert f"missing {missing}." in sentence
+        for kept in set(names) - {missing}:
             assert f"{kept}={row[kept]}" in sentence
         assert launcher in sentence
 
 
 @pytest.mark.parametrize("launcher", ["openmpi", "mvapich2", "hydra", "env://"])
-def test_a_single_variable_of_a_row_is_never_a_silent_rank_0(launcher: str) -> None:
+def test_a_single_variable_of_a_launcher_is_refused(launcher: str) -> None:
     row = ROWS[launcher]
     for name in World.from_env(row).launcher.variables:
         assert "missing" in refusal({name: row[name]})
 
 
-def test_torchrun_is_proved_by_its_run_id_alone() -> None:
+def test_torchruns_run_id_requires_its_other_variables() -> None:
     sentence = refusal({"TORCHELASTIC_RUN_ID": "none"})
     assert "found TORCHELASTIC_RUN_ID, missing RANK, WORLD_SIZE, LOCAL_RANK" in sentence
 
@@ -125,20 +126,20 @@ def test_torchrun_is_proved_by_its_run_id_alone() -> None:
         (SRUN | TORCHRUN, "torchrun", 5),  # srun … torchrun
         (SRUN | OPEN_MPI, "openmpi", 3),  # mpirun starts its daemons by srun
         (SRUN | HYDRA, "hydra", 3),  # so does Hydra
-        (SRUN | PMI2, "slurm", 3),  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE as well
+        (SRUN | PMI2, "slurm", 3),  # srun --mpi=pmi2 also sets PMI_RANK and PMI_SIZE
         (SALLOC | OPEN_MPI, "openmpi", 3),
         (SBATCH | OPEN_MPI, "openmpi", 3),
     ],
 )
 def test_the_innermost_launcher_wins(env: Env, launcher: str, rank: int) -> None:
-    assert place(env)[:2] == (launcher, rank)
+    assert identity(env)[:2] == (launcher, rank)
 
 
 @pytest.mark.parametrize("env", [SALLOC, SBATCH, SRUN | {"SLURM_STEP_ID": "4294967290"}])
-def test_the_shell_of_an_allocation_is_no_task(env: Env) -> None:
-    """salloc's shell, a batch script, and the interactive step that newer Slurms make of salloc's."""
-    assert place(env) == ("none", 0, 1, 0, 1)
-    assert place(env | TORCH) == ("env://", 5, 8, 1, 4)
+def test_the_shell_of_an_allocation_is_not_a_task(env: Env) -> None:
+    """salloc's shell, a batch script, and the interactive step of salloc in newer versions of Slurm."""
+    assert identity(env) == ("none", 0, 1, 0, 1)
+    assert identity(env | TORCH) == ("env://", 5, 8, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +160,14 @@ def test_slurms_compressed_counts(counts: str, node: str, local_size: int) -> No
         ("2(x2)", "one", 'SLURM_NODEID="one" is not a whole number, 0 or more.'),
     ],
 )
-def test_slurm_counts_that_make_no_sense(counts: str, node: str, sentence: str) -> None:
+def test_invalid_slurm_counts(counts: str, node: str, sentence: str) -> None:
     env = SRUN | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
     assert sentence in refusal(env)
 
 
 @pytest.mark.parametrize("value", ["", "-1", "two", "1.0", " 1", "0x1", "１", "²"])
 @pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://"])
-def test_what_is_no_number_is_refused(launcher: str, value: str) -> None:
+def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> None:
     for name in World.from_env(ROWS[launcher]).launcher.variables:
         sentence = refusal(ROWS[launcher] | {name: value})
         assert sentence == f'{name}="{value}" is not a whole number, 0 or more.'
@@ -187,7 +188,7 @@ def test_values_that_contradict_each_other_are_refused(change: Env, sentence: st
     assert refused.endswith("Unset the stale ones.")
 
 
-def test_from_env_reads_this_process_and_needs_no_torch() -> None:
+def test_from_env_reads_os_environ() -> None:
     code = "import mpiddp; w = mpiddp.World.from_env(); print(w.rank, w.launcher.name)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=clean_env(MVAPICH2), capture_output=True, text=True)

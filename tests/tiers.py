@@ -1,7 +1,7 @@
-"""Which tests need what: the markers `ranks` and `cluster`, read from the code that a test reaches.
+"""Set the markers `ranks` and `cluster` from the code that a test uses.
 
-A test is in the quick tier (`./run.sh test`) unless it is `cluster`, `frameworks` or `slow`; one of
-real ranks has to be marked `quick` as well. `slow` and `quick` are marked by hand.
+`./run.sh test` runs all tests except those marked `cluster`, `frameworks` or `slow`. It runs a test of real
+ranks only if it is marked `quick`. `slow` and `quick` are marked by hand.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 from tests import cluster, mpis, ranks
 
 STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, mpis.mpirun_of)
-# The files that take longest, longest first: one that starts last would keep one process busy while
-# the others have nothing left to do.
+# The files that take longest, longest first. If a long file started last, one process would still run it
+# after the others have finished.
 LONGEST_FIRST = (
     *(
         "supervision",
@@ -33,11 +33,11 @@ LONGEST_FIRST = (
     "control_channel",
 )
 VERBS = ("run", "train", "launch", "bench", "-H")
-STANDS_UP = ("up", "up_or_skip", "stand_up")
+STARTS_CLUSTER = ("up", "up_or_skip", "stand_up")
 
 
 def mark(item: pytest.Function) -> None:
-    """Adds the markers that follow from what the test and its fixtures reach."""
+    """Add the markers that follow from the functions that the test and its fixtures use."""
     functions = [item.function]
     for definitions in item._fixtureinfo.name2fixturedefs.values():
         functions += [definition.func for definition in definitions]
@@ -48,41 +48,41 @@ def mark(item: pytest.Function) -> None:
 
 
 def by_length(item: pytest.Item) -> int:
-    """The rank of the test's file in LONGEST_FIRST; those that are not listed come last."""
+    """The position of the test's file in LONGEST_FIRST. Files that are not listed come last."""
     name = item.path.stem.removeprefix("test_")
     return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 def starts_ranks(functions: Iterable[object]) -> bool:
-    """Whether they reach mpirun, or a command of mpiddp that is a rank or starts some."""
+    """Whether the functions use mpirun, or a command of mpiddp that is a rank or starts ranks."""
     for function in _reached(functions):
         used = _globals_of(function)
         if any(value is start for value in used for start in STARTS_RANKS):
             return True
-        words = list(function.__code__.co_consts)
+        values = list(function.__code__.co_consts)
         for value in used:
-            words += value if isinstance(value, (list, tuple)) else [value]
-        words = [word for word in words if isinstance(word, str)]
-        if any("mpiddp" in word for word in words) and any(verb in words for verb in VERBS):
+            values += value if isinstance(value, (list, tuple)) else [value]
+        texts = [value for value in values if isinstance(value, str)]
+        if any("mpiddp" in text for text in texts) and any(verb in texts for verb in VERBS):
             return True
     return False
 
 
 def uses_cluster(functions: Iterable[object]) -> bool:
-    """Whether they reach what makes hosts: `cluster.up` and its like."""
-    stands_up = [getattr(cluster, name) for name in STANDS_UP]
+    """Whether the functions start a cluster, with `cluster.up` or one of its relatives."""
+    starts_cluster = [getattr(cluster, name) for name in STARTS_CLUSTER]
     for function in _reached(functions):
         names = _names(function.__code__)
         for value in _globals_of(function):
-            if any(value is each for each in stands_up) or (
-                value is cluster and not names.isdisjoint(STANDS_UP)
+            if any(value is each for each in starts_cluster) or (
+                value is cluster and not names.isdisjoint(STARTS_CLUSTER)
             ):
                 return True
     return False
 
 
 def _reached(functions: Iterable[object]) -> Iterator[FunctionType]:
-    """The functions, and every function of the tests that they name, directly or through another."""
+    """The functions, and all functions of the tests that they use, directly or indirectly."""
     seen: set[int] = set()
     todo = [function for function in functions if isinstance(function, FunctionType)]
     while todo:
@@ -99,7 +99,7 @@ def _reached(functions: Iterable[object]) -> Iterator[FunctionType]:
 
 
 def _globals_of(function: FunctionType) -> list[object]:
-    """The values of the module's names that the function uses."""
+    """The values of the module's globals that the function uses."""
     names = _names(function.__code__)
     return [function.__globals__[name] for name in names & function.__globals__.keys()]
 

@@ -1,4 +1,4 @@
-"""Data sets of a few images, in the layouts that the real ones have."""
+"""Data sets of a few images in the layouts of the real ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def fashion_mnist(folder: Path, num_train: int, num_test: int) -> Path:
-    """Random images with random labels, as Fashion-MNIST's four files."""
+    """Write random images with random labels as Fashion-MNIST's four files."""
     draw = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     for part, count in (("train", num_train), ("t10k", num_test)):
@@ -26,7 +26,7 @@ def fashion_mnist(folder: Path, num_train: int, num_test: int) -> Path:
 
 
 def image_folder(folder: Path, num_train: int, num_test: int) -> Path:
-    """That many images a class, of three classes, as train/CLASS/*.jpg and val/CLASS/*.jpg."""
+    """Write train/CLASS/*.jpg and val/CLASS/*.jpg, with these numbers of images in each of 3 classes."""
     draw = np.random.default_rng(0)
     for split, count in (("train", num_train), ("val", num_test)):
         for name in ("cat", "dog", "eel"):

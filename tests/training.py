@@ -1,4 +1,4 @@
-"""Runs of `mpiddp train` under the real mpirun, for tests: start them, and hold what they left."""
+"""Runs of `mpiddp train` under the real mpirun, for tests: start them, and read their files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Command = list[str | Path]  # the options of `mpiddp train`
 
 @dataclass(frozen=True)
 class Turn:
-    """One command of several that the same ranks ran: stdout is rank 0's, stderr everyone's."""
+    """The result of one of several commands on the same ranks: rank 0's stdout, the stderr of all."""
 
     code: int
     stdout: str
@@ -35,7 +35,7 @@ class Turn:
 def configured(
     *options: str, ranks: int = 1, on_gpu: bool = False, bf16: bool = False
 ) -> TrainConfig:
-    """The configuration that `mpiddp train OPTIONS…` would have on such machines."""
+    """The configuration of `mpiddp train OPTIONS…` on such machines."""
     world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks)
     return resolve_defaults(parse(list(options)), world, on_gpu=on_gpu, has_bf16=bf16)
 
@@ -49,35 +49,35 @@ def train(
 
 @dataclass
 class Ranks:
-    """Ranks of one mpirun that take turns as jobs of their number or fewer, see `tests.jobs.turns`."""
+    """Ranks of one mpirun that run one job after another, see `tests.jobs.turns`."""
 
     process: subprocess.Popen[str]
     stderr: Path
 
     def run(self, ranks: int, folder: Path, commands: list[Command]) -> list[Turn]:
-        """The commands one after another, each as a job of that many ranks."""
+        """Run the commands one after another, each as a job of this many ranks."""
         file = folder / "TURNS.json"
         file.unlink(missing_ok=True)
-        written = [[str(word) for word in command] for command in commands]
+        texts = [[str(argument) for argument in command] for command in commands]
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([ranks, str(file), written]) + "\n")
+        self.process.stdin.write(json.dumps([ranks, str(file), texts]) + "\n")
         self.process.stdin.flush()
         deadline = time.monotonic() + PATIENCE_S
         while not file.exists():
             assert self.process.poll() is None, self.stderr.read_text()
-            assert time.monotonic() < deadline, "the ranks take too long for their turns"
+            assert time.monotonic() < deadline, "the ranks take too long"
             time.sleep(0.05)
         return [Turn(*turn) for turn in json.loads(file.read_text())]
 
 
 def _stop_with_parent() -> None:
-    """A pytest that is killed leaves no ranks waiting for their next turn."""
+    """Stop the waiting ranks when pytest is killed."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
 
 
 def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
-    """So many ranks, which end well afterwards and have nothing to say but in their turns."""
+    """This many ranks. Afterwards they must end with code 0 and without output on stderr."""
     stderr = folder / "stderr"
     with (
         stderr.open("w") as file,
@@ -101,21 +101,21 @@ def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
 
 
 def contents(run: Path, step: int) -> dict[str, Any]:
-    """All tensors of a checkpoint, by the name of its file."""
+    """All tensors of a checkpoint, by the names of its files."""
     folder = run / "checkpoints" / f"step_{step:08d}"
     return {name: torch.load(folder / f"{name}.pt") for name in ("model", "trainer", "ranks")}
 
 
 def unequal(a: Any, b: Any, where: str = "") -> list[str]:
-    """Where two nestings of tensors differ in a bit; [] if they are the same."""
+    """The paths at which two nested structures of tensors differ in any bit; [] if they are equal."""
     if isinstance(a, torch.Tensor):
         return [] if torch.equal(a, b) else [where]
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
-        return [place for key in a for place in unequal(a[key], b[key], f"{where}/{key}")]
+        return [path for key in a for path in unequal(a[key], b[key], f"{where}/{key}")]
     if isinstance(a, list):
         pairs = enumerate(zip(a, b, strict=True))
-        return [place for i, (x, y) in pairs for place in unequal(x, y, f"{where}/{i}")]
+        return [path for i, (x, y) in pairs for path in unequal(x, y, f"{where}/{i}")]
     return [] if a == b else [where]
 
 

@@ -121,7 +121,7 @@ class Job:
             time.sleep(0.1)
         for host in self.hosts.hosts:
             with contextlib.suppress(FileNotFoundError):
-                host.sweep()
+                host.kill_processes()
         return orphans
 
     def newest_checkpoint(self) -> int:

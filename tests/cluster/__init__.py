@@ -1,4 +1,4 @@
-"""A real ssh cluster on one machine: hosts as namespaces, each with its own name, network and sshd.
+"""A real ssh cluster on one machine. Each host is a set of namespaces with its own name, network and sshd.
 
     with cluster.up(3, layout=Layout(decoys=("docker0",))) as c:
         c["node0"].run(["mpirun", "-np", "3", "-H", "node0,node1,node2", "hostname"])
@@ -37,8 +37,8 @@ __all__ = [
 
 @contextmanager
 def up_or_skip(count: int = 3, *, layout: Layout = PLAIN) -> Iterator[Cluster]:
-    """`up` for the body of a pytest fixture: skips its tests where no cluster can stand."""
-    import pytest  # here, so that the command line works before anything is installed
+    """`up` for a pytest fixture. Skips its tests if this machine cannot run a cluster."""
+    import pytest  # here, because the command line must work without pytest
 
     if reason := why_not():
         pytest.skip(reason)

@@ -1,6 +1,6 @@
 """The test cluster by hand.
 
-python -m tests.cluster up 3                     stands until it is taken down
+python -m tests.cluster up 3                     runs until `down`
 python -m tests.cluster shell node0
 python -m tests.cluster run node0 -- ssh node1 hostname
 python -m tests.cluster status
@@ -44,25 +44,25 @@ def up(options: argparse.Namespace) -> int:
     standing = cluster.stand_up(options.count, layout=layout, name=options.name, detached=True)
     if options.slurm:
         slurm.start(standing)
-    print(f"{options.count} hosts stand after {time.perf_counter() - began:.2f} s")
+    print(f"{options.count} hosts started in {time.perf_counter() - began:.2f} s")
     status(options)
     name = "" if options.name == _NAME else f" --name {options.name}"
     print(f"Log in:    python -m tests.cluster{name} shell node0")
-    print(f"Take down: python -m tests.cluster{name} down")
+    print(f"Stop:      python -m tests.cluster{name} down")
     return 0
 
 
 def down(options: argparse.Namespace) -> int:
     cluster.take_down(options.name)
     for name in cluster.standing():
-        if not cluster.alive(name):  # left by a killed run
+        if not cluster.alive(name):  # left by a killed process
             cluster.take_down(name)
     return 0
 
 
 def status(options: argparse.Namespace) -> int:
     for name in cluster.standing():
-        print(f"{name}:" if cluster.alive(name) else f"{name}: left by a killed run")
+        print(f"{name}:" if cluster.alive(name) else f"{name}: left by a killed process")
         for host in cluster.attach(name).hosts:
             print(f"  {host.name}  {host.address}  {host.interface}  pid {host.pid}")
     return 0
@@ -108,17 +108,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default=_NAME, help="which cluster (default: %(default)s)")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    verb = verbs.add_parser("up", help="stand a cluster up")
+    verb = verbs.add_parser("up", help="start a cluster")
     verb.set_defaults(verb=up)
     verb.add_argument("count", type=int, nargs="?", default=3)
-    verb.add_argument("--interfaces", default="eth0", help="names, dealt round: eth0,ens5,enp3s0")
+    verb.add_argument("--interfaces", default="eth0", help="names, used in turn: eth0,ens5,enp3s0")
     verb.add_argument("--own-name-is-loopback", action="store_true", help="Debian's 127.0.1.1")
     verb.add_argument("--decoy", action="append", default=[], choices=list(DECOY_ADDRESSES))
-    verb.add_argument("--dead-network", action="store_true", help="a second one, all silent")
-    verb.add_argument("--slurm", action="store_true", help="with srun, sbatch and salloc on it")
+    verb.add_argument(
+        "--dead-network", action="store_true", help="add a network that loses all packets"
+    )
+    verb.add_argument("--slurm", action="store_true", help="with srun, sbatch and salloc")
 
     for name, function, text in (
-        ("down", down, "take it down, and clear away what killed runs left"),
+        ("down", down, "stop it, and remove what killed processes left"),
         ("status", status, "list all clusters of this machine"),
         ("packages", packages, "print the Debian packages that the clusters need"),
     ):

@@ -1,4 +1,4 @@
-"""Ways to break the ssh of a standing host; leaving the block mends it again.
+"""Faults that break the ssh of a running host until the end of a block.
 
 with faults.no_sshd(cluster["node1"]):
     ...  # ssh node1: connection refused
@@ -16,7 +16,7 @@ from tests.cluster.state import Cluster
 
 @contextmanager
 def no_sshd(host: Host) -> Iterator[None]:
-    """Nobody listens: "Connection refused"."""
+    """No sshd listens: "Connection refused"."""
     ssh.stop_sshd(host)
     try:
         yield
@@ -26,30 +26,30 @@ def no_sshd(host: Host) -> Iterator[None]:
 
 @contextmanager
 def unknown_key(cluster: Cluster, host: Host) -> Iterator[None]:
-    """No other host knows this one's key: "Host key verification failed."."""
-    with ExitStack() as mended:
+    """No host knows this one's key: "Host key verification failed."."""
+    with ExitStack() as stack:
         for other in cluster.hosts:
             for user in ("root", USER):
                 path = f"{other.home(user)}/.ssh/known_hosts"
                 lines = other.path(path).read_text().splitlines(keepends=True)
                 kept = "".join(line for line in lines if not line.startswith(f"{host.name},"))
-                mended.enter_context(_replaced(other, path, kept))
+                stack.enter_context(_replaced(other, path, kept))
         yield
 
 
 @contextmanager
 def key_refused(host: Host) -> Iterator[None]:
-    """The host accepts nobody's key: "Permission denied (publickey)."."""
-    with ExitStack() as mended:
+    """The host accepts no user's key: "Permission denied (publickey)."."""
+    with ExitStack() as stack:
         for user in ("root", USER):
             path = f"{host.home(user)}/.ssh/authorized_keys"
-            mended.enter_context(_replaced(host, path, ""))
+            stack.enter_context(_replaced(host, path, ""))
         yield
 
 
 @contextmanager
 def login_fails(host: Host) -> Iterator[None]:
-    """The key is accepted and the login shell ends at once, with exit code 1: no command runs."""
+    """The key is accepted, but the login shell exits with code 1 before any command."""
     users = host.path("/etc/passwd").read_text()
     with _replaced(host, "/etc/passwd", users.replace(":/bin/bash\n", ":/usr/sbin/nologin\n")):
         yield
@@ -57,7 +57,7 @@ def login_fails(host: Host) -> Iterator[None]:
 
 @contextmanager
 def slow_login(host: Host, command: str) -> Iterator[None]:
-    """sshd runs the command, one for sh, after each login of root and before what was asked for."""
+    """After each login of root, sshd runs this shell command before the requested one."""
     rc = host.path(f"{host.home()}/.ssh/rc")
     rc.write_text(f"{command}\n")
     try:
@@ -68,7 +68,7 @@ def slow_login(host: Host, command: str) -> Iterator[None]:
 
 @contextmanager
 def unreachable(host: Host) -> Iterator[None]:
-    """The host's cable is pulled: silence, until connecting to it times out."""
+    """The host's link is down, so connections to it time out."""
     host.link("down")
     try:
         yield
@@ -80,7 +80,7 @@ def unreachable(host: Host) -> Iterator[None]:
 def _replaced(host: Host, path: str, text: str) -> Iterator[None]:
     file = host.path(path)
     before = file.read_text()
-    file.write_text(text)  # in place: the file keeps its owner and mode
+    file.write_text(text)  # in place, which keeps its owner and mode
     try:
         yield
     finally:

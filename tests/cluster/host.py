@@ -1,4 +1,4 @@
-"""One host of a standing test cluster: run programs on it, look at it, pull its network cable."""
+"""A host of a running test cluster: run programs on it, list its processes, cut its network link."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.cluster import needs
 from tests.cluster.program import Program
 from tests.patience import PATIENCE_S
 
-USER = "mpiddp-test"  # exists in the hosts' own /etc/passwd alone, never on this machine
+USER = "mpiddp-test"  # exists only in the /etc/passwd of the hosts, not on this machine
 USER_ID = 60123
-TMPDIR = "/run/tmp"  # each host's own, although /tmp is shared by all of them
+TMPDIR = "/run/tmp"  # private to each host, while all share /tmp
 
-# What Debian's sshd gives a login without PAM: root's PATH and everybody else's.
+# The PATH that Debian's sshd without PAM sets, for root and for other users.
 ROOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 USER_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/games"
 
@@ -25,14 +25,17 @@ Arg = str | os.PathLike[str]
 
 
 class Process(NamedTuple):
-    pid: int  # in the host's own numbering
+    pid: int  # in the host's pid namespace
     command: str
 
 
 @dataclass(frozen=True)
 class Host:
-    """A standing host. `pid` is that of its pid 1 and `hub_pid` that of the cluster's switch,
-    both in the numbering of this machine; `port` is the switch's end of its cable."""
+    """A running host.
+
+    `pid` is its pid 1 and `hub_pid` the process of the cluster's switch, both in the pid namespace of this
+    machine. `port` is the switch's end of the host's link.
+    """
 
     name: str
     address: str
@@ -52,17 +55,18 @@ class Host:
         stdin: str | None = None,
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a program as somebody logged in here would: a clean environment plus `env`, in the
-        user's home unless `cwd`; no virtual environment is active.
+        """Run a program as in a login shell of this host: with a clean environment plus `env`, in the
+        user's home or in `cwd`, without a virtual environment.
 
-        Raises subprocess.TimeoutExpired (its session is killed first), and with `check`
-        subprocess.CalledProcessError.
+        Raises:
+            subprocess.TimeoutExpired: it takes longer than `timeout_s`. Its session is killed first.
+            subprocess.CalledProcessError: its exit code is not 0, and `check` is set.
         """
         pipe = subprocess.PIPE if stdin is not None else subprocess.DEVNULL
         with self.popen(argv, env=env, user=user, cwd=cwd, stdin=pipe) as program:
             try:
                 out, err = program.communicate(stdin, timeout=timeout_s)
-            except BaseException:  # a timeout or Ctrl-C: nothing of it may run on
+            except BaseException:  # a timeout or Ctrl-C: leave no process of it
                 program.end()
                 raise
         done = subprocess.CompletedProcess(list(argv), program.returncode, out, err)
@@ -81,7 +85,7 @@ class Host:
         stdout: int | None = subprocess.PIPE,
         stderr: int | None = subprocess.PIPE,
     ) -> Program:
-        """Starts a program as `run` does. Its `end()` kills it with all of its session."""
+        """Start a program as `run` does. Its `end()` kills all processes of its session."""
         command = self.enter(argv, env=env, user=user, cwd=cwd)
         return Program(
             command,
@@ -89,7 +93,7 @@ class Host:
             stdout=stdout,
             stderr=stderr,
             text=True,
-            start_new_session=True,  # a Ctrl-C at the terminal must not end nsenter alone
+            start_new_session=True,  # or Ctrl-C at the terminal would end only nsenter
         )
 
     def enter(
@@ -100,7 +104,7 @@ class Host:
         user: str | None = None,
         cwd: Arg | None = None,
     ) -> list[str]:
-        """The command that runs `argv` in here when it is started out there."""
+        """The command that runs `argv` on this host when it is started on this machine."""
         name = user or "root"
         become = () if name == "root" else (f"--reuid={name}", f"--regid={name}", "--init-groups")
         return [
@@ -112,17 +116,17 @@ class Host:
         ]
 
     def shell(self, user: str | None = None, cwd: Arg | None = None) -> list[str]:
-        """The command of an interactive shell in here, on a terminal of its own."""
+        """The command of an interactive shell on this host, on its own terminal."""
         terminal = {"TERM": os.environ.get("TERM", "dumb")}
         bash = ["script", "--quiet", "--return", "--command", "bash", "/dev/null"]
         return self.enter(bash, env=terminal, user=user, cwd=cwd)
 
     def path(self, path: Arg) -> Path:
-        """A file of this host as seen from outside: read it, write it, as if logged in there."""
+        """The path on this machine at which a file of this host can be read and written."""
         return Path(f"/proc/{self.pid}/root", os.fspath(path).lstrip("/"))
 
     def home(self, user: str = "root") -> str:
-        """A user's home folder, each host's own."""
+        """A user's home folder, which is private to this host."""
         for line in self.path("/etc/passwd").read_text().splitlines():
             fields = line.split(":")
             if fields[0] == user:
@@ -130,11 +134,11 @@ class Host:
         raise LookupError(f"{self.name} has no user {user}")
 
     def link(self, state: Literal["up", "down"]) -> None:
-        """Pulls this host's cable, or plugs it in again: peers notice nothing but silence."""
+        """Set this host's link up or down. Its peers get no notice, only silence."""
         configure(self.hub_pid, [f"link set {self.port} {state}"])
 
     def processes(self) -> list[Process]:
-        """All that runs here except what makes this a host: its pid 1 and the listening sshd."""
+        """All processes of this host except its pid 1 and the listening sshd."""
         sshd = self.path("/run/sshd.pid")
         own = {"1", sshd.read_text().strip() if sshd.exists() else ""}
         found = []
@@ -144,14 +148,14 @@ class Host:
             try:
                 command = (entry / "cmdline").read_bytes()
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended meanwhile
+                continue  # it has ended
             if command:  # a zombie has none
                 text = command.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
                 found.append(Process(int(entry.name), text))
         return sorted(found)
 
-    def sweep(self) -> list[Process]:
-        """Kills all that `processes` lists, waits for its end and returns what that was."""
+    def kill_processes(self) -> list[Process]:
+        """Kill the processes that `processes` lists, wait until they have ended, and return them."""
         found = left = self.processes()
         while left:
             self.run(["kill", "-KILL", *(str(process.pid) for process in left)])
@@ -171,7 +175,7 @@ class Host:
 
 
 def configure(pid: int, commands: Sequence[str]) -> None:
-    """Gives `ip` these commands in the network namespace of a process."""
+    """Run these commands of `ip` in the network namespace of a process."""
     subprocess.run(
         [needs.tool("nsenter"), f"--target={pid}", "--net", needs.tool("ip"), "-batch", "-"],
         input="\n".join(commands) + "\n",

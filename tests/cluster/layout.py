@@ -1,7 +1,7 @@
-"""What the hosts of a test cluster look like: their names, interfaces, addresses and /etc/hosts.
+"""The hosts of a test cluster: their names, interfaces, addresses and /etc/hosts.
 
-The defaults give a well-kept cluster. Each field of `Layout` adds one of the oddities that real
-clusters have and launchers trip over.
+The defaults give a well-configured cluster. Each field of `Layout` adds a property of real clusters that
+confuses launchers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ DECOY_ADDRESSES = {"docker0": "172.17.0.1/16", "virbr0": "192.168.122.1/24"}
 
 @dataclass(frozen=True)
 class Layout:
-    """How a cluster differs from the plainest one.
+    """The differences of a cluster from the default.
 
-    interfaces: the name of each host's network interface, dealt round-robin ("eth0", "ens5", …).
-    own_name_is_loopback: a host's own name resolves to 127.0.1.1 on itself, as Debian's installer
-        writes it; the other hosts' names still resolve to their real addresses.
-    decoys: "docker0" and/or "virbr0", up on every host with the same address on each.
-    dead_network: a second interface eth1 with an address in 10.78.0.0/24; nothing gets through.
+    interfaces: the names of the hosts' network interfaces, used in turn ("eth0", "ens5", …).
+    own_name_is_loopback: each host's own name resolves to 127.0.1.1 on that host, as Debian's installer
+        configures it. The other hosts' names resolve to their real addresses.
+    decoys: "docker0" and/or "virbr0", with the same address on every host.
+    dead_network: a second interface eth1, with an address in 10.78.0.0/24, that loses all packets.
     """
 
     interfaces: tuple[str, ...] = ("eth0",)
@@ -36,7 +36,7 @@ PLAIN = Layout()
 
 @dataclass(frozen=True)
 class Link:
-    """One interface of a host. A link that is not `live` ends in nothing."""
+    """An interface of a host. A link that is not `live` is not connected to the switch."""
 
     interface: str
     address: str  # with its prefix length: "10.77.0.1/24"
@@ -52,7 +52,7 @@ def host_address(index: int) -> str:
 
 
 def host_links(layout: Layout, index: int) -> list[Link]:
-    """The interfaces of host number `index`; the first one carries its traffic."""
+    """The interfaces of host number `index`. The first one is connected."""
     links = [
         Link(layout.interfaces[index % len(layout.interfaces)], f"{host_address(index)}/24", True)
     ]

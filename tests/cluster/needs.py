@@ -1,6 +1,6 @@
-"""What a machine needs before a test cluster can stand on it, and what it lacks.
+"""The requirements of a test cluster, and the ones that this machine lacks.
 
-The one list of Debian packages: `apt-get install $(python -m tests.cluster packages)`.
+To install its Debian packages: `apt-get install $(python -m tests.cluster packages)`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PACKAGES = (
 )
 SLURM_PACKAGES = (
     "slurm-wlm",  # slurmctld, slurmd, srun, sbatch, salloc
-    "munge",  # the authentication that Slurm's daemons use between each other
+    "munge",  # authentication between Slurm's daemons
 )
 
-# Daemons live in sbin, which is not on every user's PATH.
+# Daemons are in sbin, which is not on every user's PATH.
 PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 
 # The namespaces that make a process a host, as arguments of unshare.
@@ -35,7 +35,7 @@ _SLURM_TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
 
 
 def tool(name: str) -> str:
-    """The absolute path of a program of this machine. Raises FileNotFoundError."""
+    """The absolute path of a program of this machine. Raises FileNotFoundError if it is missing."""
     path = shutil.which(name, path=PATH)
     if path is None:
         raise FileNotFoundError(f"{name} is not installed")
@@ -44,9 +44,9 @@ def tool(name: str) -> str:
 
 @cache
 def why_not() -> str | None:
-    """Why no cluster can stand on this machine, in one sentence; None when one can."""
+    """The reason why this machine cannot run a cluster, in one sentence, or None."""
     if os.geteuid() != 0:
-        return "the test cluster needs root (it makes network, mount and pid namespaces)"
+        return "the test cluster needs root (it creates network, mount and pid namespaces)"
     if missing := _missing(_TOOLS):
         return f"the test cluster lacks {missing}. Run: apt-get install {' '.join(PACKAGES)}"
     probe = subprocess.run(
@@ -57,13 +57,13 @@ def why_not() -> str | None:
         env={**os.environ, "PATH": PATH},
     )
     if probe.returncode != 0:
-        return f"the test cluster may not make namespaces here: {probe.stderr.strip()}"
+        return f"the test cluster cannot create namespaces here: {probe.stderr.strip()}"
     return None
 
 
 @cache
 def why_no_slurm() -> str | None:
-    """Why no Slurm cluster can stand on this machine; None when one can."""
+    """The reason why this machine cannot run a Slurm cluster, in one sentence, or None."""
     if reason := why_not():
         return reason
     if missing := _missing(_SLURM_TOOLS):

@@ -1,7 +1,7 @@
-"""Pid 1 of one test host: makes the mounts that are the host's own, then reaps orphans for ever.
+"""Pid 1 of a test host: it mounts the host's private folders, then reaps orphans for ever.
 
-It is started as a plain script inside fresh namespaces (see `standing.py`). All that the host owns
-lies on tmpfs in its own mount namespace, so killing this process removes the host without a trace.
+It is started as a script in new namespaces (see `standing.py`). The host's files are on tmpfs in its own
+mount namespace, so killing this process removes the host completely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     _own_run_and_tmp(Path(spec["shared"]))
     _own_etc()
     _own_sys()
-    for folder, children in spec["ways"]:
+    for folder, children in spec["replaced_folders"]:
         _only(Path(folder), children)
     print("ready", flush=True)
     null = os.open(os.devnull, os.O_RDWR)
@@ -35,9 +35,11 @@ def _mount(*arguments: str | Path) -> None:
 
 
 def _own_run_and_tmp(shared: Path) -> None:
-    """A private /run (daemons' pid files and sockets), /run/tmp and /dev/shm."""
+    """Mount a private /run (for the daemons' pid files and sockets), /run/tmp and /dev/shm."""
     run, shm = Path("/run"), Path("/dev/shm")
-    _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", shm)  # made there while /run still shows
+    _mount(
+        "-t", "tmpfs", "-o", "mode=755", "tmpfs", shm
+    )  # the new /run; the old one is still needed
     shared_in_new = shm / shared.relative_to(run)
     shared_in_new.mkdir(parents=True)
     _mount("--bind", shared, shared_in_new)
@@ -49,7 +51,7 @@ def _own_run_and_tmp(shared: Path) -> None:
 
 
 def _own_etc() -> None:
-    """A copy-on-write /etc: users, hosts and keys of this host are nobody else's."""
+    """Mount a copy-on-write /etc, with users, hosts and keys of this host."""
     upper, work = Path("/run/etc/upper"), Path("/run/etc/work")
     upper.mkdir(parents=True)
     work.mkdir()
@@ -59,7 +61,7 @@ def _own_etc() -> None:
 
 
 def _own_sys() -> None:
-    """/sys/class/net shows the interfaces of the namespace that mounted /sys, so mount it anew."""
+    """Mount /sys again, because /sys/class/net has the interfaces of the namespace that mounted it."""
     cgroup, aside = Path("/sys/fs/cgroup"), Path("/run/cgroup")
     aside.mkdir()
     _mount("--rbind", cgroup, aside)
@@ -69,7 +71,7 @@ def _own_sys() -> None:
 
 
 def _only(folder: Path, children: list[str]) -> None:
-    """Replaces `folder` by one that every user can enter and that holds `children` alone."""
+    """Replace `folder` by one that every user can enter and that has only `children`."""
     aside = Path("/run/aside")
     aside.mkdir()
     _mount("--rbind", folder, aside)

@@ -1,4 +1,4 @@
-"""What /proc says of processes, and how to end some of them: by pid and never by name."""
+"""Read processes from /proc, and kill them by pid, never by name."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when it is gone.
+    """The start time of a process, in clock ticks since boot, or None if it has ended.
 
-    Together with the pid this names one process for good: pids are used again.
+    Pid and start time together identify a process, because pids are reused.
     """
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def is_running(pid: int, started: int | None) -> bool:
-    """Whether the process that had `pid` and this start time lives; a zombie does not."""
+    """Whether the process with this pid and start time runs. A zombie does not."""
     fields = _stat(pid)
     return bool(fields) and fields[0] != "Z" and int(fields[19]) == started
 
 
 def first_child(pid: int) -> int | None:
-    """The pid of the first living child of `pid`'s main thread."""
+    """The pid of the first running child of the main thread of `pid`."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
@@ -34,7 +34,7 @@ def first_child(pid: int) -> int | None:
 
 
 def session_members(session: int) -> list[int]:
-    """The pids of all living processes of one session."""
+    """The pids of all running processes of a session."""
     stats = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     return [
         pid for pid, stat in stats.items() if stat and stat[0] != "Z" and stat[3] == str(session)
@@ -42,9 +42,9 @@ def session_members(session: int) -> list[int]:
 
 
 def kill_and_wait(pid: int, started: int | None) -> None:
-    """Kills the process that had `pid` and this start time, and returns when it is gone.
+    """Kill the process with this pid and start time, and wait until it has ended.
 
-    The pid 1 of a pid namespace is gone only after all others in there are.
+    The pid 1 of a pid namespace ends after all other processes in it.
     """
     try:
         handle = os.pidfd_open(pid)
@@ -61,13 +61,13 @@ def kill_and_wait(pid: int, started: int | None) -> None:
 
 
 def reap(pid: int) -> None:
-    """Takes the exit status of a process, if it was a child of this one."""
+    """Reap a process if it is a child of this one."""
     with suppress(ChildProcessError):
         os.waitpid(pid, 0)
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command's name (which may hold spaces)."""
+    """The fields of /proc/PID/stat after the command's name, which may contain spaces."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

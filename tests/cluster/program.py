@@ -1,4 +1,4 @@
-"""A program that runs inside a test host, held from outside like any `subprocess.Popen`."""
+"""A program on a test host, as a `subprocess.Popen` of this machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.cluster import proc
 
 
 class Program(subprocess.Popen[str]):
-    """A Popen whose signals reach the program in the host, not the `nsenter` in front of it.
+    """A Popen that sends signals to the program on the host, not to the `nsenter` that started it.
 
-    The program leads a session of its own; `returncode` is its own (-N after signal N).
+    The program has its own session. `returncode` is the program's (-N after signal N).
     """
 
     _inner: int | None = None
 
     def inner_pid(self) -> int | None:
-        """The program's pid, in the numbering of this machine; None when it has ended."""
+        """The program's pid in the pid namespace of this machine, or None if it has ended."""
         while self._inner is None and self.poll() is None:
             self._inner = proc.first_child(self.pid)
             if self._inner is None:  # nsenter has not forked yet
@@ -33,9 +33,9 @@ class Program(subprocess.Popen[str]):
                 os.kill(pid, sig)
 
     def end(self) -> None:
-        """Kills a running program with all processes of its session, and waits for their end."""
+        """Kill the program and all processes of its session, and wait for their end."""
         if pid := self.inner_pid():
-            self.send_signal(signal.SIGKILL)  # it has no session yet where setsid has not run
+            self.send_signal(signal.SIGKILL)  # before setsid, the program has no session yet
             while members := proc.session_members(pid):
                 for member in members:
                     with suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Which folders the hosts show differently, so that every user there reaches Python and this code.
+"""The folders that the hosts replace, so that every user can read Python and this repository.
 
-root's home is private to each host, yet Python or the repository may lie in it; and a checkout may
-lie below a folder that only root can enter.
+root's home is private to each host, but Python or the repository may be in it. A checkout may also be in a
+folder that only root can enter.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
-def ways() -> list[tuple[str, list[str]]]:
-    """Folders to replace, outermost first, each with the names of those it must still hold."""
+def replaced_folders() -> list[tuple[str, list[str]]]:
+    """The folders to replace, outermost first, each with the names of the subfolders to keep."""
     home = Path(pwd.getpwuid(0).pw_dir)
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix)
     needed = {Path(prefix) for prefix in prefixes} | {REPOSITORY}
@@ -26,7 +26,7 @@ def ways() -> list[tuple[str, list[str]]]:
 
 
 def _keep(folder: Path, home: Path, needed: set[Path]) -> list[str]:
-    """Of root's home only what is needed: the hosts start with a fresh one. Else every folder."""
+    """The subfolders to keep: in root's home only the needed ones, elsewhere all."""
     if folder == home:
         inside = (path for path in needed if home in path.parents)
         return sorted({path.relative_to(home).parts[0] for path in inside})

@@ -1,4 +1,4 @@
-"""A real Slurm on a standing test cluster: munged and slurmd on every host, slurmctld on the first.
+"""A real Slurm on a test cluster: munged and slurmd on every host, slurmctld on the first.
 
 with cluster.up(2) as c, slurm.up(c) as s:
     c["node0"].run(["srun", "-N2", "--ntasks-per-node=2", "hostname"])
@@ -19,9 +19,9 @@ from tests.cluster.host import Arg, Host
 from tests.cluster.state import Cluster
 from tests.patience import PATIENCE_S
 
-_FOLDERS = ("/run/munge", "/run/slurm")  # on the host's own tmpfs, so all of it is private
+_FOLDERS = ("/run/munge", "/run/slurm")  # on a private tmpfs of each host
 
-# No cgroups and no binding: the hosts share this machine's, and tests have to leave them alone.
+# Without cgroups and binding, because the hosts share those of this machine.
 _SLURM_CONF = """\
 ClusterName=mpiddp-test
 SlurmctldHost={controller.name}({controller.address})
@@ -47,17 +47,17 @@ MessageTimeout=100
 TCPTimeout=60
 BatchStartTimeout=100
 EnforcePartLimits=ALL
-# The CPUs below are what the test says and not what the machine has.
+# The test sets the number of CPUs below, independent of the machine.
 SlurmdParameters=config_overrides
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 _NODE = "NodeName={host.name} NodeAddr={host.address} CPUs={cpus} RealMemory=64000\n"
-_CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # v2 would want systemd
+_CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # v2 needs systemd
 
 _MUNGED = [
     "munged",
     "--key-file=/run/munge/key",
-    "--socket=/run/munge/munge.socket.2",  # where Slurm's plugin looks for it
+    "--socket=/run/munge/munge.socket.2",  # the path that Slurm's plugin expects
     "--pid-file=/run/munge/pid",
     "--log-file=/run/munge/log",
     "--seed-file=/run/munge/seed",
@@ -68,7 +68,7 @@ _UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 @dataclass(frozen=True)
 class Slurm:
-    """A standing Slurm. `srun`, `squeue` and the rest work on every host, for every user."""
+    """A running Slurm. Its commands work on every host, for every user."""
 
     cluster: Cluster
 
@@ -81,11 +81,13 @@ class Slurm:
         cwd: Arg | None = None,
         timeout_s: float = PATIENCE_S,
     ) -> subprocess.CompletedProcess[str]:
-        """Submits a batch script from the first host and waits for its end.
+        """Submit a batch script from the first host, and wait for its end.
 
-        Returns its exit code (-N after signal N) and, as stdout, all that it wrote. Raises
-        TimeoutError (the job is cancelled first) and, when sbatch refuses,
-        subprocess.CalledProcessError.
+        Returns its exit code (-N after signal N), and its whole output as stdout.
+
+        Raises:
+            TimeoutError: the job takes longer than `timeout_s`. It is cancelled first.
+            subprocess.CalledProcessError: sbatch refuses the script.
         """
         login = self.cluster.hosts[0]
         output = self.cluster.shared / f"job-{os.urandom(4).hex()}.out"
@@ -104,18 +106,20 @@ class Slurm:
 
 @contextmanager
 def up(cluster: Cluster, *, cpus: int = 4) -> Iterator[Slurm]:
-    """Slurm over all hosts of `cluster`, each with `cpus` CPUs to give away; ended with the block,
-    together with whatever else runs on these hosts."""
+    """Slurm on all hosts of `cluster`, with `cpus` CPUs each.
+
+    At the end of the block, all processes of these hosts are killed.
+    """
     try:
         yield start(cluster, cpus=cpus)
     finally:
         for host in cluster.hosts:
-            host.sweep()
+            host.kill_processes()
             host.run(["rm", "-rf", *_FOLDERS])
 
 
 def start(cluster: Cluster, *, cpus: int = 4) -> Slurm:
-    """As `up`, without an end: the daemons go with the cluster."""
+    """Start Slurm. Its daemons end with the cluster."""
     hosts = cluster.hosts
     munge_key = os.urandom(64)
     conf = _SLURM_CONF.format(controller=hosts[0])
@@ -129,40 +133,40 @@ def start(cluster: Cluster, *, cpus: int = 4) -> Slurm:
         host.path("/etc/slurm/cgroup.conf").write_text(_CGROUP_CONF)
     _daemon(hosts, _MUNGED)
     _daemon(hosts[:1], ["slurmctld"])
-    _wait_until(hosts[0], ["scontrol", "ping"], lambda said: "is UP" in said)
+    _wait_until(hosts[0], ["scontrol", "ping"], lambda output: "is UP" in output)
     _daemon(hosts, ["slurmd"])
     _wait_until(
         hosts[0],
         ["sinfo", "--noheader", "--Node", "--format=%T"],
-        lambda said: said.split() == ["idle"] * len(hosts),
+        lambda output: output.split() == ["idle"] * len(hosts),
     )
     return Slurm(cluster)
 
 
 def _daemon(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
-    """Starts a daemon, which goes to the background by itself, on all hosts at once."""
+    """Start a daemon, which moves to the background itself, on all hosts in parallel."""
     for host, program in [(host, host.popen(daemon)) for host in hosts]:
         with program:
-            _, said = program.communicate(timeout=PATIENCE_S)
+            _, stderr = program.communicate(timeout=PATIENCE_S)
         if program.returncode != 0:
-            raise RuntimeError(f"{daemon[0]} on {host.name}: {said}")
+            raise RuntimeError(f"{daemon[0]} on {host.name}: {stderr}")
 
 
 def _wait_until(host: Host, command: Sequence[str], ready: Callable[[str], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not ready((said := host.run(command)).stdout):
+    while not ready((done := host.run(command)).stdout):
         if time.monotonic() > deadline:
             log = host.path("/run/slurm/slurmctld.log").read_text()
-            raise TimeoutError(f"Slurm does not stand: {said.stdout}{said.stderr}{log}")
+            raise TimeoutError(f"Slurm did not start: {done.stdout}{done.stderr}{log}")
         time.sleep(0.02)
 
 
 def _exit_code(host: Host, job: str) -> int | None:
-    """A job's exit code; None while it is not over."""
-    said = host.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
-    found = re.search(r"JobState=(\w+) .*ExitCode=(\d+):(\d+)", said)
+    """A job's exit code, or None until the job has ended."""
+    stdout = host.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
+    found = re.search(r"JobState=(\w+) .*ExitCode=(\d+):(\d+)", stdout)
     if not found:
-        raise RuntimeError(f"scontrol says nothing of job {job}: {said}")
+        raise RuntimeError(f"scontrol prints no state of job {job}: {stdout}")
     state, code, signal = found.groups()
     if state in _UNFINISHED:
         return None

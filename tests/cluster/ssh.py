@@ -1,6 +1,6 @@
-"""ssh inside a test cluster: keys made for it alone, known hosts, one sshd per host.
+"""ssh in a test cluster: new keys, known hosts, and one sshd per host.
 
-Every check of ssh stays on. Hosts know each other because their known_hosts name the right keys.
+ssh verifies host keys as usual. The known_hosts of every host have the keys of all hosts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.cluster import needs
 from tests.cluster.host import TMPDIR, USER, USER_ID, Host
 from tests.patience import PATIENCE_S
 
-# The default key exchange costs 60 ms of CPU time a login more.
+# The default key exchange takes 60 ms more CPU time per login.
 _SSHD_CONFIG = f"""\
 ListenAddress {{address}}
 ListenAddress 127.0.0.1
@@ -38,7 +38,7 @@ Subsystem sftp internal-sftp
 
 @dataclass(frozen=True)
 class Key:
-    """A key pair as ssh-keygen writes it."""
+    """A key pair in the format of ssh-keygen."""
 
     private: str
     public: str
@@ -55,8 +55,8 @@ def make_keys(count: int) -> list[Key]:
         return [Key(file.read_text(), Path(f"{file}.pub").read_text()) for file in files]
 
 
-def introduce(hosts: Sequence[Host]) -> None:
-    """Makes root and `USER` of every host able to log in to every host by plain `ssh NAME`."""
+def configure_ssh(hosts: Sequence[Host]) -> None:
+    """Let root and `USER` of every host log in to every host with `ssh NAME`."""
     host_keys = make_keys(len(hosts))
     user_keys = make_keys(2)
     known = "".join(
@@ -65,7 +65,7 @@ def introduce(hosts: Sequence[Host]) -> None:
     )
     for host, host_key in zip(hosts, host_keys, strict=True):
         _add_user(host)
-        _write(host, "/etc/ssh/ssh_config", "")  # plain OpenSSH, whatever this machine is set to
+        _write(host, "/etc/ssh/ssh_config", "")  # OpenSSH's defaults instead of this machine's
         _write(host, "/etc/ssh/sshd_config", _SSHD_CONFIG.format(address=host.address))
         _write(host, "/etc/ssh/ssh_host_key", host_key.private)
         for (user, uid), key in zip((("root", 0), (USER, USER_ID)), user_keys, strict=True):
@@ -78,7 +78,7 @@ def introduce(hosts: Sequence[Host]) -> None:
 
 
 def start_sshd(hosts: Sequence[Host]) -> None:
-    """Starts the sshd of each host, all at once, and returns when they listen."""
+    """Start the sshd of each host in parallel, and wait until they listen."""
     sshd = [needs.tool("sshd"), "-E", "/run/sshd.log"]
     starting = [(host, host.popen(sshd, stdout=None, stderr=None)) for host in hosts]
     deadline = time.monotonic() + PATIENCE_S
@@ -92,15 +92,15 @@ def start_sshd(hosts: Sequence[Host]) -> None:
 
 
 def stop_sshd(host: Host) -> None:
-    """Ends a host's listening sshd; logins that stand go on."""
+    """Stop a host's listening sshd. Existing logins are not affected."""
     pid = host.path("/run/sshd.pid").read_text().strip()
     host.run(["kill", pid], check=True)
-    while host.path("/run/sshd.pid").exists():  # it removes the file as it ends
+    while host.path("/run/sshd.pid").exists():  # it removes the file when it ends
         time.sleep(0.002)
 
 
 def _add_user(host: Host) -> None:
-    """Adds `USER` to the host's own user files. No password: ssh keys are the only way in."""
+    """Add `USER` to the host's own user files, without a password."""
     home = f"/run/home/{USER}"
     host.path(home).mkdir()
     os.chown(host.path(home), USER_ID, USER_ID)

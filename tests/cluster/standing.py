@@ -1,7 +1,7 @@
-"""Stands clusters up: one process per host (pid 1 of its pid namespace), one for the switch.
+"""Start clusters: one process per host (pid 1 of its pid namespace), and one for the switch.
 
-These die with the process that made them, however that one ends, and all that is a host's own dies
-with its pid 1. Only a detached cluster lives on, until it is taken down.
+The kernel kills these processes when the process that started them ends, and a host ends with its pid 1.
+Only a detached cluster runs on, until it is taken down.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files\n"
 
 @contextmanager
 def up(count: int = 3, *, layout: Layout = PLAIN, name: str | None = None) -> Iterator[Cluster]:
-    """A cluster of `count` hosts named node0, node1, …; taken down at the end of the block.
+    """A cluster of `count` hosts named node0, node1, …, until the end of the block.
 
-    Raises RuntimeError when a cluster of that name stands already.
+    Raises:
+        RuntimeError: a cluster of that name exists already.
     """
     cluster = stand_up(count, layout=layout, name=name or f"test-{os.urandom(3).hex()}")
     try:
@@ -53,7 +54,7 @@ def up(count: int = 3, *, layout: Layout = PLAIN, name: str | None = None) -> It
 
 
 def stand_up(count: int, *, layout: Layout = PLAIN, name: str, detached: bool = False) -> Cluster:
-    """As `up`, without an end. A detached cluster outlives this process, until `take_down`."""
+    """Start a cluster, to be ended by `take_down`. A detached cluster survives this process."""
     for stale in [other for other in standing() if not alive(other)]:
         take_down(stale)
     folder = reserve(name)
@@ -74,10 +75,10 @@ def stand_up(count: int, *, layout: Layout = PLAIN, name: str, detached: bool = 
             host.path("/etc/hosts").write_text(etc_hosts(layout, index, count))
             host.path("/etc/hostname").write_text(host.name + "\n")
             host.path("/etc/nsswitch.conf").write_text(_NSSWITCH)
-        ssh.introduce(hosts)
+        ssh.configure_ssh(hosts)
         ssh.start_sshd(hosts)
         record(folder, owner=None if detached else owner, processes=processes, hosts=hosts)
-    except BaseException:  # nothing half-made stays, not even after Ctrl-C
+    except BaseException:  # leave no incomplete cluster, even after Ctrl-C
         record(folder, owner=owner, processes=tuple(identity(pid) for pid, _ in started))
         take_down(name)
         raise
@@ -88,7 +89,10 @@ def stand_up(count: int, *, layout: Layout = PLAIN, name: str, detached: bool = 
 
 
 def _spawn(command: list[str], detached: bool) -> tuple[int, int]:
-    """Starts a process that dies with this one unless `detached`: its pid, its output to read."""
+    """Start a process, and return its pid and a file descriptor of its output.
+
+    The kernel kills it when this process ends, unless it is `detached`.
+    """
     if not detached:
         command = ["setpriv", "--pdeathsig", "KILL", *command]
     output, write = os.pipe()
@@ -101,25 +105,29 @@ def _spawn(command: list[str], detached: bool) -> tuple[int, int]:
             (os.POSIX_SPAWN_DUP2, write, 1),
             (os.POSIX_SPAWN_DUP2, write, 2),
         ],
-        setsid=True,  # Ctrl-C is for the tests, which then take the cluster down
+        setsid=True,  # Ctrl-C must reach only the tests, which then take the cluster down
     )
     os.close(write)
     return pid, output
 
 
 def _node(index: int, shared: Path) -> list[str]:
-    spec = {"name": host_name(index), "shared": str(shared), "ways": reach.ways()}
+    spec = {
+        "name": host_name(index),
+        "shared": str(shared),
+        "replaced_folders": reach.replaced_folders(),
+    }
     return ["unshare", *needs.NAMESPACES, sys.executable, "-I", "-S", str(_NODE), json.dumps(spec)]
 
 
 def _pid_1(unshare: int, output: int) -> int:
-    """The pid of a host's pid 1, once it is ready. Raises RuntimeError with what went wrong."""
-    said = b""
-    while not said.endswith(b"ready\n"):
+    """Wait until a host is ready, and return the pid of its pid 1. Raises RuntimeError if it ends."""
+    printed = b""
+    while not printed.endswith(b"ready\n"):
         more = os.read(output, 4096)
         if not more:
-            raise RuntimeError(f"a test host did not start: {said.decode()}")
-        said += more
+            raise RuntimeError(f"a test host did not start: {printed.decode()}")
+        printed += more
     pid = proc.first_child(unshare)
     if pid is None:
         raise RuntimeError("a test host ended as soon as it was ready")
@@ -137,7 +145,7 @@ def _port(host: str, link: Link) -> str:
 
 
 def _connect(hosts: Sequence[Host], layout: Layout) -> None:
-    """Cables every host to the switch. A link that is not live ends there without being joined."""
+    """Connect every host to the switch, with the links that are live."""
     hub = ["link add switch type bridge", "link set switch up"]
     commands: dict[int, list[str]] = {}
     for index, host in enumerate(hosts):
@@ -150,7 +158,7 @@ def _connect(hosts: Sequence[Host], layout: Layout) -> None:
             hub.append(f"link set {port} up")
             own.append(f"addr add {link.address} dev {link.interface}")
             own.append(f"link set {link.interface} up")
-            if link.live:  # ssh waits for two delayed acknowledgements a login, 40 ms each
+            if link.live:  # or each login would wait for two delayed acknowledgements of 40 ms
                 route = f"{NETWORK}.0/24 dev {link.interface} proto kernel src {host.address}"
                 own.append(f"route change {route} quickack 1")
         commands[host.pid] = own

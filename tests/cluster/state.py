@@ -1,7 +1,7 @@
-"""Which clusters stand on this machine: a folder for each under /run, written while it stands.
+"""The clusters of this machine: each has a folder under /run while it runs.
 
-It lets another process look into a cluster, take it down, or clear away what a killed one left.
-MPIDDP_TEST_CLUSTERS names another folder below /run, whose clusters no other run sees.
+Other processes can use these folders to attach to a cluster, to take it down, or to remove the clusters of
+killed processes. MPIDDP_TEST_CLUSTERS may name another folder in /run, for clusters of one run of the tests.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from tests.cluster.host import Host
 
 STATE = Path(os.environ.get("MPIDDP_TEST_CLUSTERS", "/run/mpiddp-cluster"))
 
-Identity = tuple[int, int | None]  # a pid and its start time: one process for good
+Identity = tuple[int, int | None]  # a pid and its start time identify a process
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A standing cluster. `shared` is a folder that every user of every host, and this machine,
-    sees under the same path. /tmp and the rest of the file system are shared as well, except /etc,
-    /run, /sys, /dev/shm and the home folders."""
+    """A running cluster.
+
+    `shared` is a folder that has the same path on this machine and for every user of every host. The hosts
+    also share the rest of the file system, except /etc, /run, /sys, /dev/shm and the home folders.
+    """
 
     name: str
     hosts: tuple[Host, ...]
@@ -45,27 +47,28 @@ def identity(pid: int) -> Identity:
 
 
 def standing() -> list[str]:
-    """The names of all clusters, also of those whose maker was killed."""
+    """The names of all clusters, including those of killed processes."""
     return sorted(path.parent.name for path in STATE.glob("[!.]*/state.json"))
 
 
 def reserve(name: str) -> Path:
-    """Makes the folder of a new cluster, owned by this process until `record` says otherwise.
+    """Create the folder of a new cluster, owned by this process until `record` changes it.
 
-    Raises RuntimeError when there is one of that name.
+    Raises:
+        RuntimeError: a cluster of that name exists already.
     """
     new = STATE / f".{name}.{os.getpid()}"
     while True:
-        with suppress(FileNotFoundError):  # the end of the last cluster has removed STATE meanwhile
+        with suppress(FileNotFoundError):  # the end of the last cluster may just remove STATE
             (new / "shared").mkdir(parents=True)
             break
     (new / "shared").chmod(0o1777)
     record(new, owner=identity(os.getpid()))
     try:
-        return new.rename(STATE / name)  # whole at once: others see no folder without an owner
+        return new.rename(STATE / name)  # atomic, so no folder is ever without an owner
     except OSError:
         shutil.rmtree(new)
-        raise RuntimeError(f"a cluster {name} stands already; take it down first") from None
+        raise RuntimeError(f"a cluster {name} exists already; take it down first") from None
 
 
 def record(
@@ -75,20 +78,20 @@ def record(
     processes: tuple[Identity, ...] = (),
     hosts: tuple[Host, ...] = (),
 ) -> None:
-    """Writes down what belongs to a cluster. With no owner it stands by itself."""
+    """Write the state of a cluster. Without an owner, it does not end with any process."""
     state = {"owner": owner, "processes": processes, "hosts": [asdict(host) for host in hosts]}
     (folder / "new").write_text(json.dumps(state))
     (folder / "new").rename(folder / "state.json")
 
 
 def attach(name: str) -> Cluster:
-    """A cluster that another process has made. Raises FileNotFoundError when there is none."""
+    """A cluster that another process has started. Raises FileNotFoundError if it does not exist."""
     state = _read(name)
     return Cluster(name, tuple(Host(**host) for host in state["hosts"]), STATE / name / "shared")
 
 
 def alive(name: str) -> bool:
-    """Whether a cluster is in use: its owner lives, or it has none and its processes do."""
+    """Whether a cluster is in use: its owner runs or, without an owner, its processes run."""
     try:
         state = _read(name)
     except FileNotFoundError:  # another process has just taken it down
@@ -98,7 +101,7 @@ def alive(name: str) -> bool:
 
 
 def take_down(name: str) -> None:
-    """Ends all processes of a cluster and forgets it. Does nothing when there is none."""
+    """End all processes of a cluster, and remove its folder. Does nothing if it does not exist."""
     try:
         processes = _read(name)["processes"]
     except FileNotFoundError:
@@ -111,10 +114,10 @@ def take_down(name: str) -> None:
             proc.reap(pid)
     try:
         gone = (STATE / name).rename(STATE / f".{name}.gone.{os.getpid()}")
-    except FileNotFoundError:  # another process has been faster
+    except FileNotFoundError:  # another process has taken it down
         return
     shutil.rmtree(gone)
-    with suppress(OSError):  # the last one removes it
+    with suppress(OSError):  # other clusters are in it
         STATE.rmdir()
 
 

@@ -1,4 +1,4 @@
-"""Trains a small regression with every kind of --grad-compression; what came of it goes to FILE.
+"""Train a small regression with every kind of --grad-compression, and write the results into FILE.
 
 mpirun -np 2 python -m tests.jobs.compressed FILE
 """

@@ -1,4 +1,4 @@
-"""A DDP script as tutorials write it: it knows nothing of mpiddp, and prints what it has learned."""
+"""A DDP script like those of tutorials, without mpiddp. It prints a digest of its weights."""
 
 import argparse
 import os
@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--local-rank", "--local_rank", type=int
-    )  # torch.distributed.launch adds it
+    # torch.distributed.launch adds this option.
+    parser.add_argument("--local-rank", "--local_rank", type=int)
     parser.parse_args()
     dist.init_process_group("gloo")
     rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
@@ -27,12 +26,12 @@ def main() -> None:
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
     digest = sum(p.double().sum().item() for p in model.parameters())
-    # One write for the whole line: torchrun's workers share one pipe.
+    # Write the line at once, because torchrun's workers share one pipe.
     sys.stdout.write(f"rank {rank} of {dist.get_world_size()} local {local_rank}: {digest!r}\n")
     sys.stdout.flush()
     dist.destroy_process_group()
-    # Without mpiddp's orderly leave, torch 2.13 aborts some 3 of 10 interpreters at their end: gloo's
-    # thread is still putting the last step away.
+    # Wait for gloo's thread, which is still cleaning up. mpiddp would wait for it; otherwise torch 2.13
+    # aborts about 3 of 10 interpreters at their end.
     time.sleep(3)
 
 

@@ -1,9 +1,9 @@
-"""What a step's gradients and an evaluation are on N ranks, against one process that sees everything.
+"""Compare the gradients of steps and an evaluation on N ranks with those of a single process.
 
     mpirun -np 3 python -m tests.jobs.exactness OUT.json
 
-Beside other turns of the same ranks as well, see `tests.jobs.turns`.
-The reference is plain torch over all images at once, computed by every rank for itself.
+`tests.jobs.turns` can run it too. The reference is plain torch over all images at once, which every rank
+computes itself.
 """
 
 import copy
@@ -41,19 +41,19 @@ LABELS = torch.randint(10, (64,), generator=generator)
 
 
 class Recorded:
-    """A source of the images above that notes which ones it was asked for."""
+    """A source of the images above that records the requested ones."""
 
     def __init__(self, num_images: int) -> None:
         self.num_images = num_images
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         for numbers in indices:
-            self.asked += numbers.tolist()
+            self.requested += numbers.tolist()
             yield IMAGES[numbers], LABELS[numbers]
 
 
-def everyones(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -73,7 +73,7 @@ def without_batch_norm() -> nn.Module:
 def largest_errors(
     config: TrainConfig, accum: int, num_images: int, global_batch: int
 ) -> tuple[float, float]:
-    """Of all gradients and of the loss over an epoch's steps, the last of which may be a tail."""
+    """The largest relative error of a gradient, and the largest error of the loss, over one epoch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shards = Shards(
         num_samples=num_images,
@@ -112,14 +112,14 @@ def largest_errors(
         model.zero_grad()
         reference.zero_grad()
     assert done == num_images
-    return max(everyones(gradient_error)), max(everyones(loss_error))
+    return max(all_gather(gradient_error)), max(all_gather(loss_error))
 
 
 def reductions_of_a_step(config: TrainConfig) -> int:
-    """How often the ranks add up their gradients in a step of three backward passes."""
+    """The number of gradient reductions in a step of three backward passes."""
     ddp = wrap(without_batch_norm(), config, (3, 8, 8))
     assert isinstance(ddp, DistributedDataParallel)
-    reduced: list[int] = []  # buckets, and the model fits into one
+    reduced: list[int] = []  # the model fits into one bucket
 
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
         reduced.append(bucket.index())
@@ -134,12 +134,12 @@ def reductions_of_a_step(config: TrainConfig) -> int:
 
 
 def score(config: TrainConfig, num_images: int) -> dict[str, Any]:
-    """The evaluation's result, the plain one, and which images were looked at by any rank."""
+    """The result of the evaluation, the reference, and the images that the ranks requested."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(2)
     model = ARCHS["resnet20"]()
     reference = copy.deepcopy(model)
-    # As after training, when each rank has seen other images; here their mean is the reference's.
+    # Like after training, the ranks have different statistics. Their mean is the reference's.
     model.get_buffer("bn1.running_mean").add_(rank - (world_size - 1) / 2)
     before = copy.deepcopy(model.state_dict())
 
@@ -157,19 +157,19 @@ def score(config: TrainConfig, num_images: int) -> dict[str, Any]:
         "loss": ours.loss,
         "reference_right": int((logits.argmax(1) == LABELS[:num_images]).sum()),
         "reference_loss": F.cross_entropy(logits, LABELS[:num_images]).item(),
-        "asked": sorted(number for asked in everyones(source.asked) for number in asked),
+        "requested": sorted(number for part in all_gather(source.requested) for number in part),
     }
 
 
 def draws_after_restoring() -> bool:
-    """Whether every rank draws what it would have drawn when its state was taken."""
+    """Whether every rank draws the same numbers after its state is restored."""
     model = nn.BatchNorm2d(4)
     torch.manual_seed(dist.get_rank())
-    states = everyones(checkpoint.rank_state(model))
+    states = all_gather(checkpoint.rank_state(model))
     expected = torch.rand(3)
     torch.manual_seed(99)
     checkpoint.restore_rank(model, states)
-    return all(everyones(torch.equal(torch.rand(3), expected)))
+    return all(all_gather(torch.equal(torch.rand(3), expected)))
 
 
 def main(file: str) -> None:
@@ -186,7 +186,7 @@ def main(file: str) -> None:
                     (config, 2, 48, 24),
                     (smoothed, 2, 48, 24),
                     *((config, a, 24 + tail, 24) for a in (1, 2) for tail in (2, 7, 13, 23)),
-                    *((config, accum, 46, 23) for accum in (1, 2)),  # which deal unevenly
+                    *((config, accum, 46, 23) for accum in (1, 2)),  # uneven shares
                 )
             },
             "reductions_of_a_step": reductions_of_a_step(config),

@@ -1,4 +1,4 @@
-"""Rank 0 ends well, later than rank 1 ends with code 3."""
+"""Rank 1 ends with code 3. Rank 0 would succeed later."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Every rank tells, as a line of JSON, what it found out about the job: `facts.py [keep-mpi]`."""
+"""Every rank prints its world and its environment as a line of JSON: `facts.py [keep-mpi]`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A job that saves every 10 steps, goes on from there, and on its first try hurts itself as told.
+"""A job that saves every 10 steps and resumes from its checkpoints. Its first attempt causes a fault.
 
     mpiddp launch -H node0,node1,node2 tests/jobs/faulty.py FOLDER STEPS ACT STEP
 
-It leaves in FOLDER: checkpoints/, steps (a line for each step: its time, the one this try went on
-from, its number), fault (the time of the act) and store (where rank 0's store listens). What happens
-to a job does not depend on its model, so it has none: torch.optim alone takes seconds to import.
+ACT is the fault of rank 1 at STEP. FOLDER then has: checkpoints/, steps (a line for each step: its time,
+the step from which the attempt resumed, its number), fault (the time of the fault) and store (the address
+of rank 0's store). The job has no model, because importing torch.optim takes seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import mpiddp
 from mpiddp.checkpoints import directory
 
 SAVE_EVERY = 10
-GUILTY = 1
+FAULTY_RANK = 1
 
 
 def deadlock() -> None:
@@ -40,7 +40,7 @@ def crash() -> None:
 
 
 def hold_the_interpreter() -> None:
-    """Native code that waits for itself and does not let go of the GIL."""
+    """Native code that deadlocks and holds the GIL."""
     mutex = ctypes.create_string_buffer(64)
     ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     ctypes.PyDLL(None).pthread_mutex_lock(mutex)
@@ -63,13 +63,13 @@ ACTS = {
 
 
 def main(folder: Path, steps: int, act: str, act_at: int) -> int:
-    acted = folder / "fault"
+    fault = folder / "fault"
     with mpiddp.process_group() as world:
-        is_guilty = world.rank == GUILTY and act in ACTS and not acted.exists()
+        is_faulty = world.rank == FAULTY_RANK and act in ACTS and not fault.exists()
 
-        def come_to(step: int) -> None:
-            if is_guilty and step == act_at:
-                acted.write_text(str(time.time()))
+        def fail_at(step: int) -> None:
+            if is_faulty and step == act_at:
+                fault.write_text(str(time.time()))
                 ACTS[act]()
 
         if world.rank == 0:
@@ -77,7 +77,7 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
             (folder / "store").write_text(f"{address} {port}")
         newest, _ = directory.survey(folder / "checkpoints")
         first = directory.step_of(newest) if newest else 0
-        come_to(0)
+        fail_at(0)
         for step in range(first + 1, steps + 1):
             dist.all_reduce(torch.ones(1))
             if world.rank == 0:
@@ -87,7 +87,7 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
                     directory.write(folder / "checkpoints", step, write_files)
             if mpiddp.should_stop():
                 return 75
-            come_to(step)
+            fail_at(step)
             time.sleep(0.02)
     return 0
 

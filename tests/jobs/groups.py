@@ -1,4 +1,4 @@
-"""Process groups one after another: the second ends with an error that is caught, the last with the job."""
+"""Several process groups in sequence. The second ends with an error that is caught, the last with the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 import mpiddp
 
 
-def say(text: str) -> None:
+def print_on_rank(text: str) -> None:
     assert not dist.is_initialized() or "init" in text
     print(f"rank {os.environ['RANK']}: {text}", flush=True)
 
@@ -30,8 +30,9 @@ for turn in range(3):
                 raise RuntimeError("an error on all ranks")
     except RuntimeError as error:
         outcome = str(error)
-    say(outcome)
+    print_on_rank(outcome)
 
-atexit.register(say, "destroyed")  # what is registered first is called last
+# The function that is registered first is called last, after mpiddp has destroyed the group.
+atexit.register(print_on_rank, "destroyed")
 world = mpiddp.init()
-say(f"init: {world.backend}, {world.device}, {total(2)}")
+print_on_rank(f"init: {world.backend}, {world.device}, {total(2)}")

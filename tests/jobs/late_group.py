@@ -1,4 +1,4 @@
-"""An env:// script's group on the job's one store; ranks 1 and 2 need it when rank 0 is long done."""
+"""An env:// script uses the job's store. Ranks 1 and 2 create a group in it after rank 0 has finished."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpiddp.runtime.join import join
 
 with join() as coordinator:
     rank = coordinator.world.rank
-    dist.init_process_group("gloo")  # env://, as any script would
+    dist.init_process_group("gloo")  # env://, like in any script
     total = torch.ones(1)
     dist.all_reduce(total)
     if rank > 0:

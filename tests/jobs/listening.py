@@ -1,4 +1,4 @@
-"""Where a process listens, from the kernel's own tables."""
+"""The TCP addresses on which a process listens, from /proc."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def listening_addresses(pid: int) -> list[tuple[str, int]]:
 def _target(fd: Path) -> str:
     try:
         return str(fd.readlink())
-    except FileNotFoundError:  # the one that read the folder
+    except FileNotFoundError:  # it was open for reading the folder itself
         return ""

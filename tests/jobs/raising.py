@@ -1,6 +1,7 @@
-"""Rank 1 raises; the others wait for it: one in a collective, the rest asleep.
+"""Rank 1 raises while rank 0 waits for it in a collective, and the other ranks sleep.
 
-`raising.py` uses the `with`, `raising.py init` the call; with `exit` besides it is a sys.exit(3).
+`raising.py` uses `mpiddp.process_group`, `raising.py init` uses `mpiddp.init`. With the argument `exit`,
+rank 1 calls sys.exit(3) instead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ with group as world:
         print(f"raising at {time.time()}", flush=True)
         if "exit" in sys.argv:
             sys.exit(3)
-        raise RuntimeError("rank 1 has had enough")
+        raise RuntimeError("rank 1 fails on purpose")
     if world.rank == 0:
         dist.all_reduce(torch.zeros(1))
     time.sleep(600)

@@ -1,8 +1,8 @@
-"""`mpiddp train` over numbered images, each rank noting which of them it was given; rank 0 may die.
+"""`mpiddp train` over numbered images. Each rank records its images, and rank 0 may kill itself.
 
-    mpirun -np 2 python -m tests.jobs.recorded_training NOTES DIE_AT_STEP OPTIONS…
+    mpirun -np 2 python -m tests.jobs.recorded_training FOLDER DIE_AT_STEP OPTIONS…
 
-Writes NOTES/rank_N.jsonl: a line with the start (step, ranks), then one for each batch.
+Writes FOLDER/rank_N.jsonl: a line with the start (step, ranks), then one for each batch.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ SHAPE = (3, 8, 8)
 CONTENTS = f"{NUM_IMAGES} + 0 images of 10 classes"
 
 
-class Noted:
-    """A source that writes down which images it delivers, and kills its process at a step."""
+class Recorded:
+    """A source that records the images of each batch, and kills its process at a batch."""
 
     num_images = NUM_IMAGES
 
-    def __init__(self, notes: Path, die_at_batch: int, start: dict[str, Any]) -> None:
-        self._file = notes.open("a")
+    def __init__(self, file: Path, die_at_batch: int, start: dict[str, Any]) -> None:
+        self._file = file.open("a")
         self._left = die_at_batch
-        self._note(start)
+        self._record(start)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         for numbers in indices:
             if self._left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._left -= 1
-            self._note({"epoch": epoch, "images": numbers.tolist()})
+            self._record({"epoch": epoch, "images": numbers.tolist()})
             yield torch.randn(len(numbers), *SHAPE), numbers % 10
 
-    def _note(self, words: dict[str, Any]) -> None:
-        self._file.write(json.dumps(words) + "\n")
+    def _record(self, facts: dict[str, Any]) -> None:
+        self._file.write(json.dumps(facts) + "\n")
         self._file.flush()
 
 
-def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
+def main(folder: Path, die_at_step: int, argv: list[str]) -> None:
     options = parse(argv)
     run = RunDir(Path(str(options.out)))
     with join() as coordinator:
@@ -67,9 +67,9 @@ def main(notes: Path, die_at_step: int, argv: list[str]) -> None:
         config = resolve_defaults(options, coordinator.world, on_gpu=False, has_bf16=False)
         start = resume.find(coordinator, config, CONTENTS, run)
         step = directory.step_of(start.folder) if start.folder else 0
-        dies = rank == 0 and die_at_step >= 0  # the one that has a batch at every step, and saves
-        source = Noted(
-            notes / f"rank_{rank}.jsonl",
+        dies = rank == 0 and die_at_step >= 0  # rank 0 has a batch in every step, and saves
+        source = Recorded(
+            folder / f"rank_{rank}.jsonl",
             (die_at_step - step) * config.grad_accum_steps if dies else -1,
             {"start": step, "ranks": ranks},
         )

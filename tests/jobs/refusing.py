@@ -1,7 +1,7 @@
-"""Ranks of which some refuse their input: `refusing.py WHO [SLOW]`.
+"""Some ranks refuse their input: `refusing.py WHO [SLOW]`.
 
-WHO is a rank, or "all". SLOW keeps rank 0 for that many seconds before it writes its sentence, while
-the others could be gone already.
+WHO is a rank, or "all". Rank 0 waits for SLOW seconds before it prints the sentence. The other ranks could
+exit in this time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ranks join over MPI, without torch.
 
 With MPIDDP_TEST_SLEEPER=R, rank R sleeps instead, like a rank whose disk does not answer. The others time
-out after 2 s, and their reports are further apart than a slow machine may stall. With MPIDDP_TEST_DEAF,
-they also handle SIGTERM, like a script that saves.
+out after 2 s, and report it 5 s apart, so that the first one can end the job even on a slow machine. With
+MPIDDP_TEST_DEAF, they also handle SIGTERM, like a script that saves.
 """
 
 from __future__ import annotations

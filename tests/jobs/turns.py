@@ -1,12 +1,11 @@
-"""Several commands one after another in the same ranks, which saves their start-up.
+"""Run several commands in the same ranks, which saves their start-up.
 
     mpirun -np 4 python -m tests.jobs.turns
 
-Rank 0 reads lines `[RANKS, FILE, COMMANDS]` of JSON from its stdin, until an empty one, for mpirun
-does not pass the end of its stdin on. COMMANDS are argument lists, of `mpiddp train` or, where they
-begin with -m, of the `main` of a module of tests. Each command has its turn on the first RANKS ranks,
-as a job of that size with a store of its own, as if it had just been started. What its rank 0 saw of
-each goes to FILE.
+Rank 0 reads lines `[RANKS, FILE, COMMANDS]` of JSON from its stdin. An empty line ends the job, because
+mpirun does not forward the end of its stdin. COMMANDS are argument lists, of `mpiddp train` or, after -m
+MODULE, of the `main` of a module of the tests. Each command runs on the first RANKS ranks, as a new job of
+that size with its own store. Rank 0 writes exit codes and outputs into FILE.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.session import current
 from tests.patience import PATIENCE_S
 
-LONGEST_WAIT_S = 2 * PATIENCE_S  # for the next line, while the tests look at what there is
+LONGEST_WAIT_S = 2 * PATIENCE_S  # for the next line, while tests without ranks run
 
 
 def serve() -> None:
@@ -41,20 +40,20 @@ def serve() -> None:
             if not line.strip():
                 return
             ranks, file, commands = json.loads(line)
-            seen = []
+            results = []
             for command in commands:
                 turn += 1
-                seen.append(take_turn(everyone, command, ranks, turn))
+                results.append(take_turn(everyone, command, ranks, turn))
             if everyone.world.rank == 0:
                 written = Path(f"{file}.part")
-                written.write_text(json.dumps(seen))
+                written.write_text(json.dumps(results))
                 written.rename(file)
 
 
 def take_turn(
     everyone: Coordinator, command: list[str], ranks: int, turn: int
 ) -> tuple[int, str, str]:
-    """Exit code and stdout of this rank; stderr of all."""
+    """The exit code and stdout of this rank, and the stderr of all ranks."""
     code, out, err = 0, io.StringIO(), io.StringIO()
     takes_part = everyone.world.rank < ranks
     if takes_part:
@@ -69,7 +68,7 @@ def take_turn(
                 code = int(exit.code or 0)
     ends = everyone.all_gather_json((code, err.getvalue()), timeout_s=PATIENCE_S)
     assert len({each for each, _ in ends[:ranks]}) == 1, ends
-    return code, out.getvalue(), "".join(said for _, said in ends)
+    return code, out.getvalue(), "".join(text for _, text in ends)
 
 
 def run(command: list[str]) -> int:
@@ -81,7 +80,7 @@ def run(command: list[str]) -> int:
 
 @contextlib.contextmanager
 def job_of(everyone: Coordinator, ranks: int, turn: int) -> Iterator[None]:
-    """The first ranks of this job as a job of their own; all of them run on one host."""
+    """Make the first `ranks` ranks a job of their own. All of them run on one host."""
     session = current()
     world = replace(everyone.world, world_size=ranks, local_world_size=ranks)
     job = Coordinator(world, everyone.store)

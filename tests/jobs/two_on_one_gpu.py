@@ -1,8 +1,8 @@
-"""Two NCCL ranks on one GPU, which NCCL takes for duplicates unless it believes them on two hosts.
+"""Two NCCL ranks on one GPU. NCCL refuses them as duplicates, unless it takes them for two hosts.
 
     mpirun -np 2 python -m tests.jobs.two_on_one_gpu
 
-Prints rank 0's sum after an all-reduce and a DDP step, or what NCCL answers.
+Prints rank 0's sum after an all-reduce and a DDP step, or NCCL's error.
 """
 
 from __future__ import annotations
