@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.slurm_nodelist import expand_nodelist
 from mpiddp.runtime.store import find_by_address
 from mpiddp.world import World
@@ -55,6 +55,7 @@ def test_every_rank_has_its_world_and_the_address_of_rank_0(ranks: int) -> None:
     found = rank_facts(ranks)
     addr, port = found[0]["world"]["master_addr"], found[0]["world"]["master_port"]
     assert addr == "127.0.0.1"
+    run_ids: set[str] = set()
     for rank, fact in enumerate(found):
         assert fact["launcher"] == "openmpi"
         assert fact["world"] == {
@@ -70,12 +71,22 @@ def test_every_rank_has_its_world_and_the_address_of_rank_0(ranks: int) -> None:
             "backend": None,
             "device": None,
         }
-        assert fact["touched"] == {
+        touched = fact["touched"]
+        run_ids.add(touched.pop("MPIDDP_RUN_ID"))
+        assert touched.pop("TORCHELASTIC_ERROR_FILE").endswith(f"-{rank}-error.json")
+        assert touched == {
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(ranks),
             "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(ranks),
+            "TORCHELASTIC_RUN_ID": max(run_ids),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
             "MASTER_ADDR": addr,
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -83,7 +94,8 @@ def test_every_rank_has_its_world_and_the_address_of_rank_0(ranks: int) -> None:
         }
         assert fact["listening"] == ([[addr, port]] if rank == 0 else [])
         # A single rank never initializes MPI.
-        assert fact["mpi_is_over"] is (True if ranks > 1 else None)
+        assert fact["mpi_is_forbidden"] is (ranks > 1)
+    assert len(run_ids) == 1
 
 
 def test_variables_of_the_user_are_kept_and_so_is_mpi_with_keep_mpi() -> None:
@@ -95,7 +107,7 @@ def test_variables_of_the_user_are_kept_and_so_is_mpi_with_keep_mpi() -> None:
         assert not fact["touched"].keys() & requests.keys()
         assert fact["touched"]["WORLD_SIZE"] == "2"  # a stale variable is overwritten
         assert (["127.0.0.7", int(port)] in fact["listening"]) == (fact["world"]["rank"] == 0)
-        assert (fact["mpi_is_over"], fact["mpi_size"]) == (False, 2)
+        assert (fact["mpi_is_forbidden"], fact["mpi_size"]) == (False, 2)
 
 
 # --- one store for all users ---
@@ -328,7 +340,7 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(
         silent.bind(("127.0.0.1", 0))
         port = str(silent.getsockname()[1])
         rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(JobFailed) as refused:
             find_by_address(world(rank_1 | {"MASTER_PORT": port}), 0.3)
     assert str(refused.value) == (
         f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1 port {port} in 0.3 s. "

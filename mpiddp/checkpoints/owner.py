@@ -7,6 +7,7 @@ dead at once when its process is, and so is an earlier attempt of the same run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -192,15 +193,13 @@ def _read(path: Path) -> bytes | None:
 
 
 def _try(action: Callable[[], object]) -> None:
-    try:
+    with contextlib.suppress(OSError):
         action()
-    except OSError:
-        pass
 
 
 def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _start_time(pid: int) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mpiddp.errors import FAILED, INTERRUPTED, UserError
 from mpiddp.launch import log
@@ -111,8 +112,7 @@ def _is_interrupted_without_folder(signals: SignalQueue) -> bool:
     says_so = False
     while time.monotonic() < deadline:
         try:
-            os.stat(".")
-            os.stat(os.environ.get("PWD", "."))
+            Path.cwd().stat()
             return False
         except OSError as error:
             if not says_so:

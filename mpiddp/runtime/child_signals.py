@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 
 
@@ -27,11 +28,18 @@ def _obey(rank: int, inherited: object) -> None:
         has_own_handler = signal.getsignal(signal.SIGTERM) is not inherited
         if has_own_handler or sender == rank or not _exists(rank):
             break
+    if not has_own_handler and _is_loader_worker():
+        os._exit(0)  # as torch's own handler of SIGTERM does; its rank would report another end
     if not has_own_handler:
         # Only the main thread may call signal.signal, and it may be busy.
         ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(0))  # SIG_DFL
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_loader_worker() -> bool:
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
 
 
 def _exists(pid: int) -> bool:

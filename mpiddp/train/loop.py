@@ -47,7 +47,7 @@ class TrainInputs:
     writer_ranks: list[int]  # each writes for the hosts that share its file system
     device: torch.device
     run: RunDir
-    owner: RunOwner | None  # of the run's folder, on the ranks that write there
+    owner: RunOwner | None = None  # of the run's folder, on the ranks that write there
 
 
 def train(inputs: TrainInputs) -> Summary | None:

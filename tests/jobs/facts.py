@@ -6,9 +6,19 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 
 from mpiddp.runtime.join import join
 from tests.jobs.listening import listening_addresses
+
+
+def is_forbidden() -> bool:
+    try:
+        find_spec("mpi4py.MPI")
+    except ImportError:
+        return True
+    return False
+
 
 before = dict(os.environ)
 with join(keep_mpi="keep-mpi" in sys.argv) as coordinator:
@@ -22,7 +32,7 @@ with join(keep_mpi="keep-mpi" in sys.argv) as coordinator:
             for name in before.keys() | os.environ.keys()
             if before.get(name) != os.environ.get(name)
         },
-        "mpi_is_over": MPI.Is_finalized() if MPI else None,
+        "mpi_is_forbidden": is_forbidden(),
         "mpi_size": MPI.COMM_WORLD.size if MPI and not MPI.Is_finalized() else None,
         "listening": listening_addresses(os.getpid()),
     }
