@@ -82,7 +82,7 @@ LAUNCHERS = (
     Launcher("env://", TORCH, *TORCH),
 )
 
-_OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+_OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 ALONE = Launcher("none", (), "", "", "", "")
 STALE = "these variables do not come from one launcher. Unset the stale ones."
 

@@ -13,6 +13,7 @@ import time
 
 from mpiddp.launch import log
 from mpiddp.launch.options import parse_options
+from mpiddp.launch.supervise.output import open_closed_streams
 from mpiddp.world import leave_enclosing_job
 
 
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> int:
         UserError: bad input, found before anything started.
     """
     started_at = time.time()
+    open_closed_streams()
     leave_enclosing_job(os.environ)
     options = parse_options(argv)
     # Imported here, so that --help and a wrong option answer at once.

@@ -70,7 +70,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         raise
     else:
         if session.is_of_this_process:
-            _leave(session.stop, coordinator, watch, keep_mpi)
+            _leave(session, coordinator, watch, keep_mpi)
     finally:
         session.watch = None
 
@@ -91,7 +91,7 @@ def _end_with(
         return
     if isinstance(error, SystemExit) and not is_failure(error, session.stop):
         # many scripts end with sys.exit(main())
-        _leave(session.stop, coordinator, watch, keep_mpi)
+        _leave(session, coordinator, watch, keep_mpi)
         return
     if session.channel is not None:  # the report to the launcher contains this
         session.channel.is_first = coordinator.claim_first_failure()
@@ -117,13 +117,15 @@ def is_failure(error: Exception | SystemExit, stop: StopRequest) -> bool:
 
 
 def _leave(
-    stop: StopRequest, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool
+    session: Session, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool
 ) -> None:
     """Leave after a body that succeeded. After an error there is no rank to wait for."""
     with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
+        stop = session.stop
         stop.propose_step(coordinator.store, coordinator.world.rank, 0)
         coordinator.arrive("end")
         if stop.has_stopped:
+            session.stop_is_saved()
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             coordinator.wait_for_all("end", timeout_s=LEAVE_TIMEOUT_S)
     coordinator.leave()

@@ -70,6 +70,12 @@ class Session:
             if bool(before) != bool(self._saves):
                 self.send("saving", active=bool(self._saves))
 
+    def stop_is_saved(self) -> None:
+        """This rank has saved what a stop requires, and now waits for the other ranks."""
+        with self._saves_lock:
+            if not self._saves:
+                self.send("saving", active=False)
+
     def _declared(self) -> None:
         """The script supports a stop: SIGTERM requests one too, while there is a launcher."""
         if self.channel is not None:

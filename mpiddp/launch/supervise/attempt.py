@@ -107,7 +107,7 @@ def _outcome_by_ranks(
     if end.interrupted and not (state.all_done and state.supports_stop):
         return Outcome(INTERRUPTED, _interruption(end))
     if state.all_done:
-        return Outcome(DONE)
+        return _outcome_after_success(starter, end)
     if end.was_killed:
         return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
     first = state.first_failure()
@@ -116,6 +116,20 @@ def _outcome_by_ranks(
             return _outcome_without_ranks(end)
         return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
     return _outcome_of_failure(starter, end, state, first)
+
+
+def _outcome_after_success(starter: RankStarter, end: MpirunEnd) -> Outcome:
+    """The verdict after every rank has reported success. Only native code still ran then.
+
+    Open MPI's exit code proves that a rank was killed by a signal. The others' may have another cause.
+    """
+    if end.code == DONE or end.was_ended:
+        return Outcome(DONE)
+    if name := _signal(starter, end.code):
+        return Outcome(
+            FAILED, f"all ranks finished, but one was killed by {name} while its process ended."
+        )
+    return Outcome(DONE, f"all ranks finished, but {_cause(starter, end.code)} afterwards.")
 
 
 def _outcome_of_failure(

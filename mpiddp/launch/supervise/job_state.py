@@ -213,7 +213,7 @@ class JobState:
 
 
 def _first_line(error: str) -> str:
-    return error.strip().partition("\n")[0]
+    return error.strip().partition("\n")[0].rstrip(".")
 
 
 def _is_silent(message: Message) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-from contextlib import suppress
 
 from mpiddp.launch import log
 
@@ -18,17 +17,22 @@ _CHUNK = 1 << 16  # bytes, the size of a pipe
 _NAMES = {1: "stdout", 2: "stderr"}
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null in place of a closed stdin, stdout or stderr: another file would get its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
 class OutputCopy:
     """A thread that copies one pipe to the file descriptor `target`.
 
-    mpirun gets `pipe`, and `started` closes it here. A target that is closed loses the output, not the job.
+    mpirun gets `pipe`, and `started` closes it here. A reader that goes away loses the output, not the job.
     """
 
     def __init__(self, target: int) -> None:
         self._name = _NAMES[target]
-        self._target: int | None = None
-        with suppress(OSError):  # closed from the beginning: `>&-`
-            self._target = os.dup(target)
+        self._target: int | None = os.dup(target)
         self._reader, self.pipe = os.pipe()
         os.set_blocking(self._reader, False)
         self._end_reader, self._end_writer = os.pipe()

@@ -48,6 +48,7 @@ class MpirunEnd:
 
     `was_killed`: by a signal that this launcher did not send. `failed_stopping`: a rank failed after the
     stop request and before it was forced to end. `limit`: the time limit of a stop that the ranks exceeded.
+    `was_ended`: this launcher has ended mpirun.
     """
 
     code: int
@@ -55,6 +56,7 @@ class MpirunEnd:
     was_killed: bool = False
     failed_stopping: bool = False
     limit: str = ""
+    was_ended: bool = False
 
 
 class Supervisor:
@@ -124,7 +126,14 @@ class Supervisor:
         code = self._mpirun.code
         assert code is not None
         was_killed = code < 0 and not self._is_ending
-        return MpirunEnd(code, self._stops > 0, was_killed, self._failed_stopping, self._limit)
+        return MpirunEnd(
+            code,
+            self._stops > 0,
+            was_killed,
+            self._failed_stopping,
+            self._limit,
+            was_ended=self._is_ending or self._stops > 1,
+        )
 
     def _finish_output(self, outputs: tuple[OutputCopy, ...], signals: SignalQueue) -> None:
         """Copy the rest of the output. A second signal ends the wait for a terminal that is stopped."""

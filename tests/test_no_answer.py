@@ -1,0 +1,80 @@
+"""A rank that does not answer in an agreement is named, ends the job with code 1, and is restarted.
+
+Tests mpiddp/runtime/coordinator.py, mpiddp/runtime/join.py.
+python -m pytest tests/test_no_answer.py
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+
+from tests.ranks import launch, mpirun, own_lines, script
+
+# In the first attempt, rank 1 hangs before an agreement within an agreement.
+HANGS = """
+import os, sys, time
+from mpiddp.errors import JobFailed
+from mpiddp.runtime.join import join
+with join() as coordinator:
+    if coordinator.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(1000)
+    with coordinator.all_or_none(timeout_s=600):
+        values = coordinator.all_gather_json(coordinator.world.rank, timeout_s=2)
+print(f"{values}\\n", end="", flush=True)
+"""
+ONE_RANK_FAILS = """
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.runtime.join import join
+with join() as coordinator:
+    with coordinator.all_or_none():
+        if coordinator.world.rank == 1:
+            raise JobFailed("the disk of this host failed.")
+"""
+NO_ANSWER = f"rank 1 on {gethostname()} did not answer in 2 s."
+
+
+@pytest.mark.quick
+def test_it_is_restarted_within_one_timeout_although_agreements_nest(tmp_path: Path) -> None:
+    since = time.monotonic()
+    done = launch("-H", "localhost:2", "--max-restarts=1", script(tmp_path, HANGS))
+    assert (done.returncode, done.stdout) == (0, "[0, 1]\n[0, 1]\n"), done.stderr
+    assert f"mpiddp: {NO_ANSWER} The other ranks were stopped.\n" in done.stderr
+    assert time.monotonic() - since < 300  # of the 600 s of the outer agreement
+
+
+def test_without_restarts_the_exit_code_is_1(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:2", script(tmp_path, HANGS))
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"mpiddp: {NO_ANSWER} The other ranks were stopped.\n")
+    assert done.stderr.count(NO_ANSWER) == 1
+
+
+def test_under_a_raw_mpirun_one_rank_prints_the_sentence(tmp_path: Path) -> None:
+    done = mpirun(2, "-m", "mpiddp", "run", script(tmp_path, HANGS))
+    assert (done.returncode, own_lines(done.stderr)) == (1, [NO_ANSWER])
+
+
+def test_a_failed_machine_ends_all_ranks_with_code_1(tmp_path: Path) -> None:
+    path = script(tmp_path, ONE_RANK_FAILS)
+    sentence = f"rank 1 on {gethostname()}: the disk of this host failed."
+    done = launch("-H", "localhost:2", path)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"mpiddp: {sentence} The other ranks were stopped.\n")
+    assert done.stderr.count(sentence) == 1
+    done = mpirun(2, "-m", "mpiddp", "run", path)
+    assert (done.returncode, own_lines(done.stderr)) == (1, [sentence])
+
+
+def test_a_rank_that_cannot_reach_its_launcher_is_no_bad_input(tmp_path: Path) -> None:
+    """A launcher that does not answer is what a machine or a network did."""
+    unreachable = {"MPIDDP_CONTROL": "127.0.0.1:1", "MPIDDP_CONTROL_SECRET": "00"}
+    done = mpirun(1, "-m", "mpiddp", "run", script(tmp_path, ""), env=unreachable)
+    assert done.returncode == 1
+    assert own_lines(done.stderr) == [
+        f"rank 0 on {gethostname()} cannot reach the launcher at 127.0.0.1 port 1 ([Errno 111] "
+        "Connection refused). Check that it is running and that no firewall blocks the port."
+    ]
