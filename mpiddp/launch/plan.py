@@ -24,6 +24,7 @@ from mpiddp.launch.rank_counts import place_ranks, with_slots
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import forwarded, parse_exports
+from mpiddp.launch.starters.shared import can_shield
 from mpiddp.launch.usable_hosts import check_hosts, find_hosts
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def make_plan(
             networks=network.networks,
             as_root=os.geteuid() == 0,
             control_address=network.control_address,
+            shields_ssh=starter.kind == "openmpi" and len(nodes) > 1 and can_shield(),
         ),
     )
 

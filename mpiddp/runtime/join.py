@@ -116,9 +116,7 @@ def is_failure(error: Exception | SystemExit, stop: StopRequest) -> bool:
     return bool(error.code) and not stop.is_requested_end(error.code)
 
 
-def _leave(
-    session: Session, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool
-) -> None:
+def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool) -> None:
     """Leave after a body that succeeded. After an error there is no rank to wait for."""
     with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
         stop = session.stop

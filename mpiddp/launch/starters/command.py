@@ -23,7 +23,8 @@ class Request:
     mpirun's environment; `exports` are the names of all variables that the ranks get. `env` is the user's
     environment. `networks` ("10.0.0.0/24", or the name of an interface that all hosts have), if not
     empty, are the only ones that MPI may use, and `interface` is this machine's interface.
-    `control_address` is the launcher's address for the ranks, None if it is not known. `scratch` is the
+    `control_address` is the launcher's address for the ranks, None if it is not known. With `shields_ssh`,
+    mpirun's ssh processes ignore SIGTERM. `scratch` is the
     folder for mpirun's files.
     """
 
@@ -38,6 +39,7 @@ class Request:
     networks: tuple[str, ...] = ()
     as_root: bool = False
     control_address: str | None = None
+    shields_ssh: bool = False
     scratch: str = "."
 
     @property

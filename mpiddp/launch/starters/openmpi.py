@@ -10,12 +10,16 @@ from mpiddp.launch.starters.shared import (
     BINDINGS,
     EXPORT,
     NETWORK,
+    SHIELD,
     SSH_CONFIG,
     WDIR,
     ssh_arguments,
     ssh_config,
 )
 
+_SHIELD = (
+    "ssh ignores SIGTERM: batch systems send it to every process, and mpirun ends with its ssh"
+)
 _KEEPALIVE = "detects a lost host within seconds instead of minutes"
 # With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
@@ -69,6 +73,8 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
     if any("." in node.name and not _is_address(node.name) for node in request.nodes):
         runtime = "orte" if starter.major < 5 else "prte"
         parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _FULL_NAMES))
+    if request.shields_ssh:
+        parameters.append(("plm_rsh_agent", f"{SHIELD} ssh -x", _SHIELD))
     if files:
         parameters.append(("plm_rsh_args", ssh_arguments(files), SSH_CONFIG))
     if len(request.nodes) > _TREE_RADIX:

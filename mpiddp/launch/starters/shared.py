@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 
@@ -13,11 +14,20 @@ BINDINGS = {
     "numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
     "core": "--bind core: each rank uses one core",
 }
+SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
 WDIR = "the same working folder on every host"
 EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 EXPORT_ONLY = "passes only these variables to the ranks, by name, so that `ps` shows no value"
 NETWORK = "the network that connects the hosts; not every network of a host does"
 SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
+
+
+def can_shield() -> bool:
+    """Whether this machine's env(1) can start a program that ignores SIGTERM."""
+    try:
+        return subprocess.run([*SHIELD.split(), "true"], stderr=subprocess.DEVNULL).returncode == 0
+    except OSError:
+        return False
 
 
 def ssh_config(request: Request) -> dict[str, str]:
