@@ -99,6 +99,20 @@ def test_slurms_signal_before_the_time_limit_stops_the_job(batch: Slurm) -> None
     assert len(list((out / "checkpoints").iterdir())) == 1
 
 
+def test_scancel_lets_the_ranks_save(batch: Slurm) -> None:
+    """It sends SIGTERM to every process of the job, and SIGKILL after Slurm's KillWait (30 s)."""
+    out = batch.cluster.shared / "cancelled"
+    job = [arg for arg in TRAIN if arg != "--steps-per-epoch=2"]
+    command = shlex.join([MPIDDP, "launch", *job, str(out), "--log-every=5"])
+    script = (
+        f"#!/bin/sh\n(until grep -qs train_loss {out}/metrics.jsonl; do sleep 0.2; done\n"
+        f'exec scancel "$SLURM_JOB_ID") &\nexec {command}\n'
+    )
+    done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
+    assert "stopped at step" in done.stdout
+    assert len(list((out / "checkpoints").glob("step_*"))) == 1
+
+
 def test_the_requested_interface_is_used(batch: Slurm) -> None:
     option = ("--interface", "10.77.0.0/24")
     done = launch(batch, *option, str(batch.cluster.shared / "show.py"))
