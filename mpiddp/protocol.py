@@ -1,6 +1,8 @@
-"""The protocol of the control channel between a rank and its launcher: JSON lines over TCP.
+"""The protocol of the control channel between a rank and its launcher: JSON lines over a socket.
 
-    launcher -> rank   challenge, received, stop, stacks, end; one urgent byte
+TCP connects several hosts. On one host it is a Unix socket in a folder that only its user can open.
+
+    launcher -> rank   challenge, received (a hello, or progress), stop, stacks, end; one urgent byte
     rank -> launcher   hello, started, joining, log, error_file, announce, supports_stop, progress, saving,
                         stacks, stopped, failed, done
 
@@ -127,7 +129,7 @@ VARIABLES = (
         ADDRESS,
         "`launch`",
         "every rank, which removes it",
-        "the address on which the launcher listens for the ranks: ADDRESS:PORT",
+        "the address on which the launcher listens for the ranks: ADDRESS:PORT, or unix:PATH",
     ),
     Variable(
         SECRET,
@@ -143,6 +145,9 @@ URGENT = b"!"  # no message of a launcher contains it
 CONFIRM_EVERY, UNCONFIRMED_LIMIT = 60, 240
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
+
+UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job
+UNIX = "unix:"  # prefix of an address that is a path
 
 # The messages that a rank may send, with their required fields and types.
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
@@ -185,8 +190,11 @@ def proof(secret: str, challenge: str, rank: int) -> str:
 def notice_silence(connection: socket.socket) -> None:
     """Make the kernel end the connection 12 s after the other host stops answering.
 
-    The protocol has no heartbeat: a rank that imports torch, or computes, could not send one.
+    The protocol has no heartbeat: a rank that imports torch, or computes, could not send one. Both ends of
+    a Unix socket are on one host.
     """
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, 4),

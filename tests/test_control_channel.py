@@ -12,11 +12,13 @@ import select
 import selectors
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -37,9 +39,9 @@ with reporting(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
 class Launcher:
     """A control server for two ranks, and the messages that it received."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str | None = "127.0.0.1") -> None:
         self.selector = selectors.DefaultSelector()
-        self.server = ControlServer("127.0.0.1", 2, self.selector)
+        self.server = ControlServer(address, 2, self.selector)
         self.messages: list[Message] = []
 
     @property
@@ -282,6 +284,64 @@ def test_a_second_connection_cannot_replace_a_connected_rank(launcher: Launcher)
             other.sendall(dumps("hello", rank=1, proof=proof(secret, challenge, 1)))
             assert launcher.receive_until(lambda: launcher.connections == 1) == [(1, "started")]
             assert other.recv(1) == b""
+
+
+def test_idle_strangers_do_not_keep_a_rank_out(launcher: Launcher) -> None:
+    """70 took all places for 10 s, and a rank that came meanwhile was turned away."""
+    strangers = [socket.create_connection(launcher.address) for _ in range(70)]
+    launcher.receive_until(lambda: len(select.select(strangers, [], [], 0)[0]) >= 60)
+    with launcher.rank("pass"):
+        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_rank_that_was_dropped_before_its_proof_comes_again(launcher: Launcher) -> None:
+    with launcher.rank("pass"):
+        launcher.receive_until(lambda: launcher.connections == 1)
+        (peer,) = launcher.server._peers  # as more strangers at once would do
+        launcher.server._drop(peer)
+        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+
+
+def test_a_long_line_before_the_proof_is_not_kept(launcher: Launcher) -> None:
+    with socket.create_connection(launcher.address) as stranger:
+        launcher.receive_until(lambda: launcher.connections == 1)
+        stranger.sendall(b"x" * 2000)
+        launcher.receive_until(lambda: launcher.connections == 0)
+
+
+@pytest.fixture
+def local_launcher() -> Iterator[Launcher]:
+    launcher = Launcher(address=None)
+    yield launcher
+    launcher.server.close()
+    launcher.selector.close()
+
+
+def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher) -> None:
+    address = local_launcher.server.settings[ADDRESS]
+    path = Path(address.removeprefix("unix:"))
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert len(str(path)) < 108
+    with local_launcher.rank("1 / 0"):
+        expected = [(1, "started"), (1, "failed")]
+        assert local_launcher.receive_for(PATIENCE_S, until="lost")[:2] == expected
+    local_launcher.server.close()
+    assert not path.parent.exists()
+    local_launcher.server = ControlServer(None, 2, local_launcher.selector)  # for the fixture
+
+
+def test_a_rank_on_one_host_shows_its_stack_while_native_code_holds_the_interpreter(
+    local_launcher: Launcher,
+) -> None:
+    with local_launcher.rank("print(flush=True); sum(range(10**12))") as rank:
+        assert rank.stdout is not None
+        local_launcher.receive_for(PATIENCE_S, until="started")
+        assert rank.stdout.readline() == "\n"
+        local_launcher.server.interrupt(1)
+        local_launcher.receive_for(PATIENCE_S, until="frames")
+    assert (1, "frames") in local_launcher.kinds
 
 
 def test_a_flood_of_connections_is_bounded(launcher: Launcher) -> None:

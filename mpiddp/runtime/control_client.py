@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps, notice_silence, proof
+from mpiddp.protocol import TEXT_LIMIT, UNCONFIRMED_LIMIT, UNIX, dumps, notice_silence, proof
 from mpiddp.runtime.native_stacks import without_urgent_bytes, write_stack_on_urgent_byte
 from mpiddp.world import World
 
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 30.0
+_ATTEMPT_S, _RETRY_S = 10.0, 0.2
 PROGRESS_EVERY_S = 0.5
 LOST_LAUNCHER = 1  # the exit code of a rank that loses its launcher
 
@@ -35,8 +36,10 @@ class ControlClient:
         incoming: Iterator[bytes],
         world: World,
         request_stop: Callable[[], None],
+        secret: str,
     ) -> None:
         self.world = world
+        self.secret = secret
         self.step = 0  # the latest step of this rank
         self.is_first: bool | None = None  # whether this rank failed first; None if unknown
         self._actions: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -127,21 +130,49 @@ def connect(
     Raises:
         JobFailed: the launcher cannot be reached.
     """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        try:
+            connection, incoming = _connect_once(address, secret, world.rank)
+        except ConnectionRefusedError as error:
+            problem: Exception = error
+            break
+        except (OSError, ValueError, LookupError) as error:
+            problem = error
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_RETRY_S)  # strangers may have taken all places
+        else:
+            return ControlClient(connection, incoming, world, request_stop, secret)
     host, _, port = address.rpartition(":")
+    where = f"at {host} port {port}" if not address.startswith(UNIX) else f"on {address}"
+    raise JobFailed(
+        f"rank {world.rank} on {world.hostname} cannot reach the launcher {where} "
+        f"({problem or 'no answer'}). Check that it is running and that no firewall blocks the port."
+    ) from None
+
+
+def _connect_once(address: str, secret: str, rank: int) -> tuple[socket.socket, Iterator[bytes]]:
+    """Connect, and prove that this rank belongs to the job. The launcher confirms it."""
+    if address.startswith(UNIX):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_ATTEMPT_S)
+        connection.connect(address.removeprefix(UNIX))
+    else:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
     try:
-        connection = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
         notice_silence(connection)
         incoming = _lines(connection)
         challenge = json.loads(next(incoming, b""))["challenge"]
-        answer = proof(secret, challenge, world.rank)
-        connection.sendall(dumps("hello", rank=world.rank, proof=answer))
-    except (OSError, ValueError, LookupError) as error:
-        raise JobFailed(
-            f"rank {world.rank} on {world.hostname} cannot reach the launcher at {host} port {port} "
-            f"({error or 'no answer'}). Check that it is running and that no firewall blocks the port."
-        ) from None
+        connection.sendall(dumps("hello", rank=rank, proof=proof(secret, challenge, rank)))
+        if json.loads(next(incoming, b""))["type"] != "received":
+            raise ValueError("an unexpected answer")
+    except BaseException:
+        connection.close()
+        raise
     connection.settimeout(None)
-    return ControlClient(connection, incoming, world, request_stop)
+    return connection, incoming
 
 
 def _lines(connection: socket.socket) -> Iterator[bytes]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError
+from mpiddp.runtime.signed_store import SignedStore
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -41,13 +42,20 @@ class Refused(SystemExit):
 
 
 class Coordinator:
-    """The ranks of `world`, and the key-value store that rank 0 (or torchrun's agent) serves."""
+    """The ranks of `world`, and the key-value store that rank 0 (or torchrun's agent) serves.
 
-    def __init__(self, world: World, store: Store) -> None:
+    `store` is for torch's process groups, `values` for everything that the ranks act on.
+
+    Args:
+        secret: what only the ranks know, see `SignedStore`.
+    """
+
+    def __init__(self, world: World, store: Store, secret: str = "") -> None:
         self.world = world
         self.store = store
+        self.values = SignedStore(store, secret)
         # For the watch's thread: a connection is locked while it waits.
-        self.second_store: Store = store.clone()  # type: ignore[attr-defined]
+        self.watched_values = self.values.clone()
         self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have joined
         self.has_launcher = False  # which prints why a job failed
         self._is_first: bool | None = None
@@ -67,27 +75,32 @@ class Coordinator:
             return [json.loads(text)]
         prefix = self.unique_prefix("exchange")
         ranks = range(self.world.world_size)
-        self.store.set(f"{prefix}/{self.world.rank}", text)
+        self.values.set(f"{prefix}/{self.world.rank}", text)
+        published = f"{prefix}/all"
         if self.world.rank == 0:
             keys = [f"{prefix}/{rank}" for rank in ranks]
-            absent = self._absent(keys, timeout_s)
-            missing = [rank for rank in ranks if keys[rank] in absent]
+            found = self.values.wait(keys, timeout_s)
+            missing = [rank for rank in ranks if keys[rank] not in found]
             if missing:
                 raise NoAnswer(self._missing_sentence(missing, timeout_s))
-            self.store.set(
-                f"{prefix}/all", f"[{','.join(self.store.get(k).decode() for k in keys)}]"
-            )
-        # Rank 0 names the missing ranks; the others wait a little longer, so that it can.
-        elif self._absent([f"{prefix}/all"], timeout_s + 5):
-            waited_s = f"{timeout_s + 5:g} s"
-            raise NoAnswer(f"{self._name(self.world.rank)}: no answer from rank 0 in {waited_s}.")
-        values: list[Value] = json.loads(self.store.get(f"{prefix}/all"))
+            listed = f"[{','.join(found[key] for key in keys)}]"
+            self.values.set(published, listed)
+        else:
+            # Rank 0 names the missing ranks; the others wait a little longer, so that it can.
+            answer = self.values.wait([published], timeout_s + 5)
+            if not answer:
+                waited_s = f"{timeout_s + 5:g} s"
+                raise NoAnswer(
+                    f"{self._name(self.world.rank)}: no answer from rank 0 in {waited_s}."
+                )
+            listed = answer[published]
+        values: list[Value] = json.loads(listed)
         # Delete the keys, or a long run fills the store. Rank 0 deletes the previous list: every rank
         # that takes part in this exchange has read it.
-        self.store.delete_key(f"{prefix}/{self.world.rank}")
+        self.values.delete(f"{prefix}/{self.world.rank}")
         if self.world.rank == 0:
-            self.store.delete_key(self._published)
-            self._published = f"{prefix}/all"
+            self.values.delete(self._published)
+            self._published = published
         return values
 
     def broadcast_json(self, value: Value) -> Value:
@@ -137,9 +150,9 @@ class Coordinator:
             for sentence in sentences:
                 # Print it: a script's logging.config may have switched the log off.
                 print(sentence, file=sys.stderr, flush=True)
-            self.store.set(printed, "")
+            self.values.set(printed, "")
         else:  # the first rank to exit makes mpirun kill rank 0, even in the middle of its sentence
-            self._absent([printed], AGREE_TIMEOUT_S)
+            self.values.wait([printed], AGREE_TIMEOUT_S)
         self.leave()
         raise Refused(code)
 
@@ -151,19 +164,20 @@ class Coordinator:
         """
         if self._is_first is None:
             try:
-                self._is_first = bool(self.store.add("failures", 1) == 1)
+                own = str(self.world.rank)
+                self._is_first = self.values.set_if_missing("first failure", own) == own
             except RuntimeError:  # rank 0 has ended, so it was first
                 self._is_first = self.world.rank == 0
         return self._is_first
 
     def arrive(self, point: str) -> None:
         """Record that this rank is at `point`; at most once per point. Does not wait."""
-        self.store.set(f"{point}/{self.world.rank}", "")
+        self.values.set(f"{point}/{self.world.rank}", "")
 
     def wait_for_all(self, point: str, *, timeout_s: float) -> None:
         """Wait until every rank has arrived at `point` or the timeout has passed."""
         ranks = range(self.world.world_size)
-        self._absent([f"{point}/{rank}" for rank in ranks], timeout_s)
+        self.values.wait([f"{point}/{rank}" for rank in ranks], timeout_s)
 
     def leave(self) -> None:
         """Leave the job. Rank 0 serves the store, so it waits until all others have left, or a timeout.
@@ -173,26 +187,12 @@ class Coordinator:
         prefix = self.unique_prefix("left")
         with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
             if self.world.rank > 0:
-                self.store.set(f"{prefix}/{self.world.rank}", "")
+                self.values.set(f"{prefix}/{self.world.rank}", "")
             else:
-                others = range(1, self.world.world_size)
-                if self._absent([f"{prefix}/{rank}" for rank in others], LEAVE_TIMEOUT_S):
-                    self.store.set(RANK_0_LEFT, "")
+                others = [f"{prefix}/{rank}" for rank in range(1, self.world.world_size)]
+                if len(self.values.wait(others, LEAVE_TIMEOUT_S)) < len(others):
+                    self.values.set(RANK_0_LEFT, "")
                     time.sleep(2.0)  # so that all ranks can read it
-
-    def _absent(self, keys: list[str], timeout_s: float) -> list[str]:
-        """Wait until all keys are set or the timeout has passed; the keys that are still missing.
-
-        Poll, because the store's own wait() logs its timeouts on stderr.
-        """
-        deadline = time.monotonic() + timeout_s
-        pause_s = 0.001
-        while keys and not self.store.check(keys):
-            if time.monotonic() > deadline:
-                return [key for key in keys if not self.store.check([key])]
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.1)
-        return []
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"

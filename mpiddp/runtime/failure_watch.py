@@ -16,6 +16,7 @@ from types import TracebackType
 
 from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, JobFailed, UserError
 from mpiddp.runtime.coordinator import RANK_0_LEFT, Coordinator
+from mpiddp.runtime.signed_store import whole_number
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigusr1, unblock_sigusr1
 
@@ -41,7 +42,7 @@ class FailureWatch:
         self._over = threading.Event()
         # The thread must not be inside torch when the interpreter ends, so it polls the store instead
         # of waiting there.
-        self._store = coordinator.second_store
+        self._values = coordinator.watched_values
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._previous_excepthook = sys.excepthook
 
@@ -63,7 +64,7 @@ class FailureWatch:
         """End the other ranks with `code`. This process ends by itself later."""
         self._over.set()
         with contextlib.suppress(RuntimeError):  # the store ended with rank 0: all ranks know
-            self._coordinator.store.set(_FAILED_KEY, str(code))
+            self._coordinator.values.set(_FAILED_KEY, str(code))
 
     def exits(self, code: int) -> None:
         """The script exits with a code other than 0: end the job with that code.
@@ -122,23 +123,20 @@ class FailureWatch:
             self._over.wait()
             return
         self._stop.is_alone = False
-        code = ""
+        code = 0
         while not code:
             if self._over.wait(_AGREE_INTERVAL_S if self._stop.is_undecided else _CHECK_INTERVAL_S):
                 break
             try:
-                if self._store.check([_FAILED_KEY]):
-                    code = self._store.get(_FAILED_KEY).decode()
-                elif self._store.check(
-                    [RANK_0_LEFT]
-                ):  # a normal end, after it waited long for this rank
-                    return
-                self._stop.agree(self._store, world.rank, world.world_size)
+                code = whole_number(self._values.get(_FAILED_KEY), 1, 255) or 0
+                if not code and self._values.get(RANK_0_LEFT) is not None:
+                    return  # a normal end, after rank 0 waited long for this rank
+                self._stop.agree(self._values, world.rank, world.world_size)
             except RuntimeError:  # rank 0 has ended, and its store with it
-                code = "1"
+                code = FAILED
                 if self._coordinator.world.local_rank == 0:
                     self._print_ending("lost the connection to rank 0's store; exiting")
         if code and not self._over.wait(_GRACE_S):
             with contextlib.suppress(Exception):  # a script may replace stdout by anything
                 sys.stdout.flush()
-            os._exit(int(code))
+            os._exit(code)

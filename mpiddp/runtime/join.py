@@ -120,7 +120,7 @@ def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep
     """Leave after a body that succeeded. After an error there is no rank to wait for."""
     with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
         stop = session.stop
-        stop.propose_step(coordinator.store, coordinator.world.rank, 0)
+        stop.propose_step(coordinator.values, coordinator.world.rank, 0)
         coordinator.arrive("end")
         if stop.has_stopped:
             session.stop_is_saved()
@@ -141,9 +141,11 @@ def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
         timeout_s += _LAUNCHER_HEAD_START_S
     if world.launcher.speaks_mpi and world.world_size > 1:
         result = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
-        coordinator = _connect(result.world, result.listener, timeout_s)
+        coordinator = _connect(result.world, result.listener, timeout_s, result.store_secret)
     else:
-        coordinator = _connect(*find_by_address(world, timeout_s), timeout_s)
+        # Without MPI, only a launcher gives the ranks a common secret.
+        secret = session.channel.secret if session.channel is not None else ""
+        coordinator = _connect(*find_by_address(world, timeout_s), timeout_s, secret)
         result = rendezvous_over_store(coordinator, timeout_s)
         coordinator.world = result.world
     coordinator.hostnames = tuple(info.hostname for info in result.infos)
@@ -177,10 +179,12 @@ def _join_children(world: World, timeout_s: float) -> Coordinator:
     return coordinator
 
 
-def _connect(world: World, listener: socket.socket | None, timeout_s: float) -> Coordinator:
+def _connect(
+    world: World, listener: socket.socket | None, timeout_s: float, secret: str
+) -> Coordinator:
     """Connect all ranks to one store. Raises the errors of `serve_or_join` and `all_gather_json`."""
     with no_dns():
-        coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s))
+        coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s), secret)
         # In here, because rank 0 looks up the name of every connection that it accepts.
         coordinator.all_gather_json(None, timeout_s=timeout_s)
     return coordinator

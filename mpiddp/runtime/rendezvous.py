@@ -48,6 +48,7 @@ class RendezvousResult:
     reason: str
     listener: socket.socket | None
     run_id: str  # the same in all attempts of a job
+    store_secret: str = ""  # "" if the ranks have no way to share one
 
 
 def rendezvous_over_mpi(
@@ -111,7 +112,10 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
     if world.rank == 0:
         try:
             chosen_by_rank_0 = choose(infos, os.environ)
-            offer = {"run_id": os.environ.get(RUN_ID) or secrets.token_hex(8)}
+            offer = {
+                "run_id": os.environ.get(RUN_ID) or secrets.token_hex(8),
+                "store_secret": secrets.token_hex(16),
+            }
             listeners = listen(chosen_by_rank_0)
             ports = [listener.getsockname()[1] for listener in listeners]
             offer |= {"candidates": asdict(chosen_by_rank_0), "ports": ports}
@@ -151,6 +155,7 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
         reason=candidates.reasons[chosen],
         listener=listeners[chosen] if listeners else None,
         run_id=offer["run_id"],
+        store_secret=offer["store_secret"],
     )
 
 

@@ -13,12 +13,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from mpiddp.errors import STOPPED
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from mpiddp.runtime.signed_store import SignedStore, whole_number
 
 # Keys of the coordinator's store.
 _REQUESTED, _PROPOSAL, _STEP = "stop/requested", "stop/proposal", "stop/step"
@@ -105,24 +102,26 @@ class StopRequest:
         """Whether an exit with this code is the requested early end."""
         return code == STOPPED and self.has_stopped
 
-    def agree(self, store: Store, rank: int, world_size: int) -> None:
+    def agree(self, store: SignedStore, rank: int, world_size: int) -> None:
         """Advance the agreement. The failure watch calls this regularly."""
         if self._step is not None:
             return
         if self.is_requested:
             store.set(_REQUESTED, "")
-        elif not store.check([_REQUESTED]):
+        elif store.get(_REQUESTED) is None:
             return
         self.is_requested = True
         self.propose_step(store, rank, _AHEAD)
         keys = [f"{_PROPOSAL}/{other}" for other in range(world_size)]
-        if rank == 0 and store.check(keys):
-            store.set(_STEP, str(max(int(store.get(key)) for key in keys)))
-        if store.check([_STEP]):
+        if rank == 0 and (values := store.get_all(keys)):
+            proposals = [whole_number(value, 0) for value in values]
+            store.set(_STEP, str(max(step or 0 for step in proposals)))
+        step = whole_number(store.get(_STEP), 0)
+        if step is not None:
             with self._lock:
-                self._decide(int(store.get(_STEP)))
+                self._decide(step)
 
-    def propose_step(self, store: Store, rank: int, ahead: int) -> None:
+    def propose_step(self, store: SignedStore, rank: int, ahead: int) -> None:
         """Propose the step `ahead` of the present one, and do not pass it before the decision.
 
         A rank that leaves proposes its present step, with `ahead` 0.

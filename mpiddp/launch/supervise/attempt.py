@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.hosts.nodes import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.compose import compose
@@ -60,7 +61,9 @@ def attempt(
         server = None
         settings = {JOB: job}
         if request.control_address is not None:
-            server = ControlServer(request.control_address, len(hosts), selector, clock.now)
+            is_local = all(is_this_host(node.name) for node in request.nodes)
+            address = None if is_local and starter.kind != "slurm" else request.control_address
+            server = ControlServer(address, len(hosts), selector, clock.now)
             settings |= server.settings
         request = replace(
             request,

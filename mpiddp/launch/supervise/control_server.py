@@ -10,10 +10,13 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError
@@ -23,6 +26,8 @@ from mpiddp.protocol import (
     LINE_LIMIT,
     MESSAGES,
     SECRET,
+    UNIX,
+    UNPROVED_LINE_LIMIT,
     URGENT,
     dumps,
     notice_silence,
@@ -31,6 +36,7 @@ from mpiddp.protocol import (
 
 PROOF_TIMEOUT_S = 10.0
 STRANGERS = 64  # connections without a proof, beyond one for each rank
+_UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,16 @@ class _Peer:
 class ControlServer:
     """The server for `world_size` ranks, on a free port of `address`. `now` is its clock.
 
+    Args:
+        address: None for ranks on this host only: a Unix socket that only this user can open.
+
     Raises:
         UserError: it cannot listen on `address`.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | None,
         world_size: int,
         selector: selectors.BaseSelector,
         now: Callable[[], float] = time.monotonic,
@@ -78,27 +87,34 @@ class ControlServer:
         self._selector = selector
         self._secret = os.urandom(16).hex()
         allow_open(2 * world_size + OPEN_BESIDES)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-        except OSError as error:
-            raise UserError(
-                f"cannot listen on {address} of this machine ({error.strerror}). "
-                "Name another interface: --interface NAME"
-            ) from None
+        self._folder: Path | None = None
+        if address is None:
+            self._folder = _private_folder()
+            path = self._folder / "control"
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.bind(str(path))
+            self._socket.listen(1024)
+            shown = f"{UNIX}{path}"
+        else:
+            self._socket = _listen(address)
+            host, port = self._socket.getsockname()[:2]
+            shown = f"{host}:{port}"
         self._socket.setblocking(False)
         self._peers: set[_Peer] = set()
         self._by_rank: dict[int, _Peer] = {}
         selector.register(self._socket, selectors.EVENT_READ, self)
-        host, port = self._socket.getsockname()[:2]
         # The environment variables that the ranks need.
-        self.settings = {ADDRESS: f"{host}:{port}", SECRET: self._secret}
+        self.settings = {ADDRESS: shown, SECRET: self._secret}
 
     def close(self) -> None:
         for peer in list(self._peers):
             self._drop(peer)
         self._selector.unregister(self._socket)
         self._socket.close()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / "control").unlink()
+                self._folder.rmdir()
 
     @property
     def connected(self) -> set[int]:
@@ -124,7 +140,8 @@ class ControlServer:
             return self._lose(data, silent=False)
         *lines, data.buffer = (data.buffer + chunk).split(b"\n")
         messages = []
-        for line in [*lines, data.buffer] if len(data.buffer) > LINE_LIMIT else lines:
+        limit = LINE_LIMIT if data.rank is not None else UNPROVED_LINE_LIMIT
+        for line in [*lines, data.buffer] if len(data.buffer) > limit else lines:
             try:
                 messages += self._parse(data, line)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -146,13 +163,20 @@ class ControlServer:
         peer = self._by_rank[rank]
         peer.was_interrupted = True
         with contextlib.suppress(OSError):  # the next read fails too
-            peer.connection.send(URGENT, socket.MSG_OOB)
+            if peer.connection.family == socket.AF_UNIX:
+                option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
+                pid, _, _ = _UCRED.unpack(peer.connection.getsockopt(*option, _UCRED.size))
+                os.kill(pid, signal.SIGURG)
+            else:
+                peer.connection.send(URGENT, socket.MSG_OOB)
 
     def drop_silent_hosts(self) -> list[Message]:
         """Drop the ranks whose hosts have not acknowledged what was sent to them."""
         import fcntl
 
         messages = []
+        if self._folder is not None:  # this host's own kernel always answers
+            return []
         for peer in list(self._by_rank.values()):
             unacknowledged = fcntl.ioctl(peer.connection, _SIOCOUTQ, bytes(4))
             if any(unacknowledged):
@@ -170,8 +194,8 @@ class ControlServer:
                 self._drop(peer)
         strangers = [peer for peer in self._peers if peer.rank is None]
         if len(strangers) >= self.world_size + STRANGERS:
-            connection.close()
-            return
+            # A rank answers at once, so the oldest is none. A rank that is dropped all the same comes again.
+            self._drop(min(strangers, key=lambda peer: peer.since))
         connection.setblocking(False)
         notice_silence(connection)
         peer = _Peer(connection, os.urandom(16).hex(), now)
@@ -182,7 +206,7 @@ class ControlServer:
 
     def _parse(self, peer: _Peer, line: bytes) -> list[Message]:
         """Parse a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
-        if len(line) > LINE_LIMIT:
+        if len(line) > (LINE_LIMIT if peer.rank is not None else UNPROVED_LINE_LIMIT):
             raise ValueError("too long")
         if peer.was_interrupted and peer.rank is not None and not _is_json(line):
             # A line of its stack, maybe in the middle of a message that it was sending.
@@ -204,6 +228,7 @@ class ControlServer:
             raise ValueError("no proof")
         peer.rank = rank
         self._by_rank[rank] = peer
+        self.send(rank, "received")
         return []
 
     def _send(self, peer: _Peer) -> None:
@@ -230,6 +255,27 @@ class ControlServer:
             del self._by_rank[peer.rank]
         self._selector.unregister(peer.connection)
         peer.connection.close()
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {address} of this machine ({error.strerror}). "
+            "Name another interface: --interface NAME"
+        ) from None
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user can open. Its path is short, because a socket's has 107 bytes."""
+    folder = Path("/tmp", f"mpiddp-{os.urandom(8).hex()}")
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise UserError(f"cannot create a folder in /tmp ({error.strerror}).") from None
+    return folder
 
 
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
