@@ -113,6 +113,8 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
             before = valid(host)
             assert program.stderr is not None
             line = program.stderr.readline()
+            if "cannot remove old checkpoints" in line:  # it became read-only just after a save
+                line = program.stderr.readline()
             assert line.startswith(f"warning: node0: {SAVES}: cannot write the checkpoint of step ")
             assert line.endswith(f": Read-only file system. {before[-1]} is kept.\n")
             assert valid(host) == before

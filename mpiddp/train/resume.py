@@ -6,6 +6,7 @@ know which rank holds it and which hosts lack it.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.protocol import RESTART_COUNT
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.train import checkpoint
@@ -55,7 +57,7 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
         SystemExit: --resume does not name a valid checkpoint of this configuration and this data, or
             contradicts the contents of the run's folder. Rank 0 has printed the error.
     """
-    if config.go_on:
+    if config.go_on and os.environ.get(RESTART_COUNT, "0") != "0":
         _wait_for_run(run, coordinator, config.timeout)
     own: _Found | None = None
     with coordinator.all_or_none(timeout_s=SEARCH_TIMEOUT_S):
@@ -90,7 +92,7 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
 
 
 def _wait_for_run(run: RunDir, coordinator: Coordinator, timeout_s: float) -> None:
-    """Wait until a host has the folder of the run that continues. Its file server may be away.
+    """Wait until a host has the folder of the run that is restarted. Its file server may be away.
 
     All ranks must call this.
 

@@ -73,7 +73,7 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
     if any("." in node.name and not _is_address(node.name) for node in request.nodes):
         runtime = "orte" if starter.major < 5 else "prte"
         parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _FULL_NAMES))
-    if request.shields_ssh:
+    if request.shields_ssh and "PRTE_MCA_plm_ssh_agent" not in request.env:
         parameters.append(("plm_rsh_agent", f"{SHIELD} ssh -x", _SHIELD))
     if files:
         parameters.append(("plm_rsh_args", ssh_arguments(files), SSH_CONFIG))
