@@ -83,8 +83,7 @@ def job_of(everyone: Coordinator, ranks: int, turn: int) -> Iterator[None]:
     """Make the first `ranks` ranks a job of their own. All of them run on one host."""
     session = current()
     world = replace(everyone.world, world_size=ranks, local_world_size=ranks)
-    job = Coordinator(world, everyone.store)
-    job.store = dist.PrefixStore(f"turn{turn}", everyone.store)
+    job = Coordinator(world, dist.PrefixStore(f"turn{turn}", everyone.store))
     job.hostnames = everyone.hostnames[:ranks]
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     before = {name: os.environ[name] for name in sizes}
