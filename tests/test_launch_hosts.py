@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -135,3 +136,20 @@ def test_a_bare_hosts_gpus_are_counted_over_ssh(hosts: Cluster, options: tuple[s
     assert done.returncode == 2
     sentence = "-n 4 is more than the 3 slots of -H (node1=2, node0=1)."
     assert done.stderr.splitlines()[-1] == sentence
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "mpich"])
+def test_the_hosts_of_a_list_in_a_file_keep_their_order(hosts: Cluster, mpi: str) -> None:
+    """The file replaces a list that is too long for an argument."""
+    (hosts.shared / "where.py").write_text(
+        "import os, socket; print(f\"{os.environ['RANK']} {socket.gethostname()}\\n\", end='')"
+    )
+    code = (
+        "import sys; from mpiddp import cli; from mpiddp.launch.starters import shared\n"
+        "shared.LONGEST_ARGUMENT = 0; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "launch", "--mpirun", mpirun_of(mpi)]
+    command += ["-H", "node1:2,node0:1", str(hosts.shared / "where.py")]
+    done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 node1", "1 node1", "2 node0"]

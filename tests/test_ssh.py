@@ -5,6 +5,7 @@ tests/test_preflight.py and tests/test_launch_hosts.py test other hosts, over a 
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
 from tests.patience import PATIENCE_S
+from tests.ranks import ROOT, clean_env
 
 HERE = Host("localhost")
 
@@ -28,6 +30,30 @@ def test_the_answer_has_output_and_exit_code() -> None:
 def test_an_input_that_is_larger_than_a_pipe() -> None:
     answer = run_here(sys.executable, f"text = {'x' * 500_000!r}\nprint(len(text), text)\n")
     assert answer == Answer(0, f"500000 {'x' * 500_000}\n", "")
+
+
+FEW_FILES = """
+import resource
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.ssh import run_on_hosts
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+hosts = [Host(f"127.0.0.{number}") for number in range(1, 101)]
+answers = run_on_hosts(hosts, "cat", "here", timeout_s=600)
+print(len(answers), {(answer.exit_code, answer.stdout) for answer in answers.values()})
+"""
+
+
+def test_a_hundred_hosts_with_64_open_files() -> None:
+    """`ulimit -n 64`: as many hosts at a time as the limit allows."""
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.stdout, done.stderr) == ("100 {(0, 'here')}\n", "")
 
 
 def test_no_shell_interprets_the_program_or_its_input(tmp_path: Path) -> None:

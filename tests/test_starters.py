@@ -53,6 +53,27 @@ def test_ranks_are_placed_in_the_order_of_the_hostfile(mpi: str, placement: str)
     assert follows(argv_of(mpi, UNEQUAL), *placement.split())
 
 
+@pytest.mark.parametrize(
+    ("mpi", "flags", "first_lines"),
+    [
+        ("openmpi5", "--hostfile mpiddp-hosts --map-by seq", ["node0"] * 8 + ["node1"]),
+        ("mpich", "-f mpiddp-hosts", ["node0:8", "node1:8"]),
+        ("slurm", "--distribution=arbitrary --mpi=none", ["node0"] * 8 + ["node1"]),
+    ],
+)
+def test_a_host_list_that_is_too_long_for_an_argument_is_a_file(
+    mpi: str, flags: str, first_lines: list[str]
+) -> None:
+    nodes = tuple(Node(f"node{number}", 8) for number in range(13_000))
+    command = compose(MPIS[mpi], replace(UNEQUAL, nodes=nodes))
+    assert follows(command.argv, *flags.split())
+    assert max(map(len, command.argv)) < 128 * 1024
+    lines = command.files["mpiddp-hosts"].splitlines()
+    assert lines[: len(first_lines)] == first_lines
+    if mpi == "slurm":
+        assert command.settings["SLURM_HOSTFILE"] == "mpiddp-hosts"
+
+
 def test_intel_mpi_reads_the_counts_from_a_file() -> None:
     command = compose(MPIS["intelmpi"], replace(UNEQUAL, scratch="/tmp/x"))
     assert command.files == {"/tmp/x/mpiddp-machines": "node1:2\nnode0:1\n"}

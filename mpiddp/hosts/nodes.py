@@ -6,10 +6,11 @@ mpirun gets this machine under its own host name, so that it does not use ssh to
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -28,6 +29,9 @@ class Node:
     port: int | None = None
 
 
+_RESOLVED_ONE_BY_ONE, _RESOLVERS = 2, 64
+
+
 class UnusableHosts(UserError):
     """Hosts that cannot be used. `complaints` has a sentence for each, with the command that fixes it."""
 
@@ -41,11 +45,27 @@ def is_this_host(name: str) -> bool:
     """Whether `name` is the machine that this process runs on."""
     if name.lower() in ("localhost", socket.gethostname().lower()):
         return True
+    return any(_is_own_address(family, address) for family, address in addresses_of(name))
+
+
+@cache
+def addresses_of(name: str) -> tuple[tuple[socket.AddressFamily, tuple[Any, ...]], ...]:
+    """The families and addresses of a host, with port 0. Empty if the name does not resolve."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # UnicodeError for an invalid name
-        return False
-    return any(_is_own_address(family, address) for family, _, _, _, address in found)
+        return ()
+    return tuple((family, address) for family, _, _, _, address in found)
+
+
+def resolve_all(names: Collection[str]) -> None:
+    """Resolve the names at the same time: a name server that does not answer costs seconds for each."""
+    if len(names) <= _RESOLVED_ONE_BY_ONE:
+        return
+    from concurrent.futures import ThreadPoolExecutor  # 5 ms
+
+    with ThreadPoolExecutor(_RESOLVERS) as threads:
+        list(threads.map(addresses_of, names))
 
 
 def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -> bool:

@@ -69,12 +69,17 @@ def resolve_own(name: str) -> str:
     return own[0]
 
 
-def allow_open(count: int) -> None:
-    """Raise this process's limit of open files and sockets to `count`, within the system's hard limit."""
+def allow_open(count: int) -> int:
+    """Raise this process's limit of open files and sockets to `count`, within the system's hard limit.
+
+    Returns:
+        `count`, or the limit if that is lower.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return needed
 
 
 def bind(address: str, port: int, hostname: str) -> socket.socket:

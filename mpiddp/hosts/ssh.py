@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host
@@ -23,6 +24,7 @@ CONNECT_TIMEOUT_S = 5
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
 
 _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
+_FILES_TO_START = 12  # while a process starts
 
 # The command of the shell on each host. It is the same for every host and every user: the program's
 # name comes through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's
@@ -57,6 +59,7 @@ def run_on_hosts(
 ) -> dict[Host, Answer]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
 
+    Where this process may not open enough files (`ulimit -n`), it runs on as many hosts at a time as it may.
     This machine runs it without ssh. A process that still runs at the deadline is killed on this side.
 
     Args:
@@ -68,18 +71,23 @@ def run_on_hosts(
     """
     if not has_ssh() and not all(is_this_host(host.name) for host in hosts):
         raise UserError("ssh is not installed here. Run: sudo apt-get install openssh-client")
-    allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     deadline = time.monotonic() + timeout_s
     stdin = f"{program}\n{input}".encode()
-    running: list[_Running] = []
-    try:
-        for host in hosts:
-            running.append(_Running(host, stdin))
-        _collect(running, deadline)
-        return {each.host: each.answer(deadline) for each in running}
-    finally:
-        for each in running:
-            each.close()
+    answers: dict[Host, Answer] = {}
+    limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
+    unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
+    at_once = max(1, unused // _FILES_PER_HOST)
+    for first in range(0, len(hosts), at_once):
+        running: list[_Running] = []
+        try:
+            for host in hosts[first : first + at_once]:
+                running.append(_Running(host, stdin))
+            _collect(running, deadline)
+            answers |= {each.host: each.answer(deadline) for each in running}
+        finally:
+            for each in running:
+                each.close()
+    return answers
 
 
 def _command(host: Host) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.hosts.nodes import Node, is_this_host
+from mpiddp.hosts.nodes import Node, addresses_of, is_this_host
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo
@@ -128,9 +128,12 @@ def address_towards(host: str) -> str | None:
 
 def _route(host: str) -> tuple[str, str] | None:
     """This machine's address and the host's, as a connection to it would have them."""
+    found = [address for family, address in addresses_of(host) if family == socket.AF_INET]
+    if not found:
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, 9))
-        except (OSError, UnicodeError):  # not resolved, or no route
+            probe.connect((found[0][0], 9))
+        except OSError:  # no route
             return None
         return str(probe.getsockname()[0]), str(probe.getpeername()[0])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mpiddp.hosts.allocation import Allocation
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host
+from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host, resolve_all
 from mpiddp.launch import log
 from mpiddp.launch.network import (
     JobNetwork,
@@ -61,6 +61,7 @@ def make_plan(
     python = Path(sys.executable).absolute()
 
     named, allocation = find_hosts(options.where, env)
+    resolve_all([host.name for host in named.hosts])
     starter = _find_starter(options.how, python, env, allocation)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")

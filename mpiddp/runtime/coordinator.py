@@ -12,10 +12,10 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError
-from mpiddp.runtime.signed_store import SignedStore
+from mpiddp.runtime.signed_store import NEWS, SignedStore
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Coordinator:
             missing = [rank for rank in ranks if keys[rank] not in found]
             if missing:
                 raise NoAnswer(self._missing_sentence(missing, timeout_s))
-            listed = f"[{','.join(found[key] for key in keys)}]"
+            listed = _listed([found[key] for key in keys])
             self.values.set(published, listed)
         else:
             # Rank 0 names the missing ranks; the others wait a little longer, so that it can.
@@ -94,7 +94,7 @@ class Coordinator:
                     f"{self._name(self.world.rank)}: no answer from rank 0 in {waited_s}."
                 )
             listed = answer[published]
-        values: list[Value] = json.loads(listed)
+        values: list[Value] = _unlisted(listed, self.world.world_size)
         # Delete the keys, or a long run fills the store. Rank 0 deletes the previous list: every rank
         # that takes part in this exchange has read it.
         self.values.delete(f"{prefix}/{self.world.rank}")
@@ -192,6 +192,7 @@ class Coordinator:
                 others = [f"{prefix}/{rank}" for rank in range(1, self.world.world_size)]
                 if len(self.values.wait(others, LEAVE_TIMEOUT_S)) < len(others):
                     self.values.set(RANK_0_LEFT, "")
+                    self.values.set(NEWS, "")
                     time.sleep(2.0)  # so that all ranks can read it
 
     def _name(self, rank: int) -> str:
@@ -213,3 +214,15 @@ class Coordinator:
             return problems[:1]
         first_rank = {problem: problems.index(problem) for problem in problems if problem}
         return [f"{self._name(rank)}: {problem}" for problem, rank in first_rank.items()]
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The JSON of all values, by rank. Most agreements are equal on all ranks, and then carry one value."""
+    if len(set(texts)) == 1:
+        return f'{{"all": {texts[0]}}}'
+    return f"[{','.join(texts)}]"
+
+
+def _unlisted(listed: str, world_size: int) -> list[Any]:
+    values = json.loads(listed)
+    return values if isinstance(values, list) else [values["all"]] * world_size

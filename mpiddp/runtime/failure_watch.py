@@ -16,13 +16,14 @@ from types import TracebackType
 
 from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, JobFailed, UserError
 from mpiddp.runtime.coordinator import RANK_0_LEFT, Coordinator
-from mpiddp.runtime.signed_store import whole_number
+from mpiddp.runtime.signed_store import NEWS, whole_number
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigusr1, unblock_sigusr1
 
 _FAILED_KEY = "failed"  # in the store; its value is the exit code of the rank that failed first
 _CHECK_INTERVAL_S = 0.5
 _AGREE_INTERVAL_S = 0.02  # while the ranks agree on the step of a stop
+_FULL_EVERY = 10  # checks; a stranger may have deleted the news
 _GRACE_S = 1.0  # in which a launcher may end this rank first
 
 
@@ -65,6 +66,7 @@ class FailureWatch:
         self._over.set()
         with contextlib.suppress(RuntimeError):  # the store ended with rank 0: all ranks know
             self._coordinator.values.set(_FAILED_KEY, str(code))
+            self._coordinator.values.set(NEWS, "")
 
     def exits(self, code: int) -> None:
         """The script exits with a code other than 0: end the job with that code.
@@ -116,6 +118,10 @@ class FailureWatch:
         if self._thread.is_alive():
             self._thread.join(_CHECK_INTERVAL_S + 2 * _GRACE_S)
 
+    def _has_news(self) -> bool:
+        """Whether anything has happened: one request to the store, which serves every rank."""
+        return self._values.get(NEWS) is not None
+
     def _watch(self) -> None:
         unblock_sigusr1()
         world = self._coordinator.world
@@ -123,11 +129,14 @@ class FailureWatch:
             self._over.wait()
             return
         self._stop.is_alone = False
-        code = 0
+        code = polls = 0
         while not code:
             if self._over.wait(_AGREE_INTERVAL_S if self._stop.is_undecided else _CHECK_INTERVAL_S):
                 break
             try:
+                polls += 1
+                if not (self._stop.is_requested or polls % _FULL_EVERY == 0 or self._has_news()):
+                    continue
                 code = whole_number(self._values.get(_FAILED_KEY), 1, 255) or 0
                 if not code and self._values.get(RANK_0_LEFT) is not None:
                     return  # a normal end, after rank 0 waited long for this rank

@@ -130,16 +130,21 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
     Raises:
         UserError: no address fits. Only rank 0 calls this, and sends the error to the others.
     """
-    hosts = list(dict.fromkeys(info.host for info in infos))
-    node_ranks = tuple(hosts.index(info.host) for info in infos)
-    probers = tuple(node_ranks.index(node) for node in range(1, len(hosts)))
-    first_of_hosts = [infos[node_ranks.index(node)] for node in range(len(hosts))]
-    _check_local_ranks(first_of_hosts, infos)
+    ranks_of_hosts: dict[tuple[str, str], list[int]] = {}  # in the order of their lowest ranks
+    for rank, info in enumerate(infos):
+        ranks_of_hosts.setdefault(info.host, []).append(rank)
+    nodes = {host: node for node, host in enumerate(ranks_of_hosts)}
+    node_ranks = tuple(nodes[info.host] for info in infos)
+    firsts = [ranks[0] for ranks in ranks_of_hosts.values()]
+    probers = tuple(firsts[1:])
+    first_of_hosts = [infos[rank] for rank in firsts]
+    for ranks in ranks_of_hosts.values():
+        _check_local_ranks([infos[rank] for rank in ranks])
     port = port_in(env)
     requested = requested_interface(env)
     if env.get("MASTER_ADDR"):
         found = _named(first_of_hosts, env["MASTER_ADDR"], requested)
-    elif len(hosts) == 1:
+    elif len(nodes) == 1:
         found = [(LOOPBACK, "all ranks are on one host, and only this host can reach the loopback")]
     else:
         found = _shared(first_of_hosts, requested)
@@ -149,15 +154,15 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
     )
 
 
-def _check_local_ranks(first_of_hosts: Sequence[RankInfo], infos: Sequence[RankInfo]) -> None:
-    for info in first_of_hosts:
-        local_ranks = [other.local_rank for other in infos if other.host == info.host]
-        if sorted(local_ranks) != list(range(info.local_world_size)):
-            raise UserError(
-                f"{info.hostname} runs {len(local_ranks)} ranks with local ranks "
-                f"{', '.join(map(str, local_ranks))}; expected 0 to {info.local_world_size - 1}. "
-                "Is one machine in the hostfile under two names?"
-            )
+def _check_local_ranks(infos: Sequence[RankInfo]) -> None:
+    """Raise a UserError unless the ranks of one host have the local ranks from 0 on."""
+    local_ranks = [info.local_rank for info in infos]
+    if sorted(local_ranks) != list(range(infos[0].local_world_size)):
+        raise UserError(
+            f"{infos[0].hostname} runs {len(local_ranks)} ranks with local ranks "
+            f"{', '.join(map(str, local_ranks))}; expected 0 to {infos[0].local_world_size - 1}. "
+            "Is one machine in the hostfile under two names?"
+        )
 
 
 def _named(

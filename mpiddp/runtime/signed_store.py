@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+NEWS = "news"  # a key that is set with every other key for which the ranks poll
 _MAC_BYTES = 16
 _LARGEST_STEP = 1 << 53
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 
 from mpiddp.errors import STOPPED
-from mpiddp.runtime.signed_store import SignedStore, whole_number
+from mpiddp.runtime.signed_store import NEWS, SignedStore, whole_number
 
 # Keys of the coordinator's store.
 _REQUESTED, _PROPOSAL, _STEP = "stop/requested", "stop/proposal", "stop/step"
@@ -108,6 +108,7 @@ class StopRequest:
             return
         if self.is_requested:
             store.set(_REQUESTED, "")
+            store.set(NEWS, "")
         elif store.get(_REQUESTED) is None:
             return
         self.is_requested = True

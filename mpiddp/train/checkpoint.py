@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,24 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved:
 
 
 def broadcast(saved: Saved | None, holder: int) -> Saved | None:
-    """Send the checkpoint of rank `holder` to every rank. A collective: every rank must call it."""
-    box = [saved]
+    """Send the checkpoint of rank `holder` to every rank. A collective: every rank must call it.
+
+    Of the states of single ranks, each rank gets its own alone: `ranks` then has one element. It is empty
+    if the checkpoint is of a job of another size.
+    """
+    world_size = dist.get_world_size()
+    box = [replace(saved, ranks=[]) if saved else None]
     dist.broadcast_object_list(box, holder)
-    return box[0]
+    common = box[0]
+    if common is None:
+        return None
+    fits = [saved is not None and len(saved.ranks) == world_size]
+    dist.broadcast_object_list(fits, holder)
+    if not fits[0]:
+        return common
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, saved.ranks if saved else None, holder)
+    return replace(common, ranks=own)
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -129,14 +143,17 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
             held["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
 
 
-def restore_rank(model: nn.Module, states: list[dict[str, Any]]) -> None:
+def restore_rank(model: nn.Module, own: list[dict[str, Any]]) -> None:
     """Restore this rank's RNG and own BatchNorm statistics, if the job has as many ranks as before.
 
     A job of another size keeps the averaged statistics and the freshly seeded RNG.
+
+    Args:
+        own: this rank's state as the only element; empty if the job has another size.
     """
-    if len(states) != dist.get_world_size():
+    if not own:
         return
-    state = states[dist.get_rank()]
+    (state,) = own
     for buffer, saved in zip(model.buffers(), state["buffers"], strict=True):
         buffer.copy_(saved)
     torch.set_rng_state(state["cpu_rng"])

@@ -12,13 +12,16 @@ from mpiddp.launch.starters.shared import (
     EXPORT_ONLY,
     NETWORK,
     WDIR,
+    host_file,
     ssh_arguments,
     ssh_config,
 )
 
 
 def mpich(starter: RankStarter, request: Request) -> Command:
-    hosts = ",".join(f"{node.name}:{node.ranks}" for node in request.nodes)
+    names = [f"{node.name}:{node.ranks}" for node in request.nodes]
+    hosts = ",".join(names)
+    listed = host_file(request, hosts, names)
     files = ssh_config(request)
     settings = dict(request.settings)
     exports = list(request.exports)
@@ -30,12 +33,15 @@ def mpich(starter: RankStarter, request: Request) -> Command:
         settings.setdefault("UCX_TLS", "tcp,self")
         exports.append("UCX_TLS")
     flags = [
-        flag("-hosts", hosts, why="the number of ranks on each host, in order"),
+        flag(
+            *(("-f", *listed) if listed else ("-hosts", hosts)),
+            why="the number of ranks on each host, in order",
+        ),
         flag("-bind-to", request.bind, why=BINDINGS[request.bind]),
         *_hydra(request, exports),
         flag("-n", str(request.world_size), why="one process per rank"),
     ]
-    return Command(str(starter.program), tuple(flags), request.job, settings, files)
+    return Command(str(starter.program), tuple(flags), request.job, settings, {**files, **listed})
 
 
 def intel_mpi(starter: RankStarter, request: Request) -> Command:

@@ -13,6 +13,7 @@ from mpiddp.launch.starters.shared import (
     SHIELD,
     SSH_CONFIG,
     WDIR,
+    host_file,
     ssh_arguments,
     ssh_config,
 )
@@ -38,11 +39,14 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
         flags.append(
             flag("--allow-run-as-root", why="mpirun refuses to run as root without this flag")
         )
-    hosts = ",".join(node.name for node in request.nodes for _ in range(node.ranks))
+    names = [node.name for node in request.nodes for _ in range(node.ranks)]
+    hosts = ",".join(names)
+    listed = host_file(request, hosts, names)
     flags += [
         flag("-n", str(request.world_size), why="one process per rank"),
         flag(
-            *("-H", hosts, "--map-by", "seq"),
+            *(("--hostfile", *listed) if listed else ("-H", hosts)),
+            *("--map-by", "seq"),
             why="the host of each rank in order; Open MPI's other mappings reorder hosts",
         ),
         flag("--bind-to", request.bind, why=BINDINGS[request.bind]),
@@ -84,7 +88,9 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
             flags.append(flag("--mca", name, value, why=why))
     flags.append(flag("--wdir", request.folder, why=WDIR))
     flags += [flag("-x", name, why=EXPORT) for name in request.exports]
-    return Command(str(starter.program), tuple(flags), request.job, request.settings, files)
+    return Command(
+        str(starter.program), tuple(flags), request.job, request.settings, {**files, **listed}
+    )
 
 
 def _is_address(name: str) -> bool:

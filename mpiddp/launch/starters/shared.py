@@ -15,11 +15,19 @@ BINDINGS = {
     "core": "--bind core: each rank uses one core",
 }
 SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
+LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
 WDIR = "the same working folder on every host"
 EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 EXPORT_ONLY = "passes only these variables to the ranks, by name, so that `ps` shows no value"
 NETWORK = "the network that connects the hosts; not every network of a host does"
 SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
+
+
+def host_file(request: Request, text: str, lines: Iterable[str]) -> dict[str, str]:
+    """A file of these lines, if `text` is too long for an argument; else none."""
+    if len(text) <= LONGEST_ARGUMENT:
+        return {}
+    return {str(PurePath(request.scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
 
 
 def can_shield() -> bool:

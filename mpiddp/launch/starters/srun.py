@@ -6,16 +6,22 @@ from collections.abc import Iterable
 
 from mpiddp.launch.starters.command import Command, Request, flag
 from mpiddp.launch.starters.detect import RankStarter
-from mpiddp.launch.starters.shared import BINDINGS, EXPORT_ONLY, WDIR
+from mpiddp.launch.starters.shared import BINDINGS, EXPORT_ONLY, WDIR, host_file
 
 
 def srun(starter: RankStarter, request: Request) -> Command:
-    hosts = ",".join(node.name for node in request.nodes for _ in range(node.ranks))
+    names = [node.name for node in request.nodes for _ in range(node.ranks)]
+    hosts = ",".join(names)
+    listed = host_file(request, hosts, names)
+    settings = dict(request.settings)
+    if listed:
+        (settings["SLURM_HOSTFILE"],) = listed
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
     flags = [
         flag(f"--ntasks={request.world_size}", why="one process per rank"),
         flag(
-            *("--distribution=arbitrary", f"--nodelist={hosts}"),
+            "--distribution=arbitrary",
+            *(() if listed else (f"--nodelist={hosts}",)),
             why="the host of each rank, in order",
         ),
         flag("--mpi=none", why="the ranks join through Slurm's variables; MPI is not needed"),
@@ -29,7 +35,7 @@ def srun(starter: RankStarter, request: Request) -> Command:
         flags.append(
             flag(f"--cpus-per-task={cpus}", why="srun does not inherit this option from sbatch")
         )
-    return Command(str(starter.program), tuple(flags), request.job, request.settings)
+    return Command(str(starter.program), tuple(flags), request.job, settings, listed)
 
 
 def _with_login(request: Request) -> Iterable[str]:

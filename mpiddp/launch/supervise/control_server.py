@@ -117,6 +117,11 @@ class ControlServer:
                 self._folder.rmdir()
 
     @property
+    def has_ranks(self) -> bool:
+        """Whether any rank is connected."""
+        return bool(self._by_rank)
+
+    @property
     def connected(self) -> set[int]:
         return set(self._by_rank)
 

@@ -203,7 +203,7 @@ class Supervisor:
             spread_s = 0.0 if message.facts.get("silent") else SPREAD_S
             self._in(spread_s, lambda: self._send_all("end", code=1))
             self._in(spread_s + 1.0, self._stop_mpirun)
-        if self._server is not None and not self._server.connected and self._state.done:
+        if self._server is not None and not self._server.has_ranks and self._state.done:
             self._in(EXIT_S, self._stop_mpirun)
 
     def _confirm(self, rank: int, server: ControlServer) -> None:
@@ -219,7 +219,7 @@ class Supervisor:
 
     def _request_stop(self, reason: str) -> None:
         self._stops = max(self._stops, 1)
-        if self._server is None or not self._server.connected:
+        if self._server is None or not self._server.has_ranks:
             self._stop_mpirun()
             return
         self._send_all("stop")
@@ -276,7 +276,7 @@ class Supervisor:
             return
         deadline = time.monotonic() + SILENCE_S
         self._send_all("end", code=1)
-        while self._server.connected and time.monotonic() < deadline:
+        while self._server.has_ranks and time.monotonic() < deadline:
             self._wait(signals, deadline - time.monotonic())
         for message in self._server.drop_silent_hosts():
             self._state.note(message)
