@@ -326,8 +326,8 @@ def test_the_other_ranks_stop_after_one_rank_has_finished(tmp_path: Path) -> Non
 
 
 def test_stop_after_does_not_repeat_a_stop_in_progress(tmp_path: Path) -> None:
-    options = [*LONG_GRACE, "--stop-after", "10", "-H", "localhost:1"]
-    with piped([*LAUNCH, *options, script(tmp_path, WITHOUT_SUPPORT), "12"]) as job:
+    options = [*LONG_GRACE, "--stop-after", "20", "-H", "localhost:1"]
+    with piped([*LAUNCH, *options, script(tmp_path, WITHOUT_SUPPORT), "22"]) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGTERM)
