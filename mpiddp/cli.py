@@ -1,4 +1,4 @@
-"""The command line `mpiddp COMMAND …`: calls the verb's main and turns its end into an exit code."""
+"""The command line `mpiddp COMMAND …`: calls the verb's main and returns its exit code."""
 
 from __future__ import annotations
 

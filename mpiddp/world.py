@@ -1,7 +1,7 @@
 """World: this process's rank and the sizes of the job, read from the launcher's environment variables.
 
 Every launcher is one row of a table: the names of its variables. A row is used only if it is complete,
-so a process never takes itself for rank 0 because a variable is missing.
+so a process never assumes that it is rank 0 because a variable is missing.
 
     mpirun -np 2 python -c 'import mpiddp; print(mpiddp.World.from_env())'
 """

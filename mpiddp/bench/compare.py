@@ -1,4 +1,4 @@
-"""Compare two or more commands: each is a whole process, timed from outside, in alternation."""
+"""Time two or more commands in alternation. Each runs as a whole process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpiddp bench launch`: the time from the command to the end of the first all-reduce, beside torchrun.
+"""`mpiddp bench launch`: the time from the command to the end of the first all-reduce, compared with torchrun.
 
 Both launchers start the same env:// script on this machine, in turn within every round. The first round
 only warms the page cache. CPU time counts every process of the job. Memory is the peak memory of the
@@ -195,7 +195,7 @@ def draw(results: Results, figure: Figure) -> None:
     for on in (wall, cpu, memory):
         on.set_xlabel("ranks")
         charts.legend_above(on)
-    figure.suptitle("mpiddp launch beside torchrun: medians, lowest to highest", fontsize=10)
+    figure.suptitle("mpiddp launch and torchrun: medians, lowest to highest", fontsize=10)
 
 
 BENCHMARK = Benchmark(

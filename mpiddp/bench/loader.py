@@ -1,4 +1,4 @@
-"""`mpiddp bench loader`: images/s of each data source, beside the speed of the model.
+"""`mpiddp bench loader`: images/s of each data source, compared with the speed of the model.
 
 The sources are synthetic images, CIFAR-10 and Fashion-MNIST if they are present, and a generated folder
 of JPEGs or the one that `--dataset image-folder --data-dir DIR` names.
@@ -95,7 +95,7 @@ def table(results: Results) -> str:
 
 def _title(results: Results) -> str:
     ranks = counted(results["ranks"], "rank")
-    return f"Data sources, {ranks}, beside the speed of {results['arch']}"
+    return f"Data sources, {ranks}, compared with the speed of {results['arch']}"
 
 
 def draw(results: Results, figure: Figure) -> None:

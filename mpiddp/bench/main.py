@@ -13,9 +13,9 @@ from mpiddp.errors import DONE, UserError
 BENCHMARKS = {
     "scaling": "images/s and efficiency against the number of ranks",
     "allreduce": "the bandwidth of gloo's and NCCL's all-reduce by size",
-    "launch": "the time from the command to the first all-reduce, beside torchrun",
+    "launch": "the time from the command to the first all-reduce, compared with torchrun",
     "step": "time of each part of a step, and the runner's overhead over a bare loop",
-    "loader": "the images/s of each data source, beside the speed of the model",
+    "loader": "the images/s of each data source, compared with the speed of the model",
     "rendezvous": "time to join, by number of ranks",
 }
 

@@ -1,4 +1,4 @@
-"""Decide when to save, by steps or by the clock: all ranks alike, and without a message in every step."""
+"""Decide when to save, by steps or by the clock, equally on all ranks and without a message in every step."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def render_host(hosts: Hosts, host: Host, mpi: MpiName) -> str:
 
 
 def diff(a: Hosts, b: Hosts) -> list[str]:
-    """The differences between two hostfiles, one per line; empty if they place ranks alike."""
+    """The differences between two hostfiles, one per line; empty if they place ranks identically."""
     old, new = ({host.key: host for host in hosts.hosts} for hosts in (a, b))
     lines = [f"{old[key].name}: only in {a.source}" for key in old if key not in new]
     lines += [f"{new[key].name}: only in {b.source}" for key in new if key not in old]

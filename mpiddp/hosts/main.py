@@ -74,7 +74,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     compare = verb(
         "diff",
         "Print the differences between two hostfiles",
-        "The exit code is 0 when they place ranks alike, 1 when they differ.",
+        "The exit code is 0 when they place ranks identically, 1 when they differ.",
     )
     compare.add_argument("a", help="the first hostfile")
     compare.add_argument("b", help="the second hostfile")

@@ -185,7 +185,7 @@ def _connect(
     """Connect all ranks to one store. Raises the errors of `serve_or_join` and `all_gather_json`."""
     with no_dns():
         coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s), secret)
-        # In here, because rank 0 looks up the name of every connection that it accepts.
+        # Inside the body, because rank 0 looks up the name of every connection that it accepts.
         coordinator.all_gather_json(None, timeout_s=timeout_s)
     return coordinator
 

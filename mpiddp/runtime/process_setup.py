@@ -47,7 +47,7 @@ def _limit_threads(world: World) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory, because the next step needs as much.
+    """Let glibc keep freed memory, because the next step allocates the same amount.
 
     By default, glibc returns the memory of a step's tensors to the system, and the next step waits until
     the kernel has found and zeroed every page again. With another libc this does nothing.

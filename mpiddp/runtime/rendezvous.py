@@ -1,4 +1,4 @@
-"""The ranks of an MPI job find each other: the host of every rank, and the address of rank 0.
+"""Join the ranks of an MPI job: gather the host of every rank, choose rank 0's address.
 
 Only this module imports mpi4py. MPI gathers a RankInfo from every rank, broadcasts the master address,
 and is finalized before training starts. So DataLoader's forks are safe, nothing polls beside NCCL, and

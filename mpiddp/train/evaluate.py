@@ -1,4 +1,4 @@
-"""Accuracy over a whole data set: each image on exactly one rank; the ranks reduce sums, never means."""
+"""Accuracy over a whole data set: each image on exactly one rank; sums are reduced over the ranks, not means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop, from top to bottom: step, log, evaluate, save, in the order in which they happen."""
+"""The training loop: step, log, evaluate, save, in this order."""
 
 from __future__ import annotations
 

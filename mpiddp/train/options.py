@@ -249,7 +249,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--amp",
         choices=AMP,
         default="auto",
-        help="mixed precision; auto is bf16 if the device computes in it",
+        help="mixed precision; auto is bf16 if it is faster there",
     )
     add(
         "--sync-bn",
@@ -277,7 +277,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--grad-compression",
         choices=COMPRESSIONS,
         default="off",
-        help="compress gradients for all-reduce; checkpoints do not contain powersgd's error memory",
+        help="compress gradients for all-reduce; checkpoints do not contain powersgd's error feedback",
     )
     add(
         "--seed",

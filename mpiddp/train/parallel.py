@@ -64,7 +64,7 @@ def clear_gradients(ddp: nn.Module, config: TrainConfig) -> None:
 def freeze_buckets(
     ddp: DistributedDataParallel, config: TrainConfig, shape: tuple[int, int, int]
 ) -> None:
-    """Run two throw-away passes that change nothing but DDP's buckets, which are final afterwards.
+    """Run two discarded passes that change nothing but DDP's buckets, which are final afterwards.
 
     DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend on
     the grouping, so without this a resumed run would sum differently from an uninterrupted one.

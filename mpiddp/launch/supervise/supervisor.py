@@ -1,6 +1,6 @@
 """Supervise one mpirun: receive the ranks' messages, forward stop requests, end hanging processes.
 
-One loop waits for sockets, signals and timers. It costs nothing while nothing happens.
+One loop waits for sockets, signals and timers. It uses no CPU while idle.
 """
 
 from __future__ import annotations
