@@ -1,4 +1,4 @@
-"""`mpiddp bench launch`: the time from the command to the end of the first all-reduce, compared with torchrun.
+"""`mpiddp bench launch`: the time from the command to the end of the first all-reduce, beside torchrun.
 
 Both launchers start the same env:// script on this machine, in turn within every round. The first round
 only warms the page cache. CPU time counts every process of the job. Memory is the peak memory of the

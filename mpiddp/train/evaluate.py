@@ -1,4 +1,4 @@
-"""Accuracy over a whole data set: each image on exactly one rank; sums are reduced over the ranks, not means."""
+"""Accuracy over a whole data set: each image on exactly one rank. The ranks add sums, not means."""
 
 from __future__ import annotations
 
