@@ -13,7 +13,7 @@ from __future__ import annotations
 import hmac
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NEWS = "news"  # a key that is set with every other key for which the ranks poll
 _MAC_BYTES = 16
+_AT_ONCE = 64  # keys of one request; a request for all would be repeated until the last is there
 _LARGEST_STEP = 1 << 53
 
 
@@ -49,30 +50,29 @@ class SignedStore:
         """The values of all keys, None if any is missing. Does not wait."""
         if not self._store.check(list(keys)):
             return None
-        values = [self._verified(key, self._store.get(key)) for key in keys]
+        stored = self._store.multi_get(list(keys))
+        values = [self._verified(key, value) for key, value in zip(keys, stored, strict=True)]
         found = [value for value in values if value is not None]
         return found if len(found) == len(keys) else None
 
-    def wait(self, keys: Collection[str], timeout_s: float) -> dict[str, str]:
+    def wait(self, keys: Sequence[str], timeout_s: float) -> dict[str, str]:
         """The values of the keys, once all are set or the timeout has passed; without missing ones.
 
         Polls, because the store's own wait() logs its timeouts on stderr.
         """
         deadline = time.monotonic() + timeout_s
-        pause_s = 0.001
         found: dict[str, str] = {}
-        while missing := [key for key in keys if key not in found]:
-            is_late = time.monotonic() > deadline
-            if is_late or self._store.check(missing):
-                for key in missing:
-                    if not is_late or self._store.check([key]):
-                        value = self._verified(key, self._store.get(key))
-                        found |= {} if value is None else {key: value}
-            if is_late:
-                break
-            if len(found) < len(keys):
+        for first in range(0, len(keys), _AT_ONCE):
+            part = keys[first : first + _AT_ONCE]
+            pause_s = 0.001
+            while (values := self.get_all(part)) is None and time.monotonic() < deadline:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.1)
+            if values is not None:
+                found.update(zip(part, values, strict=True))
+            else:
+                each = {key: self.get(key) for key in part}
+                found.update({key: value for key, value in each.items() if value is not None})
         return found
 
     def set_if_missing(self, key: str, value: str) -> str:

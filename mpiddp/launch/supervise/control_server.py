@@ -101,6 +101,7 @@ class ControlServer:
             shown = f"{host}:{port}"
         self._socket.setblocking(False)
         self._peers: set[_Peer] = set()
+        self._strangers: dict[_Peer, None] = {}  # those without a proof, oldest first
         self._by_rank: dict[int, _Peer] = {}
         selector.register(self._socket, selectors.EVENT_READ, self)
         # The environment variables that the ranks need.
@@ -194,17 +195,18 @@ class ControlServer:
         except OSError:  # it has already closed
             return
         now = self._now()
-        for peer in [peer for peer in self._peers if peer.rank is None]:
-            if now - peer.since > PROOF_TIMEOUT_S:
-                self._drop(peer)
-        strangers = [peer for peer in self._peers if peer.rank is None]
-        if len(strangers) >= self.world_size + STRANGERS:
+        while self._strangers:
+            oldest = next(iter(self._strangers))
+            is_late = now - oldest.since > PROOF_TIMEOUT_S
             # A rank answers at once, so the oldest is none. A rank that is dropped all the same comes again.
-            self._drop(min(strangers, key=lambda peer: peer.since))
+            if not is_late and len(self._strangers) < self.world_size + STRANGERS:
+                break
+            self._drop(oldest)
         connection.setblocking(False)
         notice_silence(connection)
         peer = _Peer(connection, os.urandom(16).hex(), now)
         self._peers.add(peer)
+        self._strangers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         peer.unsent = dumps("challenge", challenge=peer.challenge)
         self._send(peer)
@@ -232,6 +234,7 @@ class ControlServer:
         if facts["proof"] != proof(self._secret, peer.challenge, rank):
             raise ValueError("no proof")
         peer.rank = rank
+        del self._strangers[peer]
         self._by_rank[rank] = peer
         self.send(rank, "received")
         return []
@@ -256,6 +259,7 @@ class ControlServer:
 
     def _drop(self, peer: _Peer) -> None:
         self._peers.discard(peer)
+        self._strangers.pop(peer, None)
         if peer.rank is not None:
             del self._by_rank[peer.rank]
         self._selector.unregister(peer.connection)

@@ -1,0 +1,109 @@
+"""The cost of large jobs to the launcher and to rank 0, with light clients in place of ranks.
+
+    python -m benchmarks.scale --ranks 64,256,1024,4096,16384
+
+- launcher: the real supervisor runs `benchmarks.ranks.light_clients` as its mpirun. Each client joins,
+  reports a few steps and ends.
+- rank 0: the real coordinator, its store served in the same process, agrees twice with all ranks and
+  leaves. One other process writes what all other ranks would.
+
+Costs are seconds of processor time of the measured process; those of the clients stand beside. The dashed
+line is the cost of the smallest job times the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.harness import start_benchmark
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.charts import BLUE, GREY, ORANGE
+from mpiddp.bench.jobs import Jobs, progress
+from mpiddp.bench.options import counts
+from mpiddp.text import align_columns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEASURED = ("launcher", "rank_0")
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Options:
+    ranks: tuple[int, ...]
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks",
+        type=counts(1),
+        default="64,256,1024,4096,16384",
+        metavar="64,256",
+        help="numbers of ranks (default: 64 to 16384)",
+    )
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
+    costs: dict[str, dict[str, Any]] = {name: {} for name in MEASURED}
+    for ranks in options.ranks:
+        for number, name in enumerate(MEASURED, start=1):
+            cost = _cost(name, ranks)
+            costs[name][str(ranks)] = cost
+            progress(f"scale, {name}", ranks, number, len(MEASURED), f"{cost['cpu_s']:.2f} s")
+    return {"costs": costs}
+
+
+def _cost(name: str, ranks: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.ranks.light_clients", name, str(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "LIGHT_CLIENTS_FOLDER": folder}
+        done = subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S
+        )
+    cost: dict[str, float] = json.loads(done.stdout)
+    return cost
+
+
+def table(results: Results) -> str:
+    costs = results["costs"]
+    rows = [["ranks", "launcher CPU s", "its clients", "rank 0 CPU s", "its clients", "wall s"]]
+    for ranks in costs["launcher"]:
+        launcher, rank_0 = (costs[name][ranks] for name in MEASURED)
+        rows.append(
+            [
+                ranks,
+                f"{launcher['cpu_s']:.2f}",
+                f"{launcher['clients_cpu_s']:.2f}",
+                f"{rank_0['cpu_s']:.2f}",
+                f"{rank_0['clients_cpu_s']:.2f}",
+                f"{launcher['wall_s']:.1f}, {rank_0['wall_s']:.1f}",
+            ]
+        )
+    return align_columns(rows, right=range(6))
+
+
+def draw(results: Results, figure: Figure) -> None:
+    axes = figure.subplots()
+    for name, label, color in (("launcher", "launcher", BLUE), ("rank_0", "rank 0", ORANGE)):
+        costs = {int(ranks): cost["cpu_s"] for ranks, cost in results["costs"][name].items()}
+        smallest = min(costs)
+        ideal = [costs[smallest] * ranks / smallest for ranks in costs]
+        axes.loglog(list(costs), list(costs.values()), marker="o", color=color, label=label)
+        axes.loglog(list(costs), ideal, linestyle="--", color=color, linewidth=1)
+    axes.axhline(5.0, color=GREY, linewidth=1)
+    axes.set(xlabel="ranks", ylabel="processor time, s")
+    axes.legend()
+
+
+BENCHMARK = Benchmark(Options, _add_options, measure, table, draw, takes_hosts=False)
+
+if __name__ == "__main__":
+    start_benchmark("scale", "the cost of large jobs to the launcher and to rank 0", BENCHMARK)
