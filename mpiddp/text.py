@@ -6,6 +6,16 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+# Control characters but the tab, ends of lines, and what changes the direction of the text around it.
+_CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def escaped(text: str, *, keep: str = "") -> str:
+    """The text without effects on a terminal: an escape character becomes "\\x1b", the end of a line "\\n".
+
+    The characters of `keep` stay.
+    """
+    return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -48,5 +48,6 @@ def test_config_json_is_the_same_as_in_0_1_0(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     written, kept = (json.loads((each / "config.json").read_text()) for each in (out, RUN))
     assert written.pop("out") == str(out)
+    assert written.pop("skip_broken") == 0  # 0.1.0 had no such option
     del kept["out"]
     assert written == kept

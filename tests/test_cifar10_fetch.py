@@ -71,13 +71,28 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
-def archive_of(files: Mapping[str, bytes], compresslevel: int = 1) -> bytes:
+FOLDER = "cifar-10-batches-bin/"
+
+
+def archive_of(
+    files: Mapping[str, bytes],
+    headers: Mapping[str, str] | None = None,
+    compresslevel: int = 1,
+    links: Mapping[str, bytes] | None = None,
+) -> bytes:
+    """A .tar.gz of files. `links` has the types of further members, which point to "large"."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=compresslevel) as tar:
+    with tarfile.open(
+        fileobj=buffer, mode="w:gz", compresslevel=compresslevel, pax_headers=headers
+    ) as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
+        for name, kind in (links or {}).items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "large"
+            tar.addfile(member)
     return buffer.getvalue()
 
 
@@ -176,14 +191,31 @@ def test_a_download_that_is_too_slow_is_given_up(tmp_path: Path) -> None:
     ("content", "complaint"),
     [
         (b"no tar", "its archive cannot be read"),
-        (archive_of({"../evil": b"x"}), "'cifar-10-batches-bin/data_batch_1.bin' not found"),
+        (archive_of({"evil": b"x"}), "'cifar-10-batches-bin/data_batch_1.bin' not found"),
+        (archive_of({"../evil": b"x"}), "../evil in its archive is outside of it"),
+        (archive_of({"/tmp/evil": b"x"}), "/tmp/evil in its archive is outside of it"),
+        (archive_of({str(n): b"" for n in range(101)}), "has more than 100 files or 300,000,000"),
+        (archive_of({f"{FOLDER}{n}": bytes(30_730_000) for n in range(10)}), "300,000,000 bytes"),
+        (archive_of({f"{FOLDER}data_batch_1.bin": bytes(30_730_001)}), "at most 30,730,000 bytes"),
+        (archive_of({}, {"comment": "x" * 31_000_000}), "a part of more than 30,730,000 bytes"),
         (archive_of({f"cifar-10-batches-bin/{name}.bin": b"" for name in BATCHES}), "has 0 bytes"),
         (
             archive_of({f"cifar-10-batches-bin/{name}.bin": bytes(30_730_000) for name in BATCHES}),
             f"instead of {cifar10.SHA256}",
         ),
     ],
-    ids=["no tar", "foreign names", "empty batches", "other images"],
+    ids=[
+        "no tar",
+        "foreign names",
+        "..",
+        "absolute",
+        "many",
+        "large",
+        "large batch",
+        "header",
+        "empty batches",
+        "other images",
+    ],
 )
 def test_an_archive_with_other_contents_is_refused(
     content: bytes, complaint: str, tmp_path: Path
@@ -191,6 +223,19 @@ def test_an_archive_with_other_contents_is_refused(
     with served(content) as url:
         assert complaint in refusal(tmp_path / "data", official_archive(url, md5(content)))
     assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE]
+)
+def test_an_archive_with_a_link_or_a_device_is_refused(kind: bytes, tmp_path: Path) -> None:
+    """The size of a link is 0, and what it leads to may have any size."""
+    target = "large" if kind == tarfile.LNKTYPE else f"{FOLDER}large"
+    content = archive_of({target: bytes(30_730_001)}, links={f"{FOLDER}data_batch_1.bin": kind})
+    with served(content) as url:
+        assert f"{FOLDER}data_batch_1.bin in its archive is a link or a device" in refusal(
+            tmp_path, official_archive(url, md5(content))
+        )
 
 
 def png(width: int, height: int) -> bytes:
@@ -208,14 +253,17 @@ def png(width: int, height: int) -> bytes:
         (png(1024, 10_000), 50_000, "its archive cannot be read: image file is truncated"),
         (png(20_000, 20_000), 50_000, "its archive cannot be read: Image size (400000000 pixels)"),
         (b"no PNG", 50_000, "its archive cannot be read: cannot identify image file"),
+        (png(1, 1), b"[" * 500_000, "its archive cannot be read: maximum recursion depth"),
+        (png(1, 1), b" " * 1_000_001, "package/train_lables.json is not a file of at most"),
         (png(1, 1), 7, "its archive cannot be read: cannot reshape"),
     ],
-    ids=["size", "truncated", "bomb", "no PNG", "labels"],
+    ids=["size", "truncated", "bomb", "no PNG", "nested labels", "large labels", "labels"],
 )
 def test_an_npm_package_with_other_contents_is_refused(
-    image: bytes, labels: int, complaint: str, tmp_path: Path
+    image: bytes, labels: int | bytes, complaint: str, tmp_path: Path
 ) -> None:
-    package = {"package/train_lables.json": str([0] * labels).encode()}
+    train_labels = labels if isinstance(labels, bytes) else str([0] * labels).encode()
+    package = {"package/train_lables.json": train_labels}
     package["package/test_lables.json"] = str([0] * 10_000).encode()
     package["package/data_batch_1.png"] = image
     (tmp_path / "package.tgz").write_bytes(archive_of(package))

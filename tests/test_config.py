@@ -256,6 +256,14 @@ def test_options_that_change_the_weights_may_not_differ() -> None:
     }  # fmt: skip
 
 
+def test_a_run_that_broken_images_ended_may_resume_and_skip_them() -> None:
+    config = configured("--skip-broken=3")
+    older = saved(configured())
+    assert older.pop("skip_broken") == 0
+    assert differences(older, config) == []
+    assert "--skip-broken" in refusal("--skip-broken=-1")
+
+
 def test_an_option_that_an_older_config_lacks_is_a_difference() -> None:
     config = configured()
     older = saved(config)

@@ -8,6 +8,8 @@ import gzip
 import os
 import pickle
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +72,8 @@ def test_the_pickled_layout_gives_the_same_arrays(official: Path, scratch: Path)
         pixels = part.images[rows].transpose(0, 3, 1, 2).reshape(10_000, 3072)
         labels = part.labels[rows].tolist()
         if name == "data_batch_1":  # as Python 3 pickles it
-            batch = {b"data": pixels, b"labels": labels, b"filenames": [b"leptodactylus.png"]}
+            names = [f"leptodactylus_s_{number:06}.png".encode() for number in range(10_000)]
+            batch = {b"data": pixels, b"labels": labels, b"filenames": names}
             content = pickle.dumps(batch, protocol=2)
         else:
             content = python2_pickle(pixels, labels)
@@ -93,7 +96,11 @@ def python2_pickle(pixels: np.ndarray, labels: list[int]) -> bytes:
     array += dtype + b"\x89T" + struct.pack("<i", pixels.size) + pixels.tobytes() + b"tb"
     items = string(b"batch_label") + string(b"training batch 1 of 5")
     items += string(b"labels") + b"](" + b"".join(b"K%c" % label for label in labels) + b"e"
-    items += string(b"data") + array
+    names = b"".join(
+        string(b"toad_s_%06d.png" % number) + b"r" + struct.pack("<I", number + 1)
+        for number in range(10_000)
+    )
+    items += string(b"data") + array + string(b"filenames") + b"](" + names + b"e"
     return b"\x80\x02}(" + items + b"u."
 
 
@@ -129,7 +136,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "Ran out of input"),
+        (b"", "pickle exhausted before seeing STOP"),
         (b"no pickle", "not one of CIFAR-10's batches"),
         (pickle.dumps([]), "not one of CIFAR-10's batches"),
         (pickle.dumps({b"data": 1, b"labels": [1]}), "not one of CIFAR-10's batches"),
@@ -143,6 +150,94 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(
 def test_a_damaged_pickle_is_one_sentence(content: bytes, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "data_batch_1").write_bytes(content)
     with pytest.raises(UserError, match=complaint):
+        cifar10.load(tmp_path)
+
+
+# Loads CIFAR-10 from each folder, and prints the error, and by how many MB the peak of memory has risen.
+PEAK = """
+import resource, sys
+from pathlib import Path
+from mpiddp.errors import UserError
+from mpiddp.train.data import cifar10
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for folder in sys.argv[1:]:
+    try:
+        cifar10.load(Path(folder))
+    except UserError as error:
+        print(error)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, flush=True)
+"""
+
+
+def short(opcode: bytes, size: int) -> bytes:
+    """A pickle of 9 or 13 bytes with one opcode that announces a size or an index."""
+    return b"\x80\x02N" + opcode + struct.pack("<I", size) + b"."
+
+
+HOSTILE_PICKLES = [
+    (short(b"r", 0x04FF_FFFF), "'NoneType' object"),
+    (short(b"T", 0x7FFF_FFFF), "expected 2147483647 bytes in a string4, but only 1 remain"),
+    (short(b"X", 0x7FFF_FFFF), "expected 2147483647 bytes in a unicodestring4"),
+    (short(b"B", 0xFFFF_FFFF), "expected 4294967295 bytes in a bytes4"),
+    (short(b"\x8b", 0x7FFF_FFFF), "not enough data in stream to read long4"),
+    (short(b"\x8e\0\0\0\0", 1), "expected 4294967296 bytes in a bytes8"),
+    (short(b"\x96\0\0\0\0", 1), "expected 4294967296 bytes in a bytearray8"),
+    (short(b"\x95\0\0\0\0", 1), "it contains FRAME, which is refused"),
+    (b"\x80\x02p83886079\n.", "it contains PUT, which is refused"),
+    (b"\x80\x02}(" + b"N" * 300_000 + b"u.", "it has more than 200,000 opcodes"),
+    (
+        # One text of 1 MB, encoded a thousand times.
+        b"\x80\x02]X"
+        + struct.pack("<I", 1 << 20)
+        + b"x" * (1 << 20)
+        + b"q\0("
+        + b"c_codecs\nencode\nh\0X\6\0\0\0latin1\x86R" * 1000
+        + b"e.",
+        "its texts are larger than the file",
+    ),
+    (b"\x80\x02}N" + b"\x85" * 150_000 + b"Ns.", "nested in another way"),
+    (b"\x80\x02}K\1\x85K\1s.", "one of its keys is a tuple"),
+    (b"\x80\x02" + b"]" * 150_000 + b"a" * 149_999 + b".", "nested in another way"),
+    (b"\x80\x02" + b"}K\1" * 60_000 + b"}" + b"s" * 60_000 + b".", "nested in another way"),
+    (b"\x80\x02}K\1" + b"}K\1" * 9 + b"}\x85" + b"s\x85" * 9 + b"s.", "nested in another"),
+    (
+        b"\x80\x02" + b"cnumpy\ndtype\n" * 9 + b"K\1\x85R" + b"\x85R" * 8 + b".",
+        "it builds another object",
+    ),
+]
+
+
+def test_no_pickle_takes_more_memory_than_a_batch(tmp_path: Path) -> None:
+    folders = [str(tmp_path / str(number)) for number in range(len(HOSTILE_PICKLES))]
+    for folder, (content, _) in zip(folders, HOSTILE_PICKLES, strict=True):
+        Path(folder).mkdir()
+        (Path(folder) / "data_batch_1").write_bytes(content)
+    done = subprocess.run([sys.executable, "-c", PEAK, *folders], capture_output=True, text=True)
+    printed = done.stdout.splitlines()
+    for folder, (_, complaint) in zip(folders, HOSTILE_PICKLES, strict=True):
+        sentence, peak_mb = printed[:2]
+        del printed[:2]
+        assert f"{folder}/data_batch_1: not one of CIFAR-10's batches (" in sentence
+        assert complaint in sentence
+        assert int(peak_mb) < 100
+    assert (printed, done.returncode, done.stderr) == ([], 0, "")
+
+
+def test_a_file_larger_than_any_batch_is_not_read(tmp_path: Path) -> None:
+    for name, complaint in (
+        ("data_batch_1", "is not a file of at most 67,108,864 bytes"),
+        ("data_batch_1.bin", "has 1,000,000,000,000 bytes instead of 30,730,000"),
+    ):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(10**12)  # without a block on the disk
+        with pytest.raises(UserError, match=f"{name} {complaint}"):
+            cifar10.load(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data_batch_1")
+    with pytest.raises(UserError, match="data_batch_1 is not a file of at most"):
         cifar10.load(tmp_path)
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from mpiddp.errors import UserError
+from mpiddp.train.data.broken import BrokenImages
 from mpiddp.train.data.decode import center_crop, random_resized_crop
 from mpiddp.train.data.image_folder import (
     MEAN,
@@ -251,6 +252,130 @@ def test_a_decompression_bomb_is_refused(folder: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"cat/3\.bmp: Pillow cannot read this image \(Image size"):
         everything(source(folder))
+
+
+LARGE = """
+import sys, torch
+from pathlib import Path
+from PIL import Image
+from mpiddp.train.data.image_folder import ImageFolder
+Image.MAX_IMAGE_PIXELS = 1600  # more than half of the pixels of each image, fewer than all
+images = ImageFolder(
+    Path(sys.argv[1]), torch.device("cpu"), image_size=16, augment=False, num_workers=2
+)
+print(len(list(images.batches(torch.arange(images.num_images).split(1), epoch=0))))
+"""
+
+
+def test_large_images_cause_no_warnings(tmp_path: Path) -> None:
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    for index in range(4):
+        Image.new("RGB", (40 + index, 50)).save(tmp_path / "images" / "cat" / f"{index}.png")
+    command = [sys.executable, script(tmp_path, LARGE), str(tmp_path / "images")]
+    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("4\n", "")
+
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 9 9
+%%EndComments
+showpage
+%%EOF
+"""
+
+
+@pytest.mark.parametrize("name", ["1.jpg", "0.png", "3.bmp"])
+def test_no_other_program_reads_an_image(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """Pillow would start Ghostscript for EPS, whatever the file's name."""
+    programs = tmp_path_factory.mktemp("programs")
+    (programs / "gs").write_text(f"#!/bin/sh\necho started >> {programs}/started\n")
+    (programs / "gs").chmod(0o755)
+    (folder / "dog" / name).write_bytes(EPS)
+    code = "import sys, torch; from pathlib import Path; "
+    code += "from mpiddp.train.data.image_folder import ImageFolder; "
+    code += "images = ImageFolder(Path(sys.argv[1]), torch.device('cpu'), image_size=16, "
+    code += "augment=False, num_workers=0); "
+    code += "list(images.batches(torch.arange(12).split(4), epoch=0))"
+    env = {**clean_env(), "PATH": f"{programs}:{clean_env()['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True
+    )
+    assert f"dog/{name}: Pillow cannot read this image (cannot identify" in done.stderr
+    assert not (programs / "started").exists()
+
+
+def test_the_suffix_need_not_be_that_of_the_format(folder: Path) -> None:
+    """ImageNet has a PNG that is named .JPEG."""
+    Image.new("RGB", (20, 20), (0, 77, 0)).save(folder / "cat" / "2.JPEG", format="PNG")
+    pixels, _ = everything(source(folder))
+    assert bytes_of(pixels[2])[1].round().unique().tolist() == [77]
+
+
+# Broken images that are skipped
+
+
+def truncate(*paths: Path) -> None:
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:40])
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_the_next_image_takes_the_place_of_a_broken_one(folder: Path, augment: bool) -> None:
+    whole, _ = everything(source(folder))
+    truncate(folder / "cat" / "3.bmp", folder / "dog" / "0.png", folder / "eel" / "3.bmp")
+    warned: list[str] = []
+    images = source(folder, augment=augment, broken=BrokenImages(3, warned.append))
+    expected, labels = everything(images)
+    # 3 and 4 become 5, which is a dog; 11, the last, becomes 0, the first cat.
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 0]
+    if not augment:
+        assert torch.equal(expected[[3, 4, 11]], whole[[5, 5, 0]])
+    names = [sentence.partition(": Pillow cannot read this image (")[0] for sentence in warned]
+    assert names == [
+        f"warning: {folder}/{name}" for name in ("cat/3.bmp", "dog/0.png", "eel/3.bmp")
+    ]
+    assert warned[1].endswith("). The next image takes its place (2 of at most 3, --skip-broken).")
+    for num_workers, size in ((0, 1), (1, 5), (2, 1)):
+        warned.clear()
+        broken = BrokenImages(3, warned.append)
+        images = source(folder, augment=augment, num_workers=num_workers, broken=broken)
+        for _ in range(2):
+            got, got_labels = everything(images, size=size)
+            assert torch.equal(got, expected)
+            assert torch.equal(got_labels, labels)
+        assert sorted(each.partition(": Pillow")[0] for each in warned) == names
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_broken_image_too_many_ends_the_run(folder: Path, num_workers: int) -> None:
+    """Neither of two workers meets more than one of the two."""
+    truncate(folder / "cat" / "0.png", folder / "dog" / "3.bmp")
+    warned: list[str] = []
+    images = source(folder, num_workers=num_workers, broken=BrokenImages(1, warned.append))
+    with pytest.raises(UserError) as caught:
+        everything(images, size=1)
+    assert str(caught.value).startswith(f"{folder}/dog/3.bmp: Pillow cannot read this image (")
+    assert str(caught.value).endswith("). Replace or remove it. --skip-broken 1 allows no more.")
+    assert len(warned) == 1
+
+
+def test_the_splits_of_a_rank_share_the_limit(folder: Path) -> None:
+    truncate(folder / "cat" / "0.png")
+    broken = BrokenImages(1, str)
+    everything(source(folder, broken=broken))
+    truncate(folder / "eel" / "0.png")
+    with pytest.raises(UserError, match=r"eel/0\.png"):
+        everything(source(folder, broken=broken))
+
+
+def test_a_folder_of_broken_images(folder: Path) -> None:
+    truncate(*(path for path in folder.glob("*/*") if path.suffix != ".txt"))
+    with pytest.raises(UserError, match=f"^{folder}: none of its images can be read"):
+        everything(source(folder, broken=BrokenImages(99, str)))
+    with pytest.raises(UserError, match=r"--skip-broken 5 allows no more"):
+        everything(source(folder, broken=BrokenImages(5, str)))
 
 
 def test_a_deleted_image_is_named(folder: Path) -> None:

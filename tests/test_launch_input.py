@@ -221,8 +221,8 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
             f"/nowhere/train.py not found (looked in {Path.cwd()}).",
         ),
         (
-            lambda: parse_exports(["A-B=1"], {}),
-            '-x A-B=1: "A-B" is not a valid variable name. Example: -x DEBUG=1',
+            lambda: parse_exports(["A-B=private-value"], {}),
+            '-x A-B=…: "A-B" is not a valid variable name. Example: -x DEBUG=1',
         ),
         (
             lambda: parse_exports(["GONE"], {}),

@@ -6,7 +6,9 @@ python -m pytest tests/test_starters.py
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,13 @@ from mpiddp.hosts.nodes import Node
 from mpiddp.launch.starters.command import Command, Request
 from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.detect import RankStarter
-from mpiddp.launch.starters.environment import forwarded, parse_exports, without_secrets
+from mpiddp.launch.starters.environment import (
+    fill_in_hint,
+    forwarded,
+    parse_exports,
+    shell_line,
+    without_values,
+)
 
 MPIS: dict[str, RankStarter] = {
     "openmpi5": RankStarter("openmpi", "5.0.11", Path("/mpi/bin/mpirun")),
@@ -170,8 +178,9 @@ def test_names_with_the_same_short_form_are_kept_whole(mpi: str, runtime: str) -
 )
 def test_users_and_ports_reach_ssh_in_a_config_file(mpi: str, where: str) -> None:
     nodes = (Node("node1", 1, user="me", port=2222), Node("node0", 1))
-    command = compose(MPIS[mpi], replace(UNEQUAL, nodes=nodes, scratch="s"))
-    assert where in command.explained()
+    request = replace(UNEQUAL, nodes=nodes, scratch="s")
+    command = compose(MPIS[mpi], request)
+    assert where in command.explained(request)
     assert command.files["s/mpiddp-ssh_config"] == (
         "Host node1\n  User me\n  Port 2222\n"
         "Host *\n  Include ~/.ssh/config\n  Include /etc/ssh/ssh_config\n"
@@ -180,11 +189,14 @@ def test_users_and_ports_reach_ssh_in_a_config_file(mpi: str, where: str) -> Non
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_dry_run_prints_a_command_to_paste_and_a_reason_for_every_flag(mpi: str) -> None:
-    settings = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "A": "b c", "API_KEY": "private-value"}
-    command = compose(MPIS[mpi], replace(UNEQUAL, settings=settings))
-    text = command.explained()
+    settings = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "B": "b c"}
+    settings |= {"A": "private-value", "API_KEY": "private-value"}
+    env = {"API_KEY": "private-value", "A": "other"}
+    request = replace(UNEQUAL, settings=settings, env=env, hidden=frozenset({"A", "API_KEY"}))
+    command = compose(MPIS[mpi], request)
+    text = command.explained(request)
     pasted = next(line for line in text.splitlines() if line.startswith("MPIDDP_PLACEMENT="))
-    assert "A='b c'" in pasted
+    assert "B='b c' A=… " in pasted
     assert 'API_KEY="$API_KEY"' in pasted
     assert "private-value" not in text
     assert shlex.split(pasted)[-len(command.argv) :] == command.argv
@@ -194,7 +206,7 @@ def test_a_dry_run_prints_a_command_to_paste_and_a_reason_for_every_flag(mpi: st
 
 
 def test_the_pasted_command_creates_its_files() -> None:
-    text = Command("mpirun", (), ("job",), files={"machines": "node1:2\n"}).explained()
+    text = Command("mpirun", (), ("job",), files={"machines": "node1:2\n"}).explained(UNEQUAL)
     assert text.startswith("cat > machines <<'END'\nnode1:2\nEND\nmpirun job\n")
 
 
@@ -218,21 +230,36 @@ def test_exports_by_name_and_with_a_value() -> None:
     assert exports == {"A": None, "B": "1=2", "C": ""}
 
 
-def test_a_printed_command_has_no_secrets() -> None:
-    command = [
-        "-x",
-        "HF_TOKEN=abc",
-        "-xMY_KEY=d=e",
-        "-x=MY_TOKEN=h",
-        "-x=PLAIN=i",
-        "-x",
-        "PLAIN=f",
-        "-x",
-        "TOKEN",
-        "train.py",
-        "TOKEN=g",
-    ]
-    assert without_secrets(command) == [
-        "-x", "HF_TOKEN", "-xMY_KEY", "-x=MY_TOKEN", "-x=PLAIN=i", "-x", "PLAIN=f",
-        "-x", "TOKEN", "train.py", "TOKEN=g",
+@pytest.mark.parametrize("word", ["PASS", "AUTH", "COOKIE", "SESSION", "DSN", "TOKEN", "PASSWD"])
+def test_a_variable_that_may_be_a_password_is_not_forwarded(word: str) -> None:
+    names = [f"HF_{word}", f"NCCL_{word}_A", f"MPIDDP_MY{word.lower()}"]
+    assert forwarded(dict.fromkeys(names, "")) == ()
+    assert forwarded(dict.fromkeys(names, ""), names[:1]) == (names[0],)
+
+
+def test_a_printed_command_has_no_values() -> None:
+    exports = ["HF_TOKEN=abc", "MY_KEY=d=e", "A=h", "PLAIN=i", "SAME=j", "TOKEN", "V="]
+    own = ["-x", "HF_TOKEN=abc", "-xMY_KEY=d=e", "-x=A=h", "-vxPLAIN=i", "-vx", "SAME=j"]
+    own += ["-x", "TOKEN", "-x", "V=", "--hostfile", "PLAIN=i", "-xSAME=j"]
+    env = {"SAME": "j", "PLAIN": "other"}
+    assert without_values(own, exports, env) == [
+        "-x", "HF_TOKEN=…", "-xMY_KEY=…", "-x=A=…", "-vxPLAIN=…", "-vx", "SAME",
+        "-x", "TOKEN", "-x", "V=…", "--hostfile", "PLAIN=i", "-xSAME",
     ]  # fmt: skip
+    assert fill_in_hint(exports, env) == (
+        "… stands for the values of A, HF_TOKEN, MY_KEY, PLAIN and V, never printed here: "
+        "fill them in."
+    )
+    assert fill_in_hint(["SAME=j", "TOKEN"], env) == ""
+
+
+def test_a_printed_command_is_one_line_that_bash_reads() -> None:
+    arguments = ["-x", "A=…", "it's", "a\nmpiddp: b\\n'c'", "\x1b[31m", "\u202e", "", "a b"]
+    line = shell_line(arguments)
+    assert line.startswith("-x A=… ")
+    assert line.isprintable()
+    read = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"],
+        env={**os.environ, "LC_ALL": "C.UTF-8"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert read.stdout.split("\0")[:-1] == arguments

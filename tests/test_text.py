@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from mpiddp.text import align_columns, parse_duration, percentile
+from mpiddp.text import align_columns, escaped, parse_duration, percentile
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,11 @@ def test_columns_are_aligned() -> None:
     assert align_columns(rows) == "name  count\na     1,000  x"
     assert align_columns(rows, right=[1]) == "name  count\na     1,000  x"
     assert align_columns([("a", "1"), ("b", "22")], right=[1]) == "a   1\nb  22"
+
+
+def test_characters_that_control_a_terminal_are_escaped() -> None:
+    assert escaped("\x1b[31m\x07 \r\n\x7f\x9b") == r"\x1b[31m\x07 \r\n\x7f\x9b"
+    assert escaped("a\u202eb\u2066c\u2028d\u200f") == r"a\u202eb\u2066c\u2028d\u200f"
+    assert escaped("a\nb\rc", keep="\n") == "a\nb\\rc"
+    plain = "é ü 日本 ✓ … \t 'x' \\ \N{ZERO WIDTH JOINER}"
+    assert escaped(plain) == plain

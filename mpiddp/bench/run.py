@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from mpiddp.bench.options import SharedOptions, name_of, parse
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
-from mpiddp.launch.starters.environment import without_secrets
+from mpiddp.launch.starters.environment import shell_line, without_value, without_values
 from mpiddp.train.options import check_options
 
 
@@ -49,10 +48,10 @@ def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: 
         return BAD_INPUT if failure.code == BAD_INPUT else FAILED
     print(benchmark.table(results))
     environment = {"mpi": jobs.starter, "hosts": results.pop("hosts", None) or [asdict(machine())]}
-    exports = [without_secrets(["-x", export])[1] for export in shared.x]
+    exports = [without_value(export, {}) for export in shared.x]
     record = {
         "benchmark": name,
-        "command": shlex.join([*prog.split(), *without_secrets(argv)]),
+        "command": shell_line([*prog.split(), *without_values(argv, shared.x, {})]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started_at)),
         "environment": environment,
         "options": {**asdict(shared), **asdict(options), "x": exports, "training": training},

@@ -8,7 +8,6 @@ Reads the hosts, composes one command for the installed MPI, supervises it, and 
 from __future__ import annotations
 
 import os
-import shlex
 import time
 
 from mpiddp.launch import log
@@ -31,11 +30,13 @@ def main(argv: list[str]) -> int:
     # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import make_plan
     from mpiddp.launch.starters.compose import compose
-    from mpiddp.launch.starters.environment import without_secrets
+    from mpiddp.launch.starters.environment import fill_in_hint, shell_line, without_values
 
     plan = make_plan(options, started_at, os.environ)
     if options.dry_run:
-        print(compose(plan.starter, plan.request).explained())
+        print(compose(plan.starter, plan.request).explained(plan.request))
+        if hint := fill_in_hint(options.how.exports, os.environ):
+            log.info(hint)
         return 0
     from mpiddp.launch.restarts import run  # a dry run needs no sockets and secrets
 
@@ -43,6 +44,10 @@ def main(argv: list[str]) -> int:
     if outcome.sentence:
         log.info(outcome.sentence)
     if outcome.resumes:
-        arguments = [*without_secrets(argv), *outcome.announcement.resume_args]
-        log.info(f"to resume: {shlex.join(['mpiddp', 'launch', *arguments])}")
+        exports, job = options.how.exports, argv[len(argv) - len(options.job.command) :]
+        own = without_values(argv[: len(argv) - len(job)], exports, os.environ)
+        again = ["mpiddp", "launch", *own, *job, *outcome.announcement.resume_args]
+        log.info(f"to resume: {shell_line(again)}")
+        if hint := fill_in_hint(exports, os.environ):
+            log.info(hint)
     return outcome.code

@@ -82,6 +82,7 @@ def make_plan(
     _explain(options, starter, nodes, network)
 
     settings = {name: value for name, value in exports.items() if value is not None}
+    hidden = frozenset(settings)
     settings |= _settings(options, nodes, network, requested, started_at)
     for name, value in _defaults(options.how, starter, python, nodes, network, env).items():
         settings.setdefault(name, value)
@@ -94,6 +95,7 @@ def make_plan(
             exports=forwarded(env, [*exports, *settings]),
             settings=settings,
             env=env,
+            hidden=hidden,
             bind=options.how.bind,
             interface=network.interface.name if network.interface else None,
             networks=network.networks,

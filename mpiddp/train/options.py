@@ -50,6 +50,7 @@ class TrainOptions:
     image_size: int | None
     num_workers: int
     cache: str
+    skip_broken: int  # images of a folder, per rank
     batch_size: int | None  # images per rank and backward pass, the largest
     global_batch_size: int | None
     uneven: bool
@@ -173,6 +174,13 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         choices=("off", "ram"),
         default="off",
         help="keep an image folder's files in memory",
+    )
+    add(
+        "--skip-broken",
+        type=whole(0),
+        default=0,
+        metavar="K",
+        help="replace up to K broken images of an image folder per rank by the next ones",
     )
     add(
         "--batch-size",

@@ -7,7 +7,9 @@ environment that each process was started with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from mpiddp.hosts import pidfd
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.nodes import Node, is_this_host
 from mpiddp.hosts.ssh import has_ssh, run_on_hosts
@@ -16,16 +18,9 @@ from mpiddp.protocol import JOB
 TIMEOUT_S = 8.0
 
 _REMOTE_PROGRAM = """
-import os, signal
-from pathlib import Path
-mark = {mark!r}
-for entry in Path("/proc").iterdir():
-    try:
-        if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\\0"):
-            os.kill(int(entry.name), signal.SIGKILL)
-            print(entry.name)
-    except OSError:  # it has ended, or belongs to another user
-        pass
+{source}
+for pid in kill_marked({mark!r}):
+    print(pid)
 """
 
 
@@ -42,8 +37,8 @@ def kill_orphans(nodes: Sequence[Node], job: str, python: str, log: Callable[[st
     ]
     if not has_ssh():
         return
-    program = _REMOTE_PROGRAM.format(mark=f"{JOB}={job}".encode())
-    for host, answer in run_on_hosts(hosts, python, program, timeout_s=TIMEOUT_S).items():
+    answers = run_on_hosts(hosts, python, remote_program(job), timeout_s=TIMEOUT_S)
+    for host, answer in answers.items():
         if answer.exit_code != 0:
             log(
                 f"{host.name} cannot be reached, so no leftover process was killed there; "
@@ -53,3 +48,9 @@ def kill_orphans(nodes: Sequence[Node], job: str, python: str, log: Callable[[st
             count = len(killed)
             processes = "leftover process" if count == 1 else "leftover processes"
             log(f"killed {count} {processes} of the job on {host.name}.")
+
+
+def remote_program(job: str) -> str:
+    """The program that kills the processes of `job` on its host, and prints their pids."""
+    source = Path(pidfd.__file__).read_text()
+    return _REMOTE_PROGRAM.format(source=source, mark=f"{JOB}={job}".encode())

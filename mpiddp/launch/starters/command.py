@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpiddp.hosts.nodes import Node
-from mpiddp.launch.starters.environment import is_secret
+from mpiddp.launch.starters.environment import LEFT_OUT, is_secret
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Request:
     """The job to start and its hosts, independent of the MPI.
 
     `nodes` are in the order of the ranks. `settings` are the variables that the launcher sets itself, in
-    mpirun's environment; `exports` are the names of all variables that the ranks get. `env` is the user's
-    environment. `networks` ("10.0.0.0/24", or the name of an interface that all hosts have), if not
-    empty, are the only ones that MPI may use, and `interface` is this machine's interface.
-    `control_address` is the launcher's address for the ranks, None if it is not known. With `shields_ssh`,
-    mpirun's ssh processes ignore SIGTERM. `scratch` is the
+    mpirun's environment, and the values of `hidden` ones are not printed; `exports` are the names of all
+    variables that the ranks get. `env` is the user's environment. `networks` ("10.0.0.0/24", or the name
+    of an interface that all hosts have), if not empty, are the only ones that MPI may use, and
+    `interface` is this machine's interface. `control_address` is the launcher's address for the ranks,
+    None if it is not known. With `shields_ssh`, mpirun's ssh processes ignore SIGTERM. `scratch` is the
     folder for mpirun's files.
     """
 
@@ -34,6 +34,7 @@ class Request:
     exports: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
     bind: str = "none"
     interface: str | None = None
     networks: tuple[str, ...] = ()
@@ -77,12 +78,15 @@ class Command:
         for path, text in self.files.items():
             Path(path).write_text(text)
 
-    def explained(self) -> str:
-        """The command ready to paste, followed by every flag with its reason."""
+    def explained(self, request: Request) -> str:
+        """The command ready to paste, followed by every flag with its reason.
+
+        It is without the values that `request` hides: one that the shell has comes from its variable.
+        """
         lines = []
         for path, text in self.files.items():
             lines += [f"cat > {shlex.quote(path)} <<'END'", text.rstrip("\n"), "END"]
-        assignments = [_assignment(name, value) for name, value in self.settings.items()]
+        assignments = [_assignment(name, self.settings[name], request) for name in self.settings]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # Several flags in a row often share a reason: print it once, below the last of them.
         for position, flag in enumerate(self.flags):
@@ -93,6 +97,8 @@ class Command:
         return "\n".join(lines)
 
 
-def _assignment(name: str, value: str) -> str:
-    """The assignment in shell syntax. A secret is taken from the shell's own variable."""
-    return f'{name}="${name}"' if is_secret(name) else f"{name}={shlex.quote(value)}"
+def _assignment(name: str, value: str, request: Request) -> str:
+    """The assignment in shell syntax."""
+    if name not in request.hidden and not is_secret(name):
+        return f"{name}={shlex.quote(value)}"
+    return f'{name}="${name}"' if request.env.get(name) == value else f"{name}={LEFT_OUT}"

@@ -6,10 +6,12 @@ Variables are passed by name, so that no value is on a command line, where every
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpiddp.errors import UserError
+from mpiddp.text import all_of, escaped
 
 ALLOWED = (
     "PATH",
@@ -34,25 +36,66 @@ ALLOWED = (
 )
 
 # A variable with such a name is passed only if -x names it: it may be a password.
-SECRET = ("*TOKEN*", "*SECRET*", "*KEY*", "*PASSWORD*", "*PASSWD*", "*CREDENTIAL*")
+SECRET = (
+    *("*TOKEN*", "*SECRET*", "*KEY*", "*PASS*", "*CREDENTIAL*"),
+    *("*AUTH*", "*COOKIE*", "*SESSION*", "*DSN*"),
+)
+LEFT_OUT = "…"  # stands for a value in what is printed
+_OPTION = re.compile("-v*x=?")  # also -vx
+_SHOWN = re.compile(rf"({_OPTION.pattern})?[A-Za-z_][A-Za-z0-9_]*={LEFT_OUT}")
 
 
 def is_secret(name: str) -> bool:
     return _matches(name.upper(), SECRET)
 
 
-def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """A command that is safe to print: `-x TOKEN=VALUE` becomes `-x TOKEN`."""
+def without_value(export: str, env: Mapping[str, str]) -> str:
+    """`VAR=…` for `VAR=VALUE`; `VAR`, which passes the same value, if `env` has it."""
+    name, has_value, value = export.partition("=")
+    return f"{name}={LEFT_OUT}" if has_value and env.get(name) != value else name
+
+
+def without_values(
+    arguments: Sequence[str], exports: Sequence[str], env: Mapping[str, str]
+) -> list[str]:
+    """Options that are safe to print: no value of an `-x VAR=VALUE`, whatever the variable's name.
+
+    Args:
+        exports: the VAR=VALUE of `arguments`, as the parser has found them.
+        env: the variables of whoever pastes the printed command.
+    """
     shown = list(arguments)
     for index, argument in enumerate(arguments):
-        is_value = index > 0 and arguments[index - 1] == "-x"
-        found = (each for each in ("-x=", "-x") if argument.startswith(each))
-        option = "" if is_value else next(found, None)
-        if option is not None:
-            name, has_value, _ = argument.removeprefix(option).partition("=")
-            if has_value and is_secret(name):
-                shown[index] = option + name
+        is_value = index > 0 and re.fullmatch("-v*x", arguments[index - 1])
+        found = _OPTION.match(argument)
+        option = "" if is_value or not found else found[0]
+        if (is_value or found) and argument.removeprefix(option) in exports:
+            shown[index] = option + without_value(argument.removeprefix(option), env)
     return shown
+
+
+def shell_line(arguments: Sequence[str]) -> str:
+    """The arguments as one line for bash. `VAR=…` has no quotes, and control characters are escaped."""
+    return " ".join(map(_quoted, arguments))
+
+
+def _quoted(argument: str) -> str:
+    if _SHOWN.fullmatch(argument):
+        return argument
+    if escaped(argument) != argument:
+        text = argument.replace("\\", "\\\\").replace("'", "\\'")
+        return f"$'{escaped(text)}'"
+    return shlex.quote(argument)
+
+
+def fill_in_hint(exports: Iterable[str], env: Mapping[str, str]) -> str:
+    """A sentence about the values that a printed command lacks, "" if it has all."""
+    shown = {without_value(export, env) for export in exports}
+    names = sorted(each.partition("=")[0] for each in shown if each.endswith(f"={LEFT_OUT}"))
+    if not names:
+        return ""
+    values, them = ("value", "it") if len(names) == 1 else ("values", "them")
+    return f"{LEFT_OUT} stands for the {values} of {all_of(names)}, never printed here: fill {them} in."
 
 
 def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, str | None]:
@@ -64,9 +107,10 @@ def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, s
     variables: dict[str, str | None] = {}
     for export in exports:
         name, has_value, value = export.partition("=")
+        shown = without_value(export, {})
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(
-                f'-x {export}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
+                f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
             )
         if not has_value and name not in env:
             raise UserError(f"-x {name}: {name} is not set here. Write: -x {name}=VALUE")

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpiddp.launch.supervise.control_server import Message
 from mpiddp.protocol import recorded_error
+from mpiddp.text import escaped
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
 # other's end at about the same time.
@@ -146,7 +147,7 @@ class JobState:
 
     def host_of(self, rank: int) -> str:
         """The rank's own name of its host, once it has reported it; else the requested host."""
-        return str(self.started.get(rank, {}).get("host", self.hosts[rank]))
+        return escaped(str(self.started.get(rank, {}).get("host", self.hosts[rank])))
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.host_of(rank)}"
@@ -192,7 +193,7 @@ class JobState:
             messages = f": {error}" if error else ""
             code = first.facts["code"]
             return f"{self.name(first.rank)} ended first, with exit code {code}{messages}.{others}"
-        where = f" (its traceback: {log})" if log else ""
+        where = f" (its traceback: {escaped(log)})" if log else ""
         return f"{self.name(first.rank)} failed first: {_first_line(error)}{where}.{others}"
 
     def unprinted_error(self, refusal: Message) -> str:

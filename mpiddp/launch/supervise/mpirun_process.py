@@ -13,10 +13,11 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.pidfd import opened
 from mpiddp.launch.supervise.output import OutputCopy
 
 ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
@@ -89,20 +90,32 @@ class MpirunProcess:
 
     def kill_all(self) -> None:
         """Kill all processes of the job on this host. Its daemons on other hosts then end too."""
-        _signal_all(self._left(), signal.SIGKILL)
+        self._signal_left(signal.SIGKILL)
 
     def end_orphans(self, grace_s: float) -> list[int]:
         """End the job's remaining processes on this host: SIGTERM, and SIGKILL after `grace_s`.
 
         Returns the processes that cannot be killed.
         """
-        _signal_all(self._left(), signal.SIGTERM)
+        self._signal_left(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while (left := self._left()) and time.monotonic() < deadline + KILL_S:
             if time.monotonic() >= deadline:
-                _signal_all(left, signal.SIGKILL)
+                self._signal_left(signal.SIGKILL)
             time.sleep(0.02)
         return left
+
+    def _signal_left(self, number: int) -> None:
+        """Signal the job's processes on this host."""
+        with ExitStack() as stack:
+            processes = {}
+            for pid in self._left():
+                with suppress(OSError):  # it has ended
+                    processes[pid] = stack.enter_context(opened(pid))
+            # A process may have ended before it was opened, and its pid may be a stranger's.
+            for pid in processes.keys() & self._left():
+                with suppress(OSError):  # it has ended, or belongs to another user
+                    processes[pid](number)
 
     def _left(self) -> list[int]:
         return _descendants(os.getpid(), but=self._strangers)
@@ -114,12 +127,6 @@ def _is_in_background() -> bool:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:  # no terminal
         return False
-
-
-def _signal_all(pids: Sequence[int], number: int) -> None:
-    for pid in pids:
-        with suppress(OSError):  # it has ended, or belongs to another user
-            os.kill(pid, number)
 
 
 def _descendants(ancestor: int, but: Collection[int] = ()) -> list[int]:

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 
 from mpiddp.errors import UserError
+from mpiddp.runtime.log import log
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data import cifar10, cifar10_fetch, fashion_mnist
 from mpiddp.train.data.arrays import default_data_dir
+from mpiddp.train.data.broken import BrokenImages
 from mpiddp.train.data.device_images import DeviceImages
 from mpiddp.train.data.image_folder import ImageFolder
 from mpiddp.train.data.ram_cache import RamCache
@@ -125,6 +127,7 @@ def _image_folder(config: TrainConfig, world: World, device: torch.device, size:
     if config.cache == "ram":
         cache = RamCache(f"{world.master_addr}-{world.master_port}")  # unique to this job
         atexit.register(cache.close)
+    broken = BrokenImages(config.skip_broken, log.warning)
     train, test = (
         ImageFolder(
             folder / split,
@@ -136,6 +139,7 @@ def _image_folder(config: TrainConfig, world: World, device: torch.device, size:
             keep_workers=augment,  # evaluations are rare, and idle workers cost memory
             cache=cache,
             channels_last=config.channels_last,
+            broken=broken,
         )
         for split, augment in (("train", True), ("val", False))
     )

@@ -5,7 +5,6 @@ contains pickles, which are read without running any code that they name. Both g
 `load` compares their SHA-256 with the official one.
 """
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiddp.errors import UserError
+from mpiddp.train.data import cifar10_pickle
 from mpiddp.train.data.arrays import ArrayDataset, ImageArrays, sha256
+from mpiddp.train.data.cifar10_pickle import Recorded
 
 NAME = "cifar10"
 TRAIN_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_BATCHES = ("test_batch",)
 IMAGES_PER_BATCH = 10_000
 RECORD_BYTES = 1 + 3 * 32 * 32
+# The official pickles have 31 MB. Python 3 writes a pixel above 127 as two bytes.
+_MAX_PICKLE_BYTES = 64 << 20
 
 # The SHA-256 of the arrays, see arrays.sha256. They were decoded from batches whose own SHA-256 are
 # those of the official archive (data_batch_1.bin: cee91656…, test_batch.bin: 8e2eb146…).
@@ -99,25 +102,25 @@ def _assemble(batches: list[_Batch]) -> ImageArrays:
 
 
 def _read_bin_batch(file: Path) -> _Batch:
-    records = np.fromfile(file, np.uint8)
-    expected = IMAGES_PER_BATCH * RECORD_BYTES
-    if records.size != expected:
+    size, expected = file.stat().st_size, IMAGES_PER_BATCH * RECORD_BYTES
+    if size != expected:
         raise UserError(
-            f"{file} has {records.size:,} bytes instead of {expected:,}; "
-            f"{_HINT.format(file.parent)}"
+            f"{file} has {size:,} bytes instead of {expected:,}; {_HINT.format(file.parent)}"
         )
-    records = records.reshape(IMAGES_PER_BATCH, RECORD_BYTES)
+    records = np.fromfile(file, np.uint8, expected).reshape(IMAGES_PER_BATCH, RECORD_BYTES)
     return records[:, 0], records[:, 1:]
 
 
 def _read_py_batch(file: Path) -> _Batch:
-    # The errors that pickle documents, and those that the random opcodes of a damaged file cause.
-    damaged = (ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError)
+    if file.stat().st_size > _MAX_PICKLE_BYTES or not file.is_file():
+        raise UserError(
+            f"{file} is not a file of at most {_MAX_PICKLE_BYTES:,} bytes; "
+            f"{_HINT.format(file.parent)}"
+        )
     try:
-        with file.open("rb") as stream:
-            batch = _BatchUnpickler(stream, encoding="bytes").load()
+        batch = cifar10_pickle.loads(file.read_bytes())
         labels, pixels = np.array(batch[b"labels"], np.int64), _as_array(batch[b"data"])
-    except (pickle.UnpicklingError, MemoryError, *damaged) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{file}: not one of CIFAR-10's batches ({error}); {_HINT.format(file.parent)}"
         ) from None
@@ -129,47 +132,11 @@ def _read_py_batch(file: Path) -> _Batch:
     return labels, pixels
 
 
-class _Recorded:
-    """Replaces an object that a pickle would build: it records the arguments and does nothing."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    """Python 3's way to pickle bytes under protocol 2."""
-    return text.encode("latin1")
-
-
-_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("numpy.core.multiarray", "_reconstruct"): _Recorded,
-    ("numpy._core.multiarray", "_reconstruct"): _Recorded,  # its name in NumPy 2
-    ("numpy", "ndarray"): _Recorded,
-    ("numpy", "dtype"): _Recorded,
-    ("_codecs", "encode"): _latin1,
-}
-
-
-class _BatchUnpickler(pickle.Unpickler):
-    """Reads a dict of bytes, lists, numbers and one array, and refuses all other names.
-
-    NumPy's own constructors do not run either: their arguments are recorded, and `_as_array` checks them.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it contains {module}.{name}, which is refused")
-        return _ALLOWED[module, name]
-
-
-def _as_array(recorded: _Recorded) -> NDArray[np.uint8]:
+def _as_array(recorded: Recorded) -> NDArray[np.uint8]:
     """The uint8 array that a pickle describes. Raises ValueError if it describes anything else."""
     _version, shape, dtype, is_fortran, raw = recorded.state
     if dtype.arguments[0] not in (b"u1", "u1") or is_fortran:
-        raise ValueError(f"its pixels are {dtype.arguments[0]!r} instead of 'u1' in C order")
+        raise ValueError(f"its pixels are {dtype.arguments[0]!r:.40} instead of 'u1' in C order")
     array: NDArray[np.uint8] = np.frombuffer(raw, np.uint8).reshape(shape)
     return array
 

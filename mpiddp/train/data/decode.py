@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +18,30 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mpiddp.errors import UserError
+from mpiddp.train.data.broken import Broken
 from mpiddp.train.data.ram_cache import RamCache
 
 PREFETCH = 2  # batches that a worker prepares ahead
 RESIZE = 256 / 224  # the shorter side before the center crop, the usual evaluation on ImageNet
 # Pillow raised these errors for thousands of damaged files. Its UnidentifiedImageError is an OSError.
 _UNREADABLE = (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError)
+# Pillow recognizes a file by its contents, whatever its name, and reads some formats with other programs:
+# EPS with Ghostscript. A file of one of these formats may have the suffix of another, as some of ImageNet's.
+FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
+_FORMATS = tuple(dict.fromkeys(FORMATS.values()))
+# Pillow refuses images of more than 179 million pixels, and would warn of each with more than half of that.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 Key = tuple[int, int]  # image number, epoch
+Decoded = tuple[Tensor, Tensor, tuple[Broken, ...]]
 
 
-class Decoder(Dataset[tuple[Tensor, Tensor]]):
+class Decoder(Dataset[Decoded]):
     """Maps the keys of a batch to its images, uint8 [N, 3, size, size] as channels_last, and labels [N].
+
+    The third part of a batch are the broken images that this process has found meanwhile. The next numbered
+    image that can be read takes the place of a broken one, with its own label. After more than
+    `skip_broken` broken images a batch has no labels, and its images mean nothing.
 
     A later batch reuses the memory of the images: in a worker after PREFETCH + 1 other batches have been
     requested, outside of workers at the next batch.
@@ -42,19 +55,28 @@ class Decoder(Dataset[tuple[Tensor, Tensor]]):
         augment: bool,
         seed: int,
         cache: RamCache | None = None,
+        skip_broken: int = 0,
     ) -> None:
         self.samples, self.size, self.augment, self.seed = samples, size, augment, seed
         self._cache = cache
-        self._memory: list[Tensor] = []  # of one process
+        self._skip_broken = skip_broken
+        # Of one process.
+        self._memory: list[Tensor] = []
+        self._broken: dict[int, Broken] = {}
 
-    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor]:
+    def __getitems__(self, keys: list[Key]) -> Decoded:
         batch = self._next_memory(len(keys))
         pixels = batch.numpy()
         labels = torch.empty(len(keys), dtype=torch.int64)
-        for position, key in enumerate(keys):
-            pixels[position] = self._image(key)
-            labels[position] = self.samples[key[0]][1]
-        return batch.permute(0, 3, 1, 2), labels
+        known = len(self._broken)
+        for position, (number, epoch) in enumerate(keys):
+            found = self._first_readable(number)
+            if found is None:
+                labels = labels[:0]
+                break
+            image, labels[position] = found
+            pixels[position] = self._cropped(image, number, epoch)
+        return batch.permute(0, 3, 1, 2), labels, (*self._broken.values(),)[known:]
 
     def _next_memory(self, num_images: int) -> Tensor:
         """Unused memory: uint8 [num_images, size, size, 3]."""
@@ -71,16 +93,29 @@ class Decoder(Dataset[tuple[Tensor, Tensor]]):
         self._memory.append(memory)
         return memory[:num_images]
 
-    def _image(self, key: Key) -> Image.Image:
-        number, epoch = key
-        path, _ = self.samples[number]
-        try:
-            with Image.open(self._cache.open(Path(path)) if self._cache else path) as file:
-                image = _in_rgb(file)
-        except _UNREADABLE as error:
-            raise UserError(
-                f"{path}: Pillow cannot read this image ({error}). Replace or remove it."
-            ) from None
+    def _first_readable(self, number: int) -> tuple[Image.Image, int] | None:
+        """The image and label of this number, or of the next that can be read; the first follows the last.
+
+        None: too many images are broken.
+        """
+        for candidate in chain(range(number, len(self.samples)), range(number)):
+            if candidate in self._broken:
+                continue
+            path, label = self.samples[candidate]
+            try:
+                return self._open(path), label
+            except _UNREADABLE as error:
+                self._broken[candidate] = path, str(error)
+            if len(self._broken) > self._skip_broken:
+                break
+        return None
+
+    def _open(self, path: str) -> Image.Image:
+        source = self._cache.open(Path(path)) if self._cache else path
+        with Image.open(source, formats=_FORMATS) as file:
+            return _in_rgb(file)
+
+    def _cropped(self, image: Image.Image, number: int, epoch: int) -> Image.Image:
         if not self.augment:
             return center_crop(image, self.size)
         # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mpiddp.errors import UserError
-from mpiddp.train.data.decode import PREFETCH, Decoder, Key
+from mpiddp.runtime.log import log
+from mpiddp.train.data.broken import BrokenImages
+from mpiddp.train.data.decode import FORMATS, PREFETCH, Decoded, Decoder, Key
 from mpiddp.train.data.ram_cache import RamCache
 from mpiddp.train.data.source import Batch
 from mpiddp.train.data.workers import obey_only
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 
 
 class ImageFolder:
@@ -42,22 +43,25 @@ class ImageFolder:
         start_method: str | None = None,
         cache: RamCache | None = None,
         channels_last: bool = True,
+        broken: BrokenImages | None = None,
     ) -> None:
         """
         Args:
             keep_workers: keep the workers from one call of `batches` to the next.
             start_method: of workers, "fork", "forkserver" or "spawn"; the default depends on the device.
+            broken: counts the rank's broken images; without it, the first is an error.
         """
+        self.folder = folder
         self.classes = class_names(folder)
         self.samples = tuple(  # paths as strings, which are smaller to pickle for unforked workers
             (str(path), label)
             for label, name in enumerate(self.classes)
             for path in sorted((folder / name).iterdir())
-            if path.suffix.lower() in SUFFIXES
+            if path.suffix.lower() in FORMATS
         )
         if not self.samples:
             raise UserError(
-                f"{folder}: its class folders contain no images ({', '.join(sorted(SUFFIXES))})."
+                f"{folder}: its class folders contain no images ({', '.join(sorted(FORMATS))})."
             )
         self.num_images = len(self.samples)
         self.device = device
@@ -65,14 +69,22 @@ class ImageFolder:
         std = torch.tensor(STD, device=device).view(3, 1, 1)
         self._scale = 1 / (255 * std)
         self._shift = -torch.tensor(MEAN, device=device).view(3, 1, 1) / std
-        self._decoder = Decoder(self.samples, image_size, augment=augment, seed=seed, cache=cache)
+        self._broken = broken or BrokenImages(0, log.warning)
+        self._decoder = Decoder(
+            self.samples,
+            image_size,
+            augment=augment,
+            seed=seed,
+            cache=cache,
+            skip_broken=self._broken.limit,
+        )
         self._num_workers = num_workers
         self._keeps_workers = keep_workers and num_workers > 0
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
         on_cpu = device.type == "cpu"
         self._start_method = start_method or ("fork" if on_cpu else "forkserver")
         self._order = _Order()
-        self._loader: DataLoader[Batch] | None = None
+        self._loader: DataLoader[Decoded] | None = None
 
     def names(self) -> Iterator[str]:
         """Each image's class and file, in the order of their numbers."""
@@ -93,7 +105,7 @@ class ImageFolder:
                 labels.to(self.device, non_blocking=True),
             )
 
-    def _start(self) -> DataLoader[Batch]:
+    def _start(self) -> DataLoader[Decoded]:
         has_workers = self._num_workers > 0
         if self._start_method == "forkserver":  # otherwise every worker would import torch itself
             multiprocessing.set_forkserver_preload(["mpiddp.train.data.worker_server"])
@@ -110,18 +122,17 @@ class ImageFolder:
             generator=torch.Generator(),  # the workers' seeds must not come from the rank's RNG
         )
 
-    def _decoded(self, loader: DataLoader[Batch]) -> Iterator[Batch]:
-        """The loader's batches. A worker's UserError arrives with a traceback, which is removed here."""
-        try:
-            yield from loader
-            return
-        except UserError as error:
-            name = f"{UserError.__module__}.{UserError.__qualname__}: "
-            sentence = str(error).rpartition(name)[2].strip()
-            # The traceback keeps the loader alive, which would wait 5 s for each worker.
-            error.__traceback__ = None
-            self._loader = None
-        raise UserError(sentence)
+    def _decoded(self, loader: DataLoader[Decoded]) -> Iterator[Batch]:
+        """The images and labels of the loader's batches.
+
+        Raises:
+            UserError: too many images are broken.
+        """
+        for images, labels, broken in loader:
+            self._broken.note(broken)
+            if not len(labels):
+                raise UserError(f"{self.folder}: none of its images can be read. Replace them.")
+            yield images, labels
 
 
 class _Order:
