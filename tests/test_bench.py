@@ -89,7 +89,9 @@ def test_scaling_computes_speed_and_efficiency_from_the_timed_steps(tmp_path: Pa
 
 def test_allreduce_bus_bandwidth_of_three_ranks(tmp_path: Path) -> None:
     options = ["-H", "localhost:3", "--max-size", "64K", "--seconds", "0.000001", "--repeats", "5"]
+    options += ["-x", "A=private-value"]
     results, lines = measured(tmp_path / "out", "allreduce", *options)
+    assert "private-value" not in (tmp_path / "out" / "allreduce.json").read_text()
     assert [point["bytes"] for point in results["points"]] == [1024, 4096, 16384, 65536]
     for point in results["points"]:
         speed = point["algorithm_gb_per_s"]["median"]
