@@ -17,12 +17,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps, notice_silence, proof
+from mpiddp.protocol import (
+    LINE_LIMIT,
+    TEXT_LIMIT,
+    UNCONFIRMED_LIMIT,
+    dumps,
+    notice_silence,
+    proof,
+)
 from mpiddp.runtime.native_stacks import without_urgent_bytes, write_stack_on_urgent_byte
 from mpiddp.world import World
 
 CONNECT_TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 0.5
+# The errors of a line that is not a message.
+_NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError)
 LOST_LAUNCHER = 1  # the exit code of a rank that loses its launcher
 
 
@@ -102,7 +111,8 @@ class ControlClient:
         self.send("stacks", text=_stacks()[-TEXT_LIMIT:], step=self.step)
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):
+        # Whoever sends anything but messages is not the launcher.
+        with contextlib.suppress(OSError, *_NO_MESSAGE):
             for line in self._incoming:
                 message = json.loads(line)
                 if act := self._actions.get(message["type"]):
@@ -135,7 +145,7 @@ def connect(
         challenge = json.loads(next(incoming, b""))["challenge"]
         answer = proof(secret, challenge, world.rank)
         connection.sendall(dumps("hello", rank=world.rank, proof=answer))
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, OverflowError, *_NO_MESSAGE) as error:  # OverflowError for a port
         raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot reach the launcher at {host} port {port} "
             f"({error or 'no answer'}). Check that it is running and that no firewall blocks the port."
@@ -153,6 +163,8 @@ def _lines(connection: socket.socket) -> Iterator[bytes]:
     while chunk := connection.recv(4096):
         *lines, buffer = (buffer + without_urgent_bytes(chunk)).split(b"\n")
         yield from lines
+        if len(buffer) > LINE_LIMIT:
+            raise ValueError("a line that is too long")
 
 
 def _stacks() -> str:
