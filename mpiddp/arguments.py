@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from mpiddp.errors import UserError
-from mpiddp.text import did_you_mean
+from mpiddp.text import did_you_mean, parse_whole, shown
 
 # verb: (module with main(argv) -> int, its line in `mpiddp --help`)
 VERBS = {
@@ -64,13 +64,12 @@ class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A parser for whole numbers in [low, high)."""
+    """A parser for whole numbers in [low, high), by default below a billion."""
 
     def whole_number(text: str) -> int:
-        is_whole = text.isascii() and text.isdigit()
-        if not is_whole or int(text) < low or (high is not None and int(text) >= high):
-            bound = f"{low} or more" + ("" if high is None else f" and less than {high}")
-            raise argparse.ArgumentTypeError(f"expected a whole number, {bound}, not {text!r}")
-        return int(text)
+        try:
+            return parse_whole(text, low, high)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"expected {error}, not {shown(text)!r}") from None
 
     return whole_number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         del args[0]
     verb, *rest = args or ["--help"]
     is_rank = verb in RANK_VERBS
+    if verb != "run" and isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # stdout of `run` is the script's
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be any bytes
     try:
         try:
             return _call(verb, rest)
@@ -71,8 +76,19 @@ def _call(verb: str, args: list[str]) -> int:
         raise UserError(
             f'mpiddp: unknown command "{verb}".{hint} Expected one of: {", ".join(VERBS)}.'
         )
+    _check_working_folder()
     code: int = import_module(modules[verb]).main(args)
     return code
+
+
+def _check_working_folder() -> None:
+    """Raise UserError if this folder has been removed: no relative path means anything then."""
+    try:
+        os.getcwd()  # noqa: PTH109 - no pathlib for one call
+    except FileNotFoundError:
+        raise UserError(
+            "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR"
+        ) from None
 
 
 def _print_failure(error: JobFailed) -> None:

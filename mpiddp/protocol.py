@@ -14,10 +14,14 @@ an earlier attempt's announcement to a restart, see `mpiddp.runtime.announcement
 from __future__ import annotations
 
 import json
+import os
 import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `proof`
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from mpiddp.paths import read_limited
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
@@ -27,6 +31,9 @@ ANNOUNCED = "MPIDDP_ANNOUNCED"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
 MAX_RESTARTS = "MPIDDP_MAX_RESTARTS"
+
+
+MAX_TIMEOUT_S = 100_000_000  # 3 years; MPIDDP_TIMEOUT is below
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,28 @@ def proof(secret: str, challenge: str, rank: int) -> str:
     return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
 
 
+def is_argument(text: str) -> bool:
+    """Whether a program can get `text` as an argument."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+
+
+def is_valid(kind: str, facts: dict[str, Any]) -> bool:
+    """Whether a rank may send this message of a known kind: its fields, their types and their ranges."""
+    if not all(isinstance(facts.get(name, facts), types) for name, types in MESSAGES[kind].items()):
+        return False
+    if kind == "joining":
+        return bool(0 < facts["timeout_s"] < MAX_TIMEOUT_S)
+    if kind == "announce":
+        numbers = (facts["global_batch_size"], facts["max_ranks"])
+        return all(
+            isinstance(each, str) and is_argument(each) for each in facts["resume_args"]
+        ) and all(each is None or 0 < each < 1 << 63 for each in numbers)
+    return True
+
+
 def notice_silence(connection: socket.socket) -> None:
     """Make the kernel end the connection 12 s after the other host stops answering.
 
@@ -212,10 +241,9 @@ def recorded_error(path: str) -> str:
     https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
     try:
-        with Path(path).open("rb") as file:
-            recorded = json.loads(file.read(LINE_LIMIT))["message"]
+        recorded = json.loads(read_limited(Path(path), LINE_LIMIT))["message"]
         return str(recorded["message"] if isinstance(recorded, dict) else recorded)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
 
 

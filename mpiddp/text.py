@@ -6,6 +6,9 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+# Unless the caller says otherwise: no count of ranks, steps or images is larger.
+_WHOLE_BELOW = 10**9
+MAX_DURATION_DAYS = 1000
 # Control characters but the tab, ends of lines, and what changes the direction of the text around it.
 _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
@@ -34,12 +37,43 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def shown(text: str) -> str:
+    """Input in the form that an error shows: on one line, printable and short."""
+    text = text if text.isprintable() else ascii(text[:100])[1:-1]
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def parse_whole(text: str, low: int = 0, high: int | None = None) -> int:
+    """The whole number in `text`, in [low, high). `high` is at most a billion unless it is given.
+
+    Raises:
+        ValueError: any other text. The message is the expectation: "a whole number, 1 or more".
+    """
+    below = _WHOLE_BELOW if high is None else high
+    is_whole = text.isascii() and text.isdigit()
+    digits = text.lstrip("0") or "0"
+    # int() refuses more than 4,300 digits.
+    number = int(digits) if is_whole and len(digits) <= len(str(below)) else None
+    if number is None or not low <= number < below:
+        is_large = is_whole and (number is None or number >= below)
+        bound = f" and less than {below}" if high is not None or is_large else ""
+        raise ValueError(f"a whole number, {low} or more{bound}")
+    return number
+
+
 def parse_duration(text: str) -> float:
-    """The seconds in "90", "90s", "55m" or "1.5h". Raises ValueError for any other text, and for 0."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([smh]?)", text, re.ASCII)
+    """The seconds in "90", "90s", "55m" or "1.5h".
+
+    Raises:
+        ValueError: any other text, 0, or more than MAX_DURATION_DAYS.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)([smh]?)", text, re.ASCII)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if not seconds > 0:
-        raise ValueError(f"{text!r} is not a duration such as 90, 90s, 55m or 1.5h")
+    if not 0 < seconds <= MAX_DURATION_DAYS * 86400:
+        raise ValueError(
+            f"{shown(text)!r} is not a duration such as 90, 90s, 55m or 1.5h, "
+            f"of at most {MAX_DURATION_DAYS} days"
+        )
     return seconds
 
 

@@ -9,14 +9,15 @@ so a process never assumes that it is rank 0 because a variable is missing.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.slurm_nodelist import expand_counts
 from mpiddp.protocol import ANNOUNCED, RUN_ID
+from mpiddp.text import parse_whole, shown
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class World:
         if missing:
             raise UserError(
                 f"only some of {launcher.name}'s variables are set: found "
-                f"{', '.join(f'{name}={env[name]}' for name in found) or launcher.proof[0]}, "
+                f"{', '.join(f'{n}={shown(env[n])}' for n in found) or launcher.proof[0]}, "
                 f"missing {', '.join(missing)}. "
                 "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
@@ -152,7 +153,7 @@ class World:
         ):
             if not 0 <= small < large:
                 raise UserError(
-                    f"{name}={env[name]} does not fit {size_name}={env[size_name]}: {STALE}"
+                    f"{name}={shown(env[name])} does not fit {size_name}={shown(env[size_name])}: {STALE}"
                 )
         return cls(rank, world_size, local_rank, local_world_size, launcher)
 
@@ -164,8 +165,9 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     """
     for launcher in LAUNCHERS:
         rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
-        if _present(launcher, env) and re.fullmatch(r"[0-9]+ [0-9]+", f"{rank} {local_rank}"):
-            return int(rank), int(local_rank)
+        if _present(launcher, env):
+            with suppress(ValueError):
+                return parse_whole(rank), parse_whole(local_rank)
     return 0, 0
 
 
@@ -203,13 +205,19 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> None:
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
     """Whether this is a job step with tasks. salloc's shell may be a step too, with an id near 2**32."""
     step = env.get("SLURM_STEP_ID")
-    return step is not None and not (step.isdigit() and int(step) > 2**32 - 16)
+    if step is None:
+        return False
+    try:
+        return parse_whole(step, high=2**32) <= 2**32 - 16
+    except ValueError:  # not an id of Slurm: what needs the number refuses it
+        return True
 
 
 def _whole_number(name: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
-        raise UserError(f'{name}="{text}" is not a whole number, 0 or more.')
-    return int(text)
+    try:
+        return parse_whole(text)
+    except ValueError as error:
+        raise UserError(f'{name}="{shown(text)}" is not {error}.') from None
 
 
 def _tasks_on_node(launcher: Launcher, env: Mapping[str, str]) -> int:
@@ -218,8 +226,10 @@ def _tasks_on_node(launcher: Launcher, env: Mapping[str, str]) -> int:
     try:
         counts = expand_counts(text)
     except ValueError:
-        raise UserError(f'{name}="{text}" is not a list of counts such as "2(x3),1".') from None
+        raise UserError(
+            f'{name}="{shown(text)}" is not a list of counts such as "2(x3),1".'
+        ) from None
     node = _whole_number(launcher.node_id, env[launcher.node_id])
     if node >= len(counts):
-        raise UserError(f"{launcher.node_id}={node} does not fit {name}={text}: {STALE}")
+        raise UserError(f"{launcher.node_id}={node} does not fit {name}={shown(text)}: {STALE}")
     return counts[node]

@@ -4,8 +4,11 @@ Tests mpiddp/checkpoints/directory.py.
 python -m pytest tests/test_checkpoint_directory.py
 """
 
+import hashlib
 import json
+import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +19,7 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
+from mpiddp.text import shown
 from tests.ranks import clean_env
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
@@ -265,6 +269,104 @@ def test_verify_of_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("empty", "file", "missing"):
         assert complaint(tmp_path / name) == "the save was never completed"
+
+
+def craft(folder: Path, manifest: bytes) -> None:
+    """Give the checkpoint another manifest, with the right SHA-256 of it."""
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "COMPLETE").write_text(hashlib.sha256(manifest).hexdigest())
+
+
+ENTRY = {"bytes": 13, "sha256": hashlib.sha256(CONTENT["state.json"]).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (b"", "manifest.json is not JSON that can be read"),
+        (b"\xff", "manifest.json is not JSON that can be read"),
+        (b"[" * 100_000, "manifest.json is not JSON that can be read"),
+        (b'{"a": {"bytes": ' + b"9" * 5000 + b"}}", "manifest.json is not JSON that can be read"),
+        (b"[]", "manifest.json is not a table of files"),
+        (b"null", "manifest.json is not a table of files"),
+        *(
+            (
+                json.dumps({"state.json": entry}).encode(),
+                "manifest.json has no size and SHA-256 of state.json",
+            )
+            for entry in (
+                *(1, [], {}, {"bytes": 13}, {"sha256": ENTRY["sha256"]}, {**ENTRY, "bytes": "13"}),
+                *({**ENTRY, "bytes": True}, {**ENTRY, "bytes": -1}, {**ENTRY, "bytes": 10**400}),
+                *({**ENTRY, "bytes": 13.0}, {**ENTRY, "sha256": 5}, {**ENTRY, "sha256": "../x"}),
+            )
+        ),
+        *(
+            (
+                json.dumps({name: ENTRY}).encode(),
+                f'manifest.json lists "{shown(name)}", which is not the name of a file',
+            )
+            for name in ("", ".", "..", "../a", "/etc/passwd", "a/b", "a\0", "\ud800", "x" * 256)
+        ),
+    ],
+)
+def test_a_crafted_manifest_is_refused(folder: Path, manifest: bytes, message: str) -> None:
+    craft(folder, manifest)
+    assert complaint(folder) == message
+    assert not directory.is_whole(folder)
+    with pytest.raises(BrokenCheckpoint, match=re.escape(message)):
+        directory.check_hashes(manifest, {})
+
+
+def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
+    """Not even a pipe, which would block the reader, and not before all names have been checked."""
+    os.mkfifo(folder.parent / "pipe")
+    entries = {"pipe": ENTRY, "../pipe": ENTRY}
+    craft(folder, json.dumps(entries).encode())
+    assert complaint(folder).startswith('manifest.json lists "../pipe"')
+
+
+def test_the_reason_why_complete_cannot_be_read(folder: Path) -> None:
+    complete = folder / "COMPLETE"
+    complete.unlink()
+    complete.mkdir()
+    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
+    complete.rmdir()
+    os.mkfifo(complete)
+    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
+    complete.unlink()
+    complete.symlink_to("/dev/zero")
+    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
+    complete.unlink()
+    complete.symlink_to("/proc/self/mem")  # as a bad sector
+    assert complaint(folder) == "COMPLETE cannot be read: Input/output error"
+    complete.unlink()
+    complete.symlink_to(complete)
+    assert complaint(folder) == "COMPLETE cannot be read: Too many levels of symbolic links"
+    complete.unlink()
+    complete.write_bytes(b"\xff")
+    assert complaint(folder) == "manifest.json does not match its SHA-256"
+
+
+def test_the_reason_why_another_users_checkpoint_cannot_be_read(folder: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from mpiddp.checkpoints import directory
+if os.getuid() == 0:
+    os.seteuid(65534)  # root may read everything
+try:
+    directory.verify(Path(sys.argv[1]))
+except directory.BrokenCheckpoint as error:
+    print(error)
+"""
+    (folder / "COMPLETE").chmod(0)
+    for parent in [folder, *folder.parents][:3]:  # pytest's own folders are private
+        parent.chmod(0o755)
+    command = [sys.executable, "-c", code, folder.name]
+    done = subprocess.run(
+        command, cwd=folder.parent, env=clean_env(), capture_output=True, text=True
+    )
+    assert done.stdout == f"checkpoint {folder.name}: COMPLETE cannot be read: Permission denied\n"
 
 
 # Several checkpoints

@@ -115,6 +115,7 @@ def test_bad_input_is_one_sentence(run: Path, capsys: Captured) -> None:
     for arguments, sentence in (
         (("list", str(empty)), f"{empty} contains no checkpoints. {anything}"),
         (("verify", str(run / "x")), f"{run / 'x'} does not exist. {anything}"),
+        (("list", "x" * 300), f"{'x' * 300}/checkpoints: File name too long."),
         (("prune", str(empty)), f"{empty} contains no checkpoints. {several}"),
         (("prune", str(one)), f"{one} is a single checkpoint. {several}"),
         (

@@ -229,6 +229,33 @@ def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
     assert where in stderr.splitlines()[-1]
 
 
+def test_a_port_of_the_launcher_that_is_none(launcher: Launcher) -> None:
+    """socket raises OverflowError for it."""
+    launcher.server.settings[ADDRESS] = "127.0.0.1:99999"
+    with launcher.rank("pass") as rank:
+        stderr = rank.communicate(timeout=PATIENCE_S)[1]
+    assert "cannot reach the launcher at 127.0.0.1 port 99999 " in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "line", [b"{]", b"[]", b"{}", b'{"type": "end", "code": []}', b"[" * 10**6]
+)
+def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher: Launcher, line: bytes) -> None:
+    with launcher.rank("time.sleep(600)") as rank:
+        launcher.receive_for(PATIENCE_S, until="started")
+        (connection,) = [
+            key.data.connection
+            for key in launcher.selector.get_map().values()
+            if hasattr(key.data, "connection")
+        ]
+        connection.setblocking(True)
+        with suppress(OSError):  # it may have left before the end of a long line
+            connection.sendall(line + b"\n")
+        assert rank.wait(PATIENCE_S) == 1
+        assert rank.stderr is not None
+        assert rank.stderr.read().endswith("lost the connection to the launcher; exiting.\n")
+
+
 def test_connections_without_a_valid_hello_are_dropped(launcher: Launcher) -> None:
     secret = launcher.server.settings[SECRET]
     for kind in ("no proof", "other rank", "no rank", "garbage", "no hello", "number", "long"):
@@ -263,6 +290,13 @@ def test_connections_without_a_valid_hello_are_dropped(launcher: Launcher) -> No
         b'{"type": "progress"}',
         b'{"type": "progress", "step": "x"}',
         b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": [1], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": ["\\u0000"], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": ["\\ud800"], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": [], "global_batch_size": 1, "max_ranks": 0}',
+        b'{"type": "joining", "timeout_s": NaN}',
+        b'{"type": "joining", "timeout_s": 1e400}',
+        b"[" * 100_000,
     ],
 )
 def test_a_rank_that_violates_the_protocol_is_dropped(launcher: Launcher, line: bytes) -> None:

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,6 +165,12 @@ def test_ip_addresses_are_not_shortened() -> None:
         ("::1\n0:0::1", ":2: ::1 is already on line 1. Merge them into one slots= line."),
         ("a.x.org\na.y.org\n", f': a.x.org and a.y.org both shorten to "a". {SHORT}'),
         ("a.x.org\na\n", f': a.x.org and a both shorten to "a". {SHORT}'),
+        ("n" * 254, f':1: host "{"n" * 57}..." has more than 253 characters. {EXAMPLE}'),
+        (
+            f"node1:{'9' * 5000}",
+            f':1: "node1:{"9" * 51}..." has more than 6 digits. Example: node1:4',
+        ),
+        ("a slots=999999\nb slots=1", ": 1000000 slots in all; expected at most 999999."),
         ("", f" lists no host. {EXAMPLE}"),
         ("# node1\n\n", f" lists no host. {EXAMPLE}"),
         ("node1 slots=0", f": every host has slots=0, so no rank can start. {EXAMPLE}"),
@@ -172,6 +179,15 @@ def test_ip_addresses_are_not_shortened() -> None:
 def test_an_error_in_a_hostfile_names_the_line_and_a_fix(text: str | bytes, message: str) -> None:
     data = text if isinstance(text, bytes) else text.encode()
     assert refusal(lambda: parse_hostfile(data, "hosts.txt")) == f"hosts.txt{message}"
+
+
+@pytest.mark.parametrize("unit", [":", "[:", " ", "=", "a ", "0.", "@"])
+def test_a_long_line_is_refused_in_a_short_time(unit: str) -> None:
+    """The time of a parser that tries each character as a start grows with the square of the length."""
+    began = time.process_time()
+    refusal(lambda: parse_hostfile(b"a/" + unit.encode() * 200_000 + b"/", "hosts.txt"))
+    refusal(lambda: parse_hostfile(unit.encode() * 200_000 + b"/", "hosts.txt"))
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

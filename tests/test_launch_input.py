@@ -23,6 +23,8 @@ from mpiddp.launch.options import parse_options
 from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus
 from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import parse_exports
+from mpiddp.launch.usable_hosts import find_hosts
+from tests.homes import leave_home
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
@@ -113,6 +115,51 @@ def test_expanding_slurms_lists() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
 
 
+@pytest.mark.parametrize(
+    "nodelist",
+    [
+        *(
+            "",
+            ",",
+            "[1-]",
+            "n[1-]",
+            "n[]",
+            "n[2-1]",
+            "n[1",
+            "n]",
+            "n[[1]]",
+            "a,,b",
+            "-oProxyCommand=x",
+        ),
+        *("n[0-999999999]", "n[0-999][0-999]", "n[²]", f"n[{'9' * 5000}]", f"n[{'0' * 5000}-9]"),
+        "x" * 300 + "[0-9999]",
+    ],
+)
+def test_a_list_that_slurm_never_writes(nodelist: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        expand_nodelist(nodelist)
+
+
+@pytest.mark.parametrize("counts", ["", "1(x999999999)", "2(x0)", "²", "9" * 5000, "999999(x2)"])
+def test_counts_that_slurm_never_writes(counts: str) -> None:
+    with pytest.raises(ValueError, match=r"count|more"):
+        expand_counts(counts)
+
+
+def test_an_mpirun_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is not in /etc/passwd."""
+    leave_home(monkeypatch)
+    with pytest.raises(UserError, match=r"^--mpirun ~/mpirun: no such program"):
+        find_mpirun("~/mpirun", tmp_path / "python", {})
+
+
+def test_an_mpirun_that_prints_no_text(tmp_path: Path) -> None:
+    program = tmp_path / "mpirun"
+    program.write_bytes(b"#!/bin/sh\nprintf '\\377 (Open MPI) 5rc1'\n")
+    program.chmod(0o755)
+    assert identify(program, os.environ).major == 5
+
+
 ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
 
@@ -197,6 +244,31 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
             "-n 0: expected a whole number, 1 or more.",
         ),
         (
+            lambda: parse_options(["-n", "9" * 5000, "train.py"]),
+            f"-n {'9' * 57}...: expected a whole number, 1 or more and less than 1000000000.",
+        ),
+        (
+            lambda: parse_options(["--timeout", "9" * 400, "train.py"]),
+            f"--timeout {'9' * 57}...: expected a whole number, 1 or more and less than 100000000.",
+        ),
+        (
+            lambda: parse_options(["--grace", "9" * 400, "train.py"]),
+            f"--grace {'9' * 57}...: expected a time such as 90, 90s, 55m or 1.5h, "
+            "of at most 1000 days.",
+        ),
+        (
+            lambda: parse_options(["x" * 300]),
+            f"{'x' * 300}: File name too long.",
+        ),
+        (
+            lambda: find_hosts(parse_options(["--hostfile", "x" * 300, __file__]).where, {}),
+            f"{'x' * 300} cannot be read: File name too long.",
+        ),
+        (
+            lambda: find_mpirun("~nosuchuser/mpirun", Path("/nowhere/python"), {}),
+            "--mpirun ~nosuchuser/mpirun: no such program. Expected the path of an mpirun.",
+        ),
+        (
             lambda: parse_options(["--hostfil", "f", "train.py"]),
             'mpiddp launch: unrecognized arguments: --hostfil. Did you mean "--hostfile"? '
             "See: mpiddp launch --help",
@@ -246,6 +318,23 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
             lambda: find_allocation({"SLURM_JOB_ID": "7"}),
             "SLURM_JOB_ID=7 is set but SLURM_JOB_NODELIST is not: this is only a part of an "
             "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
+        ),
+        (
+            lambda: find_allocation({**ALLOCATED, "SLURM_JOB_NODELIST": "n[0-999999999]"}),
+            'SLURM_JOB_NODELIST="n[0-999999999]" is not Slurm\'s: more than 262144 hosts. '
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
+        ),
+        (
+            lambda: find_allocation({**ALLOCATED, "SLURM_GPUS_ON_NODE": "two"}),
+            "SLURM_GPUS_ON_NODE=\"two\" is not Slurm's: 'two(x2)' is not a count such as 2 or 2(x3). "
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
+        ),
+        (
+            lambda: find_allocation(
+                {**ALLOCATED, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "x"}
+            ),
+            "SLURM_TASKS_PER_NODE=\"x\" is not Slurm's: 'x' is not a count such as 2 or 2(x3). "
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
         ),
     ],
 )

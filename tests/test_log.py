@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.runtime.log import log, log_to_file
+from tests.ranks import clean_env
 
 LOGS_MESSAGES = """
 import sys
@@ -53,6 +54,17 @@ def test_logging_continues_after_stdout_is_closed(tmp_path: Path) -> None:
         shell.stdout.close()
     assert (tmp_path / "code").read_text() == "0\n"
     assert len((tmp_path / "log").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_a_message_may_contain_any_character(encoding: str, tmp_path: Path) -> None:
+    """A path may be any bytes; Python then has surrogates for those that are not UTF-8."""
+    code = LOGS_MESSAGES.replace("a line", "a \\udcff… line")
+    command = [sys.executable, "-c", code, "0", str(tmp_path / "log")]
+    env = clean_env({"PYTHONIOENCODING": encoding})
+    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    assert done.stdout.startswith(b"a \\udcff")
+    assert "a \\udcff… line" in (tmp_path / "log").read_text()
 
 
 def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:

@@ -262,6 +262,8 @@ def test_announcing_without_a_launcher_does_nothing(monkeypatch: pytest.MonkeyPa
         ({"resume_args": [1]}, TypeError, "resume_args: expected a sequence of strings"),
         ({"global_batch_size": 2.0}, TypeError, "global_batch_size: expected a whole number"),
         ({"global_batch_size": True}, TypeError, "global_batch_size: expected a whole number"),
+        ({"resume_args": ["a\0b"]}, ValueError, "resume_args: not the arguments of a command"),
+        ({"resume_args": ["\ud800"]}, ValueError, "resume_args: not the arguments of a command"),
         ({"max_ranks": 0}, ValueError, "max_ranks: expected 1 or more, not 0"),
     ],
 )

@@ -6,6 +6,7 @@ python -m pytest tests/test_run_owner.py
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -153,6 +154,26 @@ def test_a_file_of_another_version_or_a_full_disk_is_replaced_after_the_wait(
 
 
 @pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"pid": "../.."}, {"pid": True}, {"pid": -1}, {"pid": 10**400}, {"renewals": "9"}),
+        *({"renewals": 10**400}, {"run_id": 1}, {"host": None}, {"machine": []}, {"more": 1}),
+    ],
+)
+def test_a_crafted_file_names_no_owner(change: dict[str, object]) -> None:
+    known = json.loads(_Record.of_this_process("a").encoded())
+    assert _Record.parse(json.dumps(known).encode()) is not None
+    assert _Record.parse(json.dumps(known | change).encode()) is None
+    assert _Record.parse(b"[" * 100_000) is None
+
+
+def test_a_pipe_instead_of_the_file_blocks_nobody(run: RunDir) -> None:
+    os.mkfifo(run.owner)
+    with pytest.raises(OSError, match="not a regular file"):
+        own(run, "a", on_wait=refuse_to_wait)
+
+
 def test_an_owner_that_lost_the_folder_notices_and_leaves_the_file_alone(run: RunDir) -> None:
     held = own(run, "first", on_wait=refuse_to_wait)
     held.check()

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from mpiddp.text import align_columns, escaped, parse_duration, percentile
+from mpiddp.text import align_columns, escaped, parse_duration, parse_whole, percentile, shown
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,46 @@ def test_parse_duration(text: str, seconds: float) -> None:
 def test_parse_duration_rejects(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["86400001", "9" * 400, "9" * 5000 + "h"])
+def test_a_duration_is_at_most_1000_days(text: str) -> None:
+    assert parse_duration("24000h") == 1000 * 86400
+    with pytest.raises(ValueError, match="of at most 1000 days"):
+        parse_duration(text)
+
+
+def test_parse_whole() -> None:
+    assert [parse_whole(text) for text in ("0", "007", "0" * 5000, "999999999")] == [
+        0,
+        7,
+        0,
+        10**9 - 1,
+    ]
+    assert parse_whole("4294967295", high=1 << 32) == (1 << 32) - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "expectation"),
+    [
+        ("", 0, None, "a whole number, 0 or more"),
+        ("²", 1, None, "a whole number, 1 or more"),
+        ("0", 1, None, "a whole number, 1 or more"),
+        ("9", 0, 9, "a whole number, 0 or more and less than 9"),
+        ("9" * 400, 0, None, "a whole number, 0 or more and less than 1000000000"),
+        ("9" * 5000, 0, 9, "a whole number, 0 or more and less than 9"),
+    ],
+)
+def test_parse_whole_rejects(text: str, low: int, high: int | None, expectation: str) -> None:
+    """int() itself refuses more than 4,300 digits."""
+    with pytest.raises(ValueError, match=f"^{expectation}$"):
+        parse_whole(text, low, high)
+
+
+def test_an_error_shows_input_on_one_short_line() -> None:
+    assert shown("a") == "a"
+    assert shown("a\n\udcff") == r"a\n\udcff"
+    assert len(shown("9" * 5000)) == len(shown("\n" * 5000)) == 60
 
 
 @pytest.mark.parametrize("count", [2, 3, 10, 101])

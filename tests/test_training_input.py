@@ -53,6 +53,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> Path:
         for name in ("model", "trainer", "ranks"):
             (folder / f"{name}.pt").write_bytes(b"\xff\xd8")
 
+    def fill_crafted(folder: Path) -> None:
+        shutil.copy(inputs / "done/checkpoints/step_00000002/state.json", folder)
+        for name in ("model", "trainer", "ranks"):
+            torch.save([1], folder / f"{name}.pt")
+
+    directory.write(inputs / "crafted", 2, fill_crafted)
     directory.write(inputs / "foreign", 2, fill_foreign)
     directory.write(inputs / "strange", 2, fill_strange)
     directory.write(inputs / "other", 2, lambda folder: (folder / "a").touch())
@@ -155,6 +161,22 @@ CASES: dict[str, tuple[str, str]] = {
     "checkpoints in the way": (
         "--use-syn --steps-per-epoch=2 --batch-size=4 --out=P/blocked",
         "--out P/blocked cannot be written: File exists. Name another folder.",
+    ),
+    "out too long": (
+        f"--use-syn --out=P/{'x' * 300}",
+        r"rank 0 on .*: --out P/x{300}/checkpoints: File name too long\.",
+    ),
+    "resume too long": (
+        f"--use-syn --resume=P/{'x' * 300}",
+        r"rank 0 on .*: --resume P/x{300}: File name too long\.",
+    ),
+    "data folder too long": (
+        f"--data-dir=P/{'x' * 300}",
+        r"rank 0 on .*: --data-dir P/x{300}: File name too long\.",
+    ),
+    "resume crafted": (
+        "QUICK --epochs=1 --resume=P/crafted",
+        "rank 0 on .*: P/crafted/step_00000002: model.pt was not written by mpiddp train: it has .*",
     ),
     "resume nothing": (
         "--use-syn --resume=atuo",

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.world import World
+from mpiddp.world import World, likely_ranks
 from tests.ranks import clean_env
 
 Env = dict[str, str]
@@ -156,6 +156,7 @@ def test_slurms_compressed_counts(counts: str, node: str, local_size: int) -> No
     [
         ("2(x", "0", '"2(x" is not a list of counts such as "2(x3),1".'),
         ("", "0", '"" is not a list of counts'),
+        ("1(x999999999)", "0", '"1(x999999999)" is not a list of counts'),
         ("2(x2)", "2", "SLURM_NODEID=2 does not fit SLURM_STEP_TASKS_PER_NODE=2(x2)"),
         ("2(x2)", "one", 'SLURM_NODEID="one" is not a whole number, 0 or more.'),
     ],
@@ -171,6 +172,21 @@ def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> N
     for name in World.from_env(ROWS[launcher]).launcher.variables:
         sentence = refusal(ROWS[launcher] | {name: value})
         assert sentence == f'{name}="{value}" is not a whole number, 0 or more.'
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://", "slurm"])
+def test_a_number_of_5000_digits_is_refused(launcher: str) -> None:
+    """int() raises ValueError for it."""
+    env = ROWS[launcher]
+    for name in World.from_env(env).launcher.variables:
+        wrong = env | {name: "9" * 5000}
+        assert refusal(wrong).startswith(f'{name}="{"9" * 57}..." is not a ')
+        assert likely_ranks(wrong) in ((0, 0), likely_ranks(env))
+
+
+@pytest.mark.parametrize("step", ["²", "9" * 5000])
+def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
+    assert identity(SRUN | {"SLURM_STEP_ID": step}) == identity(SRUN)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.benchmark import Benchmark, Options
 from mpiddp.errors import UserError
-from mpiddp.text import parse_duration
+from mpiddp.text import parse_duration, shown
 from mpiddp.train.options import parse as parse_training
 
 if TYPE_CHECKING:
@@ -215,9 +215,10 @@ def seconds(text: str) -> float:
 
 def size_bytes(text: str) -> int:
     """A parser for 4096, 64K, 16M and 1G, where K is 1024 bytes. The minimum is 1K."""
-    match = re.fullmatch(r"([0-9]+)([KMG]?)B?", text.upper(), re.ASCII)
-    if match is None or int(match[1]) * _UNITS[match[2]] < 1024:
+    match = re.fullmatch(r"([0-9]{1,16})([KMG]?)B?", text.upper(), re.ASCII)
+    size = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not 1024 <= size < 1 << 50:
         raise argparse.ArgumentTypeError(
-            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {text!r}"
+            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown(text)!r}"
         )
-    return int(match[1]) * _UNITS[match[2]]
+    return size

@@ -20,6 +20,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.starters.environment import shell_line, without_value, without_values
+from mpiddp.paths import named_by
 from mpiddp.train.options import check_options
 
 
@@ -85,7 +86,8 @@ def _jobs(
 
 def _check_writable(folder: Path) -> None:
     """Check the permission before an hour of measuring."""
-    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    with named_by("--out"):
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError:
@@ -117,5 +119,5 @@ def _footnotes(record: Results) -> list[str]:
     hardware = f"{first['cores']} × {first['cpu']}{gpus}{others}"
     return [
         f"{hardware}, torch {first['torch']}, {record['environment']['mpi']}",
-        record["command"],
+        record["command"].encode(errors="backslashreplace").decode(),  # a path may be any bytes
     ]

@@ -17,15 +17,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
-_NAME = re.compile(r"step_(\d{8,})")
+from mpiddp.checkpoints.manifest import MANIFEST, MAX_BYTES, BrokenCheckpoint, Entry, parse
+from mpiddp.paths import read_limited
+
+COMPLETE = "COMPLETE"
+_NAME = re.compile(r"step_([0-9]{8,18})")
 _UNFINISHED = ".unfinished-"
 # Writes files into a folder, and may return the SHA-256 of those that it has hashed.
 WriteFiles = Callable[[Path], Mapping[str, str] | None]
-
-
-class BrokenCheckpoint(Exception):
-    """The folder is not a valid checkpoint. The message names the damage."""
 
 
 class HashedFile:
@@ -126,7 +125,7 @@ def verify(folder: Path) -> None:
     Raises:
         BrokenCheckpoint: a file is missing, truncated or changed.
     """
-    _check(folder, lambda path, entry: _sha256(path) == entry["sha256"])
+    _check(folder, lambda path, entry: _sha256(path) == entry.sha256)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -206,40 +205,52 @@ def set_aside(root: Path, step: int) -> list[Path]:
     return moved
 
 
-def _check(folder: Path, is_intact: Callable[[Path, dict[str, object]], bool]) -> None:
-    name = f"checkpoint {folder.name}"
+def _check(folder: Path, is_intact: Callable[[Path, Entry], bool]) -> None:
     try:
-        expected = (folder / COMPLETE).read_text()
-        manifest_bytes = (folder / MANIFEST).read_bytes()
-    except (OSError, UnicodeDecodeError):
-        raise BrokenCheckpoint(f"{name}: the save was never completed") from None
-    if hashlib.sha256(manifest_bytes).hexdigest() != expected:
-        raise BrokenCheckpoint(f"{name}: {MANIFEST} does not match its SHA-256")
-    for file_name, entry in json.loads(manifest_bytes).items():
-        path = folder / file_name
+        for name, entry in _listed(folder).items():
+            _check_file(folder / name, entry, is_intact)
+    except BrokenCheckpoint as error:
+        raise BrokenCheckpoint(f"checkpoint {folder.name}: {error}") from None
+
+
+def _listed(folder: Path) -> dict[str, Entry]:
+    """The manifest of the folder, verified."""
+    expected = _read_own(folder / COMPLETE)
+    manifest = _read_own(folder / MANIFEST)
+    if hashlib.sha256(manifest).hexdigest().encode() != expected:
+        raise BrokenCheckpoint(f"{MANIFEST} does not match its SHA-256")
+    return parse(manifest)
+
+
+def _read_own(path: Path) -> bytes:
+    """The contents of COMPLETE or of the manifest. A save writes these two last."""
+    try:
+        return read_limited(path, MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise BrokenCheckpoint("the save was never completed") from None
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _check_file(path: Path, entry: Entry, is_intact: Callable[[Path, Entry], bool]) -> None:
+    try:
         if not path.is_file():
-            raise BrokenCheckpoint(f"{name}: {file_name} is missing")
-        if path.stat().st_size != entry["bytes"]:
-            raise BrokenCheckpoint(
-                f"{name}: {file_name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-            )
-        try:
-            matches = is_intact(path, entry)
-        except OSError as error:  # a bad sector, or a file server that is gone
-            raise BrokenCheckpoint(
-                f"{name}: {file_name} cannot be read: {error.strerror}"
-            ) from None
-        if not matches:
-            raise BrokenCheckpoint(f"{name}: {file_name} does not match its SHA-256")
+            raise BrokenCheckpoint(f"{path.name} is missing")
+        if (size := path.stat().st_size) != entry.bytes:
+            raise BrokenCheckpoint(f"{path.name} has {size} bytes instead of {entry.bytes}")
+        if not is_intact(path, entry):
+            raise BrokenCheckpoint(f"{path.name} does not match its SHA-256")
+    except OSError as error:  # a bad sector, or a file server that is gone
+        raise BrokenCheckpoint(f"{path.name} cannot be read: {error.strerror}") from None
 
 
 def check_hashes(manifest: bytes, hashes: Mapping[str, str]) -> None:
     """Compare the SHA-256 of copied files with the manifest of the original.
 
     Raises:
-        BrokenCheckpoint: a file differs, or is in only one of the two.
+        BrokenCheckpoint: a file differs, or is in only one of the two, or it is not a manifest.
     """
-    expected = {name: entry["sha256"] for name, entry in json.loads(manifest).items()}
+    expected = {name: entry.sha256 for name, entry in parse(manifest).items()}
     for name in expected.keys() | hashes.keys():
         if expected.get(name) != hashes.get(name):
             raise BrokenCheckpoint(f"{name} arrived damaged: its SHA-256 differs from the manifest")

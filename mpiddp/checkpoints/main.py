@@ -19,28 +19,30 @@ from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.run_dir import find_checkpoints
 from mpiddp.errors import UserError
+from mpiddp.paths import named_by
 
 
 def main(argv: list[str]) -> int:
     """Run `mpiddp checkpoints ARGV`. The exit code is 1 if `verify` finds a broken checkpoint, else 0.
 
     Raises:
-        UserError: bad usage, or DIR contains no checkpoints.
+        UserError: bad usage, or DIR contains no checkpoints, or cannot be read.
     """
     options = _parse(argv)
-    if options.verb == "prune":
-        return _prune(Path(options.dir), options.keep)
-    folders = _checkpoints(Path(options.dir))
-    if options.verb == "list":
-        for folder in folders:
-            print(_line(folder))
-        return 0
-    return max([_verify(folder) for folder in folders])
+    with named_by(""):
+        if options.verb == "prune":
+            return _prune(Path(options.dir), options.keep)
+        folders = _checkpoints(Path(options.dir))
+        if options.verb == "list":
+            for folder in folders:
+                print(_line(folder))
+            return 0
+        return max([_verify(folder) for folder in folders])
 
 
 def _line(folder: Path) -> str:
     """Name, size, time and state. The state compares sizes only."""
-    files = [path.stat() for path in folder.iterdir()]
+    files = [path.lstat() for path in folder.iterdir()]
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
     state = "complete" if directory.is_whole(folder) else "broken"

@@ -20,10 +20,12 @@ from socket import gethostname
 
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.text import duration
+from mpiddp.paths import read_limited
+from mpiddp.text import duration, shown
 
 RENEW_S, STALE_S = 10.0, 60.0
 _POLL_S = 1.0
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,14 @@ class _Record:
     def parse(cls, text: bytes) -> _Record | None:
         """None if another version, or a disk that was full, has written it."""
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
+            found = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
             return None
+        texts = (found.run_id, found.host, found.machine, found.started)
+        numbers = (found.pid, found.renewals)
+        is_record = all(isinstance(each, str) for each in texts)
+        is_record &= all(type(each) is int and 0 <= each < 1 << 32 for each in numbers)
+        return found if is_record else None
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -63,7 +70,8 @@ class _Record:
     @property
     def sentence(self) -> str:
         age = duration(self.renewals * RENEW_S)
-        return f"the run {self.run_id} on {self.host} (process {self.pid}, for {age}) writes there"
+        run_id, host = shown(self.run_id), shown(self.host)
+        return f"the run {run_id} on {host} (process {self.pid}, for {age}) writes there"
 
 
 class RunOwner:
@@ -94,7 +102,7 @@ class RunOwner:
             _try(self._renew_once)  # a file server may be away for a while
 
     def _renew_once(self) -> None:
-        found = self._path.read_bytes()
+        found = read_limited(self._path, _MAX_BYTES)
         if found != self._record.encoded():
             record = _Record.parse(found)
             self._lost_to = record.sentence if record else "its owner file has changed"
@@ -131,7 +139,7 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
                 raise _taken(run, other)
             if not has_waited:
                 has_waited = True
-                host = other.host if other else "another host"
+                host = shown(other.host) if other else "another host"
                 on_wait(
                     f"{run} belongs to a run on {host}; watching for {STALE_S:g} s whether that still runs."
                 )
@@ -187,7 +195,7 @@ def _beside(path: Path) -> Path:
 
 def _read(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return read_limited(path, _MAX_BYTES)
     except FileNotFoundError:
         return None
 

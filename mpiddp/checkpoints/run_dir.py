@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.checkpoints import directory
 from mpiddp.errors import JobFailed, UserError
-
-_WRONG_PATH = {
-    errno.EACCES,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-}
+from mpiddp.paths import WRONG_PATH
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,7 @@ class RunDir:
 
 def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:
     """Why the run's folder cannot be written: a wrong --out, or a machine that failed."""
-    if error.errno in _WRONG_PATH:
+    if error.errno in WRONG_PATH:
         return UserError(f"--out {run} cannot be written: {error.strerror}. Name another folder.")
     return JobFailed(f"--out {run} cannot be written: {error.strerror}.")
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.text import parse_duration
+from mpiddp.text import parse_duration, parse_whole, shown
 
 _CHECKS_PER_INTERVAL = 4  # of the clock
 
@@ -21,11 +21,12 @@ class Interval:
 
 def parse_interval(text: str) -> Interval:
     """`20` is a number of steps; `30s`, `10m` and `1.5h` are times. Raises ValueError otherwise."""
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return Interval(steps=int(text))
-    if not text.endswith(("s", "m", "h")):
-        raise ValueError(text)
-    return Interval(seconds=parse_duration(text))
+    if text.endswith(("s", "m", "h")):
+        return Interval(seconds=parse_duration(text))
+    try:
+        return Interval(steps=parse_whole(text, 1))
+    except ValueError as error:
+        raise ValueError(f"{shown(text)!r} is not {error}, and not a duration") from None
 
 
 class SaveSchedule:

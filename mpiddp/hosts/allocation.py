@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
+from mpiddp.text import shown
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,36 @@ def slurm(env: Mapping[str, str]) -> Allocation | None:
             f"SLURM_JOB_ID={job} is set but SLURM_JOB_NODELIST is not: this is only a part of an "
             "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
         )
-    names = expand_nodelist(nodelist)
-    slots = [int(env.get("SLURM_GPUS_ON_NODE") or 1)] * len(names)
+    names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
+    counts = f"{env.get('SLURM_GPUS_ON_NODE') or 1}(x{len(names)})"
+    counts_name = "SLURM_GPUS_ON_NODE"
     if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
-        slots = expand_counts(env.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
+        counts_name = "SLURM_TASKS_PER_NODE"
+        counts = env.get(counts_name, f"1(x{len(names)})")
+    slots = _parsed(env, counts_name, counts, expand_counts)
     if len(slots) != len(names):
         raise UserError(
-            f"SLURM_TASKS_PER_NODE={env['SLURM_TASKS_PER_NODE']} does not fit the {len(names)} hosts "
-            f"of SLURM_JOB_NODELIST={nodelist}. Name the hosts with --hostfile or -H."
+            f"{counts_name}={shown(counts)} does not fit the {len(names)} hosts "
+            f"of SLURM_JOB_NODELIST={shown(nodelist)}. Name the hosts with --hostfile or -H."
         )
     hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
     return Allocation(Hosts(f"Slurm job {job}", tuple(hosts)), starter="srun")
+
+
+_Parsed = TypeVar("_Parsed")
+
+
+def _parsed(
+    env: Mapping[str, str], name: str, text: str, parse: Callable[[str], _Parsed]
+) -> _Parsed:
+    """`text`, made from the variable `name`, as `parse` reads it."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UserError(
+            f'{name}="{shown(env.get(name, ""))}" is not Slurm\'s: {error}. '
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
+        ) from None
 
 
 # A row for each scheduler: from the environment to its allocation.

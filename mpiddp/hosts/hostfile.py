@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpiddp.errors import UserError
+from mpiddp.text import shown
 
 EXAMPLE = "Example: node1 slots=4"
 
@@ -24,9 +25,11 @@ _KEYS = ("slots", "max_slots", "port", "user")
 # A name becomes an argument of ssh and of mpirun, so it must not look like an option.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ADDRESS = re.compile(r"[0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
-_BRACKETED = re.compile(r"\[([^]]*:[^]]*)\](?::(.*))?")
+_BRACKETED = re.compile(r"\[([^]]*)\](?::(.*))?")
+_LONGEST_NAME = 253  # characters of a name in DNS
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\udc80-\udcff]|\r(?!\n|\Z)")
 _MAX_BYTES = 4 << 20  # the wrong file may be a 10 GB checkpoint, or /dev/zero
+MAX_SLOTS = 999_999  # in all. A plan has an entry for each rank
 
 
 @dataclass(frozen=True)
@@ -167,20 +170,15 @@ def _line_at(text: str, index: int) -> int:
 
 def _tokens(line: str) -> list[str]:
     """The tokens of one line. `slots = 2` is one token, as in Open MPI."""
-    return re.findall(r"[^ \t]+", re.sub(r"[ \t]*=[ \t]*", "=", line))
-
-
-def shown(text: str) -> str:
-    """Input in the form that an error shows: on one line, printable and short."""
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return re.findall(r"[^ \t]+", "=".join(part.strip(" \t") for part in line.split("=")))
 
 
 def _parse_host(where: str, tokens: list[str]) -> Host:
     """One host from the tokens of its line."""
     before, at, rest = tokens[0].rpartition("@")
     name, count = rest, None
-    if bracketed := _BRACKETED.fullmatch(rest):
+    bracketed = _BRACKETED.fullmatch(rest)
+    if bracketed and ":" in bracketed[1]:
         name, count = bracketed.groups()
     elif rest.count(":") == 1:
         name, count = rest.split(":")
@@ -222,6 +220,10 @@ def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
         raise UserError(
             f'{where}: {kind} "{shown(name)}" starts with "-" and would reach ssh as an option. '
             "Refused."
+        )
+    if len(name) > _LONGEST_NAME:
+        raise UserError(
+            f'{where}: {kind} "{shown(name)}" has more than {_LONGEST_NAME} characters. {EXAMPLE}'
         )
     if kind == "host" and _ADDRESS.fullmatch(name):
         try:
@@ -270,4 +272,6 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
             )
     if all(host.slots == 0 for host in hosts.hosts):
         raise UserError(f"{hosts.source}: every host has slots=0, so no rank can start. {EXAMPLE}")
+    if (total := sum(host.slots or 0 for host in hosts.hosts)) > MAX_SLOTS:
+        raise UserError(f"{hosts.source}: {total} slots in all; expected at most {MAX_SLOTS}.")
     return hosts

@@ -27,6 +27,7 @@ def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_s,
         )
     except (OSError, subprocess.TimeoutExpired):

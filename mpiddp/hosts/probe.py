@@ -49,6 +49,7 @@ def _program_version(program: str) -> str | None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):

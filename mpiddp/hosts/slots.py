@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts, shown, slots_of
-from mpiddp.text import counted, listed
+from mpiddp.hosts.hostfile import Host, Hosts, slots_of
+from mpiddp.text import counted, listed, shown
 
 
 def exclude(hosts: Hosts, names: str) -> Hosts:
@@ -16,13 +16,14 @@ def exclude(hosts: Hosts, names: str) -> Hosts:
         UserError: a name is not in `hosts`, or no slot remains.
     """
     keys = [name.strip().lower() for name in names.split(",")]
+    known_keys = {host.key for host in hosts.hosts}
     for key in keys:
-        if key not in [host.key for host in hosts.hosts]:
+        if key not in known_keys:
             known = listed([host.name for host in hosts.hosts])
             raise UserError(
                 f'--exclude: "{shown(key)}" is not in {hosts.source}, which has {known}.'
             )
-    left = tuple(host for host in hosts.hosts if host.key not in keys)
+    left = tuple(host for host in hosts.hosts if host.key not in set(keys))
     if all(host.slots == 0 for host in left):
         raise UserError(f"--exclude {names} leaves no slots in {hosts.source}.")
     return replace(hosts, hosts=left)

@@ -3,37 +3,93 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+
+from mpiddp.text import parse_whole, shown
+
+MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
+MAX_TASKS = 999_999
+
+_LONGEST_NAME, _MOST_DIGITS = 253, 9
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """`gpu[07-09,12],login` → gpu07, gpu08, gpu09, gpu12, login; several brackets multiply."""
-    return [
-        name
-        for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-        for name in _expand_name(part)
-    ]
+    """`gpu[07-09,12],login` → gpu07, gpu08, gpu09, gpu12, login; several brackets multiply.
+
+    Raises:
+        ValueError: any other text, or more than MAX_HOSTS hosts.
+    """
+    names: list[str] = []
+    for pattern in _patterns(nodelist):
+        names += _expand_pattern(pattern, MAX_HOSTS - len(names))
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)!r} is not the name of a host")
+    return names
 
 
-def _expand_name(pattern: str) -> list[str]:
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", pattern)
-    if match is None:
-        return [pattern]
-    head, ranges, tail = match.groups()
+def _patterns(nodelist: str) -> Iterator[list[str]]:
+    """Split at the commas outside of brackets. Each odd item of a pattern is the text of its brackets."""
+    pieces = re.split(r"([\[\]])", nodelist)
+    brackets = "".join(pieces[1::2])
+    if brackets != "[]" * (len(brackets) // 2):
+        raise ValueError("the brackets do not match")
+    pattern: list[str] = []
+    for index, text in enumerate(pieces[::2]):
+        first, *others = [text] if index % 2 else text.split(",")
+        pattern.append(first)
+        for other in others:
+            yield pattern
+            pattern = [other]
+    yield pattern
+
+
+def _expand_pattern(pattern: list[str], most: int) -> list[str]:
+    if sum(map(len, pattern[::2])) > _LONGEST_NAME:
+        raise ValueError(f"a name of more than {_LONGEST_NAME} characters")
+    names = [pattern[0]]
+    for ranges, tail in zip(pattern[1::2], pattern[2::2], strict=True):
+        numbers = _numbers(ranges, most // max(1, len(names)))
+        names = [name + number + tail for name in names for number in numbers]
+    if len(names) > most:
+        raise ValueError(f"more than {MAX_HOSTS} hosts")
+    return names
+
+
+def _numbers(ranges: str, most: int) -> list[str]:
+    """`07-09,12` → 07, 08, 09, 12."""
     numbers: list[str] = []
     for item in ranges.split(","):
-        first, _, last = item.partition("-")
-        numbers += [
-            str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)
-        ]
-    return [head + number + rest for number in numbers for rest in _expand_name(tail)]
+        first, dash, last = item.partition("-")
+        if len(first) > _MOST_DIGITS:
+            raise ValueError(f"{shown(first)!r} has more than {_MOST_DIGITS} digits")
+        try:
+            low = parse_whole(first)
+            high = parse_whole(last, low) if dash else low
+        except ValueError:
+            raise ValueError(f"{shown(item)!r} is not a range such as 07-09") from None
+        if high - low >= most - len(numbers):
+            raise ValueError(f"more than {MAX_HOSTS} hosts")
+        numbers += [str(number).zfill(len(first)) for number in range(low, high + 1)]
+    return numbers
 
 
 def expand_counts(counts: str) -> list[int]:
-    """`2(x3),1` → 2, 2, 2, 1. Raises ValueError for any other text."""
+    """`2(x3),1` → 2, 2, 2, 1.
+
+    Raises:
+        ValueError: any other text, more than MAX_HOSTS counts, or a sum above MAX_TASKS.
+    """
     expanded: list[int] = []
+    total = 0
     for part in counts.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
         if match is None:
-            raise ValueError(f"{part!r} is not a count such as 2 or 2(x3)")
-        expanded += [int(match[1])] * int(match[2] or 1)
+            raise ValueError(f"{shown(part)!r} is not a count such as 2 or 2(x3)")
+        count, times = parse_whole(match[1]), parse_whole(match[2] or "1", 1)
+        total += count * times
+        if len(expanded) + times > MAX_HOSTS or total > MAX_TASKS:
+            raise ValueError(f"{shown(part)!r} is more than Slurm starts")
+        expanded += [count] * times
     return expanded

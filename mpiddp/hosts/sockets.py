@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import interfaces
+from mpiddp.text import parse_whole, shown
 
 PROBE_TIMEOUT_S = 2.0
 OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
@@ -27,11 +28,12 @@ def port_in(env: Mapping[str, str]) -> int:
         UserError: it is not a port.
     """
     text = env.get("MASTER_PORT") or "0"
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+    try:
+        return parse_whole(text, 0, 1 << 16)
+    except ValueError:
         raise UserError(
-            f'MASTER_PORT="{text}" is not a port. Expected 1 to 65535, or leave it unset.'
-        )
-    return int(text)
+            f'MASTER_PORT="{shown(text)}" is not a port. Expected 1 to 65535, or leave it unset.'
+        ) from None
 
 
 def resolve(name: str) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.text import parse_duration
+from mpiddp.protocol import MAX_TIMEOUT_S
+from mpiddp.text import MAX_DURATION_DAYS, parse_duration, parse_whole, shown
 
 
 def option_parser() -> argparse.ArgumentParser:
@@ -89,7 +90,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--timeout",
         dest="timeout_s",
-        type=_whole("--timeout", 1),
+        type=_whole("--timeout", 1, MAX_TIMEOUT_S),
         metavar="S",
         help="seconds in which all ranks must join (default: 60)",
     )
@@ -175,19 +176,21 @@ def _duration(option: str) -> Callable[[str], float]:
             return parse_duration(text)
         except ValueError:
             raise UserError(
-                f"{option} {text}: expected a time such as 90, 90s, 55m or 1.5h."
+                f"{option} {shown(text)}: expected a time such as 90, 90s, 55m or 1.5h, "
+                f"of at most {MAX_DURATION_DAYS} days."
             ) from None
 
     return parse
 
 
-def _whole(option: str, low: int) -> Callable[[str], int]:
-    """A parser for whole numbers of at least `low`, whose error names the option."""
+def _whole(option: str, low: int, high: int | None = None) -> Callable[[str], int]:
+    """A parser for whole numbers in [low, high), whose error names the option."""
 
     def parse(text: str) -> int:
         # Open MPI 5 accepts `-n abc` and `-n 0`, and starts something anyway.
-        if not (text.isascii() and text.isdigit() and int(text) >= low):
-            raise UserError(f"{option} {text}: expected a whole number, {low} or more.")
-        return int(text)
+        try:
+            return parse_whole(text, low, high)
+        except ValueError as error:
+            raise UserError(f"{option} {shown(text)}: expected {error}.") from None
 
     return parse

@@ -10,6 +10,7 @@ from typing import TypeVar
 from mpiddp.errors import UserError
 from mpiddp.launch.job import Job
 from mpiddp.launch.option_parser import option_parser
+from mpiddp.paths import named_by
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
 
@@ -118,8 +119,15 @@ def _job(values: argparse.Namespace) -> Job:
         raise UserError(
             f"{command[0]} is not an option of mpiddp launch. See: mpiddp launch --help"
         )
-    if not is_module and not Path(command[0]).is_file():
-        if Path(command[0]).exists():
-            raise UserError(f"{command[0]} is not a regular file. Expected a Python script.")
-        raise UserError(f"{command[0]} not found (looked in {Path.cwd()}).")
+    if not is_module:
+        with named_by(""):
+            _check_script(Path(command[0]))
     return Job(tuple(command), is_module)
+
+
+def _check_script(script: Path) -> None:
+    if script.is_file():
+        return
+    if script.exists():
+        raise UserError(f"{script} is not a regular file. Expected a Python script.")
+    raise UserError(f"{script} not found (looked in {Path.cwd()}).")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpiddp.errors import UserError
 from mpiddp.hosts.allocation import Allocation
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host, resolve_all
@@ -204,7 +206,12 @@ def _defaults(
 
 def _working_folder(env: Mapping[str, str]) -> str:
     """This folder by the shell's name for it, a link that may lead to a different folder on each host."""
+    try:
+        here = Path.cwd()
+    except OSError as error:  # at a restart it may be gone, or its file server
+        raise UserError(f"the working folder cannot be used: {error.strerror}.") from None
     logical = Path(env.get("PWD", ""))
-    if logical.is_absolute() and logical.is_dir() and logical.samefile(Path.cwd()):
-        return str(logical)
-    return str(Path.cwd())
+    with contextlib.suppress(OSError, ValueError):
+        if logical.is_absolute() and logical.is_dir() and logical.samefile(here):
+            return str(logical)
+    return str(here)

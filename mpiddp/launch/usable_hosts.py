@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
@@ -44,7 +44,8 @@ def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, Allocation 
     allocation = None
     if where.hostfile is not None:
         # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
-        read = read_hostfile if Path(where.hostfile).is_file() else _read_once
+        is_file = os.path.isfile(where.hostfile)  # noqa: PTH113 - False for any error
+        read = read_hostfile if is_file else _read_once
         hosts = read(where.hostfile, keep_fqdn=True)
     elif where.host_list is not None:
         hosts = parse_host_list(where.host_list, keep_fqdn=True)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from mpiddp.protocol import ANNOUNCED
+from mpiddp.errors import UserError
+from mpiddp.protocol import ANNOUNCED, is_argument
 from mpiddp.runtime.session import current
+from mpiddp.text import shown
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,12 @@ def announce(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a number below 1.
+        ValueError: a number below 1, or a string that no command can get, such as one with a NUL.
     """
     if isinstance(resume_args, str) or not all(isinstance(each, str) for each in resume_args):
         raise TypeError(f"resume_args: expected a sequence of strings, not {resume_args!r}")
+    if not all(map(is_argument, resume_args)):
+        raise ValueError(f"resume_args: not the arguments of a command: {resume_args!r}")
     for name, value in (("global_batch_size", global_batch_size), ("max_ranks", max_ranks)):
         if value is None:
             continue
@@ -64,6 +68,20 @@ def announce(
 
 
 def announced(env: Mapping[str, str] = os.environ) -> Announced | None:
-    """The announcement of an earlier attempt of this job. None in the first attempt, or if there was none."""
+    """The announcement of an earlier attempt of this job. None in the first attempt, or if there was none.
+
+    Raises:
+        UserError: the variable was not set by `mpiddp launch`.
+    """
     text = env.get(ANNOUNCED)
-    return Announced(**json.loads(text)) if text else None
+    if not text:
+        return None
+    try:
+        found = Announced(**json.loads(text))
+        if all(type(each) is int and 0 < each < 1 << 63 for each in astuple(found)):
+            return found
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise UserError(
+        f'{ANNOUNCED}="{shown(text)}" is not what mpiddp launch sets for a restart. Unset it.'
+    )

@@ -17,13 +17,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol import TEXT_LIMIT, UNCONFIRMED_LIMIT, UNIX, dumps, notice_silence, proof
+from mpiddp.protocol import (
+    LINE_LIMIT,
+    TEXT_LIMIT,
+    UNCONFIRMED_LIMIT,
+    UNIX,
+    dumps,
+    notice_silence,
+    proof,
+)
 from mpiddp.runtime.native_stacks import without_urgent_bytes, write_stack_on_urgent_byte
 from mpiddp.world import World
 
 CONNECT_TIMEOUT_S = 30.0
 _ATTEMPT_S, _RETRY_S = 10.0, 0.2
 PROGRESS_EVERY_S = 0.5
+# The errors of a line that is not a message.
+_NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError)
 LOST_LAUNCHER = 1  # the exit code of a rank that loses its launcher
 
 
@@ -105,7 +115,8 @@ class ControlClient:
         self.send("stacks", text=_stacks()[-TEXT_LIMIT:], step=self.step)
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):
+        # Whoever sends anything but messages is not the launcher.
+        with contextlib.suppress(OSError, *_NO_MESSAGE):
             for line in self._incoming:
                 message = json.loads(line)
                 if act := self._actions.get(message["type"]):
@@ -137,7 +148,7 @@ def connect(
         except ConnectionRefusedError as error:
             problem: Exception = error
             break
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, OverflowError, *_NO_MESSAGE) as error:  # OverflowError for a port
             problem = error
             if time.monotonic() > deadline:
                 break
@@ -184,6 +195,8 @@ def _lines(connection: socket.socket) -> Iterator[bytes]:
     while chunk := connection.recv(4096):
         *lines, buffer = (buffer + without_urgent_bytes(chunk)).split(b"\n")
         yield from lines
+        if len(buffer) > LINE_LIMIT:
+            raise ValueError("a line that is too long")
 
 
 def _stacks() -> str:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpiddp.errors import UserError
 from mpiddp.protocol import LAUNCHED_AT, VERBOSE
+from mpiddp.text import shown
 from mpiddp.world import World
 
 
@@ -23,10 +25,14 @@ def time_first_all_reduce(world: World) -> None:
     """Run one all-reduce in the first process group before anything else, if the launcher runs with -v.
 
     Rank 0 then prints the seconds from the launcher's start to the end of that all-reduce.
+
+    Raises:
+        UserError: the launcher's start is not a time.
     """
-    start = os.environ.get(LAUNCHED_AT)
-    if start is None or not os.environ.get(VERBOSE):
+    text = os.environ.get(LAUNCHED_AT)
+    if text is None or not os.environ.get(VERBOSE):
         return
+    start = _launched_at(text)
     init_process_group = dist.init_process_group
 
     @functools.wraps(init_process_group)
@@ -38,11 +44,21 @@ def time_first_all_reduce(world: World) -> None:
         dist.init_process_group = init_process_group
         _all_reduce(world)
         if dist.get_rank() == 0:
-            seconds = time.time() - float(start)
+            seconds = time.time() - start
             # Print it: the script's logging.config may have switched the log off.
             print(f"first all-reduce {seconds:.2f} s after the command", flush=True)
 
     dist.init_process_group = init_and_time
+
+
+def _launched_at(text: str) -> float:
+    try:
+        start = float(text)
+    except ValueError:
+        start = -1.0
+    if not 0 <= start < 1e11:
+        raise UserError(f'{LAUNCHED_AT}="{shown(text)}" is not a time in seconds. Unset it.')
+    return start
 
 
 def _all_reduce(world: World) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch.distributed import PrefixStore
 
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError
-from mpiddp.protocol import ERROR_FILE, TIMEOUT
+from mpiddp.protocol import ERROR_FILE, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.first_all_reduce import time_first_all_reduce
@@ -26,6 +26,7 @@ from mpiddp.runtime.session import Session, current
 from mpiddp.runtime.startup_checks import check_placement
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.store import find_by_address, rendezvous_over_store, serve_or_join
+from mpiddp.text import parse_whole, shown
 from mpiddp.world import World, is_joined
 
 _JOIN_TIMEOUT_S = 60.0
@@ -162,13 +163,19 @@ def _join_children(world: World, timeout_s: float) -> Coordinator:
     The n-th child of a rank joins the n-th children of the others.
     """
     env = os.environ
-    world = replace(
-        world,
-        master_addr=env["MASTER_ADDR"],
-        master_port=int(env["MASTER_PORT"]),
-        node_rank=int(env["GROUP_RANK"]),
-        num_nodes=int(env["GROUP_WORLD_SIZE"]),
-    )
+    try:
+        world = replace(
+            world,
+            master_addr=env["MASTER_ADDR"],
+            master_port=parse_whole(env["MASTER_PORT"], 1, 1 << 16),
+            node_rank=parse_whole(env["GROUP_RANK"]),
+            num_nodes=parse_whole(env["GROUP_WORLD_SIZE"], 1),
+        )
+    except (KeyError, ValueError):
+        raise UserError(
+            "MASTER_ADDR, MASTER_PORT, GROUP_RANK and GROUP_WORLD_SIZE are not those of the rank that "
+            f"started this process. Leave them as they are, or unset {RUN_ID} to start a job of its own."
+        ) from None
     with no_dns():
         store = serve_or_join(world, None, timeout_s)
         number = store.add(f"children/{world.rank}", 1)
@@ -196,6 +203,9 @@ def _seconds(name: str, default: float) -> float:
         value = float(text) if text else default
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e8:
-        raise UserError(f'{name}="{text}" is not a number of seconds greater than 0.')
+    if not 0 < value < MAX_TIMEOUT_S:
+        raise UserError(
+            f'{name}="{shown(text)}" is not a number of seconds greater than 0 '
+            f"and less than {MAX_TIMEOUT_S}."
+        )
     return value

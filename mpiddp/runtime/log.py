@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 log = logging.getLogger("mpiddp")
 
@@ -23,18 +24,24 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno > logging.INFO else sys.stdout
         try:
-            print(self.format(record), file=stream, flush=True)
+            print(_encodable(self.format(record), stream), file=stream, flush=True)
         except BrokenPipeError:  # the reader is gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except OSError:  # the terminal is gone, or the disk is full
             pass
 
 
+def _encodable(text: str, stream: TextIO) -> str:
+    """The text without characters that the stream cannot encode: a path may be any bytes."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 class _FileHandler(logging.FileHandler):
     """Appends each record with its time. A record that cannot be written is lost silently."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:  # the name is the base class's

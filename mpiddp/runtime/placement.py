@@ -13,7 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpiddp.hosts.hostfile import MAX_SLOTS
+from mpiddp.protocol import PLACEMENT
 from mpiddp.runtime.master_address import RankInfo
+from mpiddp.text import parse_whole, shown
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,27 @@ class RankPlacement:
 
 
 def expected_hosts(placement: str) -> list[str]:
-    """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2"."""
+    """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2".
+
+    Raises:
+        ValueError: any other text, or more ranks than a hostfile may have slots.
+    """
     hosts: list[str] = []
     for part in placement.split(","):
         name, _, count = part.rpartition(":")
-        hosts += [name.strip("[]")] * int(count)
+        hosts += [name.strip("[]")] * parse_whole(count, 0, MAX_SLOTS + 1 - len(hosts))
     return hosts
 
 
 def misplaced(placements: Sequence[RankPlacement], expected: str) -> str:
     """A sentence and a table if a rank is not where `expected` has it, else ""."""
-    names = expected_hosts(expected)
+    try:
+        names = expected_hosts(expected)
+    except ValueError:
+        return (
+            f'{PLACEMENT}="{shown(expected)}" is not a list of hosts such as node1:4,node2:2. '
+            "Unset it; mpiddp launch sets it."
+        )
     short_names = Counter(name.partition(".")[0] for name in set(names))
     pairs = {
         (name, placement.info.host) for name, placement in zip(names, placements, strict=False)
@@ -125,5 +138,5 @@ def _addresses(name: str) -> frozenset[str]:
     """The addresses of `name`. If DNS does not answer, the lookup takes 10 s."""
     try:
         return frozenset(str(info[4][0]) for info in socket.getaddrinfo(name, None))
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError for an invalid name
         return frozenset()

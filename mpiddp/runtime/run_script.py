@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mpiddp.errors import UserError
+from mpiddp.paths import named_by
 from mpiddp.runtime.arguments import RankParser
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import reporting
@@ -65,14 +66,18 @@ def _run(options: argparse.Namespace, world: World) -> None:
 
 
 def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:
-    if not Path(path).exists():
-        raise UserError(f"{path} not found (looked in {Path.cwd()}).")
-    if not Path(path).is_file():
-        raise UserError(f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE")
+    with named_by(""):
+        if not Path(path).exists():
+            raise UserError(f"{path} not found (looked in {Path.cwd()}).")
+        if not Path(path).is_file():
+            raise UserError(
+                f"{path} is a folder, not a script. To run a module: mpiddp run -m MODULE"
+            )
+        source = Path(path).read_bytes()
     file = os.path.abspath(path)  # noqa: PTH100 - as python does: a link stays a link
     sys.path[0] = str(Path(path).resolve().parent)
     # Keep the `from __future__` imports of this file out of the script.
-    code = compile(Path(path).read_bytes(), file, "exec", dont_inherit=True)
+    code = compile(source, file, "exec", dont_inherit=True)
     return code, _main_module(file)
 
 

@@ -12,7 +12,7 @@ reads the checkpoint for all ranks, so the hosts need no shared file system.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from mpiddp.checkpoints.directory import HashedFile
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
+from mpiddp.paths import read_limited
 from mpiddp.train.config import TrainConfig, differences
 
 _TENSOR_FILES = ("model", "trainer", "ranks")
+_MAX_STATE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,9 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved:
     Raises:
         UserError: another program wrote it, or it was made with another configuration or other data.
     """
-    try:
-        state = json.loads((folder / "state.json").read_bytes())
-        different = differences(state["config"], config)
-        progress = Progress(**state["progress"])
-        saved_data = state.get("data", data)  # version 0.1.0 did not write it
-    except (OSError, ValueError, LookupError, TypeError):
-        raise UserError(
-            f"{folder} is not a checkpoint of mpiddp train: its state.json is missing or foreign."
-        ) from None
+    state = _read_state(folder)
+    different = differences(state["config"], config)
+    saved_data = state.get("data", data)  # version 0.1.0 did not write it
     if different:
         raise UserError(
             f"{folder} was made with other options: {'; '.join(different)}. "
@@ -106,7 +102,55 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved:
             raise UserError(
                 f"{folder}: {name}.pt was not written by mpiddp train: {error}."
             ) from None
-    return Saved(progress, **contents)
+        if not _IS_CONTENTS[name](contents[name]):
+            raise UserError(
+                f"{folder}: {name}.pt was not written by mpiddp train: it has other contents."
+            )
+    return Saved(Progress(**state["progress"]), **contents)
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """The contents of state.json. Raises UserError if another program wrote it."""
+    try:
+        state: dict[str, Any] = json.loads(read_limited(folder / "state.json", _MAX_STATE_BYTES))
+        progress = asdict(Progress(**state["progress"])).values()
+        if isinstance(state["config"], dict) and all(
+            type(each) is int and 0 <= each < 1 << 63 for each in progress
+        ):
+            return state
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        pass
+    raise UserError(
+        f"{folder} is not a checkpoint of mpiddp train: its state.json is missing or foreign."
+    )
+
+
+def _is_state_dict(contents: object) -> bool:
+    return isinstance(contents, dict) and all(
+        isinstance(each, Tensor) for each in contents.values()
+    )
+
+
+def _is_trainer(contents: object) -> bool:
+    return isinstance(contents, dict) and all(
+        isinstance(contents.get(name), dict) for name in ("optimizer", "scaler")
+    )
+
+
+def _is_list_of_ranks(contents: object) -> bool:
+    return isinstance(contents, list) and all(
+        isinstance(rank, dict)
+        and isinstance(rank.get("buffers"), list)
+        and isinstance(rank.get("cpu_rng"), Tensor)
+        for rank in contents
+    )
+
+
+_IS_CONTENTS: dict[str, Callable[[object], bool]] = {
+    "model": _is_state_dict,
+    "trainer": _is_trainer,
+    "ranks": _is_list_of_ranks,
+}
 
 
 def broadcast(saved: Saved | None, holder: int) -> Saved | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,16 @@ class Summary:
     step_time_p50_s: float | None
     step_time_p95_s: float | None
     wall_s: float
+
+
+def read_summary(content: bytes) -> Summary | None:
+    """The contents of a summary.json. None if another version, or another program, has written it."""
+    try:
+        summary = Summary(**json.loads(content))
+        table(summary, Path())  # fails on values of other types
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return summary
 
 
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:

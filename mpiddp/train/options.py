@@ -14,6 +14,7 @@ from mpiddp.arguments import DefaultsShown, whole
 from mpiddp.checkpoints.save_schedule import Interval, parse_interval
 from mpiddp.errors import UserError
 from mpiddp.runtime.arguments import RankParser
+from mpiddp.text import shown
 from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.schedule import SCHEDULES
 
@@ -168,7 +169,12 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 1 << 14),
         help="image size of an image folder, in pixels (default: 224)",
     )
-    add("--num-workers", type=whole(0), default=4, help="processes per rank that decode images")
+    add(
+        "--num-workers",
+        type=whole(0, 1025),
+        default=4,
+        help="processes per rank that decode images",
+    )
     add(
         "--cache",
         choices=("off", "ram"),
@@ -355,7 +361,7 @@ def _number(low: float, high: float = float("inf"), *, above: bool = False) -> A
         if not (low < value if above else low <= value) or not value < high:
             bound = f"{'greater than' if above else 'at least'} {low:g}"
             bound += f" and less than {high:g}" if high < float("inf") else ""
-            raise argparse.ArgumentTypeError(f"expected a number {bound}, not {text!r}")
+            raise argparse.ArgumentTypeError(f"expected a number {bound}, not {shown(text)!r}")
         return value
 
     return number
@@ -366,7 +372,8 @@ def _interval(text: str) -> Interval:
         return parse_interval(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"expected a number of steps (1 or more) or a time such as 30s, 10m or 1h, not {text!r}"
+            "expected a number of steps (1 or more) or a time such as 30s, 10m or 1h, "
+            f"not {shown(text)!r}"
         ) from None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
 import time
@@ -20,6 +19,7 @@ from mpiddp.checkpoints import replicas
 from mpiddp.checkpoints.owner import RunOwner, own
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.errors import DONE, STOPPED, UserError
+from mpiddp.paths import named_by, read_limited
 from mpiddp.protocol import RUN_ID
 from mpiddp.runtime.announcement import announce
 from mpiddp.runtime.coordinator import Coordinator
@@ -35,7 +35,7 @@ from mpiddp.train.data import open_data, prepare
 from mpiddp.train.data.source import Data
 from mpiddp.train.engine import build_model, choose_kernels
 from mpiddp.train.loop import TrainInputs, train
-from mpiddp.train.metrics import Summary, table
+from mpiddp.train.metrics import Summary, read_summary, table
 from mpiddp.train.options import TrainOptions
 from mpiddp.train.plan import Plan, make_plan
 from mpiddp.train.rank_config import resolve_rank_config
@@ -45,6 +45,7 @@ from mpiddp.train.restart import IMAGES_PER_PASS
 from mpiddp.world import World
 
 PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
+_MAX_SUMMARY_BYTES = 16 << 20
 
 
 def run_rank(options: TrainOptions | UserError, world: World, session: Session) -> int:
@@ -67,7 +68,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
                 "no launcher: training alone, as rank 0 of 1. "
                 "For several ranks, see: mpiddp launch --help"
             )
-        with coordinator.all_or_none(timeout_s=PREPARE_TIMEOUT_S):
+        with coordinator.all_or_none(timeout_s=PREPARE_TIMEOUT_S), named_by("--data-dir"):
             if world.local_rank == 0:
                 prepare(config)
         started = coordinator.broadcast_json(time.strftime("%Y%m%d-%H%M%S"))
@@ -116,7 +117,7 @@ def _require_equal_settings(config: TrainConfig, backend: str, coordinator: Coor
 
 def _open_data(config: TrainConfig, coordinator: Coordinator, device: torch.device) -> Data:
     """Open the data set, and check that all ranks have the same one. All ranks must call this."""
-    with coordinator.all_or_none():
+    with coordinator.all_or_none(), named_by("--data-dir"):
         data = open_data(config, coordinator.world, device)
     with coordinator.all_or_none():
         coordinator.require_equal(
@@ -182,8 +183,8 @@ def _save_summary(run: RunDir, summary: Summary) -> Summary:
     A run that resumes after its last step has measured nothing, so it keeps the existing summary.
     """
     if summary.images_per_s is None:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            summary = Summary(**json.loads(run.summary.read_bytes()))
+        with contextlib.suppress(OSError):
+            summary = read_summary(read_limited(run.summary, _MAX_SUMMARY_BYTES)) or summary
     try:
         save_json(run.summary, dataclasses.asdict(summary))
     except OSError as error:

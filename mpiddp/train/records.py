@@ -26,7 +26,7 @@ class Records:
         if path is None:
             return
         try:
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
             kept = [line for line in lines if _step_of(line) <= step]
             if kept != lines:
                 _replace(path, b"".join(kept))
@@ -76,5 +76,5 @@ def _step_of(line: bytes) -> float:
     """The step of a record; infinity for an invalid line, such as an incomplete one."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return float("inf")

@@ -14,6 +14,7 @@ from pathlib import Path
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import named_by
 from mpiddp.protocol import RESTART_COUNT
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
@@ -62,7 +63,8 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
     own: _Found | None = None
     with coordinator.all_or_none(timeout_s=SEARCH_TIMEOUT_S):
         if coordinator.world.local_rank == 0:
-            own = _search(config, run)
+            with named_by("--out" if config.resume in ("auto", "never") else "--resume"):
+                own = _search(config, run)
     gathered = coordinator.all_gather_json(asdict(own) if own else None, timeout_s=SEARCH_TIMEOUT_S)
     finds = {rank: _Found(**values) for rank, values in enumerate(gathered) if values}
     holder = max(finds, key=lambda rank: (finds[rank].step, -rank))

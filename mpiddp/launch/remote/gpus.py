@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from mpiddp.hosts import nvidia_smi
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import is_this_host
 from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, run_on_hosts
-from mpiddp.text import counted
+from mpiddp.text import counted, shown
 
 _TIMEOUT_S = CONNECT_TIMEOUT_S + nvidia_smi.TIMEOUT_S
 
@@ -44,8 +45,15 @@ def _names_over_ssh(host: Host) -> list[str] | None:
     answer = run_on_hosts([host], python, program, timeout_s=_TIMEOUT_S)[host]
     if answer.exit_code == 0:
         # The start-up files of the remote shell may print something first.
-        names: list[str] | None = json.loads(answer.stdout.splitlines()[-1])
-        return names
+        last = answer.stdout.splitlines()[-1:]
+        with contextlib.suppress(ValueError, RecursionError):
+            names = json.loads(last[0]) if last else ""
+            if names is None or isinstance(names, list):
+                return names
+        raise UserError(
+            f'ssh {host.name}: cannot count its GPUs: its last line is "{shown("".join(last))}". '
+            f"Silence the start-up files of its shell, or write: {host.name} slots=N"
+        )
     if answer.exit_code == NO_PROGRAM:
         raise UserError(no_python(host.name, python))
     no_answer = [f"no answer in {_TIMEOUT_S:g} s" if answer.exit_code is None else "no answer"]

@@ -5,6 +5,7 @@ It contacts all hosts at once over ssh, and needs only a Python 3 there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -107,9 +108,10 @@ def _read(host: Host, answer: Answer) -> HostInfo | None:
     """The result in the probe's last line. The start-up files of the remote shell may print others before."""
     for line in reversed(answer.stdout.splitlines()):
         if line.startswith('{"has_folder"'):
-            fields = json.loads(line)
-            found = tuple(Interface(**each) for each in fields.pop("interfaces"))
-            return HostInfo(host, **fields, interfaces=found)
+            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+                fields = json.loads(line)
+                found = tuple(Interface(**each) for each in fields.pop("interfaces"))
+                return HostInfo(host, **fields, interfaces=found)
     return None
 
 

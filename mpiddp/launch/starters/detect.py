@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpiddp.errors import UserError
+from mpiddp.text import shown
 
 StarterKind = Literal["openmpi", "mpich", "intelmpi", "slurm"]
 
@@ -30,10 +31,10 @@ NAMES: dict[StarterKind, str] = {
 
 # The patterns of each program's --version output. Hydra is the mpirun of MPICH and of its relatives.
 _VERSIONS: tuple[tuple[StarterKind, re.Pattern[str]], ...] = (
-    ("openmpi", re.compile(r"\(Open MPI\) (\d[\w.]*)")),
-    ("intelmpi", re.compile(r"Intel\(R\) MPI Library.* Version (\d[\w.]*)")),
-    ("mpich", re.compile(r"HYDRA build details:\s+Version:\s+(\d[\w.]*)")),
-    ("slurm", re.compile(r"^slurm(?:-wlm)? (\d[\w.]*)")),
+    ("openmpi", re.compile(r"\(Open MPI\) ([0-9]{1,9}[\w.]{0,40})")),
+    ("intelmpi", re.compile(r"Intel\(R\) MPI Library.* Version ([0-9]{1,9}[\w.]{0,40})")),
+    ("mpich", re.compile(r"HYDRA build details:\s+Version:\s+([0-9]{1,9}[\w.]{0,40})")),
+    ("slurm", re.compile(r"^slurm(?:-wlm)? ([0-9]{1,9}[\w.]{0,40})")),
 )
 
 # The library's file name shows its binary interface: .so.40 is Open MPI's, .so.12 MPICH's and Intel's.
@@ -59,7 +60,8 @@ class RankStarter:
 
     @property
     def major(self) -> int:
-        return int(self.version.split(".")[0])
+        digits = re.match("[0-9]+", self.version)
+        return int(digits[0]) if digits else 0
 
     @property
     def daemon(self) -> Path:
@@ -79,7 +81,10 @@ def find_mpirun(explicit: str | None, python: Path, env: Mapping[str, str]) -> P
     """
     path = env.get("PATH")
     if explicit is not None:
-        found = shutil.which(Path(explicit).expanduser(), path=path)
+        try:
+            found = shutil.which(Path(explicit).expanduser(), path=path)
+        except RuntimeError:  # "~" of a user who does not exist, or without HOME
+            found = None
         if found is None:
             raise UserError(
                 f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
@@ -118,6 +123,7 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             timeout=10,
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -127,7 +133,7 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
     for kind, pattern in _VERSIONS:
         if match := pattern.search(answer):
             return RankStarter(kind, match[1], program, _find_library(kind, program))
-    first_line = answer.strip().partition("\n")[0]
+    first_line = shown(answer.strip().partition("\n")[0])
     raise UserError(
         f'{program} --version prints "{first_line}". Expected Open MPI, MPICH or Intel MPI. '
         "Name another: --mpirun PATH"

@@ -24,12 +24,12 @@ from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol import (
     ADDRESS,
     LINE_LIMIT,
-    MESSAGES,
     SECRET,
     UNIX,
     UNPROVED_LINE_LIMIT,
     URGENT,
     dumps,
+    is_valid,
     notice_silence,
     proof,
 )
@@ -223,9 +223,8 @@ class ControlServer:
         if not isinstance(kind, str) or (kind == "hello") == (peer.rank is not None):
             raise ValueError(kind)
         if peer.rank is not None:
-            for name, types in MESSAGES[kind].items():
-                if not isinstance(facts[name], types):
-                    raise ValueError(name)
+            if not is_valid(kind, facts):
+                raise ValueError(kind)
             return [Message(peer.rank, kind, facts, self._now())]
         rank = facts["rank"]
         if type(rank) is not int or rank not in range(self.world_size) or rank in self._by_rank:

@@ -138,7 +138,7 @@ class JobState:
     def remove_error_files(self) -> None:
         """Remove the files of @record on this host. Ranks that were killed could not."""
         for path in self.error_files.values():
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # ValueError for a NUL
                 Path(path).unlink()
 
     def silent_hosts(self) -> set[str]:

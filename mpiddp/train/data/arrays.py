@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mpiddp.errors import UserError
+
 
 @dataclass(frozen=True)
 class ImageArrays:
@@ -43,8 +45,19 @@ def sha256(dataset: ArrayDataset) -> str:
 
 
 def default_data_dir() -> Path:
-    """The folder of data unless --data-dir names another: $MPIDDP_DATA, else the user's cache."""
+    """The folder of data unless --data-dir names another: $MPIDDP_DATA, else the user's cache.
+
+    Raises:
+        UserError: this user has no home folder.
+    """
     if named := os.environ.get("MPIDDP_DATA"):
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "mpiddp"
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "mpiddp"
+    try:
+        return Path.home() / ".cache" / "mpiddp"
+    except RuntimeError:  # a container's user without an entry in /etc/passwd
+        raise UserError(
+            "no folder for data: HOME is not set, and this user has no home folder. "
+            "Name one: --data-dir DIR, or MPIDDP_DATA=DIR."
+        ) from None

@@ -1,0 +1,64 @@
+"""Paths that a user names: their errors in one sentence, and reads that end.
+
+A path may be too long, in a folder that must not be searched, a pipe, or a link to /dev/zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpiddp.errors import JobFailed, UserError
+
+# The errors of a path that is wrong. Any other has its cause in a machine: a disk, a file server.
+WRONG_PATH = frozenset(
+    {
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+
+
+@contextlib.contextmanager
+def named_by(option: str) -> Iterator[None]:
+    """Raise an error of a file in the body as one sentence that begins with `option`, "" for none.
+
+    Raises:
+        UserError: the path is wrong.
+        JobFailed: a machine failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.strerror is None:  # not an error of a file
+            raise
+        kind = UserError if error.errno in WRONG_PATH else JobFailed
+        sentence = f"{option} {os.fsdecode(error.filename)}: {error.strerror}."
+        raise kind(sentence.lstrip()) from None
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """The contents of a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: it cannot be read, or is larger, or is a pipe or a device, which may never end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+    return content
