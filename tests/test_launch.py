@@ -139,17 +139,19 @@ def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])  # the latter also needs a file
 def test_the_command_printed_by_a_dry_run_can_be_pasted(tmp_path: Path, mpi: str) -> None:
+    greeting = {"GREETING": "a b"}
     dry = launch(
-        *("--mpirun", mpirun_of(mpi), "-H", "localhost:2", "-x", "GREETING=a b", "--dry-run"),
+        *("--mpirun", mpirun_of(mpi), "-H", "localhost:2", "-x", "GREETING", "--dry-run"),
         # Print a line and its newline in one piece: Intel's mpirun would mix the pieces of two ranks.
         script(tmp_path, "import os; os.write(1, os.environb[b'GREETING'] + b'\\n')"),
+        **greeting,
     )
     pasted = dry.stdout.partition("\n\n")[0]
     # By hand, Intel's mpirun needs its folder on PATH.
     path = f"{os.environ['PATH']}:{Path(mpirun_of(mpi)).parent}"
     done = subprocess.run(
         ["bash", "-c", f"cd {tmp_path}\n{pasted}"],
-        env=clean_env({"PATH": path}),
+        env=clean_env({"PATH": path, **greeting}),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
