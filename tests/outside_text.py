@@ -343,7 +343,9 @@ PARSERS: dict[str, Parser] = {
         (UserError,),
     ),
     "-x": Parser(
-        lambda each: environment.parse_exports(environment.without_secrets(each), {"HOME": "/"}),
+        lambda each: environment.parse_exports(
+            environment.without_values(each, each, {}), {"HOME": "/"}
+        ),
         st.lists(text_of("-x", "HOME", "TOKEN", "=", "A"), max_size=4),
         (UserError,),
     ),

@@ -8,6 +8,7 @@ dead at once when its process is, and so is an earlier attempt of the same run.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -109,9 +110,7 @@ class RunOwner:
             self._is_over.set()
             return
         renewed = replace(self._record, renewals=self._record.renewals + 1)
-        temporary = _beside(self._path)
-        temporary.write_bytes(renewed.encoded())
-        temporary.rename(self._path)
+        _write(self._path, renewed)
         self._record = renewed
 
 
@@ -145,7 +144,10 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
                 )
             if changed := _wait_for_change(run.owner, found):
                 raise _taken(run, changed)
-        _remove_if(run.owner, found)
+        if _replace(run.owner, found, record):
+            break
+        if _wait_for_change(run.owner, found) is None:  # the process that replaces it has died
+            _try(_claim(run.owner, found).unlink)
     return RunOwner(run.owner, record)
 
 
@@ -176,17 +178,31 @@ def _wait_for_change(path: Path, before: bytes) -> _Record | None:
     return None
 
 
-def _remove_if(path: Path, expected: bytes) -> None:
-    """Remove the file if it still has these contents. Of several processes, one removes it."""
-    taken = _beside(path)
+def _replace(path: Path, expected: bytes, record: _Record) -> bool:
+    """Replace the file if it still has these contents. Of several processes, one replaces it."""
+    claim = _claim(path, expected)
     try:
-        path.rename(taken)
-    except FileNotFoundError:
-        return
-    found = _read(taken)
-    if found is not None and found != expected:  # a new owner's: give it back
-        _try(lambda: os.link(taken, path))
-    _try(taken.unlink)
+        claim.open("xb").close()
+    except FileExistsError:
+        return False
+    try:
+        if _read(path) != expected:
+            return False
+        _write(path, record)
+    finally:
+        _try(claim.unlink)
+    return True
+
+
+def _claim(path: Path, expected: bytes) -> Path:
+    """The file of the process that replaces these contents."""
+    return path.with_name(f".{path.name}-{hashlib.sha256(expected).hexdigest()[:16]}")
+
+
+def _write(path: Path, record: _Record) -> None:
+    temporary = _beside(path)
+    temporary.write_bytes(record.encoded())
+    temporary.rename(path)
 
 
 def _beside(path: Path) -> Path:
