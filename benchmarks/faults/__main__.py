@@ -114,7 +114,6 @@ def _plan(rounds: int, starters: Sequence[str]) -> Iterator[PlannedRun]:
                 for request in stops.REQUESTS:
                     run = partial(stops.measure, request, starter=starter, number=number)
                     yield PlannedRun(request.name, starter, number, run)
-            if starter == starters[0]:  # a disk fault does not depend on the MPI
                 for disk in saves.DISK_FAULTS:
                     run = partial(saves.measure, disk, starter=starter, number=number)
                     yield PlannedRun(disk.name, starter, number, run)

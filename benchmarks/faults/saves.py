@@ -186,7 +186,7 @@ def measure(fault: DiskFault, hosts: Cluster, starter: str, number: int) -> Run:
         ended_s=None if warns else ended_at - since,
         resumed_s=resumed_at - since if resumed_at else None,
         code=code,
-        is_code_right=code == (75 if warns else 2),
+        is_code_right=code == (75 if warns else 1),
         orphans=len(orphans),
         steps_lost=0 if warns or failed is None else int(failed[1]) - kept,
         said=job.output()[-2000:],
