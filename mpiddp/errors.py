@@ -9,6 +9,8 @@ import os
 import sys
 import time
 
+from mpiddp.text import escaped
+
 DONE = 0
 FAILED = 1
 BAD_INPUT = 2
@@ -43,7 +45,12 @@ def print_from_one_rank(sentence: str, rank: int, local_rank: int) -> None:
     if rank != 0:
         time.sleep(2.0)
     if rank == 0 or local_rank == 0:
-        print(sentence, file=sys.stderr, flush=True)
+        print_error(sentence)
+
+
+def print_error(error: str | Exception) -> None:
+    """Print the sentence of an error. Text in it may come from outside, so it has no effect on a terminal."""
+    print(escaped(str(error), keep="\n"), file=sys.stderr, flush=True)
 
 
 def silence_stdout() -> None:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from mpiddp.bench.compare import Command, alternate, comparison
 from mpiddp.bench.jobs import JobFailed, run
-from mpiddp.bench.options import as_arguments
+from mpiddp.bench.options import SharedOptions, as_arguments
 from mpiddp.bench.report import aligned, markdown, shown, spread
 from mpiddp.bench.rounds import ratios, turns
 from mpiddp.bench.step import Options as StepOptions
@@ -299,6 +299,13 @@ def test_compared_commands_alternate_in_equal_numbers() -> None:
     assert min(seconds["long"]) > 1
     lines = comparison(seconds, "short").splitlines()
     assert lines[2].endswith(" | 1.000 |")
+
+
+def test_a_value_of_x_is_on_no_command_line() -> None:
+    exports = ("WORD=private", "NCCL_DEBUG=INFO", "HOME")
+    shared = SharedOptions(mpirun=None, timeout=60, out=None, x=exports)
+    assert shared.launch_options() == ["-x", "WORD", "-x", "NCCL_DEBUG=INFO", "-x", "HOME"]
+    assert shared.hidden_values() == {"WORD": "private"}
 
 
 def test_options_reach_the_ranks_unchanged() -> None:

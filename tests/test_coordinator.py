@@ -103,6 +103,20 @@ def test_all_gather_json_returns_the_values_of_all_ranks(ranks: Callable[..., li
     assert ranks(4, body) == [End(0, "")] * 4
 
 
+def test_an_answer_carries_what_differs(ranks: Callable[..., list[End]]) -> None:
+    """The usual value once, however many ranks have it."""
+
+    def body(coordinator: Coordinator) -> None:
+        long = "x" * 10_000
+        own = "another" if coordinator.world.rank == 2 else long
+        assert coordinator.all_gather_json(own, timeout_s=60) == [long, long, "another", long]
+        if coordinator.world.rank == 0:
+            assert len(coordinator.store.get("exchange/1/all")) < 11_000
+        coordinator.leave()
+
+    assert ranks(4, body) == [End(0, "")] * 4
+
+
 def test_all_gather_json_of_one_rank(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         assert coordinator.all_gather_json((1, None, True), timeout_s=60) == [[1, None, True]]

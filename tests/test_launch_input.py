@@ -21,6 +21,7 @@ from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 from mpiddp.launch.network import link_to, request_interface
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus
+from mpiddp.launch.starters import detect
 from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import parse_exports
 from mpiddp.launch.usable_hosts import find_hosts
@@ -207,6 +208,21 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
 def test_kind_and_version(tmp_path: Path, answer: str, kind: StarterKind, version: str) -> None:
     starter = identify(fake_mpirun(tmp_path, answer), os.environ)
     assert (starter.kind, starter.version) == (kind, version)
+
+
+def test_a_program_that_prints_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    program = fake_mpirun(tmp_path, "")
+    program.write_text("#!/bin/sh\nexec yes not an mpirun\n")
+    with pytest.raises(UserError, match='--version prints "not an mpirun"'):
+        identify(program, os.environ)
+
+
+def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "_VERSION_TIMEOUT_S", 0.1)
+    program = fake_mpirun(tmp_path, "")
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    with pytest.raises(UserError, match=r"does not answer in 0\.1 s\. Name another mpirun"):
+        identify(program, os.environ)
 
 
 def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mpiddp.cli import main
 from mpiddp.launch import log
 from mpiddp.launch.supervise.control_server import Message
 from mpiddp.launch.supervise.hang_report import hang_sentences, missing_sentence
@@ -69,6 +70,13 @@ def test_the_name_of_a_host_and_of_a_log_is_one_line() -> None:
     assert state.sentence(first) == (
         r"rank 0 on a\nb failed first: ValueError: z (its traceback: /x\ny.log)."
     )
+
+
+def test_a_quote_in_an_error_controls_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--mpirun", f"/nowhere/{EVIL}", "-n", "2", __file__]) == 2
+    printed = capfd.readouterr().err
+    assert printed.startswith("--mpirun /nowhere/\\x1b[2J\\u202e\\r\n")
+    assert "\x1b" not in printed
 
 
 FORGES = """

@@ -25,6 +25,7 @@ SCRIPT = str(ROOT / "tests" / "jobs" / "faulty.py")
 STEPS = 90
 EARLIEST, LATEST = 11, 35  # the step of a fault, after the first checkpoint
 CUT_S = 3.0
+STOPPED_S = 15.0  # longer than the silence after which either side takes the other for lost
 OPEN_MPI = ("openmpi5", "openmpi4")
 EVERY = ("openmpi5", *PACKAGES)
 DAEMONS = {"openmpi5": r"\S*prted ", "openmpi4": r"\S*orted "}
@@ -34,7 +35,7 @@ RESTARTS = "mpiddp: restarting on"
 
 @dataclass(frozen=True)
 class Fault:
-    """Either rank 1 performs `act` on itself (see tests/jobs/faulty.py), or `do` acts from outside.
+    """Rank 1 performs `act` on itself (see tests/jobs/faulty.py), unless `do` acts from outside.
 
     message: a pattern for the launcher's line about the fault; "" if it must print none.
     code: the launcher's exit code without a restart. With a restart it must be 0.
@@ -44,7 +45,7 @@ class Fault:
     message: str = ""
     act: str = ""
     at: int | None = None  # the step; None for a random one
-    do: Callable[[Job], None] = lambda job: None
+    do: Callable[[Job], None] | None = None
     undo: Callable[[Job], None] = lambda job: None
     options: Sequence[str] = ()
     starters: Sequence[str] = OPEN_MPI
@@ -71,7 +72,7 @@ def measure(fault: Fault, hosts: Cluster, starter: str, number: int) -> Run:
         [SCRIPT, str(folder), str(STEPS), fault.act, str(at)],
     )
     try:
-        if fault.act:
+        if fault.do is None:
             since = _time_of_act(job)
         else:
             job.wait_for_step(at)
@@ -151,6 +152,12 @@ def _cut_briefly(job: Job) -> None:
     _change_link("up")(job)
 
 
+def _stop_briefly(job: Job) -> None:
+    job.launcher.send_signal(signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    job.launcher.send_signal(signal.SIGCONT)
+
+
 def _verdict(how: str) -> str:
     return f"mpiddp: rank 1 on node1 {how}"
 
@@ -186,7 +193,8 @@ FAULTS = (
         starters=EVERY,
     ),
     Fault("a rank: `os._exit(0)`", _verdict(WITHOUT_ERROR), act="_exit(0)", starters=EVERY),
-    Fault("a rank: segfault", _verdict("was killed by SIGSEGV"), act="crash"),
+    # mpirun's exit code shows the signal, unless the error of another rank was faster.
+    Fault("a rank: segfault", _verdict(f"(was killed by SIGSEGV|{WITHOUT_ERROR})"), act="crash"),
     Fault(
         "a rank: SIGSTOP",
         _verdict(f"{NO_STEP} and does not answer"),
@@ -203,12 +211,36 @@ FAULTS = (
         options=HANG_TIMEOUT,
     ),
     Fault(
+        "a rank: killed after its main part",
+        _verdict(f"(was killed by SIGKILL|{WITHOUT_ERROR})"),
+        act="late kill",
+    ),
+    Fault(
+        "a rank: `os._exit(3)` after its main part",
+        _verdict(f"ended first, with exit code 3|{WITHOUT_ERROR}"),
+        act="late _exit(3)",
+    ),
+    Fault(
+        "a rank: no answer in an agreement",
+        "rank 1 on node1 did not answer in 2 s",
+        act="no answer",
+    ),
+    Fault(
+        "SIGTERM, and a save longer than `--grace`",
+        "mpiddp: rank 1 on node1 is still saving; waiting for at most 600 s",
+        act="slow stop",
+        do=lambda job: job.launcher.send_signal(signal.SIGTERM),
+        options=("--grace", "1"),
+        code=75,
+    ),
+    Fault(
         "MPI's daemon: kill -9",
         f"{SAME_MOMENT}|{_verdict(WITHOUT_ERROR)}",
         do=_kill("node1", DAEMONS),
     ),
     Fault("mpirun: kill -9", "mpiddp: .*was killed by SIGKILL", do=_kill("node0", MPIRUNS)),
     Fault("the launcher: kill -9", do=lambda job: job.launcher.kill(), code=-signal.SIGKILL),
+    Fault("the launcher: stopped for 15 s", do=_stop_briefly, code=0),
     Fault(
         "a host's link cut",
         LOST,

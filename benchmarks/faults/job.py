@@ -138,8 +138,9 @@ def launch(
     options: Sequence[str],
     job: Sequence[str],
     cwd: str | None = None,
+    around: Sequence[str] = (),
 ) -> Job:
-    """Start `mpiddp launch -H WHERE OPTIONS JOB` on node0.
+    """Start `AROUND mpiddp launch -H WHERE OPTIONS JOB` on node0.
 
     `cwd` is the path of `folder` on node0, if it differs.
     """
@@ -147,7 +148,7 @@ def launch(
     arguments = ["launch", "--mpirun", mpirun_of(starter), "-H", where, *options, *job]
     with (folder / "stdout").open("a") as stdout:
         launcher = hosts["node0"].popen(
-            [sys.executable, "-m", "mpiddp", *arguments],
+            [*around, sys.executable, "-m", "mpiddp", *arguments],
             cwd=cwd or folder,
             env=ENV,
             stdout=stdout.fileno(),

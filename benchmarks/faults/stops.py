@@ -1,4 +1,7 @@
-"""Stop requests at a random step of a training, and its resumption with the printed command."""
+"""Stop requests at a random step of a training as people make them, and its resumption.
+
+It resumes with the printed command, or with the original one where nobody could read what was printed.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from signal import Signals
 
-from benchmarks.faults.job import END_TIMEOUT_S, ENV, HOSTS, Job, launch
+from benchmarks.faults.job import END_TIMEOUT_S, ENV, HOSTS, Job, Line, launch
 from benchmarks.faults.table import Run
 from tests.cluster import Cluster
 
 STEPS = 60
 EARLIEST, LATEST = 1, 30
-BETWEEN_S = 0.1  # between the two Ctrl-C
+BETWEEN_S = 0.4  # between the two Ctrl-C; closer ones could come from one
 TRAIN = (
     *("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"),
     *("--amp", "off", "--epochs", "1", "--steps-per-epoch", str(STEPS)),
@@ -27,19 +31,78 @@ TRAIN = (
 )
 
 
+# After a Ctrl-C bash waits for the pipeline, as an interactive shell does.
+TEE = ("bash", "-c", 'trap : INT; "$@" 2>&1 | tee log; exit ${PIPESTATUS[0]}', "bash")
+
+
 @dataclass(frozen=True)
 class Request:
+    """`act` makes the request. `around` is the command that starts the launcher.
+
+    message: a pattern for the launcher's line; "" if nobody can read it.
+    """
+
     name: str
-    signals: tuple[Signals, ...]
+    act: Callable[[Job], None]
     code: int
     message: str
+    around: tuple[str, ...] = ()
+
+
+def _send(*signals: Signals) -> Callable[[Job], None]:
+    def act(job: Job) -> None:
+        for index, each in enumerate(signals):
+            time.sleep(BETWEEN_S if index else 0.0)
+            job.launcher.send_signal(each)
+
+    return act
+
+
+def _send_to_host(job: Job) -> None:
+    """SIGTERM to every process of the job on node0, as systemd sends it."""
+    host = job.hosts["node0"]
+    pids = [str(each.pid) for each in host.processes() if not each.command.startswith("sshd")]
+    host.run(["kill", "-TERM", *pids])
+
+
+def _send_to_group(job: Job) -> None:
+    """SIGINT to the process group of the pipeline, as a terminal sends it."""
+    host = job.hosts["node0"]
+    host.run(["kill", "-INT", "--", f"-{job.pid_of('node0', 'bash -c trap')}"], check=True)
+
+
+def _start_again(job: Job) -> None:
+    """Start a second run into the same folder, which must be refused."""
+    command = [sys.executable, "-m", "mpiddp", *job.arguments]
+    done = job.hosts["node0"].run(command, env=ENV, cwd=job.folder, timeout_s=END_TIMEOUT_S)
+    job.lines += [Line(time.time(), f"second run: {line}") for line in done.stderr.splitlines()]
+    job.lines.append(Line(time.time(), f"second run: code {done.returncode}"))
+
+
+def _is_saving(name: str) -> str:
+    return f"mpiddp: {name}: the ranks are saving and stopping"
 
 
 REQUESTS = (
-    Request("SIGTERM", (signal.SIGTERM,), 75, "mpiddp: SIGTERM: the ranks are saving and stopping"),
-    Request("SIGUSR1", (signal.SIGUSR1,), 75, "mpiddp: SIGUSR1: the ranks are saving and stopping"),
-    Request("Ctrl-C", (signal.SIGINT,), 75, "mpiddp: SIGINT: the ranks are saving and stopping"),
-    Request("Ctrl-C twice", (signal.SIGINT,) * 2, 130, "mpiddp: interrupted: the job was stopped"),
+    Request("SIGTERM", _send(signal.SIGTERM), 75, _is_saving("SIGTERM")),
+    Request("SIGUSR1", _send(signal.SIGUSR1), 75, _is_saving("SIGUSR1")),
+    Request("Ctrl-C", _send(signal.SIGINT), 75, _is_saving("SIGINT")),
+    Request(
+        "Ctrl-C twice",
+        _send(signal.SIGINT, signal.SIGINT),
+        130,
+        "mpiddp: interrupted: the job was stopped",
+    ),
+    Request(
+        "`timeout` around the launcher",
+        _send(signal.SIGTERM),
+        75,
+        _is_saving("SIGTERM"),
+        around=("timeout", "1000"),
+    ),
+    Request("SIGTERM to every process of a host", _send_to_host, 75, _is_saving("SIGTERM")),
+    Request("Ctrl-C with `2>&1 \\| tee log`", _send_to_group, 75, "", around=TEE),
+    Request("a second run into the folder", _start_again, 0, "second run: code 2"),
 )
 
 
@@ -50,19 +113,19 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
         TimeoutError: the job ended or hung before the request.
     """
     folder = hosts.shared / f"train-{os.urandom(4).hex()}"
-    job = launch(hosts, folder, starter, HOSTS, (), TRAIN)
+    job = launch(hosts, folder, starter, HOSTS, (), TRAIN, around=request.around)
     try:
         at = random.randint(EARLIEST, LATEST)
         job.wait_until(lambda: _last_step(job) >= at, f"step {at}")
         since = time.time()
-        for index, each in enumerate(request.signals):
-            time.sleep(BETWEEN_S if index else 0.0)
-            job.launcher.send_signal(each)
+        request.act(job)
         code = job.end()
         ended_at = time.time()
     finally:
         orphans = job.kill_orphans()
-    named = [line for line in job.lines if re.search(request.message, line.text)]
+    named = [
+        line for line in job.lines if request.message and re.search(request.message, line.text)
+    ]
     reached, saved = _last_step(job), job.newest_checkpoint()
     is_right = code == request.code
     said = job.output()
@@ -74,10 +137,10 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
         starter,
         number,
         detected_s=named[0].at - since if named else None,
-        ended_s=ended_at - since,
+        ended_s=ended_at - since if request.code else None,
         code=code,
         is_code_right=is_right,
-        is_named=bool(named),
+        is_named=bool(named) or not request.message,
         orphans=len(orphans),
         steps_lost=reached - saved,
         said=said[-2000:],

@@ -23,6 +23,8 @@ from mpiddp.launch.supervise.supervisor import Limits
 from mpiddp.protocol import ADDRESS, SECRET, dumps, proof
 
 STEPS = 5  # messages of progress of each rank
+RANKS_PER_HOST = 8
+WATCHED_S, ASK_EVERY_S = 10.0, 0.5
 _SECRET = "a secret of the ranks"
 
 
@@ -36,7 +38,7 @@ def launcher(ranks: int) -> None:
     mpirun = Path(folder, "mpirun")
     mpirun.write_text(f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n")
     mpirun.chmod(0o755)
-    per_host = 8 if ranks >= 8 else 1
+    per_host = RANKS_PER_HOST if ranks >= RANKS_PER_HOST else 1
     nodes = tuple(Node(f"node{number}", per_host) for number in range(ranks // per_host))
     request = Request(nodes, ("true",), ".", control_address="127.0.0.1")
     starter = RankStarter("openmpi", "5.0.11", mpirun)
@@ -61,7 +63,7 @@ def clients(ranks: int) -> None:
     for rank, connection in enumerate(connections):
         connection.recv(4096)
         connection.sendall(
-            dumps("started", host=f"node{rank // 8}", pid=rank)
+            dumps("started", host=f"node{rank // RANKS_PER_HOST}", pid=rank)
             + dumps("joining", timeout_s=600)
             + dumps("supports_stop")
         )
@@ -92,7 +94,9 @@ def rank_0(ranks: int) -> None:
     since = time.monotonic()
     others.stdin.write("\n")
     others.stdin.flush()
-    coordinator = Coordinator(World(0, ranks, 0, 8), PrefixStore("mpiddp/0", store), _SECRET)
+    coordinator = Coordinator(
+        World(0, ranks, 0, RANKS_PER_HOST), PrefixStore("mpiddp/0", store), _SECRET
+    )
     for number in range(2):
         values = coordinator.all_gather_json([number, "equal"], timeout_s=600)
         assert len(values) == ranks
@@ -123,6 +127,54 @@ def others(ranks: int, port: int) -> None:
         values.set(f"left/3/{rank}", "")
 
 
+def watch(ranks: int) -> None:
+    """The store of rank 0 while all ranks train: one rank of each host asks whether anything has happened."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    hosts = max(1, ranks // RANKS_PER_HOST)
+    command = [sys.executable, "-m", __spec__.name, "askers", str(hosts), str(store.port)]
+    askers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert askers.stdin is not None
+    assert askers.stdout is not None
+    askers.stdout.readline()  # its imports do not count
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    since = time.monotonic()
+    askers.stdin.close()
+    askers.wait()
+    report(since, before)
+
+
+def askers(hosts: int, port: int) -> None:
+    """Ask the store as the ranks that watch for their hosts do, for WATCHED_S seconds.
+
+    One connection carries the requests of all: their number costs, and an idle connection does not.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    from mpiddp.runtime.signed_store import NEWS, SignedStore
+
+    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))
+    values = SignedStore(PrefixStore("mpiddp/0", store), _SECRET)
+    print(flush=True)
+    sys.stdin.read()
+    start = time.monotonic()
+    for turn in range(1, int(WATCHED_S / ASK_EVERY_S) + 1):
+        for _ in range(hosts):
+            values.get(NEWS)
+        time.sleep(max(0.0, start + turn * ASK_EVERY_S - time.monotonic()))
+
+
+def names(ranks: int) -> None:
+    """Resolve the names of all hosts with a name server that answers slowly.
+
+    It runs in namespaces of its own, so that this machine's resolver is left alone. Only root may do so.
+    """
+    hosts = max(1, ranks // RANKS_PER_HOST)
+    inside = [sys.executable, "-m", "benchmarks.ranks.slow_names", str(hosts)]
+    subprocess.run(["unshare", "--net", "--mount", *inside], check=True)
+
+
 def report(since: float, before: resource.struct_rusage | None = None) -> None:
     own = resource.getrusage(resource.RUSAGE_SELF)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -144,6 +196,9 @@ PARTS: dict[str, Callable[..., None]] = {
     "clients": clients,
     "rank_0": rank_0,
     "others": others,
+    "watch": watch,
+    "askers": askers,
+    "names": names,
 }
 
 if __name__ == "__main__":

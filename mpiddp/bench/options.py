@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.benchmark import Benchmark, Options
 from mpiddp.errors import UserError
+from mpiddp.launch.starters.environment import forwarded
 from mpiddp.text import parse_duration, shown
 from mpiddp.train.options import parse as parse_training
 
@@ -56,7 +57,20 @@ class SharedOptions:
             options += ["-H", self.host_list]
         if self.interface is not None:
             options += ["--interface", self.interface]
-        return options + [option for export in self.x for option in ("-x", export)]
+        return options + [option for export in self.x for option in ("-x", self._hidden(export))]
+
+    def hidden_values(self) -> dict[str, str]:
+        """The variables of `x` that `launch_options` names without their values, for the environment.
+
+        A command line shows them to every user of this machine.
+        """
+        pairs = (export.partition("=") for export in self.x if self._hidden(export) != export)
+        return {name: value for name, _, value in pairs}
+
+    def _hidden(self, export: str) -> str:
+        """`NAME` for `NAME=VALUE`, unless the variable might change the launcher as well."""
+        name = export.partition("=")[0]
+        return export if forwarded({name: ""}) else name
 
 
 def parse(

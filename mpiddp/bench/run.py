@@ -71,6 +71,7 @@ def _jobs(
 ) -> Jobs:
     """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
     where = shared.launch_options()
+    os.environ.update(shared.hidden_values())
     ranks = ["-n", str(shared.n)] if shared.n else []
     if not benchmark.takes_hosts:
         ranks = ["-H", "localhost:1"]

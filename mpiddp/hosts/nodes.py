@@ -29,7 +29,7 @@ class Node:
     port: int | None = None
 
 
-_RESOLVED_ONE_BY_ONE, _RESOLVERS = 2, 64
+_RESOLVED_ONE_BY_ONE, _RESOLVERS = 2, 256
 
 
 class UnusableHosts(UserError):

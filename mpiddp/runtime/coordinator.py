@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError
+from mpiddp.errors import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    JobFailed,
+    NoAnswer,
+    UserError,
+    print_error,
+)
 from mpiddp.runtime.signed_store import NEWS, SignedStore
 from mpiddp.world import World
 
@@ -149,7 +157,7 @@ class Coordinator:
         if self.world.rank == 0:
             for sentence in sentences:
                 # Print it: a script's logging.config may have switched the log off.
-                print(sentence, file=sys.stderr, flush=True)
+                print_error(sentence)
             self.values.set(printed, "")
         else:  # the first rank to exit makes mpirun kill rank 0, even in the middle of its sentence
             self.values.wait([printed], AGREE_TIMEOUT_S)
@@ -217,12 +225,16 @@ class Coordinator:
 
 
 def _listed(texts: Sequence[str]) -> str:
-    """The JSON of all values, by rank. Most agreements are equal on all ranks, and then carry one value."""
-    if len(set(texts)) == 1:
-        return f'{{"all": {texts[0]}}}'
-    return f"[{','.join(texts)}]"
+    """The JSON of all values: the most frequent one once, and the others by rank.
+
+    Most values are equal on all ranks, and the answer goes to every rank.
+    """
+    usual, _ = Counter(texts).most_common(1)[0]
+    others = (f'"{rank}": {text}' for rank, text in enumerate(texts) if text != usual)
+    return f'{{"usual": {usual}, "others": {{{", ".join(others)}}}}}'
 
 
 def _unlisted(listed: str, world_size: int) -> list[Any]:
     values = json.loads(listed)
-    return values if isinstance(values, list) else [values["all"]] * world_size
+    usual, others = values["usual"], values["others"]
+    return [others.get(str(rank), usual) for rank in range(world_size)]

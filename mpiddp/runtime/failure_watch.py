@@ -14,8 +14,9 @@ import sys
 import threading
 from types import TracebackType
 
-from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, JobFailed, UserError, print_error
 from mpiddp.runtime.coordinator import RANK_0_LEFT, Coordinator
+from mpiddp.runtime.host_news import HostNews
 from mpiddp.runtime.signed_store import NEWS, whole_number
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigusr1, unblock_sigusr1
@@ -24,6 +25,7 @@ _FAILED_KEY = "failed"  # in the store; its value is the exit code of the rank t
 _CHECK_INTERVAL_S = 0.5
 _AGREE_INTERVAL_S = 0.02  # while the ranks agree on the step of a stop
 _FULL_EVERY = 10  # checks; a stranger may have deleted the news
+_FULL_WITHOUT_ASKING_EVERY = 120  # checks; the rank that asks for this one may be stopped
 _GRACE_S = 1.0  # in which a launcher may end this rank first
 
 
@@ -80,7 +82,7 @@ class FailureWatch:
     def refuse(self, error: UserError) -> None:
         """Bad input that is found while the job runs: print its sentence, and end all ranks with code 2."""
         if self._coordinator.claim_first_failure():
-            print(error, file=sys.stderr, flush=True)
+            print_error(error)
         else:
             self._wait_for_end()
         self.end_the_job(BAD_INPUT)
@@ -90,7 +92,7 @@ class FailureWatch:
         if not self._coordinator.claim_first_failure():
             self._wait_for_end()
         elif not self._has_launcher:
-            print(error, file=sys.stderr, flush=True)
+            print_error(error)
         self.end_the_job(FAILED)
 
     def _excepthook(
@@ -118,34 +120,46 @@ class FailureWatch:
         if self._thread.is_alive():
             self._thread.join(_CHECK_INTERVAL_S + 2 * _GRACE_S)
 
-    def _has_news(self) -> bool:
-        """Whether anything has happened: one request to the store, which serves every rank."""
-        return self._values.get(NEWS) is not None
-
     def _watch(self) -> None:
         unblock_sigusr1()
-        world = self._coordinator.world
-        if world.world_size == 1:
+        if self._coordinator.world.world_size == 1:
             self._over.wait()
             return
         self._stop.is_alone = False
-        code = polls = 0
-        while not code:
-            if self._over.wait(_AGREE_INTERVAL_S if self._stop.is_undecided else _CHECK_INTERVAL_S):
-                break
-            try:
-                polls += 1
-                if not (self._stop.is_requested or polls % _FULL_EVERY == 0 or self._has_news()):
-                    continue
-                code = whole_number(self._values.get(_FAILED_KEY), 1, 255) or 0
-                if not code and self._values.get(RANK_0_LEFT) is not None:
-                    return  # a normal end, after rank 0 waited long for this rank
-                self._stop.agree(self._values, world.rank, world.world_size)
-            except RuntimeError:  # rank 0 has ended, and its store with it
-                code = FAILED
-                if self._coordinator.world.local_rank == 0:
-                    self._print_ending("lost the connection to rank 0's store; exiting")
+        code = self._code_of_job()
         if code and not self._over.wait(_GRACE_S):
             with contextlib.suppress(Exception):  # a script may replace stdout by anything
                 sys.stdout.flush()
             os._exit(code)
+
+    def _code_of_job(self) -> int:
+        """Wait for a failure of any rank; agree on the step of a stop meanwhile.
+
+        Returns:
+            The exit code of the rank that failed first, 0 if this rank is over or rank 0 has left.
+        """
+        world = self._coordinator.world
+        polls = 0
+        try:
+            news = HostNews(self._values, world)
+            with contextlib.closing(news):
+                while not self._over.wait(self._interval_s()):
+                    polls += 1
+                    full_every = _FULL_EVERY if news.asks else _FULL_WITHOUT_ASKING_EVERY
+                    is_full = self._stop.is_requested or polls % full_every == 0
+                    if not (is_full or news.may_be_there()):
+                        continue
+                    code = whole_number(self._values.get(_FAILED_KEY), 1, 255) or 0
+                    if code or self._values.get(RANK_0_LEFT) is not None:
+                        return code  # 0 for a normal end, after rank 0 waited long for this rank
+                    self._stop.agree(self._values, world.rank, world.world_size)
+                    if self._stop.is_requested:
+                        news.close()
+        except RuntimeError:  # rank 0 has ended, and its store with it
+            if world.local_rank == 0:
+                self._print_ending("lost the connection to rank 0's store; exiting")
+            return FAILED
+        return 0
+
+    def _interval_s(self) -> float:
+        return _AGREE_INTERVAL_S if self._stop.is_undecided else _CHECK_INTERVAL_S

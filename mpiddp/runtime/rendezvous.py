@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_from_one_rank
+from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import probe
 from mpiddp.protocol import RUN_ID
@@ -82,7 +82,7 @@ def rendezvous_over_mpi(
             raise
         except UserError as error:  # the same one on every rank
             if world.rank == 0:
-                print(error, file=sys.stderr, flush=True)
+                print_error(error)
             comm.Barrier()
             raise SystemExit(BAD_INPUT) from None
         except BaseException:

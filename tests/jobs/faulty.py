@@ -1,4 +1,6 @@
-"""A job that saves every 10 steps and resumes from its checkpoints. Its first attempt causes a fault.
+"""A job that saves every 10 steps and at a stop, and resumes from its checkpoints.
+
+Its first attempt causes a fault.
 
     mpiddp launch -H node0,node1,node2 tests/jobs/faulty.py FOLDER STEPS ACT STEP
 
@@ -9,6 +11,7 @@ of rank 0's store). The job has no model, because importing torch.optim takes se
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import resource
@@ -16,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,9 +27,12 @@ import torch.distributed as dist
 
 import mpiddp
 from mpiddp.checkpoints import directory
+from mpiddp.runtime import session
 
 SAVE_EVERY = 10
 FAULTY_RANK = 1
+ANSWER_S = 2.0
+SLOW_SAVE_S = 3.0
 
 
 def deadlock() -> None:
@@ -59,18 +66,34 @@ ACTS = {
     "deadlock": deadlock,
     "hold the interpreter": hold_the_interpreter,
     "crash": crash,
+    "no answer": lambda: time.sleep(1000),
+}
+AT_EXIT = {
+    "late kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "late _exit(3)": lambda: os._exit(3),
 }
 
 
 def main(folder: Path, steps: int, act: str, act_at: int) -> int:
     fault = folder / "fault"
     with mpiddp.process_group() as world:
-        is_faulty = world.rank == FAULTY_RANK and act in ACTS and not fault.exists()
+        is_first_attempt = not fault.exists()
+        is_faulty = world.rank == FAULTY_RANK and is_first_attempt
+
+        def fail(how: Callable[[], object]) -> None:
+            fault.write_text(str(time.time()))
+            how()
 
         def fail_at(step: int) -> None:
-            if is_faulty and step == act_at:
-                fault.write_text(str(time.time()))
-                ACTS[act]()
+            if is_faulty and step == act_at and act in ACTS:
+                fail(ACTS[act])
+            if act == "no answer" and step == act_at and is_first_attempt:
+                coordinator = session.current().coordinator
+                assert coordinator is not None
+                coordinator.all_gather_json(None, timeout_s=ANSWER_S)
+
+        if is_faulty and act in AT_EXIT:
+            atexit.register(fail, AT_EXIT[act])
 
         if world.rank == 0:
             address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -86,6 +109,10 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
                 if step % SAVE_EVERY == 0:
                     directory.write(folder / "checkpoints", step, write_files)
             if mpiddp.should_stop():
+                if is_faulty and act == "slow stop":
+                    time.sleep(SLOW_SAVE_S)
+                if world.rank == 0 and step % SAVE_EVERY:
+                    directory.write(folder / "checkpoints", step, write_files)
                 return 75
             fail_at(step)
             time.sleep(0.02)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Literal
 
 from mpiddp.errors import UserError
@@ -28,6 +30,8 @@ NAMES: dict[StarterKind, str] = {
     "intelmpi": "Intel MPI",
     "slurm": "Slurm's srun",
 }
+
+_VERSION_TIMEOUT_S, _VERSION_LENGTH = 10.0, 1 << 16
 
 # The patterns of each program's --version output. Hydra is the mpirun of MPICH and of its relatives.
 _VERSIONS: tuple[tuple[StarterKind, re.Pattern[str]], ...] = (
@@ -115,21 +119,7 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
     Raises:
         UserError: it cannot run, or its kind is unknown.
     """
-    try:
-        answer = subprocess.run(
-            [program, "--version"],
-            env=with_own_folder(program, env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=10,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(
-            f"{program} --version cannot run: {error}. Name another mpirun: --mpirun PATH"
-        ) from error
+    answer = _version_text(program, env)
     for kind, pattern in _VERSIONS:
         if match := pattern.search(answer):
             return RankStarter(kind, match[1], program, _find_library(kind, program))
@@ -138,6 +128,40 @@ def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
         f'{program} --version prints "{first_line}". Expected Open MPI, MPICH or Intel MPI. '
         "Name another: --mpirun PATH"
     )
+
+
+def _version_text(program: Path, env: Mapping[str, str]) -> str:
+    """What `program --version` prints first. A program that is no mpirun may print without end."""
+    try:
+        running = subprocess.Popen(
+            [program, "--version"],
+            env=with_own_folder(program, env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        raise UserError(
+            f"{program} --version cannot run: {error}. Name another mpirun: --mpirun PATH"
+        ) from error
+    assert running.stdout is not None
+    timer = Timer(_VERSION_TIMEOUT_S, running.kill)
+    timer.start()
+    with running:
+        answer = running.stdout.read(_VERSION_LENGTH)
+        running.stdout.close()
+        if len(answer) == _VERSION_LENGTH:
+            running.kill()
+        running.wait()
+        timer.cancel()
+    if not answer and running.returncode == -signal.SIGKILL:
+        raise UserError(
+            f"{program} --version does not answer in {_VERSION_TIMEOUT_S:g} s. "
+            "Name another mpirun: --mpirun PATH"
+        )
+    return answer
 
 
 def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:

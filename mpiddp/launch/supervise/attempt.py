@@ -174,7 +174,7 @@ def _outcome_without_ranks(end: MpirunEnd) -> Outcome:
 
 def _cause(starter: RankStarter, code: int) -> str:
     if code < 0:
-        return f"{starter.program.name} was killed by {signal.Signals(-code).name}"
+        return f"{starter.program.name} was killed by {_signal_name(-code)}"
     if name := _signal(starter, code):
         return f"a rank was killed by {name}"
     return f"{starter.program.name} ended with exit code {code}"
@@ -196,7 +196,15 @@ def _signal(starter: RankStarter, code: int) -> str | None:
     """
     if starter.kind != "openmpi":
         return None
-    return signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else ""
+    return _signal_name(code - 128) if code - 128 in signal.valid_signals() else ""
+
+
+def _signal_name(number: int) -> str:
+    """ "SIGKILL". Most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @contextmanager
