@@ -26,7 +26,7 @@ EARLIEST, LATEST = 1, 30
 BETWEEN_S = 0.4  # between the two Ctrl-C; closer ones could come from one
 TRAIN = (
     *("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"),
-    *("--amp", "off", "--epochs", "1", "--steps-per-epoch", str(STEPS)),
+    *("--amp", "off", "--epochs", "1"),
     *("--save-every", "10", "--log-every", "1", "--out", "."),
 )
 
@@ -47,6 +47,7 @@ class Request:
     code: int
     message: str
     around: tuple[str, ...] = ()
+    steps: int = STEPS
 
 
 def _send(*signals: Signals) -> Callable[[Job], None]:
@@ -102,7 +103,7 @@ REQUESTS = (
     ),
     Request("SIGTERM to every process of a host", _send_to_host, 75, _is_saving("SIGTERM")),
     Request("Ctrl-C with `2>&1 \\| tee log`", _send_to_group, 75, "", around=TEE),
-    Request("a second run into the folder", _start_again, 0, "second run: code 2"),
+    Request("a second run into the folder", _start_again, 0, "second run: code 2", steps=500),
 )
 
 
@@ -113,7 +114,8 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
         TimeoutError: the job ended or hung before the request.
     """
     folder = hosts.shared / f"train-{os.urandom(4).hex()}"
-    job = launch(hosts, folder, starter, HOSTS, (), TRAIN, around=request.around)
+    train = (*TRAIN, "--steps-per-epoch", str(request.steps))
+    job = launch(hosts, folder, starter, HOSTS, (), train, around=request.around)
     try:
         at = random.randint(EARLIEST, LATEST)
         job.wait_until(lambda: _last_step(job) >= at, f"step {at}")
@@ -131,7 +133,9 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
     said = job.output()
     if number % 2:
         said += f"\n{_resume(job)}"
-        is_right = is_right and _last_step(job) == STEPS and (folder / "summary.json").exists()
+        is_right = (
+            is_right and _last_step(job) == request.steps and (folder / "summary.json").exists()
+        )
     return Run(
         request.name,
         starter,
