@@ -4,6 +4,7 @@ Tests mpiddp/checkpoints/directory.py.
 python -m pytest tests/test_checkpoint_directory.py
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -45,6 +46,24 @@ def names(folder: Path) -> list[str]:
 
 
 # Writing
+
+
+def test_a_file_system_without_fsync_of_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SMB and some of FUSE refuse it. The files are flushed all the same."""
+    flushed = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flushed.append(path.name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = directory.write(tmp_path / "checkpoints", 1, write_files)
+    assert directory.is_valid(folder)
+    assert {*CONTENT, "manifest.json"} <= set(flushed)
 
 
 def test_a_checkpoint_contains_its_files_and_a_manifest(tmp_path: Path) -> None:

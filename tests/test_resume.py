@@ -6,6 +6,8 @@ python -m pytest tests/test_resume.py
 
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +15,10 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory
+from mpiddp.protocol import RESTART_COUNT
 from tests import tiny_data
 from tests.data_cache import fetched_cifar10
+from tests.ranks import clean_env, mpiddp
 from tests.training import (
     Command,
     Ranks,
@@ -244,3 +248,27 @@ def test_another_number_of_ranks_resumes_with_the_same_global_batch(
     before, after = (contents(out, step)["model"]["bn1.running_var"] for step in (2, 3))
     assert (before - 1).abs().max() > 0.1
     torch.testing.assert_close(after, before, rtol=0.2, atol=0.02)  # from the averaged statistics
+
+
+def test_a_restart_waits_for_the_file_system_of_its_run(tmp_path: Path) -> None:
+    """The folder of the run is not there at first, as before its file server is mounted again."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    train = ["train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1"]
+    train += ["--steps-per-epoch=4", "--go-on", f"--out={run}"]
+    assert mpiddp(*train, "--stop-at-step=2").returncode == 75
+    run.rename(away)
+    restarted = subprocess.Popen(
+        [sys.executable, "-m", "mpiddp", *train],
+        env=clean_env({RESTART_COUNT: "1"}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with restarted as training:
+        assert training.stdout is not None
+        while "waiting for its file system" not in (line := training.stdout.readline()):
+            assert line, "it did not wait"
+        assert not run.exists()
+        away.rename(run)
+        assert "resuming from" in training.stdout.read()
+    assert training.returncode == 0
+    assert steps_recorded(run)[-1] == 4
