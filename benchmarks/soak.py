@@ -158,7 +158,7 @@ FAULTS = {
 
 
 def _train(out: Path, epochs: int, steps_per_epoch: int = STEPS_PER_EPOCH) -> list[str]:
-    command = [sys.executable, "-m", "mpiddp", "launch", "--max-restarts", "100", "-H", HOSTS]
+    command = [sys.executable, "-m", "mpiddp", "launch", "--max-restarts", "1000", "-H", HOSTS]
     command += ["-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"]
     command += ["--amp", "off", "--epochs", str(epochs), "--steps-per-epoch", str(steps_per_epoch)]
     return [*command, "--save-every", "5s", "--log-every", str(LOG_EVERY), "--out", str(out)]
