@@ -30,6 +30,7 @@ from mpiddp.bench.options import counts, size_bytes
 from mpiddp.checkpoints import directory, manifest
 from mpiddp.checkpoints.manifest import BrokenCheckpoint
 from mpiddp.checkpoints.owner import _Record
+from mpiddp.checkpoints.records import _step_of
 from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
@@ -53,7 +54,6 @@ from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.text import parse_duration, parse_whole
 from mpiddp.train import checkpoint, options
 from mpiddp.train.metrics import Summary, read_summary
-from mpiddp.train.records import _step_of
 from mpiddp.world import LAUNCHERS, World, likely_ranks
 
 # Its default is .hypothesis in the checkout.

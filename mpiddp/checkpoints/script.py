@@ -1,0 +1,357 @@
+"""`mpiddp.Checkpoints`: the checkpoints of `mpiddp train` for any script.
+
+    checkpoints = mpiddp.Checkpoints("runs/a", keep=2, every="10m")
+    if saved := checkpoints.resume():
+        model.load_state_dict(saved.state["model"])
+    for step in range(saved.step if saved else 0, 1000):
+        train_one_step()
+        if checkpoints.due(step + 1):
+            checkpoints.save(step + 1, {"model": model.state_dict()})
+
+Its folder is a run's folder, with the same layout as that of `mpiddp train --out`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mpiddp.checkpoints import directory, script_files, search
+from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
+from mpiddp.checkpoints.open_run import open_run
+from mpiddp.checkpoints.owner import RunOwner
+from mpiddp.checkpoints.plain_state import check_state
+from mpiddp.checkpoints.replicas import receive
+from mpiddp.checkpoints.rng import restore_rng_states, rng_states
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
+from mpiddp.checkpoints.saved import Saved, TensorGroup
+from mpiddp.checkpoints.saver import Saver
+from mpiddp.checkpoints.script_files import ScriptState
+from mpiddp.checkpoints.script_ranks import script_coordinator, tensor_group
+from mpiddp.checkpoints.script_run import ScriptRun
+from mpiddp.checkpoints.search import Source, Start
+from mpiddp.checkpoints.snapshot import PinnedStaging
+from mpiddp.errors import UserError
+from mpiddp.paths import named_by
+from mpiddp.protocol import RESTART_COUNT
+from mpiddp.runtime.session import current
+
+_MAX_REASON = 300  # characters of torch's list of tensors that do not fit
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTART_COUNT)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that a script resumes from. Tensors are on the CPU."""
+
+    step: int
+    state: dict[str, Any]  # as it was saved
+    per_rank: dict[str, Any] = field(default_factory=dict)  # of this rank; {} if it did not exist
+    world_size: int = 1  # of the job that saved it
+
+    def load_into(self, **objects: Any) -> None:
+        """Call `load_state_dict` of each object with the entry of the same name.
+
+            saved.load_into(model=model, optimizer=optimizer)
+
+        Raises:
+            UserError: the checkpoint has no such entry, or that of another model.
+        """
+        for name, target in objects.items():
+            if name not in self.state:
+                raise UserError(
+                    f"the checkpoint of step {self.step} has no {name!r}. "
+                    f"It has: {', '.join(map(repr, self.state))}."
+                )
+            try:
+                target.load_state_dict(self.state[name])
+            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+                reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+                raise UserError(
+                    f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
+                    "Build the same as before, or name another folder."
+                ) from None
+
+
+@dataclass(frozen=True)
+class _Open:
+    """The open folder of a run."""
+
+    saver: Saver
+    owner: RunOwner | None  # on the writer ranks
+
+
+class Checkpoints:
+    """Checkpoints of a script: written beside the training, verified when read, kept on every host.
+
+    Every rank creates one, at the same point of the script, and every rank makes the same calls of its
+    methods: a script without a launcher as well as one under mpiddp launch, mpirun, srun or torchrun.
+    The errors below are raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        every: int | str | None = "10m",
+        config: Mapping[str, Any] | None = None,
+        on_save_error: Literal["warn", "stop"] = "warn",
+    ) -> None:
+        """
+        Args:
+            folder: of the run: it gets checkpoints/, metrics.jsonl, and owner.json while the run writes.
+            keep: number of valid checkpoints to keep.
+            every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
+                only before a stop.
+            config: settings that a resumed run may not change, as JSON.
+            on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            UserError: the variables of the launcher contradict each other.
+            JobFailed: the ranks do not join.
+        """
+        self._keep = _checked_keep(keep)
+        self._interval = _checked_interval(every)
+        self._config = _checked_config(config)
+        if on_save_error not in ("warn", "stop"):
+            raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
+        self._must_succeed = on_save_error == "stop"
+        self._run = RunDir(Path(folder), option="")
+        self._coordinator = script_coordinator(self.close)
+        self._schedule: SaveSchedule | None = None
+        self._open: _Open | None = None
+        self._is_closed = False
+        self._step = -1  # the latest one that has been saved, or that the run resumes from
+        self._script_run = ScriptRun(self._run)
+        session = current()
+        session.run = session.run or self._script_run
+
+    def resume(self, path: str | os.PathLike[str] | None = None) -> Resumed | None:
+        """The newest valid checkpoint of any host, on all ranks; None if there is none yet.
+
+        Restores the states of Python's, numpy's and torch's random number generators on every rank that
+        existed when it was saved, so call it after the model is built. Hosts that lack the checkpoint
+        receive a copy. Call it once, before the first `save`.
+
+        Args:
+            path: a checkpoint, or a folder of a run, to start from instead. Of another run: only until
+                this run has a checkpoint of its own. Of this run: later checkpoints are renamed. A
+                restart ignores the path once this run has a checkpoint.
+
+        Raises:
+            UserError: no valid checkpoint there, or one of another script, program or config; another
+                run writes into the folder.
+            JobFailed: a disk has failed.
+        """
+        if self._open is not None:
+            raise RuntimeError("resume() must be called once, before the first save().")
+        with raised_by_all(self._coordinator):
+            group = tensor_group(self._coordinator)
+        self._refuse_foreign_folder()
+        start = search.find(self._coordinator, self._run, self._source(path), self._read, _describe)
+        saver = self._open_folder(group, start)
+        received = receive(
+            start, self._run, saver.writer_ranks, self._coordinator, group, timeout_s=PATIENCE_S
+        )
+        step = received.common.step if received else 0
+        search.set_newer_aside(start, step, self._run, self._coordinator, saver.writer_ranks)
+        self._script_run.start(step, is_writer=saver.is_writer)
+        if received is None:
+            return None
+        self._step = step
+        current().stop.count_from(step)
+        own = received.own or {"rng": {}, "state": {}}
+        if own["rng"]:
+            restore_rng_states(own["rng"], self._coordinator.world.local_rank)
+        return Resumed(step, received.common.state, own["state"], received.world_size)
+
+    def due(self, step: int) -> bool:
+        """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
+
+        Every rank must call this after every step, before or after `mpiddp.should_stop()`. All ranks get
+        the same answer. A call takes microseconds.
+        """
+        _check_step(step)
+        if self._schedule is None:
+            self._schedule = SaveSchedule(
+                self._interval, self._coordinator, step - 1, timeout_s=PATIENCE_S
+            )
+        is_due = self._schedule.is_due(step, ends_epoch=False)
+        return current().stop.stops_next() or is_due
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, per_rank: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
+
+        A save waits for the previous one. At the end of the script, the last one is waited for: if it
+        fails, the process ends with exit code 1. A step that is saved already is left as it is.
+
+        Args:
+            step: grows from save to save.
+            state: what all ranks have in common, by name: tensors, numbers, strings, None, lists and
+                dicts of these. Of the ranks that share a file system, the lowest one's is saved.
+            per_rank: the same of this rank alone, such as its position in its data. Random number
+                generators are saved anyway.
+
+        Raises:
+            TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
+            ValueError: the step is earlier than the newest checkpoint.
+            UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
+            JobFailed: the previous save has failed, and `on_save_error` is "stop"; or another run has
+                taken the folder.
+        """
+        _check_step(step)
+        _check_entries("state", state)
+        _check_entries("per_rank", per_rank or {})
+        if self._is_closed:
+            raise RuntimeError("save() was called after close().")
+        if self._open is None:
+            self._open_new_folder()
+        assert self._open is not None
+        if step < self._step:
+            raise ValueError(
+                f"step {step} is earlier than step {self._step}, which {self._run} has already. "
+                "Continue to count from the step that resume() returns."
+            )
+        if step == self._step:
+            return
+        saver = self._open.saver
+        own = PinnedStaging()  # a copy of its own for each save: the ranks' states are small
+        copied = own.copy(dict(per_rank or {}))
+        own.wait()
+        world = self._coordinator.world
+        ranks = saver.gather({"rng": rng_states(world.local_rank), "state": copied})
+        self._step = step
+        if saver.is_writer:
+            saver.start(step, {"step": step, "state": dict(state)}, ranks, self._write_files)
+
+    def close(self) -> None:
+        """Wait for the last save, and give the folder up. A collective: every rank must call it.
+
+        The end of a successful script calls it.
+
+        Raises:
+            JobFailed: the last save has failed.
+        """
+        opened, self._open, self._is_closed = self._open, None, True
+        if opened is None:
+            return
+        try:
+            opened.saver.finish()
+        finally:
+            if opened.owner is not None:
+                opened.owner.release()
+
+    def _open_new_folder(self) -> None:
+        """Open the folder for a script that has not called `resume`."""
+        with raised_by_all(self._coordinator):
+            group = tensor_group(self._coordinator)
+        self._refuse_foreign_folder()
+        with raised_by_all(self._coordinator), named_by(""):
+            if found := directory.list_steps(self._run.checkpoints):
+                raise UserError(
+                    f"{self._run} has {found[-1].name} of an earlier run. "
+                    "Call resume() before the first save(), or name another folder."
+                )
+        saver = self._open_folder(group, Start())
+        self._script_run.start(0, is_writer=saver.is_writer)
+
+    def _open_folder(self, group: TensorGroup | None, start: Start[ScriptState]) -> Saver:
+        run = self._run
+        writer_ranks, owner = open_run(
+            run, self._coordinator, folders=(run.checkpoints,), timeout_s=PATIENCE_S
+        )
+        saver = Saver(
+            run.checkpoints,
+            writer_ranks,
+            self._coordinator,
+            group,
+            keep=self._keep,
+            must_succeed=self._must_succeed,
+            owner=owner,
+        )
+        self._open = _Open(saver, owner)
+        if owner is not None:
+            atexit.register(owner.release)  # after an error too; the thread has ended its save then
+        return saver
+
+    def _refuse_foreign_folder(self) -> None:
+        """Refuse a folder with files that this class has not written. All ranks must call this."""
+        run = self._run
+        with raised_by_all(self._coordinator), named_by(""):
+            if run.config.exists():
+                raise UserError(f"{run} is the folder of mpiddp train. Name another folder.")
+            if run.metrics.exists() and not run.checkpoints.exists():
+                raise UserError(
+                    f"{run} has a {run.metrics.name} of another program. Name another folder."
+                )
+
+    def _source(self, path: str | os.PathLike[str] | None) -> Source:
+        if path is None:
+            return Source()
+        is_restart = any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
+        is_own = Path(path).resolve().parent == self._run.checkpoints.resolve()
+        return Source(path=Path(path), prefers_own=is_restart or not is_own)
+
+    def _read(self, folder: Path) -> Saved[ScriptState]:
+        return script_files.read(folder, self._config)
+
+    def _write_files(self, folder: Path, saved: Saved[dict[str, Any]]) -> dict[str, str]:
+        common = ScriptState(**saved.common)
+        return script_files.write_files(folder, Saved(common, saved.ranks), self._config)
+
+
+def _describe(found: ScriptState) -> str:
+    return f"step {found.step}"
+
+
+def _check_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step: expected a whole number, not {step!r}")
+    if not 0 <= step < 1 << 53:
+        raise ValueError(f"step: expected 0 or more, not {step}")
+
+
+def _check_entries(name: str, entries: Mapping[str, Any]) -> None:
+    if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
+        raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
+    check_state(name, dict(entries))
+
+
+def _checked_keep(keep: int) -> int:
+    if isinstance(keep, bool) or not isinstance(keep, int):
+        raise TypeError(f"keep: expected a whole number, not {keep!r}")
+    if keep < 1:
+        raise ValueError(f"keep: expected 1 or more, not {keep}")
+    return keep
+
+
+def _checked_interval(every: int | str | None) -> Interval | None:
+    if every is None:
+        return None
+    if isinstance(every, bool) or not isinstance(every, (int, str)):
+        raise TypeError(f'every: expected a number of steps or a time such as "10m", not {every!r}')
+    try:
+        return parse_interval(str(every))
+    except ValueError as error:
+        raise ValueError(f"every: {error}") from None
+
+
+def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The config as it will be read again. Raises TypeError if it is not JSON."""
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"config: expected a dict, not {type(config).__name__}")
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(config or {})))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config: expected numbers, strings, lists and dicts: {error}") from None
+    return plain
