@@ -180,7 +180,7 @@ def test_a_state_that_cannot_be_saved(create: Open, state: Any, sentence: str) -
 def test_a_state_that_contains_itself(create: Open) -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(TypeError, match="nested too deeply"):
+    with pytest.raises(TypeError, match=r"nested too deeply"):
         create().save(1, {"endless": endless})
 
 
@@ -214,7 +214,7 @@ def test_an_invalid_argument(
     ("step", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError), (1 << 60, ValueError)]
 )  # fmt: skip
 def test_an_invalid_step(create: Open, step: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="step: expected"):
+    with pytest.raises(error, match=r"step: expected"):
         create().save(step, {})
 
 
@@ -237,7 +237,7 @@ def test_keep(create: Open, tmp_path: Path) -> None:
 
 def test_two_of_one_folder_are_refused(create: Open) -> None:
     saved_by(create, 7)
-    with pytest.raises(mpiddp.UserError, match="is in use by this process. Close it there first"):
+    with pytest.raises(mpiddp.UserError, match=r"is in use by this process. Close it there first"):
         create().resume()
 
 
@@ -245,7 +245,7 @@ def test_a_save_without_resume_refuses_older_checkpoints(create: Open, tmp_path:
     first = create()
     first.save(7, {})
     first.close()
-    with pytest.raises(mpiddp.UserError, match="has step_00000007 of an earlier run. Call resume"):
+    with pytest.raises(mpiddp.UserError, match=r"has step_00000007 of an earlier run. Call resume"):
         create().save(1, {})
     assert [each.name for each in directory.list_steps(tmp_path / "run/checkpoints")] == [
         "step_00000007"
@@ -258,10 +258,10 @@ def test_a_step_before_the_resumed_one_is_refused(create: Open) -> None:
     first.close()
     second = create()
     assert second.resume() is not None
-    with pytest.raises(ValueError, match="step 1 is earlier than step 7, which .*run has already"):
+    with pytest.raises(ValueError, match=r"step 1 is earlier than step 7, which .*run has already"):
         second.save(1, {})
     second.save(7, {})  # is saved already
-    with pytest.raises(RuntimeError, match="must be called once"):
+    with pytest.raises(RuntimeError, match=r"must be called once"):
         second.resume()
 
 
@@ -279,7 +279,9 @@ def test_a_broken_checkpoint_is_reported_and_the_one_before_it_used(
     resumed = create().resume()
     assert resumed is not None
     assert (resumed.step, resumed.state) == (1, {"step": 1})
-    assert "state.pt does not match its SHA-256; resuming from step_00000001" in capfd.readouterr()[0]
+    assert (
+        "state.pt does not match its SHA-256; resuming from step_00000001" in capfd.readouterr()[0]
+    )
 
 
 def test_another_config_is_refused(create: Open) -> None:
@@ -294,9 +296,9 @@ def test_another_config_is_refused(create: Open) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(create: Open) -> None:
     resumed = saved_by(create, 4, model=torch.nn.Linear(2, 3).state_dict())
-    with pytest.raises(mpiddp.UserError, match="step 4 does not fit: model: .*size mismatch"):
+    with pytest.raises(mpiddp.UserError, match=r"step 4 does not fit: model: .*size mismatch"):
         resumed.load_into(model=torch.nn.Linear(3, 3))
-    with pytest.raises(mpiddp.UserError, match="step 4 has no 'optimizer'. It has: 'model'."):
+    with pytest.raises(mpiddp.UserError, match=r"step 4 has no 'optimizer'. It has: 'model'."):
         resumed.load_into(optimizer=torch.nn.Linear(3, 3))
 
 
@@ -306,14 +308,15 @@ def test_a_folder_of_mpiddp_train_is_refused_and_stays_unchanged(
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.json").write_text("{}")
-    with pytest.raises(mpiddp.UserError, match="is the folder of mpiddp train. Name another"):
+    with pytest.raises(mpiddp.UserError, match=r"is the folder of mpiddp train. Name another"):
         create().resume()
     assert sorted(each.name for each in run.iterdir()) == ["checkpoints", "config.json"]
 
 
 def test_a_checkpoint_of_mpiddp_train_is_refused(create: Open, tmp_path: Path) -> None:
     theirs = Path(__file__).parent / "data/run_of_0.1.0"
-    with pytest.raises(mpiddp.UserError, match="is not a checkpoint of mpiddp.Checkpoints: mpiddp train wrote it"):  # fmt: skip
+    sentence = r"is not a checkpoint of mpiddp.Checkpoints: mpiddp train wrote it. Name another"
+    with pytest.raises(mpiddp.UserError, match=sentence):
         create().resume(theirs)
     assert not (tmp_path / "run").exists()
 
@@ -321,14 +324,16 @@ def test_a_checkpoint_of_mpiddp_train_is_refused(create: Open, tmp_path: Path) -
 def test_records_of_another_program_are_refused(create: Open, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("mine\n")
-    with pytest.raises(mpiddp.UserError, match="has a metrics.jsonl of another program"):
+    with pytest.raises(mpiddp.UserError, match=r"has a metrics.jsonl of another program"):
         create().resume()
     assert (tmp_path / "run/metrics.jsonl").read_text() == "mine\n"
 
 
 def test_an_unwritable_folder(create: Open, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(mpiddp.UserError, match="file/run cannot be written: Not a directory. Name"):
+    with pytest.raises(
+        mpiddp.UserError, match=r"file/run cannot be written: Not a directory. Name"
+    ):
         create("file/run").resume()
 
 
@@ -384,9 +389,13 @@ def test_a_path_of_another_run_counts_until_this_run_has_a_checkpoint(
 
 
 def test_a_path_without_a_checkpoint(create: Open, tmp_path: Path) -> None:
-    with pytest.raises(mpiddp.UserError, match=r"none not found \(looked in .*\). Expected a run's"):
+    with pytest.raises(
+        mpiddp.UserError, match=r"none not found \(looked in .*\). Expected a run's"
+    ):
         create().resume(tmp_path / "none")
-    with pytest.raises(mpiddp.UserError, match=": contains no checkpoint. Expected a run's folder"):
+    with pytest.raises(
+        mpiddp.UserError, match=r": contains no checkpoint. Expected a run's folder"
+    ):
         create().resume(tmp_path)
 
 
@@ -416,17 +425,19 @@ def test_records_of_repeated_steps_are_dropped(create: Open, tmp_path: Path) -> 
 
 
 def test_records_need_a_run(create: Open) -> None:
-    with pytest.raises(mpiddp.UserError, match="there is no folder of a run yet. Create one first"):
+    with pytest.raises(
+        mpiddp.UserError, match=r"there is no folder of a run yet. Create one first"
+    ):
         mpiddp.run_dir()
-    with pytest.raises(mpiddp.UserError, match="there is no folder of a run yet"):
+    with pytest.raises(mpiddp.UserError, match=r"there is no folder of a run yet"):
         mpiddp.log_metrics(1, loss=2)
     checkpoints = create()
     with pytest.raises(mpiddp.UserError, match=r"call Checkpoints.resume\(\) first"):
         mpiddp.log_metrics(1, loss=2)
     checkpoints.resume()
-    with pytest.raises(TypeError, match="loss: expected a number or a string, not list"):
+    with pytest.raises(TypeError, match=r"loss: expected a number or a string, not list"):
         mpiddp.log_metrics(1, loss=[2])
-    with pytest.raises(TypeError, match="step: expected a whole number, not 1.5"):
+    with pytest.raises(TypeError, match=r"step: expected a whole number, not 1.5"):
         mpiddp.log_metrics(1.5, loss=2)  # type: ignore[arg-type]
 
 
@@ -473,7 +484,9 @@ def test_the_end_of_a_script_waits_for_the_last_save(tmp_path: Path, how: str) -
 def test_a_script_whose_last_save_fails_does_not_succeed(tmp_path: Path) -> None:
     code, stdout, stderr = end_of(tmp_path, "full")
     assert (code, stdout) == (1, "ends\n")
-    assert stderr.startswith(f"no space left for a checkpoint in {tmp_path}/run/checkpoints: step 2")
+    assert stderr.startswith(
+        f"no space left for a checkpoint in {tmp_path}/run/checkpoints: step 2"
+    )
     assert stderr.endswith("step_00000001 is kept.\n")
 
 

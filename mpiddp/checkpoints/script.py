@@ -39,7 +39,7 @@ from mpiddp.checkpoints.search import Source, Start
 from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
-from mpiddp.protocol import RESTART_COUNT
+from mpiddp.protocol import RESTART_COUNT, RUN_DIR
 from mpiddp.runtime.session import current
 
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
@@ -155,6 +155,7 @@ class Checkpoints:
             raise RuntimeError("resume() must be called once, before the first save().")
         with raised_by_all(self._coordinator):
             group = tensor_group(self._coordinator)
+        self._wait_for_folder()
         self._refuse_foreign_folder()
         start = search.find(self._coordinator, self._run, self._source(path), self._read, _describe)
         saver = self._open_folder(group, start)
@@ -280,9 +281,21 @@ class Checkpoints:
             owner=owner,
         )
         self._open = _Open(saver, owner)
+        current().send("run_dir", path=self._path)
         if owner is not None:
             atexit.register(owner.release)  # after an error too; the thread has ended its save then
         return saver
+
+    def _wait_for_folder(self) -> None:
+        """In a restart, wait for the file system of the folder that an earlier attempt has created."""
+        if os.environ.get(RUN_DIR) == self._path:
+            search.wait_for_run(
+                self._run, self._run.checkpoints, self._coordinator, timeout_s=PATIENCE_S
+            )
+
+    @property
+    def _path(self) -> str:
+        return str(self._run.path.absolute())
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse a folder with files that this class has not written. All ranks must call this."""
