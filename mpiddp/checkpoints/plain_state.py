@@ -17,46 +17,70 @@ _DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiSt
 _LISTS = (list, tuple)
 _MAX_BITS = 2000  # of a whole number; torch.load reads no longer one
 _MAX_DEPTH = 100
+_LONGEST_PATH = 200  # characters
 _EXPECTED = "Expected tensors, numbers, strings, None, lists and dicts of these"
 
 
-def check_state(name: str, value: object, depth: int = 0) -> None:
+class _CannotBeSaved(Exception):
+    """A value that cannot be saved. Each container that has it adds its key to the path, innermost first."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.path: list[str] = []
+
+
+def check_state(name: str, value: object) -> None:
     """Raise TypeError if the value cannot be saved. The error names the path to it.
 
     Args:
-        name: the path to the value: "state['optimizer']".
+        name: of the value: "state". The path begins with it: "state['optimizer']['lr']".
     """
+    try:
+        _check(value, 0)
+    except _CannotBeSaved as error:
+        path = "".join(reversed(error.path))
+        shown = path if len(path) <= _LONGEST_PATH else f"{path[:_LONGEST_PATH]}…"
+        raise TypeError(f"{name}{shown}: {error}.") from None
+
+
+def _check(value: Any, depth: int) -> None:
     kind = type(value)
-    if kind in (Tensor, torch.nn.Parameter):
-        _check_tensor(name, value)
-    elif kind is int:
-        if int(value).bit_length() > _MAX_BITS:  # type: ignore[call-overload]
-            raise TypeError(f"{name}: the number is too long to be saved.")
+    if kind is Tensor or kind is torch.nn.Parameter:
+        _check_tensor(value)
     elif kind in _SCALARS:
-        return
+        if kind is int and value.bit_length() > _MAX_BITS:
+            raise _CannotBeSaved("the number is too long to be saved")
     elif depth == _MAX_DEPTH:
-        raise TypeError(f"{name[:80]}…: nested too deeply to be saved.")
-    elif isinstance(value, _DICTS) and kind in _DICTS:
+        raise _CannotBeSaved("nested too deeply to be saved")
+    elif kind in _DICTS:
         for key, each in value.items():
-            check_state(f"{name}[{str(key)[:40]!r}]", each, depth + 1)
+            _check_item(key, each, depth)
             if type(key) not in _SCALARS:
-                raise TypeError(
-                    f"{name}: a key of type {_type_name(key)}. Use strings or numbers as keys."
+                raise _CannotBeSaved(
+                    f"a key of type {_type_name(key)}. Use strings or numbers as keys"
                 )
-    elif isinstance(value, _LISTS) and kind in _LISTS:
+    elif kind in _LISTS:
         for index, each in enumerate(value):
-            check_state(f"{name}[{index}]", each, depth + 1)
+            _check_item(index, each, depth)
     else:
-        raise TypeError(f"{name}: cannot save {_type_name(value)}. {_EXPECTED}{_hint(value)}.")
+        raise _CannotBeSaved(f"cannot save {_type_name(value)}. {_EXPECTED}{_hint(value)}")
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def _check_item(key: object, value: object, depth: int) -> None:
+    try:
+        _check(value, depth + 1)
+    except _CannotBeSaved as error:
+        error.path.append(f"[{key!r}]")
+        raise
+
+
+def _check_tensor(tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{name}: cannot save a tensor in the layout {tensor.layout}.")
+        raise _CannotBeSaved(f"cannot save a tensor in the layout {tensor.layout}")
     if tensor.is_meta:
-        raise TypeError(f"{name}: cannot save a tensor on the meta device: it has no values.")
+        raise _CannotBeSaved("cannot save a tensor on the meta device: it has no values")
     if tensor.is_quantized:
-        raise TypeError(f"{name}: cannot save a quantized tensor.")
+        raise _CannotBeSaved("cannot save a quantized tensor")
 
 
 def _hint(value: object) -> str:
