@@ -50,4 +50,11 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'mpiddp' has no attribute '{name}'")
-    return getattr(import_module(_MODULES[name]), name)
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        from mpiddp.errors import EXTRA_OF, missing_package
+
+        if error.name not in EXTRA_OF:
+            raise
+        raise ImportError(missing_package(f"mpiddp.{name}", error.name), name=error.name) from None
