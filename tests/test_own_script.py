@@ -139,7 +139,7 @@ def wait_for(path: Path) -> None:
 
 
 LAUNCHERS = {
-    "mpiddp launch": [*LAUNCH, "-n", "2"],
+    "mpiddp launch": [*LAUNCH, "-H", "localhost:2"],
     "mpirun": [*mpirun_command(2), "-m", "mpiddp", "run"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
 }
@@ -165,7 +165,7 @@ def test_another_number_of_ranks_resumes(tmp_path: Path, whole: Path, ranks: int
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "runs/ddp/checkpoints/step_00000040")
-    done = run([*LAUNCH, "-n", str(ranks), str(folder / "script.py")], folder)
+    done = run([*LAUNCH, "-H", f"localhost:{ranks}", str(folder / "script.py")], folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "resuming from runs/ddp/checkpoints/step_00000035: step 35\n"
     assert unequal(model(folder), model(whole)) != []  # other batches
@@ -225,7 +225,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     job = script(tmp_path, REFUSED)
     file = tmp_path / "file"
     file.write_text("")
-    done = run([*LAUNCH, "-n", "2", job, str(file)], tmp_path)
+    done = run([*LAUNCH, "-H", "localhost:2", job, str(file)], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     sentence = f"{file} cannot be written: "
     assert sorted(line[: 3 + len(sentence)] for line in done.stdout.splitlines()) == [
@@ -236,9 +236,18 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
 def test_an_error_that_is_not_caught_is_bad_input(tmp_path: Path) -> None:
     """One sentence, code 2, no restart."""
     job = script(tmp_path, REFUSED)
-    first = run([*LAUNCH, "-n", "2", job, str(tmp_path / "run")], tmp_path)
+    first = run([*LAUNCH, "-H", "localhost:2", job, str(tmp_path / "run")], tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
-    command = [*LAUNCH, "-n", "2", "--max-restarts", "3", job, str(tmp_path / "run"), "again"]
+    command = [
+        *LAUNCH,
+        "-H",
+        "localhost:2",
+        "--max-restarts",
+        "3",
+        job,
+        str(tmp_path / "run"),
+        "again",
+    ]
     done = run(command, tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("was made with another config: width 1, now 2. Use the same") == 1
@@ -277,7 +286,7 @@ checkpoints.resume()
 
 def test_several_ranks_need_a_process_group(tmp_path: Path) -> None:
     job = script(tmp_path, WITHOUT_GROUP)
-    done = run([*LAUNCH, "-n", "2", job, str(tmp_path / "run")], tmp_path)
+    done = run([*LAUNCH, "-H", "localhost:2", job, str(tmp_path / "run")], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     sentence = "mpiddp.Checkpoints needs a process group of all 2 ranks. Call torch.distributed."
     assert done.stderr.startswith(sentence)
