@@ -293,6 +293,24 @@ def test_several_ranks_need_a_process_group(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+RESTARTED = """
+import os, sys, mpiddp
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+sys.stdout.write(f"{attempt} {os.environ.get('MPIDDP_RUN_DIR')}\\n")
+sys.stdout.flush()
+if attempt == "1":
+    mpiddp.Checkpoints("run").resume()
+sys.exit(3 if attempt < "2" else 0)
+"""
+
+
+def test_a_restart_knows_the_folder_that_an_earlier_attempt_created(tmp_path: Path) -> None:
+    job = script(tmp_path, RESTARTED)
+    done = run([*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", job], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"0 None\n1 None\n2 {tmp_path}/run\n"
+
+
 # Hosts that share nothing
 
 

@@ -399,6 +399,30 @@ def test_a_path_without_a_checkpoint(create: Open, tmp_path: Path) -> None:
         create().resume(tmp_path)
 
 
+RESUMES = """
+import sys, mpiddp
+print(mpiddp.Checkpoints(sys.argv[1]).resume().step, flush=True)
+"""
+
+
+def test_a_restart_waits_for_the_folder_of_the_run(create: Open, tmp_path: Path) -> None:
+    """Its file server is away for a while. Without the wait, the restart would begin at step 0."""
+    first = create()
+    first.save(3, {})
+    first.close()
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.rename(away)
+    command = [sys.executable, "-u", "-c", RESUMES, str(run)]
+    env = clean_env({"MPIDDP_RUN_DIR": str(run)})
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        sentence = f"{run} is not there; waiting for its file system …\n"
+        assert process.stdout.readline() == sentence
+        away.rename(run)
+        assert process.stdout.read().splitlines()[-1] == "3"
+    assert process.returncode == 0
+
+
 # Records
 
 

@@ -14,7 +14,6 @@ Its folder is a run's folder, with the same layout as that of `mpiddp train --ou
 from __future__ import annotations
 
 import atexit
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,13 +24,19 @@ from mpiddp.checkpoints import directory, script_files, search
 from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
 from mpiddp.checkpoints.open_run import open_run
 from mpiddp.checkpoints.owner import RunOwner
-from mpiddp.checkpoints.plain_state import check_state
 from mpiddp.checkpoints.replicas import receive
 from mpiddp.checkpoints.rng import restore_rng_states, rng_states
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
+from mpiddp.checkpoints.save_schedule import SaveSchedule
 from mpiddp.checkpoints.saved import Saved, TensorGroup
 from mpiddp.checkpoints.saver import Saver
+from mpiddp.checkpoints.script_arguments import (
+    check_entries,
+    check_step,
+    checked_config,
+    checked_interval,
+    checked_keep,
+)
 from mpiddp.checkpoints.script_files import ScriptState
 from mpiddp.checkpoints.script_ranks import script_coordinator, tensor_group
 from mpiddp.checkpoints.script_run import ScriptRun
@@ -118,9 +123,9 @@ class Checkpoints:
             UserError: the variables of the launcher contradict each other.
             JobFailed: the ranks do not join.
         """
-        self._keep = _checked_keep(keep)
-        self._interval = _checked_interval(every)
-        self._config = _checked_config(config)
+        self._keep = checked_keep(keep)
+        self._interval = checked_interval(every)
+        self._config = checked_config(config)
         if on_save_error not in ("warn", "stop"):
             raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
         self._must_succeed = on_save_error == "stop"
@@ -180,7 +185,7 @@ class Checkpoints:
         Every rank must call this after every step, before or after `mpiddp.should_stop()`. All ranks get
         the same answer. A call takes microseconds.
         """
-        _check_step(step)
+        check_step(step)
         if self._schedule is None:
             self._schedule = SaveSchedule(
                 self._interval, self._coordinator, step - 1, timeout_s=PATIENCE_S
@@ -210,9 +215,9 @@ class Checkpoints:
             JobFailed: the previous save has failed, and `on_save_error` is "stop"; or another run has
                 taken the folder.
         """
-        _check_step(step)
-        _check_entries("state", state)
-        _check_entries("per_rank", per_rank or {})
+        check_step(step)
+        check_entries("state", state)
+        check_entries("per_rank", per_rank or {})
         if self._is_closed:
             raise RuntimeError("save() was called after close().")
         if self._open is None:
@@ -325,46 +330,3 @@ class Checkpoints:
 
 def _describe(found: ScriptState) -> str:
     return f"step {found.step}"
-
-
-def _check_step(step: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"step: expected a whole number, not {step!r}")
-    if not 0 <= step < 1 << 53:
-        raise ValueError(f"step: expected 0 or more, not {step}")
-
-
-def _check_entries(name: str, entries: Mapping[str, Any]) -> None:
-    if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
-        raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
-    check_state(name, dict(entries))
-
-
-def _checked_keep(keep: int) -> int:
-    if isinstance(keep, bool) or not isinstance(keep, int):
-        raise TypeError(f"keep: expected a whole number, not {keep!r}")
-    if keep < 1:
-        raise ValueError(f"keep: expected 1 or more, not {keep}")
-    return keep
-
-
-def _checked_interval(every: int | str | None) -> Interval | None:
-    if every is None:
-        return None
-    if isinstance(every, bool) or not isinstance(every, (int, str)):
-        raise TypeError(f'every: expected a number of steps or a time such as "10m", not {every!r}')
-    try:
-        return parse_interval(str(every))
-    except ValueError as error:
-        raise ValueError(f"every: {error}") from None
-
-
-def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The config as it will be read again. Raises TypeError if it is not JSON."""
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"config: expected a dict, not {type(config).__name__}")
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(config or {})))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"config: expected numbers, strings, lists and dicts: {error}") from None
-    return plain
