@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory
+from mpiddp.hosts.sockets import bind
 from tests import cluster
 from tests.cluster import Cluster, Host
 from tests.patience import PATIENCE_S
@@ -98,7 +99,6 @@ def test_the_example_adds_fewer_than_ten_lines() -> None:
     assert removed == ["-     for step in range(1, STEPS + 1):"]
 
 
-@pytest.mark.quick
 def test_a_killed_job_restarts_and_ends_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
     job = example(tmp_path / "killed", each_step=DIES)
     done = launch(job, "-H", "localhost:2", "--max-restarts", "1")
@@ -309,6 +309,36 @@ def test_a_restart_knows_the_folder_that_an_earlier_attempt_created(tmp_path: Pa
     done = run([*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", job], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"0 None\n1 None\n2 {tmp_path}/run\n"
+
+
+BY_HAND = """
+import sys, torch.distributed as dist, mpiddp
+if sys.argv[2] == "after":
+    dist.init_process_group("gloo")
+checkpoints = mpiddp.Checkpoints(sys.argv[1])
+dist.init_process_group("gloo")
+checkpoints.resume()
+checkpoints.save(1, {})
+"""
+
+
+@pytest.mark.parametrize(("order", "code"), [("before", 0), ("after", 1)])
+def test_variables_that_are_set_by_hand(tmp_path: Path, order: str, code: int) -> None:
+    with bind("127.0.0.1", 0, "here") as listener:
+        port = listener.getsockname()[1]
+    variables = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    done = subprocess.run(
+        [sys.executable, script(tmp_path, BY_HAND), str(tmp_path / "run"), order],
+        env=clean_env(variables), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert ("create mpiddp.Checkpoints before init_process_group" in done.stderr) == bool(code)
+    assert (tmp_path / "run/checkpoints/step_00000001").exists() != bool(code)
 
 
 # Hosts that share nothing

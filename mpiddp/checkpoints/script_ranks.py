@@ -30,7 +30,8 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
             ends with code 1.
 
     Raises:
-        UserError: inconsistent variables of launchers, a foreign MPI.
+        UserError: inconsistent variables of launchers, a foreign MPI, or a process group whose rank 0
+            already serves a store where the ranks would join.
         JobFailed: ranks that do not join.
     """
     session = current()
@@ -42,6 +43,12 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         alone.hostnames = (socket.gethostname(),)
         return alone
     if session.watch is None:
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if dist.is_initialized() and not has_agent:
+            raise UserError(
+                "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "
+                "start the script with mpiddp run or torchrun."
+            )
         enter_until_exit(join(world))
     assert session.coordinator is not None
     session.before_leaving(finish)
