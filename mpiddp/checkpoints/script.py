@@ -2,11 +2,11 @@
 
     checkpoints = mpiddp.Checkpoints("runs/a", keep=2, every="10m")
     if saved := checkpoints.resume():
-        model.load_state_dict(saved.state["model"])
-    for step in range(saved.step if saved else 0, 1000):
+        saved.load_into(model=model, optimizer=optimizer)
+    for step in range(saved.step + 1 if saved else 1, 1001):
         train_one_step()
-        if checkpoints.due(step + 1):
-            checkpoints.save(step + 1, {"model": model.state_dict()})
+        if checkpoints.due(step):
+            checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 Its folder is a run's folder, with the same layout as that of `mpiddp train --out`.
 """
