@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import mpiddp
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import directory, script_files
 from mpiddp.checkpoints.script import Resumed
+from mpiddp.checkpoints.tensor_file import write_tensors
 from mpiddp.runtime.session import current
 from tests.ranks import clean_env
 from tests.training import unequal
@@ -319,6 +320,22 @@ def test_a_checkpoint_of_mpiddp_train_is_refused(create: Open, tmp_path: Path) -
     with pytest.raises(mpiddp.UserError, match=sentence):
         create().resume(theirs)
     assert not (tmp_path / "run").exists()
+
+
+def test_foreign_states_of_random_number_generators_are_refused(
+    create: Open, tmp_path: Path
+) -> None:
+    """Whoever writes files with the right hashes."""
+
+    def write_files(folder: Path) -> dict[str, str]:
+        ranks = [{"rng": {"python": "?", "torch": 3}, "state": {}}]
+        facts = {"written_by": script_files.WRITTEN_BY, "step": 1, "world_size": 1, "config": {}}
+        (folder / "state.json").write_text(json.dumps(facts))
+        return write_tensors(folder, {"state": {}, "ranks": ranks})
+
+    directory.write(tmp_path / "run/checkpoints", 1, write_files)
+    with pytest.raises(mpiddp.UserError, match=r"random number generators cannot be restored"):
+        create().resume()
 
 
 def test_records_of_another_program_are_refused(create: Open, tmp_path: Path) -> None:

@@ -175,9 +175,19 @@ class Checkpoints:
         self._step = step
         current().stop.count_from(step)
         own = received.own or {"rng": {}, "state": {}}
-        if own["rng"]:
-            restore_rng_states(own["rng"], self._coordinator.world.local_rank)
+        with raised_by_all(self._coordinator):
+            self._restore_rng(own["rng"])
         return Resumed(step, received.common.state, own["state"], received.world_size)
+
+    def _restore_rng(self, states: dict[str, Any]) -> None:
+        try:
+            if states:  # this rank existed
+                restore_rng_states(states, self._coordinator.world.local_rank)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"the checkpoint was not written by {script_files.WRITTEN_BY}: the states of its random "
+                f"number generators cannot be restored ({type(error).__name__})."
+            ) from None
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
