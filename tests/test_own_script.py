@@ -99,6 +99,16 @@ def test_the_example_adds_fewer_than_ten_lines() -> None:
     assert removed == ["-     for step in range(1, STEPS + 1):"]
 
 
+def test_the_page_shows_the_lines_of_the_example() -> None:
+    page = (ROOT / "docs/your-own-script.md").read_text()
+    example_lines = {line.strip() for line in EXAMPLE.read_text().splitlines()}
+    for step in ("## 1. ", "## 3. "):
+        block = page.partition(step)[2].partition("```python\n")[2].partition("```")[0]
+        lines = {line.strip() for line in block.splitlines()} - {"", "..."}
+        assert lines, step
+        assert lines <= example_lines, step
+
+
 def test_a_killed_job_restarts_and_ends_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
     job = example(tmp_path / "killed", each_step=DIES)
     done = launch(job, "-H", "localhost:2", "--max-restarts", "1")
