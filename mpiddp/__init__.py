@@ -9,21 +9,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpiddp.errors import UserError
+    from mpiddp.checkpoints.script import Checkpoints
+    from mpiddp.checkpoints.script_run import log_metrics, run_dir
+    from mpiddp.errors import JobFailed, UserError
     from mpiddp.runtime.announcement import announce
     from mpiddp.runtime.process_group import init, process_group
     from mpiddp.runtime.session import saving, should_stop
     from mpiddp.world import World
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "World", "announce", "init", "process_group", "saving", "should_stop"]
+__all__ = [
+    "Checkpoints",
+    "JobFailed",
+    "UserError",
+    "World",
+    "announce",
+    "init",
+    "log_metrics",
+    "process_group",
+    "run_dir",
+    "saving",
+    "should_stop",
+]
 
 _MODULES = {
+    "Checkpoints": "mpiddp.checkpoints.script",
+    "JobFailed": "mpiddp.errors",
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "announce": "mpiddp.runtime.announcement",
     "init": "mpiddp.runtime.process_group",
+    "log_metrics": "mpiddp.checkpoints.script_run",
     "process_group": "mpiddp.runtime.process_group",
+    "run_dir": "mpiddp.checkpoints.script_run",
     "saving": "mpiddp.runtime.session",
     "should_stop": "mpiddp.runtime.session",
 }
@@ -32,4 +50,11 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'mpiddp' has no attribute '{name}'")
-    return getattr(import_module(_MODULES[name]), name)
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        from mpiddp.errors import EXTRA_OF, missing_package
+
+        if error.name not in EXTRA_OF:
+            raise
+        raise ImportError(missing_package(f"mpiddp.{name}", error.name), name=error.name) from None

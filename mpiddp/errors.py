@@ -17,6 +17,9 @@ BAD_INPUT = 2
 STOPPED = 75  # EX_TEMPFAIL: stopped on request after a checkpoint; the same command resumes
 INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
+# package that an import may miss: the extra of this distribution that installs it
+EXTRA_OF = {"torch": "train", "numpy": "train", "mpi4py": "train", "PIL": "train"}
+
 
 class UserError(Exception):
     """Bad input, as one sentence: what was found, what was expected and how to fix it.
@@ -34,6 +37,14 @@ class JobFailed(Exception):
 
 class NoAnswer(JobFailed):
     """Some rank did not answer in time, so an agreement of all ranks is out of reach."""
+
+
+def missing_package(user: str, package: str) -> str:
+    """The sentence for a package that is not installed, with the command that installs it."""
+    return (
+        f"{user} needs {package}, which {sys.executable} does not have. "
+        f"Run: {sys.executable} -m pip install 'mpiddp[{EXTRA_OF[package]}]'"
+    )
 
 
 def print_from_one_rank(sentence: str, rank: int, local_rank: int) -> None:

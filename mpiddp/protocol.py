@@ -3,8 +3,8 @@
 TCP connects several hosts. On one host it is a Unix socket in a folder that only its user can open.
 
     launcher -> rank   challenge, received (a hello, or progress), stop, stacks, end; one urgent byte
-    rank -> launcher   hello, started, joining, log, error_file, announce, supports_stop, progress, saving,
-                        stacks, stopped, failed, done
+    rank -> launcher   hello, started, joining, log, error_file, announce, run_dir, supports_stop, progress,
+                        saving, stacks, stopped, failed, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
@@ -27,7 +27,7 @@ ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
 TIMEOUT, LAUNCHED_AT = "MPIDDP_TIMEOUT", "MPIDDP_LAUNCHED_AT"
 REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
-ANNOUNCED = "MPIDDP_ANNOUNCED"
+ANNOUNCED, RUN_DIR = "MPIDDP_ANNOUNCED", "MPIDDP_RUN_DIR"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
 MAX_RESTARTS = "MPIDDP_MAX_RESTARTS"
@@ -108,6 +108,12 @@ VARIABLES = (
         "what an earlier attempt announced, as JSON: global_batch_size, world_size",
     ),
     Variable(
+        RUN_DIR,
+        "`launch`, at a restart",
+        "`mpiddp.Checkpoints`",
+        "the folder of the run that an earlier attempt created; a restart waits for its file system",
+    ),
+    Variable(
         RUN_ID,
         "`launch`; else every rank, from rank 0",
         "every rank and its child processes",
@@ -167,6 +173,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "global_batch_size": (int, type(None)),
         "max_ranks": (int, type(None)),
     },
+    "run_dir": {"path": (str,)},  # a restart waits until it is there
     "supports_stop": {},
     "progress": {"step": (int,)},
     "saving": {"active": (bool,)},  # begins, or has ended
@@ -208,6 +215,8 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
         return False
     if kind == "joining":
         return bool(0 < facts["timeout_s"] < MAX_TIMEOUT_S)
+    if kind == "run_dir":
+        return is_argument(facts["path"])
     if kind == "announce":
         numbers = (facts["global_batch_size"], facts["max_ranks"])
         return all(

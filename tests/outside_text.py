@@ -27,9 +27,10 @@ from hypothesis.strategies import SearchStrategy
 
 from mpiddp import protocol
 from mpiddp.bench.options import counts, size_bytes
-from mpiddp.checkpoints import directory, manifest
+from mpiddp.checkpoints import directory, manifest, script_files
 from mpiddp.checkpoints.manifest import BrokenCheckpoint
 from mpiddp.checkpoints.owner import _Record
+from mpiddp.checkpoints.records import _step_of
 from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
@@ -53,7 +54,6 @@ from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.text import parse_duration, parse_whole
 from mpiddp.train import checkpoint, options
 from mpiddp.train.metrics import Summary, read_summary
-from mpiddp.train.records import _step_of
 from mpiddp.world import LAUNCHERS, World, likely_ranks
 
 # Its default is .hypothesis in the checkout.
@@ -215,6 +215,12 @@ def _read_state(content: bytes) -> None:
         checkpoint._read_state(Path(folder))
 
 
+def _read_facts(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "state.json").write_bytes(content)
+        script_files._read_facts(Path(folder))
+
+
 def _use_owner(content: bytes) -> None:
     if record := _Record.parse(content):
         assert record.sentence
@@ -310,6 +316,12 @@ TRAIN_OPTIONS = (
 )
 INTERFACE = Interface("eth0", "10.0.0.1", "10.0.0.0/24")
 SUMMARY = dict.fromkeys(Summary.__dataclass_fields__, 1) | {"hosts": {"a": 1}}
+FACTS = {
+    "written_by": script_files.WRITTEN_BY,
+    "step": 3,
+    "world_size": 2,
+    "config": {"width": 3},
+}
 STATE = {"progress": {"step": 1, "epoch": 0, "position": 0}, "config": {"lr": 0.1}, "data": "x"}
 MANIFEST = {"a.pt": {"bytes": 2, "sha256": sha256(b"12").hexdigest()}}
 OWNER = {"run_id": "a", "host": "b", "machine": "c", "pid": 1, "started": "d", "renewals": 3}
@@ -407,6 +419,7 @@ PARSERS: dict[str, Parser] = {
     "owner.json": Parser(_use_owner, json_like(OWNER)),
     "manifest.json": Parser(_verify, json_like(MANIFEST), (BrokenCheckpoint,)),
     "state.json": Parser(_read_state, json_like(STATE), (UserError,)),
+    "state.json of a script": Parser(_read_facts, json_like(FACTS), (UserError,)),
     "summary.json": Parser(read_summary, json_like(SUMMARY)),
     "metrics.jsonl": Parser(_step_of, json_like({"step": 3})),
     "tensor file": Parser(_in_a_file(load_tensors), _damaged(_saved_tensors()), (Unreadable,)),

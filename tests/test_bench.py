@@ -234,7 +234,7 @@ def test_missing_matplotlib_is_an_error_before_the_measurement(tmp_path: Path) -
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "mpiddp bench needs matplotlib for its charts (hidden by a test). "
-        f"Run: {sys.executable} -m pip install matplotlib\n"
+        f"Run: {sys.executable} -m pip install 'mpiddp[bench]'\n"
     )
     assert not out.exists()
 

@@ -44,7 +44,7 @@ def test_a_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> None:
 def test_a_snapshot_does_not_change_during_training() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"a": weight, "b": [weight.T, (3, "text")], "c": {0: torch.tensor(7)}}
-    staging = PinnedStaging([weight], torch.device("cpu"))
+    staging = PinnedStaging([weight])
     first = staging.copy(state)
     expected = weight.clone()
     weight.zero_()

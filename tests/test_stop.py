@@ -22,6 +22,7 @@ import pytest
 from mpiddp.checkpoints import directory
 from mpiddp.errors import UserError
 from mpiddp.launch.option_parser import option_parser
+from mpiddp.runtime.stop_request import StopRequest
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
@@ -41,6 +42,18 @@ for step in range(1, 1_000_000):
         print(f"saved {step}\\n", end="", flush=True)
         sys.exit(75)
 """
+# Each rank asks before every step whether the next call returns True.
+FORETOLD = SCRIPT.replace(
+    "import mpiddp\n", "import mpiddp\nfrom mpiddp.runtime.session import current\n"
+)
+FORETOLD = FORETOLD.replace(
+    "    if mpiddp.should_stop():",
+    "    foretold = current().stop.stops_next()\n"
+    "    time.sleep(0.003)\n"
+    "    stops = mpiddp.should_stop()\n"
+    "    assert foretold == stops, step\n"
+    "    if stops:",
+)
 WORKERS = """
 import torch, mpiddp
 from torch.utils.data import DataLoader
@@ -94,6 +107,32 @@ def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_stop_is_known_before_the_step_that_it_ends(tmp_path: Path, attempt: int) -> None:
+    """So that a script can save before it calls should_stop(). Requests come at any moment."""
+    command = [*LAUNCH, *LONG_GRACE, "-H", "localhost:3", script(tmp_path, FORETOLD)]
+    with start(command, ranks=3) as job:
+        time.sleep(random.random())
+        job.send_signal(signal.SIGTERM)
+        stdout, stderr = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 75, stderr
+    assert len(set(stdout.split())) == 2, stdout
+
+
+def test_a_stop_of_one_rank_is_known_before_the_step_that_it_ends() -> None:
+    stop = StopRequest(send=lambda kind: None, progress=lambda step: None, declared=lambda: None)
+    stop.is_requested = True
+    assert not stop.stops_next(), "the script may never call should_stop"
+    stop.is_requested = False
+    assert not stop.should_stop()
+    assert not stop.stops_next()
+    stop.is_requested = True  # too late for this step
+    assert not stop.should_stop()
+    assert stop.stops_next()
+    assert stop.should_stop()
+    assert stop.stops_next()
 
 
 @pytest.mark.parametrize(

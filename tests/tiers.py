@@ -26,6 +26,7 @@ LONGEST_FIRST = (
         "stop",
         "cifar10_learns",
         "restarts",
+        "own_script",
     ),
     *("resume", "training_input", "exactly_once", "launch_hosts", "network_of_a_job", "replicas"),
     *("joining", "failing_rank", "bench", "slurm_job", "rendezvous", "run_sh", "faulty_disks"),

@@ -69,6 +69,10 @@ class _Record:
         return _start_time(self.pid) != self.started
 
     @property
+    def is_this_process(self) -> bool:
+        return self.pid == os.getpid() and self.is_dead is False
+
+    @property
     def sentence(self) -> str:
         age = duration(self.renewals * RENEW_S)
         run_id, host = shown(self.run_id), shown(self.host)
@@ -92,7 +96,9 @@ class RunOwner:
             raise JobFailed(f"{self._path.parent} was taken over: {self._lost_to}.")
 
     def release(self) -> None:
-        """Give the folder up."""
+        """Give the folder up. In a forked child, or a second time, this does nothing."""
+        if os.getpid() != self._record.pid:
+            return
         self._is_over.set()
         self._thread.join()
         if not self._lost_to and _read(self._path) == self._record.encoded():
@@ -132,6 +138,8 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
         if found is None:  # released meanwhile
             continue
         other = _Record.parse(found)
+        if other is not None and other.is_this_process:
+            raise UserError(f"{run.named} is in use by this process. Close it there first.")
         is_dead = other is not None and (other.run_id == run_id or other.is_dead)
         if not is_dead:
             if other is not None and other.is_dead is False:
@@ -152,7 +160,7 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
 
 
 def _taken(run: RunDir, other: _Record) -> UserError:
-    return UserError(f"--out {run}: {other.sentence}. Wait for its end, or name another --out.")
+    return UserError(f"{run.named}: {other.sentence}. Wait for its end, or name {run.another}.")
 
 
 def _create(path: Path, record: _Record) -> bool:

@@ -10,18 +10,24 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.agreement import raised_by_all
 from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
+from mpiddp.checkpoints.saved import Received, TensorGroup, broadcast
+from mpiddp.checkpoints.search import Start
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
 _CHUNK_BYTES = 16 << 20
+
+Common = TypeVar("Common")
 
 
 def find_writer_ranks(coordinator: Coordinator, run: RunDir, *, timeout_s: float) -> list[int]:
@@ -30,10 +36,11 @@ def find_writer_ranks(coordinator: Coordinator, run: RunDir, *, timeout_s: float
     All ranks must call this.
 
     Raises:
-        SystemExit: a host cannot write there; rank 0 has printed it.
+        UserError: a host cannot write there.
+        JobFailed: a host cannot write there, because its disk has failed.
     """
     own, out = "", run.path
-    with coordinator.all_or_none(timeout_s=timeout_s):
+    with raised_by_all(coordinator, timeout_s=timeout_s):
         if coordinator.world.local_rank == 0:
             own = f".seen-by-rank-{coordinator.world.rank}-{secrets.token_hex(8)}"
             try:
@@ -49,13 +56,41 @@ def find_writer_ranks(coordinator: Coordinator, run: RunDir, *, timeout_s: float
     return [rank for rank, first in enumerate(firsts) if first == rank]
 
 
+def receive(
+    start: Start[Common],
+    run: RunDir,
+    writer_ranks: list[int],
+    coordinator: Coordinator,
+    group: TensorGroup | None,
+    *,
+    timeout_s: float,
+) -> Received[Common] | None:
+    """Send the checkpoint to resume from to every rank, and its files to the hosts that lack them.
+
+    A collective: every rank must call it.
+
+    Args:
+        group: None if the job has one rank.
+
+    Returns:
+        The part of this rank; None if there is nothing to resume from.
+    """
+    receivers = [rank for rank in start.lacking if rank in writer_ranks]
+    if start.folder is not None and receivers:
+        assert group is not None  # another rank has it
+        send_missing_checkpoint(
+            start.folder, start.holder, receivers, run, coordinator, group, timeout_s=timeout_s
+        )
+    return broadcast(start.saved, start.holder, group)
+
+
 def send_missing_checkpoint(
     folder: Path,
     holder: int,
     receivers: list[int],
     run: RunDir,
     coordinator: Coordinator,
-    device: torch.device,
+    group: TensorGroup,
     *,
     timeout_s: float,
 ) -> None:
@@ -70,7 +105,7 @@ def send_missing_checkpoint(
     files = coordinator.all_gather_json(own_files, timeout_s=timeout_s)[holder]
     problem = ""
 
-    chunks = _chunks(holder, folder, files[:-1], device)
+    chunks = _chunks(holder, folder, files[:-1], group)
     if is_receiver:
         step = directory.step_of(folder)
         try:
@@ -81,7 +116,7 @@ def send_missing_checkpoint(
         pass
 
     copy = HashedFile(run.metrics) if is_receiver else None
-    for _, piece in _chunks(holder, records.parent, files[-1:], device):
+    for _, piece in _chunks(holder, records.parent, files[-1:], group):
         if copy is not None:
             copy.write(piece)
     if copy is not None:
@@ -114,7 +149,7 @@ def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
 
 
 def _chunks(
-    source: int, folder: Path, files: list[tuple[str, int]], device: torch.device
+    source: int, folder: Path, files: list[tuple[str, int]], group: TensorGroup
 ) -> Iterator[tuple[str, memoryview]]:
     """The pieces of each file, on every rank. Each step of this iterator is a broadcast."""
     for name, size in files:
@@ -125,8 +160,8 @@ def _chunks(
                 chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
                 if file is not None:
                     file.readinto(_bytes_of(chunk))
-                on_device = chunk.to(device)
-                dist.broadcast(on_device, source)
+                on_device = chunk.to(group.device)
+                dist.broadcast(on_device, source, group=group.group)
                 yield name, _bytes_of(on_device.cpu())
 
 

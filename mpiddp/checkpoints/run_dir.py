@@ -12,9 +12,13 @@ from mpiddp.paths import WRONG_PATH
 
 @dataclass(frozen=True)
 class RunDir:
-    """The paths that a run writes: its configuration, records, summary, logs and checkpoints."""
+    """The paths that a run writes: its configuration, records, summary, logs and checkpoints.
+
+    `option` names the folder in errors: "--out", or "" for the folder of a script.
+    """
 
     path: Path
+    option: str = "--out"
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> RunDir:
@@ -45,6 +49,15 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def named(self) -> str:
+        """The folder as the user has named it: "--out runs/a"."""
+        return f"{self.option} {self.path}".strip()
+
+    @property
+    def another(self) -> str:
+        return f"another {self.option or 'folder'}"
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank_{rank:05d}.log"
 
@@ -53,10 +66,10 @@ class RunDir:
 
 
 def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:
-    """Why the run's folder cannot be written: a wrong --out, or a machine that failed."""
+    """Why the run's folder cannot be written: a wrong path, or a machine that failed."""
     if error.errno in WRONG_PATH:
-        return UserError(f"--out {run} cannot be written: {error.strerror}. Name another folder.")
-    return JobFailed(f"--out {run} cannot be written: {error.strerror}.")
+        return UserError(f"{run.named} cannot be written: {error.strerror}. Name another folder.")
+    return JobFailed(f"{run.named} cannot be written: {error.strerror}.")
 
 
 def find_checkpoints(given: Path) -> Path | None:

@@ -45,11 +45,15 @@ class SaveSchedule:
         seconds = interval.seconds if interval else None
         self._clock = _Clock(seconds, step) if seconds is not None else None
         self._next_check = step + 1
+        self._previous = step
 
     def is_due(self, step: int, *, ends_epoch: bool) -> bool:
         if self._clock is not None:
             return self._is_due_by(self._clock, step)
-        return ends_epoch if self._steps is None else step % self._steps == 0
+        if self._steps is None:
+            return ends_epoch
+        previous, self._previous = self._previous, step
+        return step // self._steps > previous // self._steps  # a script may count samples as steps
 
     def _is_due_by(self, clock: _Clock, step: int) -> bool:
         if step < self._next_check:

@@ -6,28 +6,28 @@ originals only after the copies are done, and only the reader of the copies wait
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+# The last field: whether the copy's memory is pinned.
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
 
 
 class PinnedStaging:
     """Copies of tensors on the CPU. Each `copy` reuses the memory of the one before."""
 
-    def __init__(self, expected: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(self, expected: Iterable[Tensor] = ()) -> None:
         """Allocate memory for tensors like those in `expected`, so that no step waits for it."""
-        self._device = device
         self._free: dict[_Layout, list[Tensor]] = defaultdict(list)
         self._used: list[tuple[_Layout, Tensor]] = []
-        self._is_copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied: dict[torch.device, torch.cuda.Event] = {}
         for tensor in expected:
             # Write to it now, or the system allocates the pages only during the first copy.
-            self._free[_layout(tensor)].append(self._new_like(tensor).zero_())
+            self._free[_layout(tensor)].append(_new_like(tensor).zero_())
 
     def copy(self, nested: Any) -> Any:
         """The same dicts, lists and numbers, with copies of the tensors. Invalidates the previous copy.
@@ -37,31 +37,42 @@ class PinnedStaging:
         for layout, host in self._used:
             self._free[layout].append(host)
         self._used = []
+        self._copied = {}
         copied = self._copy(nested)
-        if self._is_copied is not None:
-            self._is_copied.record()
+        for device, event in self._copied.items():
+            event.record(torch.cuda.current_stream(device))
         return copied
 
     def wait(self) -> None:
         """Wait until the copies are complete; on a CPU they are at once. Their reader calls this."""
-        if self._is_copied is not None:
-            self._is_copied.synchronize()
+        for event in self._copied.values():
+            event.synchronize()
 
     def _copy(self, nested: Any) -> Any:
         if isinstance(nested, Tensor):
             free = self._free[_layout(nested)]
-            host = free.pop() if free else self._new_like(nested)
+            host = free.pop() if free else _new_like(nested)
             self._used.append((_layout(nested), host))
-            return host.copy_(nested.detach(), non_blocking=True)
+            if nested.is_cuda and nested.device not in self._copied:
+                self._copied[nested.device] = torch.cuda.Event()
+            return host.copy_(nested.detach(), non_blocking=nested.is_cuda)
         if isinstance(nested, dict):
-            return {key: self._copy(value) for key, value in nested.items()}
+            copied = {key: self._copy(value) for key, value in nested.items()}
+            if (
+                type(nested) is OrderedDict
+            ):  # a module's state_dict has its versions in an attribute
+                ordered = OrderedDict(copied)
+                ordered.__dict__.update(nested.__dict__)
+                return ordered
+            return copied
         if isinstance(nested, (list, tuple)):
             return type(nested)(self._copy(value) for value in nested)
         return nested
 
-    def _new_like(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu", pin_memory=self._is_copied is not None)
+
+def _new_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _layout(tensor: Tensor) -> _Layout:
-    return tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda

@@ -1,4 +1,4 @@
-"""Read files of torch.save without running any code that they name.
+"""Write files of torch.save, and read them without running any code that they name.
 
 torch.load(weights_only=True) refuses code, but prints a page of advice on how to allow it, and reports
 damage by a dozen types of exception. This module raises one type, with a reason for the user.
@@ -10,10 +10,13 @@ import pickle
 import re
 import struct
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from mpiddp.checkpoints.directory import HashedFile
 
 # The exceptions of torch.load on thousands of files with changed, missing or random bytes.
 _DAMAGED = (
@@ -34,6 +37,20 @@ _DAMAGED = (
 
 class Unreadable(Exception):
     """The file contains no tensors that can be read. The message is a phrase for a sentence."""
+
+
+def write_tensors(folder: Path, contents: Mapping[str, Any]) -> dict[str, str]:
+    """Write each entry into a file of its own, NAME.pt, and return the SHA-256 of the files by name.
+
+    Raises:
+        OSError: a file cannot be written, for example because the disk is full.
+    """
+    hashes = {}
+    for name, nested in contents.items():
+        file = HashedFile(folder / f"{name}.pt")
+        torch.save(nested, file)  # type: ignore[arg-type]
+        hashes[f"{name}.pt"] = file.close()
+    return hashes
 
 
 def load_tensors(path: Path) -> Any:

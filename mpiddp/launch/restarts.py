@@ -23,7 +23,7 @@ from mpiddp.launch.supervise.attempt import Outcome, attempt
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
 from mpiddp.launch.supervise.supervisor import Limits
-from mpiddp.protocol import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_ID
+from mpiddp.protocol import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
 from mpiddp.text import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -49,6 +49,7 @@ class _Known:
             known.resume_args or later.resume_args,
             known.global_batch_size if has_batch else later.global_batch_size,
             later.max_ranks if known.max_ranks is None else known.max_ranks,
+            known.run_dir or later.run_dir,
         )
         return _Known(merged, self.world_size if has_batch else world_size)
 
@@ -152,11 +153,13 @@ def _with_settings(request: Request, settings: dict[str, str]) -> Request:
 
 def _resuming(request: Request, known: _Known) -> Request:
     """The request with the job's announcement for its restarts."""
-    settings = {}
+    settings: dict[str, str] = {}
     global_batch_size = known.announcement.global_batch_size
     if global_batch_size is not None:
         batch = {"global_batch_size": global_batch_size, "world_size": known.world_size}
         settings[ANNOUNCED] = json.dumps(batch)
+    if known.announcement.run_dir:
+        settings[RUN_DIR] = known.announcement.run_dir
     job = (*request.job, *known.announcement.resume_args)
     return replace(_with_settings(request, settings), job=job)
 

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 from torch.distributed import PrefixStore
 
@@ -102,12 +103,20 @@ def _end_with(
         watch.refuse(error)
         raise SystemExit(BAD_INPUT) from None
     elif isinstance(error, JobFailed):
-        if session.channel is not None:
-            session.channel.failed(FAILED, str(error), is_verdict=True)
-        watch.fail(error)
-        raise SystemExit(FAILED) from None
+        _fail(error, session, coordinator, watch)
     elif isinstance(error, Exception) and coordinator.claim_first_failure():
         watch.end_the_job(FAILED)  # even if the script catches the error outside its `with`
+
+
+def _fail(
+    error: JobFailed, session: Session, coordinator: Coordinator, watch: FailureWatch
+) -> NoReturn:
+    """End the job, because a machine or another rank has failed."""
+    if session.channel is not None:
+        session.channel.is_first = coordinator.claim_first_failure()
+        session.channel.failed(FAILED, str(error), is_verdict=True)
+    watch.fail(error)
+    raise SystemExit(FAILED) from None
 
 
 def is_failure(error: Exception | SystemExit, stop: StopRequest) -> bool:
@@ -118,7 +127,14 @@ def is_failure(error: Exception | SystemExit, stop: StopRequest) -> bool:
 
 
 def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool) -> None:
-    """Leave after a body that succeeded. After an error there is no rank to wait for."""
+    """Leave after a body that succeeded. After an error there is no rank to wait for.
+
+    Raises SystemExit, after printing or reporting it, if a last save has failed.
+    """
+    try:
+        session.finish()
+    except JobFailed as error:
+        _fail(error, session, coordinator, watch)
     with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
         stop = session.stop
         stop.propose_step(coordinator.values, coordinator.world.rank, 0)

@@ -6,7 +6,6 @@ with mpiddp.process_group() as world:      # or: world = mpiddp.init()
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.join import is_failure, join
-from mpiddp.runtime.script_exit import observe_exit
+from mpiddp.runtime.script_exit import enter_until_exit
 from mpiddp.runtime.session import current
 from mpiddp.world import World
 
@@ -77,15 +76,7 @@ def init(
     errors. `process_group()` and `mpiddp launch` detect every end.
     """
     group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
-    world = group.__enter__()
-    ending_error = observe_exit()
-
-    def leave() -> None:
-        error = ending_error()
-        group.__exit__(type(error) if error else None, error, None)
-
-    atexit.register(leave)
-    return world
+    return enter_until_exit(group)
 
 
 @contextlib.contextmanager

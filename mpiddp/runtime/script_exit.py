@@ -10,10 +10,42 @@ tests/test_still_needed.py fails once Python keeps it.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dis
+import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from contextlib import AbstractContextManager
+from typing import NoReturn, TypeVar
+
+Value = TypeVar("Value")
+
+
+def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
+    """Enter the context, and leave it when the interpreter exits, with the error that ended the script."""
+    value = context.__enter__()
+    ending_error = observe_exit()
+
+    def leave() -> None:
+        error = ending_error()
+        try:
+            context.__exit__(type(error) if error else None, error, None)
+        except SystemExit as end:
+            # The script has succeeded, but its last save has not. Python ignores the code of a handler.
+            if error is None or isinstance(error, SystemExit):
+                exit_now(end.code)
+
+    atexit.register(leave)
+    return value
+
+
+def exit_now(code: object) -> NoReturn:
+    """End the process with this code, without the remaining handlers of atexit."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a script may replace them by anything
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 def observe_exit() -> Callable[[], BaseException | None]:

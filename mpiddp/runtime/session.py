@@ -14,7 +14,9 @@ import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError
 from mpiddp.hosts.versions import package_version
@@ -26,6 +28,16 @@ from mpiddp.runtime.process_setup import die_with_parent
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigterm
 from mpiddp.world import World
+
+
+class RunFiles(Protocol):
+    """The folder of a run, and its records."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append a record to metrics.jsonl, on the ranks that write there."""
 
 
 class Session:
@@ -43,6 +55,8 @@ class Session:
         self._saves_lock = threading.Lock()
         self.coordinator: Coordinator | None = None
         self.watch: FailureWatch | None = None
+        self.run: RunFiles | None = None  # the folder of this process's run
+        self._before_leaving: list[Callable[[], None]] = []
         self._pid = os.getpid()
 
     @property
@@ -54,6 +68,15 @@ class Session:
         """Send the launcher a message, if there is a launcher."""
         if self.channel is not None:
             self.channel.send(kind, **fields)
+
+    def before_leaving(self, finish: Callable[[], None]) -> None:
+        """Call `finish` on every rank once its script has succeeded, before the ranks leave the job."""
+        self._before_leaving.append(finish)
+
+    def finish(self) -> None:
+        """Make these calls, the latest first. Raises JobFailed if the script has not succeeded after all."""
+        while self._before_leaving:
+            self._before_leaving.pop()()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

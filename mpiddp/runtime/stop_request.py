@@ -43,6 +43,7 @@ class StopRequest:
         self._progress = progress
         self._lock = threading.Lock()
         self._calls = 0
+        self._foretold = 0  # the latest call of which `stops_next` has told the answer
         self._steps_before = 0  # steps of the run before this process resumed it
         self._proposed: int | None = None
         self._step: int | None = None
@@ -82,7 +83,7 @@ class StopRequest:
         with self._lock:
             self._calls += 1
             if self.is_alone and self.is_undecided:
-                self._decide(self._calls)
+                self._decide(max(self._calls, self._foretold + 1))
             must_wait = self._step is None and self._proposed == self._calls
         self._progress(self._steps_before + self._calls)
         if must_wait:
@@ -91,6 +92,23 @@ class StopRequest:
         if stops:
             self.stopped()
         return stops
+
+    def stops_next(self) -> bool:
+        """Whether the next call of `should_stop` returns True, on all ranks after the same step.
+
+        So a script can save before that call. If it never calls `should_stop`, the answer is False.
+        """
+        if self.has_stopped or not self.supports_stop:
+            return self.has_stopped
+        with self._lock:
+            self._foretold = self._calls + 1
+            if self.is_alone and self.is_undecided:
+                self._decide(self._foretold)
+            must_wait = self._step is None and self._proposed == self._foretold
+        if must_wait:
+            self._decided.wait()
+        # A later proposal of this rank is a later step, and so is the decision then.
+        return self._step is not None and self._foretold >= self._step
 
     def stopped(self) -> None:
         """Record that this rank ends early with its work saved, on request or for another reason."""

@@ -12,17 +12,16 @@ reads the checkpoint for all ranks, so the hosts need no shared file system.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpiddp.checkpoints.directory import HashedFile
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
+from mpiddp.checkpoints.saved import Received, Saved
+from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
 from mpiddp.errors import UserError
 from mpiddp.paths import read_limited
 from mpiddp.train.config import TrainConfig, differences
@@ -41,38 +40,35 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The contents of a checkpoint, tensors on the CPU."""
+class Contents:
+    """The part of a checkpoint that all ranks share, tensors on the CPU."""
 
     progress: Progress
     model: dict[str, Tensor]
     trainer: dict[str, Any]  # the state_dicts of "optimizer" and "scaler"
-    ranks: list[dict[str, Any]]  # [world_size]
 
 
 def write_files(
-    folder: Path, progress: Progress, contents: Mapping[str, Any], config: TrainConfig, data: str
+    folder: Path, saved: Saved[Contents], config: TrainConfig, data: str
 ) -> dict[str, str]:
     """Write the files of a checkpoint and return their SHA-256, by name.
 
     Args:
-        contents: "model", "trainer" and "ranks", as in `Saved`; tensors on the CPU.
         data: the contents of the data set, see `Data`.
 
     Raises:
         OSError: a file cannot be written, for example because the disk is full.
     """
-    hashes = {}
-    for name in _TENSOR_FILES:
-        file = HashedFile(folder / f"{name}.pt")
-        torch.save(contents[name], file)  # type: ignore[arg-type]
-        hashes[f"{name}.pt"] = file.close()
-    state = {"progress": asdict(progress), "config": config.as_json(), "data": data}
+    common = saved.common
+    hashes = write_tensors(
+        folder, {"model": common.model, "trainer": common.trainer, "ranks": list(saved.ranks)}
+    )
+    state = {"progress": asdict(common.progress), "config": config.as_json(), "data": data}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     return hashes
 
 
-def read(folder: Path, config: TrainConfig, data: str) -> Saved:
+def read(folder: Path, config: TrainConfig, data: str) -> Saved[Contents]:
     """Read the contents of a verified checkpoint.
 
     Raises:
@@ -106,7 +102,8 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved:
             raise UserError(
                 f"{folder}: {name}.pt was not written by mpiddp train: it has other contents."
             )
-    return Saved(Progress(**state["progress"]), **contents)
+    ranks = contents.pop("ranks")
+    return Saved(Contents(Progress(**state["progress"]), **contents), ranks)
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -153,27 +150,6 @@ _IS_CONTENTS: dict[str, Callable[[object], bool]] = {
 }
 
 
-def broadcast(saved: Saved | None, holder: int) -> Saved | None:
-    """Send the checkpoint of rank `holder` to every rank. A collective: every rank must call it.
-
-    Of the states of single ranks, each rank gets its own alone: `ranks` then has one element. It is empty
-    if the checkpoint is of a job of another size.
-    """
-    world_size = dist.get_world_size()
-    box = [replace(saved, ranks=[]) if saved else None]
-    dist.broadcast_object_list(box, holder)
-    common = box[0]
-    if common is None:
-        return None
-    fits = [saved is not None and len(saved.ranks) == world_size]
-    dist.broadcast_object_list(fits, holder)
-    if not fits[0]:
-        return common
-    own: list[Any] = [None]
-    dist.scatter_object_list(own, saved.ranks if saved else None, holder)
-    return replace(common, ranks=own)
-
-
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load `state`, with the momentum in the memory layout of the parameters.
 
@@ -187,17 +163,14 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
             held["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
 
 
-def restore_rank(model: nn.Module, own: list[dict[str, Any]]) -> None:
+def restore_rank(model: nn.Module, received: Received[Contents], world_size: int) -> None:
     """Restore this rank's RNG and own BatchNorm statistics, if the job has as many ranks as before.
 
     A job of another size keeps the averaged statistics and the freshly seeded RNG.
-
-    Args:
-        own: this rank's state as the only element; empty if the job has another size.
     """
-    if not own:
+    state = received.own
+    if state is None or received.world_size != world_size:
         return
-    (state,) = own
     for buffer, saved in zip(model.buffers(), state["buffers"], strict=True):
         buffer.copy_(saved)
     torch.set_rng_state(state["cpu_rng"])

@@ -12,15 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpiddp.checkpoints import replicas
 from mpiddp.checkpoints.owner import RunOwner
+from mpiddp.checkpoints.records import Records
+from mpiddp.checkpoints.replicas import receive
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save_schedule import SaveSchedule
+from mpiddp.checkpoints.saved import Received, TensorGroup
+from mpiddp.checkpoints.search import Start, set_newer_aside
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.session import current, should_stop
 from mpiddp.train import checkpoint
-from mpiddp.train.checkpoint import Progress, Saved
+from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
@@ -29,8 +32,6 @@ from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.plan import Plan
-from mpiddp.train.records import Records
-from mpiddp.train.resume import Start, set_newer_aside
 from mpiddp.train.saver import Saver
 
 
@@ -42,7 +43,7 @@ class TrainInputs:
     plan: Plan
     data: Data
     model: nn.Module  # on the CPU, with fresh weights
-    start: Start  # what to resume from
+    start: Start[Contents]  # what to resume from
     coordinator: Coordinator
     writer_ranks: list[int]  # each writes for the hosts that share its file system
     device: torch.device
@@ -182,38 +183,35 @@ def _start(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
         The state with the bare model, the model under DDP, and how far the training has come.
     """
     config, start, device = inputs.config, inputs.start, inputs.device
-    saved = _receive_checkpoint(inputs)
+    received = _receive_checkpoint(inputs)
+    saved = received.common if received else None
     model = to_device(inputs.model, config, device)
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
     progress = saved.progress if saved else Progress()
-    set_newer_aside(start, progress.step, inputs.run, inputs.coordinator, inputs.writer_ranks)
+    with inputs.coordinator.all_or_none():
+        set_newer_aside(start, progress.step, inputs.run, inputs.coordinator, inputs.writer_ranks)
     if saved:
         model.load_state_dict(saved.model)
         checkpoint.restore_optimizer(optimizer, saved.trainer["optimizer"])
         scaler.load_state_dict(saved.trainer["scaler"])
     ddp = wrap(model, config, inputs.data.shape)
     torch.manual_seed(config.seed + 1 + inputs.coordinator.world.rank)
-    if saved:
-        checkpoint.restore_rank(model, saved.ranks)
+    if received:
+        checkpoint.restore_rank(model, received, inputs.coordinator.world.world_size)
     return TrainState(model, optimizer, scaler), ddp, progress
 
 
-def _receive_checkpoint(inputs: TrainInputs) -> Saved | None:
+def _receive_checkpoint(inputs: TrainInputs) -> Received[Contents] | None:
     """Send the checkpoint to resume from to every rank, and its files to the hosts that lack them.
 
     A collective: every rank must call it.
     """
-    start = inputs.start
-    receivers = [rank for rank in start.lacking if rank in inputs.writer_ranks]
-    if start.folder is not None and receivers:
-        replicas.send_missing_checkpoint(
-            start.folder,
-            start.holder,
-            receivers,
-            inputs.run,
-            inputs.coordinator,
-            inputs.device,
-            timeout_s=inputs.config.timeout,
-        )
-    return checkpoint.broadcast(start.saved, start.holder)
+    return receive(
+        inputs.start,
+        inputs.run,
+        inputs.writer_ranks,
+        inputs.coordinator,
+        TensorGroup(inputs.device),
+        timeout_s=inputs.config.timeout,
+    )

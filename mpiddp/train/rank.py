@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
 import time
-from collections.abc import Iterator
 
 import torch
 
-from mpiddp.checkpoints import replicas
-from mpiddp.checkpoints.owner import RunOwner, own
+from mpiddp.checkpoints.open_run import open_run
+from mpiddp.checkpoints.owner import RunOwner
+from mpiddp.checkpoints.records import save_json
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.paths import named_by, read_limited
-from mpiddp.protocol import RUN_ID
 from mpiddp.runtime.announcement import announce
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
@@ -40,7 +38,6 @@ from mpiddp.train.options import TrainOptions
 from mpiddp.train.plan import Plan, make_plan
 from mpiddp.train.rank_config import resolve_rank_config
 from mpiddp.train.rank_log import rank_log
-from mpiddp.train.records import save_json
 from mpiddp.train.restart import IMAGES_PER_PASS
 from mpiddp.world import World
 
@@ -78,7 +75,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             plan = make_plan(config, data, coordinator)
             model = build_model(config, data)
         start = resume.find(coordinator, config, data.contents, run)
-        writer_ranks, owner = _create_run_dir(run, config, coordinator)
+        writer_ranks, owner = _open_run(run, config, coordinator)
         if owner is not None:
             stack.callback(owner.release)
         _announce(config, plan, run)
@@ -136,35 +133,20 @@ def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
     )
 
 
-def _create_run_dir(
+def _open_run(
     run: RunDir, config: TrainConfig, coordinator: Coordinator
 ) -> tuple[list[int], RunOwner | None]:
-    """Create the run's folder on every host, and become its owner. All ranks must call this.
-
-    Returns:
-        The ranks that write into it, and on these ranks its ownership.
-    """
-    with coordinator.all_or_none(), _writing(run):
-        for folder in (run.logs, run.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
-    writer_ranks = replicas.find_writer_ranks(coordinator, run, timeout_s=config.timeout)
-    run_owner: RunOwner | None = None
-    with coordinator.all_or_none(), _writing(run):
-        if coordinator.world.rank in writer_ranks:
-            run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
-            run_owner = own(run, run_id, on_wait=lambda sentence: log.info(sentence))
-            save_json(run.config, config.as_json())
-            run.metrics.touch()
-    return writer_ranks, run_owner
-
-
-@contextlib.contextmanager
-def _writing(run: RunDir) -> Iterator[None]:
-    """Run a body that writes into the run's folder. Raises UserError if the folder is not writable."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(run, error) from None
+    """Open the run's folder, and write the configuration into it. All ranks must call this."""
+    with coordinator.all_or_none():
+        folders = (run.logs, run.checkpoints)
+        writer_ranks, owner = open_run(run, coordinator, folders=folders, timeout_s=config.timeout)
+    with coordinator.all_or_none():
+        if owner is not None:
+            try:
+                save_json(run.config, config.as_json())
+            except OSError as error:
+                raise unwritable(run, error) from None
+    return writer_ranks, owner
 
 
 def _headline(inputs: TrainInputs, backend: str) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from mpiddp.checkpoints.saved import Received
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group
 from mpiddp.train import checkpoint
@@ -168,7 +169,9 @@ def draws_after_restoring() -> bool:
     state = checkpoint.rank_state(model)
     expected = torch.rand(3)
     torch.manual_seed(99)
-    checkpoint.restore_rank(model, [state])
+    progress = checkpoint.Contents(checkpoint.Progress(), {}, {})
+    world_size = dist.get_world_size()
+    checkpoint.restore_rank(model, Received(progress, state, world_size), world_size)
     return all(all_gather(torch.equal(torch.rand(3), expected)))
 
 

@@ -32,6 +32,7 @@ from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.search import Start
 from mpiddp.errors import UserError
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Batch, Data
@@ -39,7 +40,6 @@ from mpiddp.train.engine import TrainState, autocast, build_model
 from mpiddp.train.loop import TrainInputs, train
 from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
 from mpiddp.train.plan import Plan
-from mpiddp.train.resume import Start
 from mpiddp.world import World
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Announcement:
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None
     max_ranks: int | None = None
+    run_dir: str = ""
 
 
 NOTHING_ANNOUNCED = Announcement()
@@ -80,8 +81,13 @@ class JobState:
                 self.error_files[rank] = facts["path"]
             case "announce":
                 self.announcement = Announcement(
-                    tuple(facts["resume_args"]), facts["global_batch_size"], facts["max_ranks"]
+                    tuple(facts["resume_args"]),
+                    facts["global_batch_size"],
+                    facts["max_ranks"],
+                    self.announcement.run_dir,
                 )
+            case "run_dir":
+                self.announcement = replace(self.announcement, run_dir=facts["path"])
             case "saving":
                 self._note_saving(message, is_saving=facts["active"])
             case "stopped":

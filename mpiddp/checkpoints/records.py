@@ -33,6 +33,11 @@ class Records:
         except OSError as error:
             self._warn(error)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether this process writes records."""
+        return self._path is not None
+
     def write(self, **values: Any) -> None:
         if self._path is None:
             return

@@ -1,0 +1,59 @@
+"""Create the folder of a run on every host, and become its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mpiddp.checkpoints.agreement import raised_by_all
+from mpiddp.checkpoints.owner import RunOwner, own
+from mpiddp.checkpoints.replicas import find_writer_ranks
+from mpiddp.checkpoints.run_dir import RunDir, unwritable
+from mpiddp.protocol import RUN_ID
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.log import log
+
+
+def open_run(
+    run: RunDir, coordinator: Coordinator, *, folders: Sequence[Path], timeout_s: float
+) -> tuple[list[int], RunOwner | None]:
+    """Create the run's folder on every host, and become its owner. All ranks must call this.
+
+    Args:
+        folders: those to create in it.
+
+    Returns:
+        The ranks that write into it, and on these ranks its ownership.
+
+    Raises:
+        UserError: the folder cannot be written, or another run owns it.
+        JobFailed: a disk has failed.
+    """
+    with raised_by_all(coordinator), _writing(run):
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+    writer_ranks = find_writer_ranks(coordinator, run, timeout_s=timeout_s)
+    owner: RunOwner | None = None
+    try:
+        with raised_by_all(coordinator), _writing(run):
+            if coordinator.world.rank in writer_ranks:
+                run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
+                owner = own(run, run_id, on_wait=lambda sentence: log.info(sentence))
+                run.metrics.touch()
+    except BaseException:
+        if owner is not None:
+            owner.release()
+        raise
+    return writer_ranks, owner
+
+
+@contextlib.contextmanager
+def _writing(run: RunDir) -> Iterator[None]:
+    """Run a body that writes into the run's folder. Raises UserError if the folder is not writable."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(run, error) from None

@@ -1,0 +1,46 @@
+"""The states of the random number generators of a process: Python's, numpy's, torch's on CPU and GPUs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+_NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
+
+
+def rng_states(local_rank: int) -> dict[str, Any]:
+    """The states as tensors, numbers and tuples. A GPU has one if this process uses GPUs."""
+    states: dict[str, Any] = {
+        "local_rank": local_rank,
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state(legacy=True)
+        if kind == _NUMPY_KIND:
+            states["numpy"] = (torch.from_numpy(keys.astype("int64")), *rest)
+    return states
+
+
+def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
+    """Restore the states of `rng_states`.
+
+    The GPU of the local rank gets the state of the one that the rank had before, perhaps with another
+    number.
+    """
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    saved_gpus = states.get("cuda", [])
+    for gpu in range(torch.cuda.device_count() if saved_gpus else 0):
+        saved = gpu - local_rank + states["local_rank"]
+        if 0 <= saved < len(saved_gpus):
+            torch.cuda.set_rng_state(saved_gpus[saved], gpu)
+    numpy = sys.modules.get("numpy")
+    if numpy and "numpy" in states:
+        keys, *rest = states["numpy"]
+        numpy.random.set_state((_NUMPY_KIND, keys.numpy().astype("uint32"), *rest))

@@ -1,0 +1,177 @@
+"""Save checkpoints beside the training: a step only copies its tensors; a thread writes them to the disk.
+
+At most one save is in flight. The next save waits for it, and there all ranks receive its result, so a
+save error needs no synchronization in any other step. A full disk never damages older checkpoints.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
+from mpiddp.checkpoints.owner import RunOwner
+from mpiddp.checkpoints.replicas import warn
+from mpiddp.checkpoints.saved import RankState, Saved, TensorGroup
+from mpiddp.checkpoints.snapshot import PinnedStaging
+from mpiddp.errors import JobFailed
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.log import log
+from mpiddp.runtime.session import saving
+
+# Writes the files of a checkpoint into a folder, and returns the SHA-256 of those that it has hashed.
+WriteFiles = Callable[[Path, Saved[Any]], Mapping[str, str]]
+
+
+class Saver:
+    """Saves the state of a training on the writer ranks. Every rank has a saver."""
+
+    def __init__(
+        self,
+        root: Path,
+        writer_ranks: list[int],
+        coordinator: Coordinator,
+        group: TensorGroup | None,
+        *,
+        keep: int,
+        must_succeed: bool,
+        timeout_s: float = PATIENCE_S,
+        owner: RunOwner | None = None,
+        expected: Iterable[Tensor] = (),
+    ) -> None:
+        """
+        Args:
+            root: the folder of checkpoints.
+            writer_ranks: the ranks that write there, rank 0 first.
+            group: gathers the states of the ranks; None if the job has one rank.
+            keep: number of valid checkpoints to keep.
+            must_succeed: whether a failed save ends the run; else it causes a warning.
+            owner: of the run's folder, on the writer ranks.
+            expected: tensors like those that will be saved, so that no step waits for memory.
+        """
+        self._root = root
+        self._owner = owner
+        self._keep = keep
+        self._must_succeed = must_succeed
+        self._timeout_s = max(timeout_s, PATIENCE_S)
+        self._num_saves = self._num_failed = 0
+        self.writer_ranks = writer_ranks
+        self._coordinator = coordinator
+        self._group = group
+        self._is_valid: dict[Path, bool] = {}  # checkpoints that this process hashed or wrote
+        self._pending: Future[str] | None = None
+        self.is_writer = coordinator.world.rank in writer_ranks
+        if self.is_writer:
+            self._memory = PinnedStaging(expected)
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def gather(self, own: RankState) -> list[Any]:
+        """Begin a save: wait for the previous one, and gather every rank's own state: [world_size].
+
+        A collective: every rank must call it. Only on the writer ranks is the result complete.
+
+        Raises:
+            JobFailed: the previous save has failed, and it had to succeed.
+        """
+        self._wait_for_save(must_succeed=self._must_succeed)
+        self._num_saves += 1
+        if self._group is None:
+            return [own]
+        states: list[Any] = [None] * self._coordinator.world.world_size
+        if self.writer_ranks == [0]:
+            dist.gather_object(own, states if self.is_writer else None, group=self._group.group)
+        else:
+            dist.all_gather_object(states, own, group=self._group.group)
+        return states
+
+    def start(self, step: int, common: Any, ranks: list[Any], write_files: WriteFiles) -> None:
+        """Copy the tensors of `common`, and write them in the thread. Only for writer ranks."""
+        saved = Saved(self._memory.copy(common), ranks)
+        self._pending = self._writer.submit(self._write, step, saved, write_files)
+
+    def finish(self) -> None:
+        """Wait for the last save. A collective: every rank must call it.
+
+        Raises:
+            JobFailed: the save has failed. This does not depend on `must_succeed`, because the last
+                checkpoint would be lost.
+        """
+        self._wait_for_save(must_succeed=True)
+        if self._num_failed:
+            log.warning(f"warning: {self._num_failed} of {self._num_saves} saves failed.")
+
+    def _wait_for_save(self, *, must_succeed: bool) -> None:
+        """Wait for the save in flight, and send its result to all ranks."""
+        problem = self._pending.result() if self._pending else ""
+        self._pending = None
+        problems = self._coordinator.all_gather_json(problem, timeout_s=self._timeout_s)
+        self._num_failed += any(problems)
+        if must_succeed and any(problems):
+            with raised_by_all(self._coordinator):
+                if problem:
+                    raise JobFailed(problem)
+        warn(self._coordinator, problems)
+
+    def _write(self, step: int, saved: Saved[Any], write_files: WriteFiles) -> str:
+        """Write the checkpoint and remove old ones, in the thread. Returns the error, or ""."""
+        with saving():
+            return self._write_and_prune(step, saved, write_files)
+
+    def _write_and_prune(self, step: int, saved: Saved[Any], write_files: WriteFiles) -> str:
+        self._memory.wait()
+        try:
+            if self._owner is not None:
+                self._owner.check()
+        except JobFailed as error:
+            return str(error)
+        try:
+            folder = directory.write(self._root, step, lambda folder: write_files(folder, saved))
+        except OSError as error:
+            return _save_error(error, self._root, step, _num_bytes([saved.common, *saved.ranks]))
+        self._is_valid[folder] = True
+        try:
+            directory.prune(self._root, self._keep, counts_as_kept=self._is_intact)
+        except OSError as error:  # the new checkpoint is complete anyway
+            log.warning(f"warning: {self._root}: cannot remove old checkpoints: {error.strerror}.")
+        return ""
+
+    def _is_intact(self, folder: Path) -> bool:
+        """Hash a checkpoint the first time; afterwards, and for those written here, compare sizes only."""
+        if folder not in self._is_valid:
+            self._is_valid[folder] = directory.is_valid(folder)
+        return self._is_valid[folder] and directory.is_whole(folder)
+
+
+def _save_error(error: OSError, root: Path, step: int, num_bytes: int) -> str:
+    """The error, and the newest checkpoint that remains."""
+    kept = [folder.name for folder in directory.list_steps(root)]
+    rest = f"{kept[-1]} is kept." if kept else "There is no older checkpoint."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(root).free
+        return (
+            f"no space left for a checkpoint in {root}: step {step} needs {_size(num_bytes)}, "
+            f"has {_size(free)}. {rest}"
+        )
+    return f"{root}: cannot write the checkpoint of step {step}: {error.strerror}. {rest}"
+
+
+def _num_bytes(nested: Any) -> int:
+    if isinstance(nested, Tensor):
+        return nested.numel() * nested.element_size()
+    if isinstance(nested, dict):
+        return sum(map(_num_bytes, nested.values()))
+    if isinstance(nested, (list, tuple)):
+        return sum(map(_num_bytes, nested))
+    return 0
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,342 @@
+"""`mpiddp.Checkpoints`: the checkpoints of `mpiddp train` for any script.
+
+    checkpoints = mpiddp.Checkpoints("runs/a", keep=2, every="10m")
+    if saved := checkpoints.resume():
+        saved.load_into(model=model, optimizer=optimizer)
+    for step in range(saved.step + 1 if saved else 1, 1001):
+        train_one_step()
+        if checkpoints.due(step):
+            checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+Its folder is a run's folder, with the same layout as that of `mpiddp train --out`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mpiddp.checkpoints import directory, script_files, search
+from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
+from mpiddp.checkpoints.open_run import open_run
+from mpiddp.checkpoints.owner import RunOwner
+from mpiddp.checkpoints.replicas import receive
+from mpiddp.checkpoints.rng import restore_rng_states, rng_states
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.save_schedule import SaveSchedule
+from mpiddp.checkpoints.saved import Saved, TensorGroup
+from mpiddp.checkpoints.saver import Saver
+from mpiddp.checkpoints.script_arguments import (
+    check_entries,
+    check_step,
+    checked_config,
+    checked_interval,
+    checked_keep,
+)
+from mpiddp.checkpoints.script_files import ScriptState
+from mpiddp.checkpoints.script_ranks import script_coordinator, tensor_group
+from mpiddp.checkpoints.script_run import ScriptRun
+from mpiddp.checkpoints.search import Source, Start
+from mpiddp.checkpoints.snapshot import PinnedStaging
+from mpiddp.errors import UserError
+from mpiddp.paths import named_by
+from mpiddp.protocol import RESTART_COUNT, RUN_DIR
+from mpiddp.runtime.session import current
+
+_MAX_REASON = 300  # characters of torch's list of tensors that do not fit
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTART_COUNT)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that a script resumes from. Tensors are on the CPU."""
+
+    step: int
+    state: dict[str, Any]  # as it was saved
+    per_rank: dict[str, Any] = field(default_factory=dict)  # of this rank; {} if it did not exist
+    world_size: int = 1  # of the job that saved it
+
+    def load_into(self, **objects: Any) -> None:
+        """Call `load_state_dict` of each object with the entry of the same name.
+
+            saved.load_into(model=model, optimizer=optimizer)
+
+        Raises:
+            UserError: the checkpoint has no such entry, or that of another model.
+        """
+        for name, target in objects.items():
+            if name not in self.state:
+                raise UserError(
+                    f"the checkpoint of step {self.step} has no {name!r}. "
+                    f"It has: {', '.join(map(repr, self.state))}."
+                )
+            try:
+                target.load_state_dict(self.state[name])
+            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+                reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+                raise UserError(
+                    f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
+                    "Build the same as before, or name another folder."
+                ) from None
+
+
+@dataclass(frozen=True)
+class _Open:
+    """The open folder of a run."""
+
+    saver: Saver
+    owner: RunOwner | None  # on the writer ranks
+
+
+class Checkpoints:
+    """Checkpoints of a script: written beside the training, verified when read, kept on every host.
+
+    Every rank creates one, at the same point of the script, and every rank makes the same calls of its
+    methods: a script without a launcher as well as one under mpiddp launch, mpirun, srun or torchrun.
+    The errors below are raised on all ranks.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        every: int | str | None = "10m",
+        config: Mapping[str, Any] | None = None,
+        on_save_error: Literal["warn", "stop"] = "warn",
+    ) -> None:
+        """
+        Args:
+            folder: of the run: it gets checkpoints/, metrics.jsonl, and owner.json while the run writes.
+            keep: number of valid checkpoints to keep.
+            every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
+                only before a stop.
+            config: settings that a resumed run may not change, as JSON.
+            on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            UserError: the variables of the launcher contradict each other.
+            JobFailed: the ranks do not join.
+        """
+        self._keep = checked_keep(keep)
+        self._interval = checked_interval(every)
+        self._config = checked_config(config)
+        if on_save_error not in ("warn", "stop"):
+            raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
+        self._must_succeed = on_save_error == "stop"
+        self._run = RunDir(Path(folder), option="")
+        self._coordinator = script_coordinator(self.close)
+        self._schedule: SaveSchedule | None = None
+        self._open: _Open | None = None
+        self._is_closed = False
+        self._step = -1  # the latest one that has been saved, or that the run resumes from
+        self._script_run = ScriptRun(self._run)
+        session = current()
+        session.run = session.run or self._script_run
+
+    def resume(self, path: str | os.PathLike[str] | None = None) -> Resumed | None:
+        """The newest valid checkpoint of any host, on all ranks; None if there is none yet.
+
+        Restores the states of Python's, numpy's and torch's random number generators on every rank that
+        existed when it was saved, so call it after the model is built. Hosts that lack the checkpoint
+        receive a copy. Call it once, before the first `save`.
+
+        Args:
+            path: a checkpoint, or a folder of a run, to start from instead. Of another run: only until
+                this run has a checkpoint of its own. Of this run: later checkpoints are renamed. A
+                restart ignores the path once this run has a checkpoint.
+
+        Raises:
+            UserError: no valid checkpoint there, or one of another script, program or config; another
+                run writes into the folder.
+            JobFailed: a disk has failed.
+        """
+        if self._open is not None:
+            raise RuntimeError("resume() must be called once, before the first save().")
+        with raised_by_all(self._coordinator):
+            group = tensor_group(self._coordinator)
+        self._wait_for_folder()
+        self._refuse_foreign_folder()
+        start = search.find(self._coordinator, self._run, self._source(path), self._read, _describe)
+        saver = self._open_folder(group, start)
+        received = receive(
+            start, self._run, saver.writer_ranks, self._coordinator, group, timeout_s=PATIENCE_S
+        )
+        step = received.common.step if received else 0
+        search.set_newer_aside(start, step, self._run, self._coordinator, saver.writer_ranks)
+        self._script_run.start(step, is_writer=saver.is_writer)
+        if received is None:
+            return None
+        self._step = step
+        current().stop.count_from(step)
+        own = received.own or {"rng": {}, "state": {}}
+        with raised_by_all(self._coordinator):
+            self._restore_rng(own["rng"])
+        return Resumed(step, received.common.state, own["state"], received.world_size)
+
+    def _restore_rng(self, states: dict[str, Any]) -> None:
+        try:
+            if states:  # this rank existed
+                restore_rng_states(states, self._coordinator.world.local_rank)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"the checkpoint was not written by {script_files.WRITTEN_BY}: the states of its random "
+                f"number generators cannot be restored ({type(error).__name__})."
+            ) from None
+
+    def due(self, step: int) -> bool:
+        """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
+
+        Every rank must call this after every step, before or after `mpiddp.should_stop()`. All ranks get
+        the same answer. A call takes microseconds.
+        """
+        check_step(step)
+        if self._schedule is None:
+            self._schedule = SaveSchedule(
+                self._interval, self._coordinator, step - 1, timeout_s=PATIENCE_S
+            )
+        is_due = self._schedule.is_due(step, ends_epoch=False)
+        return current().stop.stops_next() or is_due
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, per_rank: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
+
+        A save waits for the previous one. At the end of the script, the last one is waited for: if it
+        fails, the process ends with exit code 1. A step that is saved already is left as it is.
+
+        Args:
+            step: grows from save to save.
+            state: what all ranks have in common, by name: tensors, numbers, strings, None, lists and
+                dicts of these. Of the ranks that share a file system, the lowest one's is saved.
+            per_rank: the same of this rank alone, such as its position in its data. Random number
+                generators are saved anyway.
+
+        Raises:
+            TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
+            ValueError: the step is earlier than the newest checkpoint.
+            UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
+            JobFailed: the previous save has failed, and `on_save_error` is "stop"; or another run has
+                taken the folder.
+        """
+        check_step(step)
+        check_entries("state", state)
+        check_entries("per_rank", per_rank or {})
+        if self._is_closed:
+            raise RuntimeError("save() was called after close().")
+        if self._open is None:
+            self._open_new_folder()
+        assert self._open is not None
+        if step < self._step:
+            raise ValueError(
+                f"step {step} is earlier than step {self._step}, which {self._run} has already. "
+                "Continue to count from the step that resume() returns."
+            )
+        if step == self._step:
+            return
+        saver = self._open.saver
+        own = PinnedStaging()  # a copy of its own for each save: the ranks' states are small
+        copied = own.copy(dict(per_rank or {}))
+        own.wait()
+        world = self._coordinator.world
+        ranks = saver.gather({"rng": rng_states(world.local_rank), "state": copied})
+        self._step = step
+        if saver.is_writer:
+            saver.start(step, {"step": step, "state": dict(state)}, ranks, self._write_files)
+
+    def close(self) -> None:
+        """Wait for the last save, and give the folder up. A collective: every rank must call it.
+
+        The end of a successful script calls it.
+
+        Raises:
+            JobFailed: the last save has failed.
+        """
+        opened, self._open, self._is_closed = self._open, None, True
+        if opened is None:
+            return
+        try:
+            opened.saver.finish()
+        finally:
+            if opened.owner is not None:
+                opened.owner.release()
+
+    def _open_new_folder(self) -> None:
+        """Open the folder for a script that has not called `resume`."""
+        with raised_by_all(self._coordinator):
+            group = tensor_group(self._coordinator)
+        self._refuse_foreign_folder()
+        with raised_by_all(self._coordinator), named_by(""):
+            if found := directory.list_steps(self._run.checkpoints):
+                raise UserError(
+                    f"{self._run} has {found[-1].name} of an earlier run. "
+                    "Call resume() before the first save(), or name another folder."
+                )
+        saver = self._open_folder(group, Start())
+        self._script_run.start(0, is_writer=saver.is_writer)
+
+    def _open_folder(self, group: TensorGroup | None, start: Start[ScriptState]) -> Saver:
+        run = self._run
+        writer_ranks, owner = open_run(
+            run, self._coordinator, folders=(run.checkpoints,), timeout_s=PATIENCE_S
+        )
+        saver = Saver(
+            run.checkpoints,
+            writer_ranks,
+            self._coordinator,
+            group,
+            keep=self._keep,
+            must_succeed=self._must_succeed,
+            owner=owner,
+        )
+        self._open = _Open(saver, owner)
+        current().send("run_dir", path=self._path)
+        if owner is not None:
+            atexit.register(owner.release)  # after an error too; the thread has ended its save then
+        return saver
+
+    def _wait_for_folder(self) -> None:
+        """In a restart, wait for the file system of the folder that an earlier attempt has created."""
+        if os.environ.get(RUN_DIR) == self._path:
+            search.wait_for_run(
+                self._run, self._run.checkpoints, self._coordinator, timeout_s=PATIENCE_S
+            )
+
+    @property
+    def _path(self) -> str:
+        return str(self._run.path.absolute())
+
+    def _refuse_foreign_folder(self) -> None:
+        """Refuse a folder with files that this class has not written. All ranks must call this."""
+        run = self._run
+        with raised_by_all(self._coordinator), named_by(""):
+            if run.config.exists():
+                raise UserError(f"{run} is the folder of mpiddp train. Name another folder.")
+            if run.metrics.exists() and not run.checkpoints.exists():
+                raise UserError(
+                    f"{run} has a {run.metrics.name} of another program. Name another folder."
+                )
+
+    def _source(self, path: str | os.PathLike[str] | None) -> Source:
+        if path is None:
+            return Source()
+        is_restart = any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
+        is_own = Path(path).resolve().parent == self._run.checkpoints.resolve()
+        return Source(path=Path(path), prefers_own=is_restart or not is_own)
+
+    def _read(self, folder: Path) -> Saved[ScriptState]:
+        return script_files.read(folder, self._config)
+
+    def _write_files(self, folder: Path, saved: Saved[dict[str, Any]]) -> dict[str, str]:
+        common = ScriptState(**saved.common)
+        return script_files.write_files(folder, Saved(common, saved.ranks), self._config)
+
+
+def _describe(found: ScriptState) -> str:
+    return f"step {found.step}"

@@ -1,0 +1,105 @@
+"""The files of a script's checkpoint.
+
+state.pt     the state that the script has saved
+ranks.pt     each rank's RNG states, and what the script saves for each rank
+state.json   the step, the number of ranks, and the script's configuration
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpiddp.checkpoints.saved import Saved
+from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
+from mpiddp.errors import UserError
+from mpiddp.paths import read_limited
+
+WRITTEN_BY = "mpiddp.Checkpoints"
+_MAX_STATE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class ScriptState:
+    """The part of a checkpoint that all ranks share, tensors on the CPU."""
+
+    step: int
+    state: dict[str, Any]
+
+
+def write_files(
+    folder: Path, saved: Saved[ScriptState], config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Write the files of a checkpoint and return the SHA-256 of the large ones, by name.
+
+    Raises:
+        OSError: a file cannot be written, for example because the disk is full.
+    """
+    hashes = write_tensors(folder, {"state": saved.common.state, "ranks": list(saved.ranks)})
+    facts = {
+        "written_by": WRITTEN_BY,
+        "step": saved.common.step,
+        "world_size": len(saved.ranks),
+        "config": config,
+    }
+    (folder / "state.json").write_text(json.dumps(facts, indent=1))
+    return hashes
+
+
+def read(folder: Path, config: Mapping[str, Any]) -> Saved[ScriptState]:
+    """Read the contents of a verified checkpoint.
+
+    Raises:
+        UserError: another program has written it, or it was made with another configuration.
+    """
+    facts = _read_facts(folder)
+    saved_config = facts["config"]
+    names = sorted(saved_config.keys() | config.keys())
+    different = [
+        f"{name} {saved_config.get(name)!r}, now {config.get(name)!r}"
+        for name in names
+        if saved_config.get(name) != config.get(name)
+    ]
+    if different:
+        raise UserError(
+            f"{folder} was made with another config: {'; '.join(different)}. "
+            "Use the same config, or name another folder."
+        )
+    state, ranks = (_load(folder, name) for name in ("state", "ranks"))
+    fits = isinstance(state, dict) and isinstance(ranks, list) and all(map(_is_rank, ranks))
+    if not fits:
+        raise UserError(f"{folder} was not written by {WRITTEN_BY}: it has other contents.")
+    return Saved(ScriptState(facts["step"], state), ranks)
+
+
+def _is_rank(contents: object) -> bool:
+    return isinstance(contents, dict) and all(
+        isinstance(contents.get(name), dict) for name in ("rng", "state")
+    )
+
+
+def _load(folder: Path, name: str) -> Any:
+    try:
+        return load_tensors(folder / f"{name}.pt")
+    except OSError as error:
+        raise UserError(f"{folder}: {name}.pt cannot be read ({error.strerror}).") from None
+    except Unreadable as error:
+        raise UserError(f"{folder}: {name}.pt was not written by {WRITTEN_BY}: {error}.") from None
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    """The contents of state.json. Raises UserError if another program wrote it."""
+    writer = ""
+    try:
+        facts: dict[str, Any] = json.loads(read_limited(folder / "state.json", _MAX_STATE_BYTES))
+        is_ours = facts.get("written_by") == WRITTEN_BY and isinstance(facts["config"], dict)
+        if is_ours and type(facts["step"]) is int and 0 <= facts["step"] < 1 << 53:
+            return facts
+        writer = "mpiddp train" if "progress" in facts else ""
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    reason = f"{writer} wrote it" if writer else "its state.json is missing or foreign"
+    raise UserError(f"{folder} is not a checkpoint of {WRITTEN_BY}: {reason}. Name another folder.")
