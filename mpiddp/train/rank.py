@@ -26,6 +26,7 @@ from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
 from mpiddp.runtime.process_group import default_group
+from mpiddp.runtime.rank_output import RankOutput
 from mpiddp.runtime.session import Session
 from mpiddp.runtime.stop_signals import listen_when_alone
 from mpiddp.text import counted
@@ -78,7 +79,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             plan = make_plan(config, data, coordinator)
             model = build_model(config, data)
         start = resume.find(coordinator, config, data.contents, run)
-        writer_ranks, owner = _create_run_dir(run, config, coordinator)
+        writer_ranks, owner = _create_run_dir(run, config, coordinator, session.output)
         if owner is not None:
             stack.callback(owner.release)
         _announce(config, plan, run)
@@ -137,9 +138,12 @@ def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
 
 
 def _create_run_dir(
-    run: RunDir, config: TrainConfig, coordinator: Coordinator
+    run: RunDir, config: TrainConfig, coordinator: Coordinator, output: RankOutput | None
 ) -> tuple[list[int], RunOwner | None]:
     """Create the run's folder on every host, and become its owner. All ranks must call this.
+
+    Args:
+        output: what this rank prints, which the folder gets too unless the user named another.
 
     Returns:
         The ranks that write into it, and on these ranks its ownership.
@@ -155,6 +159,8 @@ def _create_run_dir(
             run_owner = own(run, run_id, on_wait=lambda sentence: log.info(sentence))
             save_json(run.config, config.as_json())
             run.metrics.touch()
+        if output is not None and output.log_dir is None:
+            output.log_to(run.logs)
     return writer_ranks, run_owner
 
 

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpiddp.launch import log
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.launch.supervise.mpirun_process import ORPHANS_S, MpirunProcess
-from mpiddp.launch.supervise.output import OutputCopy
+from mpiddp.launch.supervise.output import Outputs, Shown
 from mpiddp.launch.supervise.signals import STOP_SIGNALS, SignalQueue, with_child_exits
 from mpiddp.protocol import CONFIRM_EVERY
 
@@ -27,6 +26,8 @@ EXIT_S = 10.0  # mpirun to end once no rank is left
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 END_S = 2.0  # ranks to end after an "end" message
 SILENCE_S = 1.0  # a host to acknowledge a message
+LAST_OUTPUT_S = 5.0  # the ranks' output processes to send something, once the ranks have ended
+KILLED_OUTPUT_S = 0.5  # the same after a second signal
 
 LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 
@@ -72,7 +73,9 @@ class Supervisor:
         state: JobState,
         limits: Limits,
         clock: AwakeClock,
+        shown: Shown | None = None,
     ) -> None:
+        self._shown = shown or Shown()
         self._selector = selector
         self._server = server
         self._state = state
@@ -107,8 +110,10 @@ class Supervisor:
         """
         with with_child_exits(signals):
             self._selector.register(signals, selectors.EVENT_READ, signals)
-            outputs = (OutputCopy(1), OutputCopy(2))
-            self._mpirun = MpirunProcess(argv, env, outputs, stop_signal)
+            self._outputs = Outputs(
+                self._shown, self._state.world_size, has_connections=self._server is not None
+            )
+            self._mpirun = MpirunProcess(argv, env, self._outputs.copies, stop_signal)
             if self._limits.stop_after_s is not None:
                 self._stop_after_at = time.monotonic() + self._limits.stop_after_s
             if self._limits.start_timeout_s is not None and self._server is not None:
@@ -120,8 +125,10 @@ class Supervisor:
             self._receive_last_messages(signals)
             if left := self._mpirun.end_orphans(0.0 if self._stops > 1 else ORPHANS_S):
                 processes = ", ".join(map(str, left))
-                log.info(f"processes {processes} cannot be killed: they are blocked in the kernel.")
-            self._finish_output(outputs, signals)
+                self._log(
+                    f"processes {processes} cannot be killed: they are blocked in the kernel."
+                )
+            self._finish_output(signals)
             self._selector.unregister(signals)
         code = self._mpirun.code
         assert code is not None
@@ -135,13 +142,40 @@ class Supervisor:
             was_ended=self._is_ending or self._stops > 1,
         )
 
-    def _finish_output(self, outputs: tuple[OutputCopy, ...], signals: SignalQueue) -> None:
+    def _finish_output(self, signals: SignalQueue) -> None:
         """Copy the rest of the output. A second signal ends the wait for a terminal that is stopped."""
         self._agenda.clear()
-        for output in outputs:
-            output.finish()
-        while self._stops < 2 and not all(output.is_finished(0.05) for output in outputs):
+        began_at = time.monotonic()
+        while late := self._late_outputs():
+            if self._outputs.idle_s > LAST_OUTPUT_S:
+                self._log(f"the last output of {late} has not arrived; it may be missing here.")
+                break
+            if self._stops > 1 and time.monotonic() > began_at + KILLED_OUTPUT_S:
+                break
+            self._wait(signals, 0.02)
+        self._mpirun.kill_output_processes()
+        self._outputs.finish()
+        while not self._outputs.is_finished(0.05) and self._stops < 2:
             self._wait(signals, 0.05)
+
+    def _late_outputs(self) -> str:
+        """The ranks whose output has not ended, "" if there are none.
+
+        That of a silent host and of a rank that does not end is not waited for.
+        """
+        silent = self._state.silent_hosts()
+        stuck = self._server.connected if self._server is not None else set()
+        ranks = [
+            rank
+            for rank in self._outputs.open_ranks
+            if rank not in stuck and self._state.hosts[rank] not in silent
+        ]
+        if ranks or not self._mpirun.has_output_processes:
+            return self._state.names(ranks)
+        return "some rank"
+
+    def _log(self, sentence: str) -> None:
+        self._outputs.log(sentence)
 
     def _in(self, seconds: float, action: Callable[[], None]) -> None:
         self._agenda.append((self._clock.now() + seconds, action))
@@ -187,6 +221,9 @@ class Supervisor:
             self._mpirun.kill_all()
 
     def _on_message(self, message: Message) -> None:
+        if message.kind == "output":
+            self._outputs.add(rank=message.rank, **message.facts)
+            return
         self._state.note(message)
         if message.kind == "started" and self._stops and self._server is not None:
             self._server.send(message.rank, "stop")
@@ -226,7 +263,7 @@ class Supervisor:
         self._stopping_since = self._clock.now()
         self._in(self._limits.grace_s, self._check_grace)
         if self._state.supports_stop:
-            log.info(
+            self._log(
                 f"{reason}: the ranks are saving and stopping; another signal kills them at once."
             )
 
@@ -241,7 +278,7 @@ class Supervisor:
         if saving and since_stop < save_grace_s:
             if not self._says_saving:
                 self._says_saving = True
-                log.info(
+                self._log(
                     f"{self._state.names(saving)} {'is' if len(saving) == 1 else 'are'} still saving; "
                     f"waiting for at most {save_grace_s:g} s (--save-grace)."
                 )
@@ -322,7 +359,7 @@ class Supervisor:
         from mpiddp.launch.supervise.hang_report import hang_sentences
 
         for sentence in hang_sentences(self._state, self._limits.hang_timeout_s or 0.0):
-            log.info(sentence)
+            self._log(sentence)
         self._end("the job hung and was stopped.")
 
     def _check_for_missing_ranks(self, timeout_s: float) -> None:
