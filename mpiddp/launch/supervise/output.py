@@ -53,7 +53,7 @@ class Outputs:
             for stream in STREAMS
         }
         groups = [(1, 2)] if _lead_to_one_place() else [(1,), (2,)]
-        screens = {}
+        screens: dict[int, Screen] = {}
         for group in groups:
             count = len(set().union(*(ranks[stream] for stream in group)))
             is_shared = has_connections and count > 1
