@@ -173,6 +173,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
     add.add_argument(
         "--log-dir",
+        type=_folder,
         metavar="DIR",
         help="write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its host",
     )
@@ -204,6 +205,12 @@ def _ranks(text: str) -> str:
 def _prefix(text: str) -> str:
     if text not in ("auto", "always", "never"):
         raise UserError(f"--prefix {shown(text)}: expected auto, always or never.")
+    return text
+
+
+def _folder(text: str) -> str:
+    if not text:
+        raise UserError('--log-dir "": expected a folder.')
     return text
 
 

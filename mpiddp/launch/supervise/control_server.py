@@ -36,7 +36,8 @@ from mpiddp.protocol import (
 )
 
 PROOF_TIMEOUT_S = 10.0
-STRANGERS = 64  # connections without a proof, beyond one for each rank
+PER_RANK = 3  # connections: its messages and its two streams
+STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
@@ -88,7 +89,7 @@ class ControlServer:
         self.world_size = world_size
         self._selector = selector
         self._secret = os.urandom(16).hex()
-        allow_open(4 * world_size + OPEN_BESIDES)  # a rank, its two streams, a stranger
+        allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
         self._folder: Path | None = None
         if address is None:
             self._folder = _private_folder()
@@ -203,7 +204,8 @@ class ControlServer:
             oldest = next(iter(self._strangers))
             is_late = now - oldest.since > PROOF_TIMEOUT_S
             # A rank answers at once, so the oldest is none. A rank that is dropped all the same comes again.
-            if not is_late and len(self._strangers) < self.world_size + STRANGERS:
+            most = PER_RANK * self.world_size + STRANGERS
+            if not is_late and len(self._strangers) < most:
                 break
             self._drop(oldest)
         connection.setblocking(False)

@@ -153,7 +153,8 @@ class Supervisor:
             if self._stops > 1 and time.monotonic() > began_at + KILLED_OUTPUT_S:
                 break
             self._wait(signals, 0.02)
-        self._mpirun.kill_output_processes()
+        if late:
+            self._mpirun.kill_output_processes()
         self._outputs.finish()
         while not self._outputs.is_finished(0.05) and self._stops < 2:
             self._wait(signals, 0.05)
