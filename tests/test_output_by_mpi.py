@@ -26,15 +26,20 @@ MPIS = ("openmpi5", *PACKAGES)
 SHOWN = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}  # the defaults, which other tests leave
 PARTS, LAST_WORDS = 40, 2000
 
-# Each rank writes lines in three parts; the last rank then writes many lines, and is killed.
+# Each rank writes lines in three parts. The last rank then writes many lines, and is killed.
 PRINTS = f"""
-import os, signal, time
-rank = int(os.environ["RANK"])
+import os, signal, sys, time
+from pathlib import Path
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+done = Path(sys.argv[1])  # a folder that all ranks share
 for number in range({PARTS}):
     for part in (f"<{{rank}} ", f"{{number}} ", f"{{rank}} {{number}}>\\n"):
         os.write(1 + number % 2, part.encode())
         time.sleep(0.002)
-if rank == int(os.environ["WORLD_SIZE"]) - 1:
+(done / str(rank)).touch()
+while rank == world_size - 1 and len(list(done.iterdir())) < world_size:
+    time.sleep(0.01)
+if rank == world_size - 1:
     for number in range({LAST_WORDS}):
         os.write(1 + number % 2, f"last words {{number}}\\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
@@ -61,7 +66,8 @@ def test_lines_are_whole_and_a_killed_rank_loses_none(mpi: str, tmp_path: Path) 
     logs = tmp_path / "logs"
     options = ["--mpirun", mpirun_of(mpi), "--log-ranks", "all", "--log-dir", str(logs)]
     where = ["-H", "localhost:3", "--prefix", "always"]
-    done = launch(*options, *where, script(tmp_path, PRINTS))
+    (tmp_path / "done").mkdir()
+    done = launch(*options, *where, script(tmp_path, PRINTS), str(tmp_path / "done"))
     assert done.returncode == 1, done.stderr
     check(done.stdout, done.stderr, [os.uname().nodename] * 3)
     assert re.search("^mpiddp: rank 2 on .*", done.stderr, re.MULTILINE)
@@ -122,13 +128,19 @@ def hosts() -> Iterator[Cluster]:
         yield standing
 
 
+def new_folder(hosts: Cluster, name: str) -> str:
+    folder = hosts.shared / f"done-{name}"
+    folder.mkdir()
+    return str(folder)
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 def test_over_hosts_each_host_has_the_files_of_its_ranks(hosts: Cluster, mpi: str) -> None:
     path = hosts.shared / "prints.py"
     path.write_text(PRINTS)
     logs = Path("/run/tmp") / f"logs-{mpi}"  # private to each host
     command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "-H", "node1:2,node0:1"]
-    command += ["--prefix", "auto", "--log-dir", str(logs), str(path)]
+    command += ["--prefix", "auto", "--log-dir", str(logs), str(path), new_folder(hosts, mpi)]
     done = hosts["node0"].run(command, cwd=ROOT)
     assert done.returncode == 1, done.stderr
     check(done.stdout, done.stderr, ["node1", "node1", "node0"])
@@ -163,7 +175,8 @@ def batch(hosts: Cluster) -> Iterator[Slurm]:
 def test_lines_are_whole_under_srun(batch: Slurm) -> None:
     path = batch.cluster.shared / "prints.py"
     path.write_text(PRINTS)
-    command = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "always", str(path)]
+    job = [str(path), new_folder(batch.cluster, "srun")]
+    command = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "always", *job]
     text = f"#!/bin/sh\n{shlex.join(command)} 2> {batch.cluster.shared}/stderr\n"
     done = batch.sbatch(text, "-N2", "--ntasks-per-node=1", cwd=ROOT)
     check(done.stdout, (batch.cluster.shared / "stderr").read_text(), ["node0", "node1"])

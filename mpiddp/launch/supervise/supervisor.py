@@ -158,6 +158,7 @@ class Supervisor:
         self._outputs.finish()
         while not self._outputs.is_finished(0.05) and self._stops < 2:
             self._wait(signals, 0.05)
+        self._mpirun.reap_adopted()
 
     def _late_outputs(self) -> str:
         """The ranks whose output has not ended, "" if there are none.
