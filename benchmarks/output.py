@@ -25,6 +25,7 @@ from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import counts
 from mpiddp.bench.report import markdown
+from mpiddp.launch.starters.detect import with_own_folder
 from mpiddp.protocol import OUTPUT_PROCESS
 from tests.ranks import clean_env
 
@@ -68,7 +69,7 @@ def _count_parts(starter: str) -> dict[str, int]:
     tagged = [mpirun, *as_root, *many, *TAGS[starter], sys.executable, *job]
     counted = {}
     for name, command in (("tagged", tagged), ("launch", _launch(PARTS_RANKS, mpirun, *job))):
-        env = clean_env({"MPIDDP_PREFIX": "always"})
+        env = with_own_folder(Path(mpirun), clean_env({"MPIDDP_PREFIX": "always"}))
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True)
         counted[name] = len(_whole_lines(done.stdout.split(b"\n")))
         note(f"output, {starter}, {name}: {counted[name]} of {PARTS_RANKS * PARTS_LINES} lines")
