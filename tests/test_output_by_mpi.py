@@ -122,6 +122,32 @@ def test_a_log_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
     assert done.stderr == f"--log-dir {folder}: Not a directory.\n"
 
 
+# Stops this rank's own output process, which has the rank's environment.
+STOPS_ITS_OUTPUT = """
+import os, signal
+from pathlib import Path
+job = f"MPIDDP_JOB={os.environ['MPIDDP_JOB']}".encode()
+for comm in Path("/proc").glob("[0-9]*/comm"):
+    try:
+        is_own = job in (comm.parent / "environ").read_bytes()
+        if is_own and comm.read_text() == "mpiddp-output\\n":
+            os.kill(int(comm.parent.name), signal.SIGSTOP)
+    except OSError:
+        pass
+print("never shown")
+"""
+
+
+def test_an_output_process_that_hangs_delays_the_end_for_seconds_only(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:1", script(tmp_path, STOPS_ITS_OUTPUT))
+    assert done.returncode == 0, done.stderr
+    host = os.uname().nodename
+    assert done.stderr == (
+        f"mpiddp: the last output of rank 0 on {host} has not arrived; it may be missing here.\n"
+    )
+    assert output_processes() == []
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Cluster]:
     with cluster.up_or_skip(2) as standing:

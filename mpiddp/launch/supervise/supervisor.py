@@ -8,12 +8,13 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.launch.supervise.last_output import receive_last_output
 from mpiddp.launch.supervise.mpirun_process import ORPHANS_S, MpirunProcess
 from mpiddp.launch.supervise.output import Outputs, Shown
 from mpiddp.launch.supervise.signals import STOP_SIGNALS, SignalQueue, with_child_exits
@@ -26,8 +27,6 @@ EXIT_S = 10.0  # mpirun to end once no rank is left
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 END_S = 2.0  # ranks to end after an "end" message
 SILENCE_S = 1.0  # a host to acknowledge a message
-LAST_OUTPUT_S = 5.0  # the ranks' output processes to send something, once the ranks have ended
-KILLED_OUTPUT_S = 0.5  # the same after a second signal
 
 LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 
@@ -145,36 +144,24 @@ class Supervisor:
     def _finish_output(self, signals: SignalQueue) -> None:
         """Copy the rest of the output. A second signal ends the wait for a terminal that is stopped."""
         self._agenda.clear()
-        began_at = time.monotonic()
-        while late := self._late_outputs():
-            if self._outputs.idle_s > LAST_OUTPUT_S:
-                self._log(f"the last output of {late} has not arrived; it may be missing here.")
-                break
-            if self._stops > 1 and time.monotonic() > began_at + KILLED_OUTPUT_S:
-                break
-            self._wait(signals, 0.02)
-        if late:
-            self._mpirun.kill_output_processes()
-        self._outputs.finish()
-        while not self._outputs.is_finished(0.05) and self._stops < 2:
-            self._wait(signals, 0.05)
+        receive_last_output(
+            self._outputs,
+            self._mpirun,
+            self._awaited,
+            wait=lambda seconds: self._wait(signals, seconds),
+            is_killed=lambda: self._stops > 1,
+        )
         self._mpirun.reap_adopted()
 
-    def _late_outputs(self) -> str:
-        """The ranks whose output has not ended, "" if there are none.
+    def _awaited(self, ranks: Collection[int]) -> str:
+        """Those of the ranks whose output may still come, "" if there are none.
 
-        That of a silent host and of a rank that does not end is not waited for.
+        That of a silent host, and of a rank that does not end, is not waited for.
         """
         silent = self._state.silent_hosts()
         stuck = self._server.connected if self._server is not None else set()
-        ranks = [
-            rank
-            for rank in self._outputs.open_ranks
-            if rank not in stuck and self._state.hosts[rank] not in silent
-        ]
-        if ranks or not self._mpirun.has_output_processes:
-            return self._state.names(ranks)
-        return "some rank"
+        hosts = self._state.hosts
+        return self._state.names([r for r in ranks if r not in stuck and hosts[r] not in silent])
 
     def _log(self, sentence: str) -> None:
         self._outputs.log(sentence)
