@@ -1,6 +1,7 @@
-"""The protocol of the control channel between a rank and its launcher: JSON lines over a socket.
+"""The protocol between a rank and its launcher: the control channel, and the connections of the output.
 
-TCP connects several hosts. On one host it is a Unix socket in a folder that only its user can open.
+TCP connects several hosts. On one host it is a Unix socket in a folder that only its user can open. The
+control channel carries JSON lines:
 
     launcher -> rank   challenge, received (a hello, or progress), stop, stacks, end; one urgent byte
     rank -> launcher   hello, started, joining, log, error_file, announce, run_dir, supports_stop, progress,
@@ -9,6 +10,9 @@ TCP connects several hosts. On one host it is a Unix socket in a folder that onl
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
 an earlier attempt's announcement to a restart, see `mpiddp.runtime.announcement`.
+
+Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
+place of "hello". After "received", the rank's output process sends frames, see `FRAME`.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `proof`
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +36,8 @@ ANNOUNCED, RUN_DIR = "MPIDDP_ANNOUNCED", "MPIDDP_RUN_DIR"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
 MAX_RESTARTS = "MPIDDP_MAX_RESTARTS"
-
+OUTPUT, LOG_DIR = "MPIDDP_OUTPUT", "MPIDDP_LOG_DIR"
+LOG_RANKS, PREFIX = "MPIDDP_LOG_RANKS", "MPIDDP_PREFIX"
 
 MAX_TIMEOUT_S = 100_000_000  # 3 years; MPIDDP_TIMEOUT is below
 
@@ -133,6 +139,25 @@ VARIABLES = (
         "`--max-restarts`; scripts find it in TORCHELASTIC_MAX_RESTARTS",
     ),
     Variable(
+        LOG_RANKS,
+        "the user",
+        "`launch`",
+        "the default of `--log-ranks`: the ranks whose output the launcher shows",
+    ),
+    Variable(PREFIX, "the user", "`launch`", "the default of `--prefix`: auto, always or never"),
+    Variable(
+        OUTPUT,
+        "`launch`",
+        "every rank, which removes it",
+        "the ranks whose output the launcher shows; a rank then reads its own stdout and stderr",
+    ),
+    Variable(
+        LOG_DIR,
+        "the user, or `launch --log-dir`",
+        "every rank under `launch`",
+        "the folder of rank_00003.out and rank_00003.err, all that rank 3 printed",
+    ),
+    Variable(
         JOB,
         "`launch`",
         "`launch`",
@@ -158,6 +183,16 @@ URGENT = b"!"  # no message of a launcher contains it
 CONFIRM_EVERY, UNCONFIRMED_LIMIT = 60, 240
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
+
+# A frame of a rank's output: the number of bytes that follow. They end with a whole line, or they are all
+# that there is of a line that has been open for OPEN_S, or a part of a line longer than LONGEST_LINE.
+FRAME = struct.Struct("!I")
+OPEN_S = 0.2
+LONGEST_LINE = 2 << 20  # bytes
+
+STREAMS = {1: "stdout", 2: "stderr"}
+OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
+DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job
 UNIX = "unix:"  # prefix of an address that is a path
@@ -201,6 +236,15 @@ def proof(secret: str, challenge: str, rank: int) -> str:
     return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
 
 
+def is_shown(selection: str, rank: int, stream: int) -> bool:
+    """Whether the launcher shows this stream of a rank: by "default", "all", "none", or ranks, "0,5"."""
+    if selection == DEFAULT_RANKS:
+        return rank == 0 or stream == 2
+    if selection in ("all", "none"):
+        return selection == "all"
+    return str(rank) in selection.split(",")
+
+
 def is_argument(text: str) -> bool:
     """Whether a program can get `text` as an argument."""
     try:
@@ -225,11 +269,15 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
     return True
 
 
-def notice_silence(connection: socket.socket) -> None:
+def notice_silence(connection: socket.socket, *, is_read_slowly: bool = False) -> None:
     """Make the kernel end the connection 12 s after the other host stops answering.
 
     The protocol has no heartbeat: a rank that imports torch, or computes, could not send one. Both ends of
     a Unix socket are on one host.
+
+    Args:
+        is_read_slowly: the other end may read nothing for long, which is no silence. TCP_USER_TIMEOUT takes
+            it for one.
     """
     if connection.family == socket.AF_UNIX:
         return
@@ -238,7 +286,7 @@ def notice_silence(connection: socket.socket) -> None:
         (socket.TCP_KEEPIDLE, 4),
         (socket.TCP_KEEPINTVL, 2),
         (socket.TCP_KEEPCNT, 4),
-        (socket.TCP_USER_TIMEOUT, 12_000),  # ms
+        (socket.TCP_USER_TIMEOUT, 0 if is_read_slowly else 12_000),  # ms
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

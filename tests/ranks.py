@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_")
 CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
+# Most tests read what every rank prints. tests/test_shown_output.py tests what users see by default.
+ALL_OUTPUT = {"MPIDDP_LOG_RANKS": "all", "MPIDDP_PREFIX": "never"}
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,12 +33,14 @@ def find_mpirun() -> str:
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This environment without the variables of a launcher that runs the tests, plus `extra`.
 
+    `mpiddp launch` shows the output of all ranks, as they wrote it.
+
     PYTHONUNBUFFERED is left out too: with it, a line and its newline are two writes, and lines of two
     ranks mix.
     """
     left_out = (*TORCH, "PYTHONUNBUFFERED")
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in left_out}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(extra or {})}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **ALL_OUTPUT, **(extra or {})}
     return env
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.supervise.attempt import attempt
+from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.launch.supervise.supervisor import Limits
 from mpiddp.protocol import ADDRESS, SECRET, dumps, proof
@@ -44,7 +45,7 @@ def launcher(ranks: int) -> None:
     starter = RankStarter("openmpi", "5.0.11", mpirun)
     since = time.monotonic()
     with queued_signals() as signals:
-        outcome = attempt(starter, request, Limits(), signals)
+        outcome = attempt(starter, request, Limits(), signals, Shown())
     assert outcome.code == 0, outcome
     report(since)
 

@@ -99,8 +99,9 @@ class Jobs:
 
 
 def launch_command(*options: str) -> list[str]:
-    # A job that has exceeded its time has nothing to save.
-    return [sys.executable, "-m", "mpiddp", "launch", "--grace", "1s", *options]
+    # A job that has exceeded its time has nothing to save. Every rank sends its results over stdout.
+    fixed = ("--grace", "1s", "--log-ranks", "all", "--prefix", "never")
+    return [sys.executable, "-m", "mpiddp", "launch", *fixed, *options]
 
 
 def run(

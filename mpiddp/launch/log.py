@@ -13,7 +13,12 @@ def info(sentence: str) -> None:
 
     It may quote a rank, which must neither control the terminal nor begin a line with "mpiddp: ".
     """
-    text = escaped(sentence, keep="\n").replace("\n", "\n  ")
     # sys.stderr would flush again at exit, fail, and end this process with code 120.
     with contextlib.suppress(OSError):
-        os.write(2, f"mpiddp: {text}\n".encode(errors="backslashreplace"))
+        os.write(2, line(sentence))
+
+
+def line(sentence: str) -> bytes:
+    """The line that `info` prints."""
+    text = escaped(sentence, keep="\n").replace("\n", "\n  ")
+    return f"mpiddp: {text}\n".encode(errors="backslashreplace")

@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
     from mpiddp.launch.starters.environment import fill_in_hint, shell_line, without_values
 
     plan = make_plan(options, started_at, os.environ)
+    options.output.check_ranks(plan.request.world_size)
     if options.dry_run:
         print(compose(plan.starter, plan.request).explained(plan.request))
         if hint := fill_in_hint(options.how.exports, os.environ):

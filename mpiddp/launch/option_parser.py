@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.protocol import MAX_TIMEOUT_S
+from mpiddp.protocol import DEFAULT_RANKS, LOG_RANKS, MAX_TIMEOUT_S, PREFIX
 from mpiddp.text import MAX_DURATION_DAYS, parse_duration, parse_whole, shown
 
 
@@ -156,6 +157,27 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output")
     add.add_argument(
+        "--log-ranks",
+        type=_ranks,
+        default=os.environ.get(LOG_RANKS) or DEFAULT_RANKS,
+        metavar="0,5",
+        help="the ranks whose output is shown: all, none, or numbers (default: stdout of rank 0, "
+        "stderr of all ranks)",
+    )
+    add.add_argument(
+        "--prefix",
+        type=_prefix,
+        default=os.environ.get(PREFIX) or "auto",
+        metavar="auto|always|never",
+        help='"[rank 3 node2]" in front of each line (default: auto, with more than one rank)',
+    )
+    add.add_argument(
+        "--log-dir",
+        type=_folder,
+        metavar="DIR",
+        help="write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its host",
+    )
+    add.add_argument(
         "--dry-run",
         action="store_true",
         help="print the command with a reason for each flag; start nothing",
@@ -166,6 +188,30 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "-v", "--verbose", action="store_true", help="print each choice and its reason"
     )
+
+
+def _ranks(text: str) -> str:
+    """The ranks of --log-ranks, for `mpiddp.protocol.is_shown`."""
+    if text in ("all", "none", DEFAULT_RANKS):
+        return text
+    try:
+        return ",".join(str(parse_whole(each)) for each in text.split(","))
+    except ValueError:
+        raise UserError(
+            f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5."
+        ) from None
+
+
+def _prefix(text: str) -> str:
+    if text not in ("auto", "always", "never"):
+        raise UserError(f"--prefix {shown(text)}: expected auto, always or never.")
+    return text
+
+
+def _folder(text: str) -> str:
+    if not text:
+        raise UserError('--log-dir "": expected a folder.')
+    return text
 
 
 def _duration(option: str) -> Callable[[str], float]:

@@ -11,6 +11,7 @@ from mpiddp.errors import UserError
 from mpiddp.launch.job import Job
 from mpiddp.launch.option_parser import option_parser
 from mpiddp.paths import named_by
+from mpiddp.text import listed, shown
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
 
@@ -67,6 +68,29 @@ class When:
 
 
 @dataclass(frozen=True)
+class Output:
+    """What the ranks print: whose is shown, with its rank in front, and the folder of its files."""
+
+    log_ranks: str
+    prefix: str  # "auto", "always" or "never"
+    log_dir: str | None
+
+    def has_prefix(self, world_size: int) -> bool:
+        return self.prefix == "always" or (self.prefix == "auto" and world_size > 1)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise UserError if the job has no such rank."""
+        numbers = [int(each) for each in self.log_ranks.split(",") if each.isdigit()]
+        missing = [str(number) for number in numbers if number >= world_size]
+        if missing:
+            ranks = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+            raise UserError(
+                f"--log-ranks {shown(self.log_ranks)}: there is no rank {listed(missing)}; "
+                f"the job has {ranks}."
+            )
+
+
+@dataclass(frozen=True)
 class LaunchOptions:
     """The whole command line. `backend` is the one that the job's own options request, if known."""
 
@@ -75,6 +99,7 @@ class LaunchOptions:
     where: Where
     how: How
     when: When
+    output: Output
     dry_run: bool
     report: bool
     verbose: bool
@@ -95,13 +120,14 @@ def parse_options(argv: list[str]) -> LaunchOptions:
         where=_part(Where, values),
         how=_part(How, values),
         when=_part(When, values),
+        output=_part(Output, values),
         dry_run=values.dry_run,
         report=values.report,
         verbose=values.verbose,
     )
 
 
-_Part = TypeVar("_Part", Where, How, When)
+_Part = TypeVar("_Part", Where, How, When, Output)
 
 
 def _part(kind: type[_Part], values: argparse.Namespace) -> _Part:

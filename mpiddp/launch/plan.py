@@ -177,6 +177,7 @@ def _settings(
         "MPIDDP_TIMEOUT": options.how.timeout_s,
         "MPIDDP_REPORT": 1 if options.report else None,
         "MPIDDP_VERBOSE": 1 if options.verbose else None,
+        "MPIDDP_LOG_DIR": options.output.log_dir,
         "MPIDDP_LAUNCHED_AT": None if options.dry_run else f"{started_at:.3f}",
         "MASTER_ADDR": options.how.master_addr,
     }

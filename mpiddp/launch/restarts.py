@@ -21,6 +21,7 @@ from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.supervise.attempt import Outcome, attempt
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
+from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
 from mpiddp.launch.supervise.supervisor import Limits
 from mpiddp.protocol import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
@@ -66,7 +67,8 @@ def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: SignalQ
     in_a_row = 0  # failures without a step between them: the pause grows only for these
     run_id = os.urandom(8).hex()
     first = _numbered(plan.request, run_id, 0, options.when.max_restarts)
-    outcome = attempt(plan.starter, first, _limits(options, plan.starter, began_at), signals)
+    limits = _limits(options, plan.starter, began_at)
+    outcome = attempt(plan.starter, first, limits, signals, _shown(options, first))
     for restart in range(1, options.when.max_restarts + 1):
         if outcome.code != FAILED or outcome.stop_was_requested:
             break
@@ -82,7 +84,8 @@ def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: SignalQ
         _log_restart(plan.request, known, restart, options.when.max_restarts)
         limits = _limits(options, plan.starter, began_at)
         request = _numbered(plan.request, run_id, restart, options.when.max_restarts)
-        outcome = attempt(plan.starter, _resuming(request, known), limits, signals)
+        resuming = _resuming(request, known)
+        outcome = attempt(plan.starter, resuming, limits, signals, _shown(options, request))
     known = known.after(outcome.announcement, plan.request.world_size)
     return replace(outcome, announcement=known.announcement)
 
@@ -162,6 +165,11 @@ def _resuming(request: Request, known: _Known) -> Request:
         settings[RUN_DIR] = known.announcement.run_dir
     job = (*request.job, *known.announcement.resume_args)
     return replace(_with_settings(request, settings), job=job)
+
+
+def _shown(options: LaunchOptions, request: Request) -> Shown:
+    output = options.output
+    return Shown(output.log_ranks, output.has_prefix(request.world_size))
 
 
 def _limits(options: LaunchOptions, starter: RankStarter, began_at: float) -> Limits:

@@ -16,24 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpiddp.errors import JobFailed
-from mpiddp.protocol import (
-    LINE_LIMIT,
-    TEXT_LIMIT,
-    UNCONFIRMED_LIMIT,
-    UNIX,
-    dumps,
-    notice_silence,
-    proof,
-)
-from mpiddp.runtime.native_stacks import without_urgent_bytes, write_stack_on_urgent_byte
+from mpiddp.protocol import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps, notice_silence
+from mpiddp.runtime.launcher_connection import NO_MESSAGE, connect_to_launcher
+from mpiddp.runtime.native_stacks import write_stack_on_urgent_byte
 from mpiddp.world import World
 
-CONNECT_TIMEOUT_S = 30.0
-_ATTEMPT_S, _RETRY_S = 10.0, 0.2
 PROGRESS_EVERY_S = 0.5
-# The errors of a line that is not a message.
-_NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError)
 LOST_LAUNCHER = 1  # the exit code of a rank that loses its launcher
 
 
@@ -116,7 +104,7 @@ class ControlClient:
 
     def _listen(self) -> None:
         # Whoever sends anything but messages is not the launcher.
-        with contextlib.suppress(OSError, *_NO_MESSAGE):
+        with contextlib.suppress(OSError, *NO_MESSAGE):
             for line in self._incoming:
                 message = json.loads(line)
                 if act := self._actions.get(message["type"]):
@@ -141,62 +129,9 @@ def connect(
     Raises:
         JobFailed: the launcher cannot be reached.
     """
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    while True:
-        try:
-            connection, incoming = _connect_once(address, secret, world.rank)
-        except ConnectionRefusedError as error:
-            problem: Exception = error
-            break
-        except (OSError, OverflowError, *_NO_MESSAGE) as error:  # OverflowError for a port
-            problem = error
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_RETRY_S)  # strangers may have taken all places
-        else:
-            return ControlClient(connection, incoming, world, request_stop, secret)
-    host, _, port = address.rpartition(":")
-    where = f"at {host} port {port}" if not address.startswith(UNIX) else f"on {address}"
-    raise JobFailed(
-        f"rank {world.rank} on {world.hostname} cannot reach the launcher {where} "
-        f"({problem or 'no answer'}). Check that it is running and that no firewall blocks the port."
-    ) from None
-
-
-def _connect_once(address: str, secret: str, rank: int) -> tuple[socket.socket, Iterator[bytes]]:
-    """Connect, and prove that this rank belongs to the job. The launcher confirms it."""
-    if address.startswith(UNIX):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(_ATTEMPT_S)
-        connection.connect(address.removeprefix(UNIX))
-    else:
-        host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
-    try:
-        notice_silence(connection)
-        incoming = _lines(connection)
-        challenge = json.loads(next(incoming, b""))["challenge"]
-        connection.sendall(dumps("hello", rank=rank, proof=proof(secret, challenge, rank)))
-        if json.loads(next(incoming, b""))["type"] != "received":
-            raise ValueError("an unexpected answer")
-    except BaseException:
-        connection.close()
-        raise
-    connection.settimeout(None)
-    return connection, incoming
-
-
-def _lines(connection: socket.socket) -> Iterator[bytes]:
-    """Split the stream into lines.
-
-    `makefile` does not work here: its buffer and lock keep a forked child from closing the socket.
-    """
-    buffer = b""
-    while chunk := connection.recv(4096):
-        *lines, buffer = (buffer + without_urgent_bytes(chunk)).split(b"\n")
-        yield from lines
-        if len(buffer) > LINE_LIMIT:
-            raise ValueError("a line that is too long")
+    connection, incoming = connect_to_launcher(address, secret, world, "hello")
+    notice_silence(connection)
+    return ControlClient(connection, incoming, world, request_stop, secret)
 
 
 def _stacks() -> str:

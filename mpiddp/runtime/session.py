@@ -25,6 +25,7 @@ from mpiddp.runtime.control_client import ControlClient, connect
 from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.process_setup import die_with_parent
+from mpiddp.runtime.rank_output import RankOutput, redirect_output
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigterm
 from mpiddp.world import World
@@ -43,13 +44,14 @@ class RunFiles(Protocol):
 class Session:
     """The state of one process. A process belongs to one job, so it has one session.
 
-    `channel` is None without a launcher that listens. `coordinator` is None until the ranks have joined.
-    They join once, because MPI cannot be initialized again after it is finalized. `watch` is set from
-    then until they leave.
+    `channel` and `output` are None without a launcher that listens. `coordinator` is None until the ranks
+    have joined. They join once, because MPI cannot be initialized again after it is finalized. `watch` is
+    set from then until they leave.
     """
 
     def __init__(self) -> None:
         self.channel: ControlClient | None = None
+        self.output: RankOutput | None = None
         self.stop = StopRequest(send=self.send, progress=self._progress, declared=self._declared)
         self._saves = 0
         self._saves_lock = threading.Lock()
@@ -123,7 +125,7 @@ def current() -> Session:
 def _forget() -> None:
     global _current
     if _current is not None:
-        _current.channel = None  # for code that holds the session
+        _current.channel = _current.output = None  # for code that holds the session
     _current = None
 
 
@@ -171,6 +173,7 @@ def reporting(world: World) -> Iterator[Session]:
     if not address or not secret:
         yield session
         return
+    session.output = redirect_output(world, address, secret)
     session.channel = connect(address, secret, world, session.stop.request)
     versions = {package: package_version(package) for package in ("torch", "mpi4py")}
     session.send(
@@ -180,7 +183,11 @@ def reporting(world: World) -> Iterator[Session]:
         versions={"python": sys.version.split()[0], **versions},
     )
     atexit.register(_report_success, session)  # before those of the script, so it runs after them
+    if session.output is not None and world.launcher.name == "slurm":
+        atexit.register(_drain, session.output)
     try:
+        if session.output is not None and (log := session.output.log_to_named_folder()):
+            session.send("log", path=str(log))
         yield session
     except BaseException as error:
         if session.channel is not None:  # it is None in a forked child
@@ -191,6 +198,15 @@ def reporting(world: World) -> Iterator[Session]:
 def _report_success(session: Session) -> None:
     if session.channel is not None:  # it is None in a forked child
         session.channel.done()
+
+
+def _drain(output: RankOutput) -> None:
+    """Send the last lines before this process ends."""
+    if current().output is output:  # not in a forked child
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the script
+                stream.flush()
+        output.drain()
 
 
 def _report_failure(channel: ControlClient, error: BaseException, stop: StopRequest) -> None:

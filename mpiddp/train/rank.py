@@ -24,6 +24,7 @@ from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
 from mpiddp.runtime.process_group import default_group
+from mpiddp.runtime.rank_output import RankOutput
 from mpiddp.runtime.session import Session
 from mpiddp.runtime.stop_signals import listen_when_alone
 from mpiddp.text import counted
@@ -75,7 +76,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             plan = make_plan(config, data, coordinator)
             model = build_model(config, data)
         start = resume.find(coordinator, config, data.contents, run)
-        writer_ranks, owner = _open_run(run, config, coordinator)
+        writer_ranks, owner = _open_run(run, config, coordinator, session.output)
         if owner is not None:
             stack.callback(owner.release)
         _announce(config, plan, run)
@@ -134,18 +135,24 @@ def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
 
 
 def _open_run(
-    run: RunDir, config: TrainConfig, coordinator: Coordinator
+    run: RunDir, config: TrainConfig, coordinator: Coordinator, output: RankOutput | None
 ) -> tuple[list[int], RunOwner | None]:
-    """Open the run's folder, and write the configuration into it. All ranks must call this."""
+    """Open the run's folder, and write the configuration into it. All ranks must call this.
+
+    Args:
+        output: what this rank prints, which the folder gets too unless the user named another.
+    """
     with coordinator.all_or_none():
         folders = (run.logs, run.checkpoints)
         writer_ranks, owner = open_run(run, coordinator, folders=folders, timeout_s=config.timeout)
     with coordinator.all_or_none():
-        if owner is not None:
-            try:
+        try:
+            if owner is not None:
                 save_json(run.config, config.as_json())
-            except OSError as error:
-                raise unwritable(run, error) from None
+            if output is not None and output.log_dir is None:
+                output.log_to(run.logs)
+        except OSError as error:
+            raise unwritable(run, error) from None
     return writer_ranks, owner
 
 

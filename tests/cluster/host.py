@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from tests.cluster import needs
 from tests.cluster.program import Program
 from tests.patience import PATIENCE_S
+from tests.ranks import ALL_OUTPUT
 
 USER = "mpiddp-test"  # exists only in the /etc/passwd of the hosts, not on this machine
 USER_ID = 60123
@@ -171,6 +172,7 @@ class Host:
             "PATH": ROOT_PATH if user == "root" else USER_PATH,
             "LANG": "C.UTF-8",
             "TMPDIR": TMPDIR,
+            **ALL_OUTPUT,
         }
 
 

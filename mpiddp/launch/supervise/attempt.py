@@ -22,9 +22,10 @@ from mpiddp.launch.starters.detect import RankStarter, with_own_folder
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement, JobState
+from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue
 from mpiddp.launch.supervise.supervisor import Limits, MpirunEnd, Supervisor
-from mpiddp.protocol import JOB
+from mpiddp.protocol import JOB, OUTPUT
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,13 @@ class Outcome:
 
 
 def attempt(
-    starter: RankStarter, request: Request, limits: Limits, signals: SignalQueue
+    starter: RankStarter, request: Request, limits: Limits, signals: SignalQueue, shown: Shown
 ) -> Outcome:
     """Run the job to its end, and leave no process of it on any host that can be reached.
 
     Args:
         signals: stop requests.
+        shown: the ranks whose output is shown.
     """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
     state = JobState(hosts)
@@ -64,13 +66,13 @@ def attempt(
             is_local = all(is_this_host(node.name) for node in request.nodes)
             address = None if is_local and starter.kind != "slurm" else request.control_address
             server = ControlServer(address, len(hosts), selector, clock.now)
-            settings |= server.settings
+            settings |= {**server.settings, OUTPUT: shown.ranks}
         request = replace(
             request,
             settings={**request.settings, **settings},
             exports=tuple(sorted({*request.exports, *settings})),
         )
-        supervisor = Supervisor(selector, server, state, limits, clock)
+        supervisor = Supervisor(selector, server, state, limits, clock, shown)
         with _private_folder(needed=bool(compose(starter, request).files)) as folder:
             command = compose(starter, replace(request, scratch=folder))
             command.write_files()

@@ -25,6 +25,7 @@ from mpiddp.protocol import (
     ADDRESS,
     LINE_LIMIT,
     SECRET,
+    STREAMS,
     UNIX,
     UNPROVED_LINE_LIMIT,
     URGENT,
@@ -35,7 +36,8 @@ from mpiddp.protocol import (
 )
 
 PROOF_TIMEOUT_S = 10.0
-STRANGERS = 64  # connections without a proof, beyond one for each rank
+PER_RANK = 3  # connections: its messages and its two streams
+STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
@@ -43,9 +45,10 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 class Message:
     """A message from a rank, with its time by the server's clock, in seconds.
 
-    `kind` is one of the protocol's messages, "lost" or "frames". "lost": the connection ended, and
-    facts["silent"] is whether the host stopped answering. "frames": a line of the stacks that a rank
-    writes from native code.
+    `kind` is one of the protocol's messages, "lost", "frames" or "output". "lost": the connection ended,
+    and facts["silent"] is whether the host stopped answering. "frames": a line of the stacks that a rank
+    writes from native code. "output": facts["connection"] brings facts["stream"] (1 or 2) of the rank on
+    facts["host"], and belongs to the receiver of this message.
     """
 
     rank: int
@@ -86,7 +89,7 @@ class ControlServer:
         self.world_size = world_size
         self._selector = selector
         self._secret = os.urandom(16).hex()
-        allow_open(2 * world_size + OPEN_BESIDES)
+        allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
         self._folder: Path | None = None
         if address is None:
             self._folder = _private_folder()
@@ -148,6 +151,8 @@ class ControlServer:
         messages = []
         limit = LINE_LIMIT if data.rank is not None else UNPROVED_LINE_LIMIT
         for line in [*lines, data.buffer] if len(data.buffer) > limit else lines:
+            if data not in self._peers:  # it brings a rank's output, and has been handed over
+                break
             try:
                 messages += self._parse(data, line)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -199,7 +204,8 @@ class ControlServer:
             oldest = next(iter(self._strangers))
             is_late = now - oldest.since > PROOF_TIMEOUT_S
             # A rank answers at once, so the oldest is none. A rank that is dropped all the same comes again.
-            if not is_late and len(self._strangers) < self.world_size + STRANGERS:
+            most = PER_RANK * self.world_size + STRANGERS
+            if not is_late and len(self._strangers) < most:
                 break
             self._drop(oldest)
         connection.setblocking(False)
@@ -220,23 +226,37 @@ class ControlServer:
             return [Message(peer.rank, "frames", {"text": line.decode()}, self._now())]
         facts = json.loads(line)
         kind = facts.pop("type")
-        if not isinstance(kind, str) or (kind == "hello") == (peer.rank is not None):
+        if not isinstance(kind, str) or (kind in ("hello", "output")) == (peer.rank is not None):
             raise ValueError(kind)
         if peer.rank is not None:
             if not is_valid(kind, facts):
                 raise ValueError(kind)
             return [Message(peer.rank, kind, facts, self._now())]
         rank = facts["rank"]
-        if type(rank) is not int or rank not in range(self.world_size) or rank in self._by_rank:
+        if type(rank) is not int or rank not in range(self.world_size):
             raise ValueError(rank)
         # The time of this comparison reveals nothing: every connection has another challenge.
         if facts["proof"] != proof(self._secret, peer.challenge, rank):
             raise ValueError("no proof")
+        if kind == "output":
+            return [self._hand_over(peer, rank, facts["stream"], facts["host"])]
+        if rank in self._by_rank:
+            raise ValueError(rank)
         peer.rank = rank
         del self._strangers[peer]
         self._by_rank[rank] = peer
         self.send(rank, "received")
         return []
+
+    def _hand_over(self, peer: _Peer, rank: int, stream: int, host: str) -> Message:
+        """Give a connection that brings a rank's output to whoever receives the message."""
+        if stream not in STREAMS or not isinstance(host, str):
+            raise ValueError(stream)
+        peer.unsent += dumps("received")
+        self._send(peer)  # at once: only the challenge was sent before
+        self._forget(peer)
+        facts = {"stream": stream, "host": host, "connection": peer.connection}
+        return Message(rank, "output", facts, self._now())
 
     def _send(self, peer: _Peer) -> None:
         """Send as much as the connection accepts. The rest follows when it accepts more."""
@@ -257,12 +277,15 @@ class ControlServer:
         return [Message(peer.rank, "lost", {"silent": silent}, self._now())]
 
     def _drop(self, peer: _Peer) -> None:
+        self._forget(peer)
+        peer.connection.close()
+
+    def _forget(self, peer: _Peer) -> None:
         self._peers.discard(peer)
         self._strangers.pop(peer, None)
         if peer.rank is not None:
             del self._by_rank[peer.rank]
         self._selector.unregister(peer.connection)
-        peer.connection.close()
 
 
 def _listen(address: str) -> socket.socket:

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.pidfd import opened
 from mpiddp.launch.supervise.output import OutputCopy
+from mpiddp.protocol import OUTPUT_PROCESS
 
 ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
 KILL_S = 5.0  # time for killed processes to end, unless a disk or a driver blocks them
@@ -43,7 +44,7 @@ class MpirunProcess:
     ) -> None:
         self._stop_signal = stop_signal
         # Children of the shell that this process may have replaced by exec.
-        self._strangers = frozenset(_descendants(os.getpid()))
+        self._strangers = frozenset(pid for pid, _ in _descendants(os.getpid()))
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -89,7 +90,10 @@ class MpirunProcess:
             os.killpg(self._process.pid, self._stop_signal)
 
     def kill_all(self) -> None:
-        """Kill all processes of the job on this host. Its daemons on other hosts then end too."""
+        """Kill all processes of the job on this host. Its daemons on other hosts then end too.
+
+        The ranks' output processes end by themselves, once they have sent what the ranks wrote.
+        """
         self._signal_left(signal.SIGKILL)
 
     def end_orphans(self, grace_s: float) -> list[int]:
@@ -105,20 +109,39 @@ class MpirunProcess:
             time.sleep(0.02)
         return left
 
+    @property
+    def has_output_processes(self) -> bool:
+        """Whether an output process of a rank still runs on this host."""
+        return bool(self._output_processes())
+
+    def kill_output_processes(self) -> None:
+        _signal(signal.SIGKILL, self._output_processes)
+
     def _signal_left(self, number: int) -> None:
-        """Signal the job's processes on this host."""
-        with ExitStack() as stack:
-            processes = {}
-            for pid in self._left():
-                with suppress(OSError):  # it has ended
-                    processes[pid] = stack.enter_context(opened(pid))
-            # A process may have ended before it was opened, and its pid may be a stranger's.
-            for pid in processes.keys() & self._left():
-                with suppress(OSError):  # it has ended, or belongs to another user
-                    processes[pid](number)
+        _signal(number, self._left)
 
     def _left(self) -> list[int]:
+        """The job's processes on this host, without the ranks' output processes."""
+        return [pid for pid, name in self._descendants() if name != OUTPUT_PROCESS]
+
+    def _output_processes(self) -> list[int]:
+        return [pid for pid, name in self._descendants() if name == OUTPUT_PROCESS]
+
+    def _descendants(self) -> list[tuple[int, str]]:
         return _descendants(os.getpid(), but=self._strangers)
+
+
+def _signal(number: int, find: Callable[[], list[int]]) -> None:
+    """Signal the processes that `find` returns."""
+    with ExitStack() as stack:
+        processes = {}
+        for pid in find():
+            with suppress(OSError):  # it has ended
+                processes[pid] = stack.enter_context(opened(pid))
+        # A process may have ended before it was opened, and its pid may be a stranger's.
+        for pid in processes.keys() & set(find()):
+            with suppress(OSError):  # it has ended, or belongs to another user
+                processes[pid](number)
 
 
 def _is_in_background() -> bool:
@@ -129,20 +152,22 @@ def _is_in_background() -> bool:
         return False
 
 
-def _descendants(ancestor: int, but: Collection[int] = ()) -> list[int]:
-    """The running descendants of `ancestor`. It adopts orphans, so these are included.
+def _descendants(ancestor: int, but: Collection[int] = ()) -> list[tuple[int, str]]:
+    """The running descendants of `ancestor`, with their names. It adopts orphans, so these are included.
 
     The processes of `but` and their descendants are left out.
     """
-    children: dict[int, list[int]] = defaultdict(list)
+    children: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in but:
             with suppress(OSError):  # it has ended, or another user's cannot be read
                 # "pid (name) state ppid …". The name may contain any bytes, including parentheses.
-                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+                head, _, tail = (entry / "stat").read_bytes().rpartition(b")")
+                state, parent = tail.split()[:2]
                 if state != b"Z":
-                    children[int(parent)].append(int(entry.name))
+                    name = os.fsdecode(head.partition(b"(")[2])
+                    children[int(parent)].append((int(entry.name), name))
     found = [*children[ancestor]]
-    for pid in found:
+    for pid, _ in found:
         found += children[pid]
     return found

@@ -8,15 +8,15 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpiddp.launch import log
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.launch.supervise.last_output import receive_last_output
 from mpiddp.launch.supervise.mpirun_process import ORPHANS_S, MpirunProcess
-from mpiddp.launch.supervise.output import OutputCopy
+from mpiddp.launch.supervise.output import Outputs, Shown
 from mpiddp.launch.supervise.signals import STOP_SIGNALS, SignalQueue, with_child_exits
 from mpiddp.protocol import CONFIRM_EVERY
 
@@ -72,7 +72,9 @@ class Supervisor:
         state: JobState,
         limits: Limits,
         clock: AwakeClock,
+        shown: Shown | None = None,
     ) -> None:
+        self._shown = shown or Shown()
         self._selector = selector
         self._server = server
         self._state = state
@@ -107,8 +109,10 @@ class Supervisor:
         """
         with with_child_exits(signals):
             self._selector.register(signals, selectors.EVENT_READ, signals)
-            outputs = (OutputCopy(1), OutputCopy(2))
-            self._mpirun = MpirunProcess(argv, env, outputs, stop_signal)
+            self._outputs = Outputs(
+                self._shown, self._state.world_size, has_connections=self._server is not None
+            )
+            self._mpirun = MpirunProcess(argv, env, self._outputs.copies, stop_signal)
             if self._limits.stop_after_s is not None:
                 self._stop_after_at = time.monotonic() + self._limits.stop_after_s
             if self._limits.start_timeout_s is not None and self._server is not None:
@@ -120,8 +124,10 @@ class Supervisor:
             self._receive_last_messages(signals)
             if left := self._mpirun.end_orphans(0.0 if self._stops > 1 else ORPHANS_S):
                 processes = ", ".join(map(str, left))
-                log.info(f"processes {processes} cannot be killed: they are blocked in the kernel.")
-            self._finish_output(outputs, signals)
+                self._log(
+                    f"processes {processes} cannot be killed: they are blocked in the kernel."
+                )
+            self._finish_output(signals)
             self._selector.unregister(signals)
         code = self._mpirun.code
         assert code is not None
@@ -135,13 +141,30 @@ class Supervisor:
             was_ended=self._is_ending or self._stops > 1,
         )
 
-    def _finish_output(self, outputs: tuple[OutputCopy, ...], signals: SignalQueue) -> None:
+    def _finish_output(self, signals: SignalQueue) -> None:
         """Copy the rest of the output. A second signal ends the wait for a terminal that is stopped."""
         self._agenda.clear()
-        for output in outputs:
-            output.finish()
-        while self._stops < 2 and not all(output.is_finished(0.05) for output in outputs):
-            self._wait(signals, 0.05)
+        receive_last_output(
+            self._outputs,
+            self._mpirun,
+            self._awaited,
+            wait=lambda seconds: self._wait(signals, seconds),
+            is_killed=lambda: self._stops > 1,
+        )
+        self._mpirun.reap_adopted()
+
+    def _awaited(self, ranks: Collection[int]) -> str:
+        """Those of the ranks whose output may still come, "" if there are none.
+
+        That of a silent host, and of a rank that does not end, is not waited for.
+        """
+        silent = self._state.silent_hosts()
+        stuck = self._server.connected if self._server is not None else set()
+        hosts = self._state.hosts
+        return self._state.names([r for r in ranks if r not in stuck and hosts[r] not in silent])
+
+    def _log(self, sentence: str) -> None:
+        self._outputs.log(sentence)
 
     def _in(self, seconds: float, action: Callable[[], None]) -> None:
         self._agenda.append((self._clock.now() + seconds, action))
@@ -187,6 +210,9 @@ class Supervisor:
             self._mpirun.kill_all()
 
     def _on_message(self, message: Message) -> None:
+        if message.kind == "output":
+            self._outputs.add(rank=message.rank, **message.facts)
+            return
         self._state.note(message)
         if message.kind == "started" and self._stops and self._server is not None:
             self._server.send(message.rank, "stop")
@@ -226,7 +252,7 @@ class Supervisor:
         self._stopping_since = self._clock.now()
         self._in(self._limits.grace_s, self._check_grace)
         if self._state.supports_stop:
-            log.info(
+            self._log(
                 f"{reason}: the ranks are saving and stopping; another signal kills them at once."
             )
 
@@ -241,7 +267,7 @@ class Supervisor:
         if saving and since_stop < save_grace_s:
             if not self._says_saving:
                 self._says_saving = True
-                log.info(
+                self._log(
                     f"{self._state.names(saving)} {'is' if len(saving) == 1 else 'are'} still saving; "
                     f"waiting for at most {save_grace_s:g} s (--save-grace)."
                 )
@@ -322,7 +348,7 @@ class Supervisor:
         from mpiddp.launch.supervise.hang_report import hang_sentences
 
         for sentence in hang_sentences(self._state, self._limits.hang_timeout_s or 0.0):
-            log.info(sentence)
+            self._log(sentence)
         self._end("the job hung and was stopped.")
 
     def _check_for_missing_ranks(self, timeout_s: float) -> None:

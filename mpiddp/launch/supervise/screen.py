@@ -1,0 +1,181 @@
+"""Where the launcher's stdout or stderr leads to: a terminal, a file or a pipe, which many sources share.
+
+Where one rank is shown, its bytes pass as they come, with its prefix at the beginning of each line. Where
+several are, only whole lines pass. A line that is still open is then shown below all others on a terminal,
+and, once it has been quiet for a second, as a line of its own in a file or a pipe. A line that a rank has
+drawn over and over, with "\\r", is shown as it looks in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import threading
+import time
+from dataclasses import dataclass, field
+
+from mpiddp.launch import log
+from mpiddp.protocol import LONGEST_LINE
+
+_QUIET_S = 1.0
+_ERASED = b"\r\x1b[K"  # the terminal's last line
+# What follows is cut at the right margin, and no longer.
+_CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
+_REDRAWN = re.compile(rb"\r(?!\n)")
+
+
+@dataclass(eq=False)
+class Source:
+    """A stream of a rank, or of mpirun (rank -1), and its line that is still open."""
+
+    rank: int
+    prefix: bytes = b""
+    line: bytearray = field(default_factory=bytearray)
+    changed_at: float = 0.0
+    line_is_shown: bool = False
+
+
+class Screen:
+    """The file descriptor `target`, the launcher's `name`. Any thread may write.
+
+    A reader that goes away loses the output, not the job.
+
+    Args:
+        is_shared: several ranks are shown here.
+    """
+
+    def __init__(self, target: int, name: str, *, is_shared: bool) -> None:
+        self._name = name
+        self._is_shared = is_shared
+        self._is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
+        self._target: int | None = os.dup(target)
+        self._lock = threading.Lock()
+        self._has_complained = False
+        self._at: Source | None = None  # whose open line the cursor is in, unless it is shared
+        self._open: set[Source] = set()  # with an open line, if it is shared
+        self._drawn = b""  # the open line on the terminal
+
+    @property
+    def has_open_lines(self) -> bool:
+        """Whether to call `show_quiet_lines` from time to time."""
+        return bool(self._open) and not self._is_terminal
+
+    def show(self, source: Source, text: bytes) -> None:
+        """Show what a source has written."""
+        with self._lock:
+            if self._is_shared:
+                self._show_lines(source, text)
+            else:
+                self._pass_on(source, text)
+
+    def end(self, source: Source) -> None:
+        """A source has ended. Its open line is shown as it is."""
+        with self._lock:
+            if source in self._open:
+                self._show_lines(source, b"\n")
+
+    def show_quiet_lines(self) -> None:
+        """Show the open lines that may stay open for long."""
+        now = time.monotonic()
+        with self._lock:
+            for source in self._open:
+                is_new = not source.line_is_shown and b"\r" not in source.line
+                if is_new and now - source.changed_at >= _QUIET_S:
+                    source.line_is_shown = True
+                    self._write(source.prefix + bytes(source.line) + b"\n")
+
+    def log(self, sentence: str) -> None:
+        """Show a line of the launcher itself."""
+        with self._lock:
+            self._write_lines(log.line(sentence))
+
+    def close(self) -> None:
+        """End the open line on a terminal, since a shell's prompt follows."""
+        with self._lock:
+            if self._is_terminal:
+                self._write_lines(b"")
+            if self._target is not None:
+                os.close(self._target)
+                self._target = None
+
+    def _pass_on(self, source: Source, text: bytes) -> None:
+        begin = b""
+        if self._at is not source:
+            # The two streams of a single rank mix as they would without a launcher.
+            is_other = self._at is not None and (source.prefix or self._at.rank != source.rank)
+            begin = (b"\n" if is_other else b"") + source.prefix
+        self._at = None if text.endswith(b"\n") else source
+        if source.prefix:
+            text = text[:-1].replace(b"\n", b"\n" + source.prefix) + text[-1:]
+            text = _REDRAWN.sub(b"\r" + source.prefix, text)
+        self._write(begin + text)
+
+    def _show_lines(self, source: Source, text: bytes) -> None:
+        end = text.rfind(b"\n") + 1
+        lines = b""
+        if end:
+            lines = _prefixed(bytes(source.line) + text[:end], source.prefix)
+            source.line.clear()
+            source.line_is_shown = False
+        source.line += text[end:]
+        source.changed_at = time.monotonic()
+        if len(source.line) >= LONGEST_LINE:
+            lines += _prefixed(bytes(source.line) + b"\n", source.prefix)
+            source.line.clear()
+        if source.line:
+            self._open.add(source)
+        else:
+            self._open.discard(source)
+        self._write_lines(lines)
+
+    def _write_lines(self, lines: bytes) -> None:
+        """Write whole lines above the open line that is drawn, or below the one that the cursor is in."""
+        begin = b"\n" if self._at is not None else b""
+        self._at = None
+        drawn = self._open_line() if self._is_terminal else b""
+        if lines or drawn != self._drawn:
+            begin += _ERASED if self._drawn else b""
+            self._drawn = drawn
+            self._write(begin + lines + drawn)
+        elif begin:
+            self._write(begin)
+
+    def _open_line(self) -> bytes:
+        """The open line of the lowest rank, as the terminal shows it."""
+        if not self._open:
+            return b""
+        source = min(self._open, key=lambda source: source.rank)
+        return _CUT + source.prefix + _as_drawn(bytes(source.line)) + _WRAPPED
+
+    def _write(self, text: bytes) -> None:
+        rest = memoryview(text)
+        while rest and self._target is not None:
+            try:
+                rest = rest[os.write(self._target, rest) :]
+            except BlockingIOError:  # another program has made it non-blocking
+                select.select([], [self._target], [])
+            except BrokenPipeError:
+                os.close(self._target)
+                self._target = None
+                self._complain("its reader went away")
+            except OSError as error:  # a full disk may have room again, so the next text is tried
+                self._complain(error.strerror or str(error))
+                return
+
+    def _complain(self, reason: str) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            log.info(f"{self._name}: {reason}. The job continues, and its output there is lost.")
+
+
+def _prefixed(lines: bytes, prefix: bytes) -> bytes:
+    """The lines, each behind the prefix and as it looks in the end."""
+    if b"\r" in lines:
+        lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
+    return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
+
+
+def _as_drawn(line: bytes) -> bytes:
+    """What a terminal shows of a line: what follows the last return to its beginning."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

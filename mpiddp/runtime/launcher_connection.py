@@ -1,0 +1,89 @@
+"""Connect to the launcher, and prove that this rank belongs to its job: see `mpiddp.protocol`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+from mpiddp.errors import JobFailed
+from mpiddp.protocol import LINE_LIMIT, UNIX, dumps, proof
+from mpiddp.runtime.native_stacks import without_urgent_bytes
+from mpiddp.world import World
+
+CONNECT_TIMEOUT_S = 30.0
+_ATTEMPT_S, _RETRY_S = 10.0, 0.2
+# The errors of a line that is not a message.
+NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError)
+
+
+def connect_to_launcher(
+    address: str, secret: str, world: World, kind: str, **facts: object
+) -> tuple[socket.socket, Iterator[bytes]]:
+    """Connect to the launcher that listens at `address`, and introduce this rank.
+
+    Args:
+        kind: the message that introduces the rank, with the fields `facts` besides its rank and its proof.
+
+    Returns:
+        The connection, which the launcher has accepted, and the lines that it sends from now on.
+
+    Raises:
+        JobFailed: the launcher cannot be reached.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        try:
+            return _connect_once(address, secret, world.rank, kind, facts)
+        except ConnectionRefusedError as error:
+            problem: Exception = error
+            break
+        except (OSError, OverflowError, *NO_MESSAGE) as error:  # OverflowError for a port
+            problem = error
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_RETRY_S)  # strangers may have taken all places
+    host, _, port = address.rpartition(":")
+    where = f"at {host} port {port}" if not address.startswith(UNIX) else f"on {address}"
+    raise JobFailed(
+        f"rank {world.rank} on {world.hostname} cannot reach the launcher {where} "
+        f"({problem or 'no answer'}). Check that it is running and that no firewall blocks the port."
+    ) from None
+
+
+def _connect_once(
+    address: str, secret: str, rank: int, kind: str, facts: dict[str, object]
+) -> tuple[socket.socket, Iterator[bytes]]:
+    if address.startswith(UNIX):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_ATTEMPT_S)
+        connection.connect(address.removeprefix(UNIX))
+    else:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
+    try:
+        incoming = _lines(connection)
+        challenge = json.loads(next(incoming, b""))["challenge"]
+        answer = proof(secret, challenge, rank)
+        connection.sendall(dumps(kind, rank=rank, proof=answer, **facts))
+        if json.loads(next(incoming, b""))["type"] != "received":
+            raise ValueError("an unexpected answer")
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return connection, incoming
+
+
+def _lines(connection: socket.socket) -> Iterator[bytes]:
+    """Split the stream into lines.
+
+    `makefile` does not work here: its buffer and lock keep a forked child from closing the socket.
+    """
+    buffer = b""
+    while chunk := connection.recv(4096):
+        *lines, buffer = (buffer + without_urgent_bytes(chunk)).split(b"\n")
+        yield from lines
+        if len(buffer) > LINE_LIMIT:
+            raise ValueError("a line that is too long")

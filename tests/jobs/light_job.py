@@ -1,0 +1,63 @@
+"""A launcher and its ranks without MPI and torch: `light_job.py [--terminal] SELECTION PREFIX CODE CODE …`.
+
+Each CODE runs as a rank, which reports to the launcher and whose output the launcher shows, both with the
+project's own code. With --terminal a rank's stdout is a terminal, as under Open MPI. The last line on
+stderr holds the ranks' exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import time
+
+from mpiddp.launch.supervise.control_server import ControlServer
+from mpiddp.launch.supervise.output import Outputs, Shown
+from mpiddp.protocol import OUTPUT
+from tests.patience import PATIENCE_S
+
+RANK = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from mpiddp.runtime.session import current, reporting
+from mpiddp.world import World
+rank, world_size = int(sys.argv[1]), int(sys.argv[2])
+with reporting(World(rank, world_size, rank, world_size, hostname="node1")):
+    exec(sys.argv[3])
+"""
+
+
+def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -> None:
+    with selectors.DefaultSelector() as selector:
+        server = ControlServer(None, len(codes), selector)
+        outputs = Outputs(Shown(selection, prefix == "prefix"), len(codes), has_connections=True)
+        env = {**os.environ, **server.settings, OUTPUT: selection}
+        ranks = []
+        for rank, code in enumerate(codes):
+            stdout = os.openpty()[1] if has_terminal else outputs.copies[0].pipe
+            command = [sys.executable, "-c", RANK, str(rank), str(len(codes)), code]
+            ranks.append(
+                subprocess.Popen(command, env=env, stdout=stdout, stderr=outputs.copies[1].pipe)
+            )
+        for copy in outputs.copies:
+            copy.started()
+        deadline = time.monotonic() + PATIENCE_S
+        while any(rank.poll() is None for rank in ranks) or outputs.open_ranks:
+            assert time.monotonic() < deadline, outputs.open_ranks
+            for key, _ in selector.select(0.02):
+                for message in server.receive(key.data):
+                    if message.kind == "output":
+                        outputs.add(rank=message.rank, **message.facts)
+        outputs.log(f"codes {[rank.returncode for rank in ranks]}")
+        outputs.finish()
+        assert outputs.is_finished(PATIENCE_S)
+        server.close()
+
+
+if __name__ == "__main__":
+    options = sys.argv[1:]
+    is_terminal = options[:1] == ["--terminal"]
+    first, second, *rest = options[is_terminal:]
+    main(first, second, rest, has_terminal=is_terminal)
