@@ -16,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu import kit, report
+from benchmarks.gpu import report
+from benchmarks.gpu.jobs import ROOT
 from benchmarks.gpu.run import RESULTS, Settings, run_group
 from benchmarks.gpu.stage import DONE as PASSED
 from benchmarks.gpu.stage import Context, run_stage, save
@@ -33,12 +34,15 @@ MINUTES = 8
 def main(argv: list[str]) -> int:
     """Run one command and return its exit code. Raises UserError for bad input."""
     options = _parser().parse_args(argv)
-    if options.command == "pack":
-        kit.pack(options.kit, _note, with_images=options.images)
-    elif options.command == "unpack":
-        kit.unpack(options.kit, options.target, _note)
+    if options.command in ("pack", "unpack"):
+        from benchmarks.gpu import kit  # imports torch, which the other commands do not need
+
+        if options.command == "pack":
+            kit.pack(options.kit, _note, with_images=options.images)
+        else:
+            kit.unpack(options.kit, options.target, _note)
     elif options.command == "table":
-        report.fill(options.results, kit.ROOT)
+        report.fill(options.results, ROOT)
     elif options.command == "stage":
         return _stage(options)
     else:
@@ -84,6 +88,8 @@ def _take_over(file: Path, settings: Settings) -> None:
 def _stage(options: argparse.Namespace) -> int:
     """Run one stage in this process, for `run`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell's background commands ignore it, and so would the jobs that are to stop on Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     data = Path(sys.prefix) / "data"
     stage = STAGES[options.name]

