@@ -89,6 +89,7 @@ def test_every_needed_stage_comes_first_and_names_are_unique() -> None:
         for index, stage in enumerate(group.stages):
             assert not stage.needs or stage.needs in names[:index]
     assert len(STAGES) == sum(len(group.stages) for group in GROUPS.values())
+    assert not STAGES.keys() & GROUPS.keys()
 
 
 # Slow as a whole: each starts several jobs.

@@ -27,6 +27,7 @@ MARK = "MPIDDP_GPU_STAGE"  # in the environment of a stage and of all processes 
 RESULTS = "results.json"
 _END_S = 5.0  # from SIGTERM to SIGKILL
 _LEAST_S = 15.0  # no stage starts with less time
+_REHEARSAL_FACTOR = 5  # a few cores, and perhaps busy ones
 
 Found = dict[str, Any]
 
@@ -75,7 +76,8 @@ def run_group(
                     save(_file(stage, settings), {**found, "state": "skipped", "reason": reason})
                     note(f"{stage.name}: skipped: {reason}")
                 else:
-                    running.append(_start(stage, min(stage.limit_s, left), settings))
+                    factor = _REHEARSAL_FACTOR if settings.rehearses else 1
+                    running.append(_start(stage, min(factor * stage.limit_s, left), settings))
             for each in list(running):
                 if each.process.poll() is None and time.monotonic() < each.ends_at:
                     continue
@@ -146,6 +148,7 @@ def _end(running: _Running, settings: Settings, reason: str) -> None:
         code = running.process.returncode
         found |= {"stage": running.stage.name, "rehearsal": settings.rehearses}
         found |= {"state": "stopped", "reason": reason or f"its process ended with code {code}"}
+        found["seconds"] = round(time.monotonic() - running.ends_at + running.limit_s, 1)
         save(_file(running.stage, settings), found)
     # Checkpoints and images: the record and the log have what is left to know.
     shutil.rmtree(settings.state / running.stage.name, ignore_errors=True)

@@ -70,7 +70,7 @@ GROUPS = {
         ),
         at_once=4,
     ),
-    "resnet50": Group(
+    "speed": Group(
         (
             Stage("resnet50", speed.resnet50, 150),
             Stage("profile", speed.profile, 90, ("peak memory",)),
