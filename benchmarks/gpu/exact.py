@@ -20,7 +20,7 @@ _LOG = ["--log-every=1", "--save-every=100000"]
 
 def _folder_of_images(context: Context, *, size: int = 64) -> list[str]:
     """Options for real images, which workers decode and the side stream prepares."""
-    images = make_images(context, context.size(512, 64))
+    images = make_images(context, context.size(512, 128))
     source = ["--dataset=image-folder", f"--data-dir={images}", f"--image-size={size}"]
     return [*source, "--num-workers=2", f"--batch-size={context.size(32, 8)}"]
 

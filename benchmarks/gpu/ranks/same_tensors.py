@@ -20,7 +20,7 @@ def main(one: Path, other: Path) -> None:
     compared, different = 0, []
     names = sorted(path.name for path in one.glob("*.pt"))
     if names != sorted(path.name for path in other.glob("*.pt")) or not names:
-        different.append(f"the files: {names}")
+        different.append(f"their files: {names} in {one.name}")
     for name in names:
         pair = (torch.load(each / name, weights_only=True) for each in (one, other))
         leaves = [dict(_leaves(contents, name)) for contents in pair]
