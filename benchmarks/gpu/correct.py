@@ -101,16 +101,25 @@ def _tail(ended: Ended) -> list[str]:
 
 def failing_rank(context: Context) -> None:
     """A rank that raises or dies beside one that is in a collective: the job ends at once, with its name."""
-    for how, named in (("raises", "planned failure"), ("dies", "rank 1")):
-        command = launch(2, str(RANKS / "failing.py"), how)
+    _fail(context, 2)
+
+
+def failing_alone(context: Context) -> None:
+    """The same with one rank: it leaves without destroying NCCL's group, and does not hang."""
+    _fail(context, 1)
+
+
+def _fail(context: Context, ranks: int) -> None:
+    last = f"rank {ranks - 1}"
+    for how in ("raises", "dies"):
+        command = launch(ranks, str(RANKS / "failing.py"), how)
         ended = run(context, command, codes=(1,))
         at = re.search(r"planned failure at ([\d.]+)", ended.output)
         if at is None:
-            raise Failed(f"the job ended before rank 1 failed: {_tail(ended)}")
+            raise Failed(f"the job ended before {last} failed: {_tail(ended)}")
         seconds = round(time.time() - float(at[1]), 2)
         context.figure(**{f"{how}_to_end_s": seconds})
-        context.require("rank 1" in ended.output, "no line names rank 1")
-        context.require(named in ended.output, f'no line has "{named}"')
+        context.require(last in ended.output, f"no line names {last}")
         context.require(seconds < 30, f"the job ended {seconds:.0f} s after the failure")
 
 

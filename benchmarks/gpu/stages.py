@@ -31,6 +31,7 @@ GROUPS = {
                     "destroy of the group, and a second one",
                 ),
             ),
+            Stage("failing-alone", correct.failing_alone, 90, ("a failing rank alone under NCCL",)),
             Stage("two-ranks", correct.two_ranks, 90, ("two NCCL ranks on one GPU",)),
             Stage(
                 "failing-rank",

@@ -1,4 +1,4 @@
-"""Ranks that share GPU 0 and sum without end, until rank 1 fails: `failing.py raises`, `failing.py dies`."""
+"""Ranks that share GPU 0 and sum without end, until the last one fails: `failing.py raises`, or `dies`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(how: str) -> None:
         numbers = torch.ones(1 << 20, device=world.device)
         step = 0
         while True:
-            if step == FAILS_AT and world.rank == 1:
+            if step == FAILS_AT and world.rank == world.world_size - 1:
                 print(f"{NAME} at {time.time()}", flush=True)
                 if how == "raises":
                     raise ValueError(NAME)
