@@ -92,20 +92,13 @@ def test_every_needed_stage_comes_first_and_names_are_unique() -> None:
     assert not STAGES.keys() & GROUPS.keys()
 
 
-# Slow as a whole: each starts several jobs.
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["group", "two-ranks", "counting", "stop", "profile", "start"])
+@pytest.mark.parametrize("name", ["two-ranks", "stop", "profile"])
 def test_a_stage_of_real_ranks_is_rehearsed(name: str, tmp_path: Path) -> None:
-    if name in ("group", "two-ranks", "counting", "stop", "start"):
-        pytest.importorskip("mpi4py")
     record = rehearse(tmp_path, name)
-    assert record["rehearsal"] is True
+    assert (record["state"], record["rehearsal"]) == ("passed", True)
     assert record["figures"]
-    assert all(command["command"].startswith("python") for command in record["commands"][:1]) or (
-        name == "two-ranks"
-    )
+    assert all(command["code"] in (0, 75) for command in record["commands"])
 
 
 # The pieces

@@ -126,7 +126,7 @@ def mpirun(ranks: int, *job: str) -> list[str]:
     Raises:
         Failed: there is none beside this Python, and none on PATH.
     """
-    found = shutil.which(Path(sys.executable).with_name("mpirun")) or shutil.which("mpirun")
+    found = shutil.which(str(Path(sys.executable).with_name("mpirun"))) or shutil.which("mpirun")
     if found is None:
         raise Failed("no mpirun beside this python and none on PATH")
     flags = ["--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
