@@ -316,7 +316,11 @@ def test_options_reach_the_ranks_unchanged() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["faults", *sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS)],
+    [
+        "faults",
+        "gpu",
+        *sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS),
+    ],
 )
 def test_every_benchmark_script_has_help(script: str) -> None:
     done = subprocess.run(

@@ -105,6 +105,10 @@ def default_group(
             # Destroying NCCL's group would wait for the others' collective, and delay the report.
             destroys = backend != "nccl"
         raise
+    except KeyboardInterrupt:
+        # NCCL would wait for operations of ranks that are interrupted as well.
+        destroys = backend != "nccl"
+        raise
     finally:
         if destroys and session.is_of_this_process:
             dist.destroy_process_group()

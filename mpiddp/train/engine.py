@@ -206,7 +206,10 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 def computes_in_bf16(device: torch.device) -> bool:
     """Whether bf16 is faster than fp32 on the device, not only possible."""
     if device.type == "cuda":
-        supported: bool = torch.cuda.is_bf16_supported(including_emulation=False)
+        with torch.cuda.device(
+            device
+        ):  # it asks about the current device, which may be another GPU
+            supported: bool = torch.cuda.is_bf16_supported(including_emulation=False)
         return supported
     # On x86, oneDNN emulates bf16 on every CPU with AVX-512, so read the CPU's flags instead.
     with Path("/proc/cpuinfo").open() as lines:  # on Arm the line is "Features", the flag "bf16"
