@@ -16,7 +16,10 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
-LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_")
+LAUNCHERS = (
+    *("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_"),
+    *("JSM_", "FLUX_", "PALS_"),
+)
 CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
