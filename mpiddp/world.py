@@ -253,15 +253,17 @@ def is_joined(env: Mapping[str, str]) -> bool:
     return RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[RUN_ID]
 
 
-def leave_enclosing_job(env: MutableMapping[str, str]) -> None:
+def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     """Remove the variables of a rank of another job, which starts a job of its own.
 
-    mpirun's ranks on this host would inherit them.
+    mpirun's ranks on this host would inherit them. Returns whether this is such a rank.
     """
     env.pop(ANNOUNCED, None)
-    if is_joined(env):
+    was_joined = is_joined(env)
+    if was_joined:
         for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
             del env[name]
+    return was_joined
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:

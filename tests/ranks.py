@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 LAUNCHERS = (
     *("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_"),
-    *("JSM_", "FLUX_", "PALS_"),
+    *("JSM_", "FLUX_", "PALS_", "PBS_", "LSB_", "PE_HOSTFILE", "SGE_", "K_MPI_", "HYDRA_HOST_"),
+    *("I_MPI_HYDRA_HOST_", "SKYPILOT_", "AZ_BATCH_", "PET_", "AWS_BATCH_"),
 )
 CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

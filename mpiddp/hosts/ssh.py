@@ -21,7 +21,8 @@ from mpiddp.hosts.nodes import is_this_host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 
 CONNECT_TIMEOUT_S = 5
-NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
+SSH_FAILED = 255
+NO_PROGRAM = 96  # not an exit code of ssh, a shell (126, 127, 128 + N) or Python (1, 2)
 
 _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
 _FILES_TO_START = 12  # while a process starts

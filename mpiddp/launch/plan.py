@@ -23,6 +23,7 @@ from mpiddp.launch.network import (
 )
 from mpiddp.launch.options import How, LaunchOptions
 from mpiddp.launch.rank_counts import place_ranks, with_slots
+from mpiddp.launch.remote.wait import wait_for_hosts
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import forwarded, parse_exports
@@ -47,12 +48,14 @@ def make_plan(
     env: Mapping[str, str],
     *,
     max_ranks: int | None = None,
+    may_wait: bool = False,
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
     Args:
         started_at: when the user started the command, in seconds since 1970.
         max_ranks: an upper bound on the number of ranks, beside the options.
+        may_wait: wait for hosts if the options request it. A restart has pauses of its own.
 
     Raises:
         UserError: bad input, or something that this machine lacks.
@@ -63,6 +66,8 @@ def make_plan(
     python = Path(sys.executable).absolute()
 
     named, allocation = find_hosts(options.where, env)
+    if may_wait and options.where.wait_s is not None and not options.dry_run:
+        wait_for_hosts([host for host in named.hosts if host.slots != 0], options.where.wait_s)
     resolve_all([host.name for host in named.hosts])
     starter = _find_starter(options.how, python, env, allocation)
     if options.verbose:

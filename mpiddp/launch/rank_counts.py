@@ -13,7 +13,7 @@ from mpiddp.launch import log
 from mpiddp.launch.options import Where
 from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, usable
 from mpiddp.launch.starters.detect import RankStarter
-from mpiddp.launch.usable_hosts import UsableHosts
+from mpiddp.launch.usable_hosts import THIS_MACHINE, UsableHosts
 from mpiddp.text import counted
 
 
@@ -24,8 +24,10 @@ def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run
         UserError: a host with fewer GPUs than slots.
     """
 
+    is_default = not where.names_hosts and found.hosts.hosts == THIS_MACHINE.hosts
+
     def count(host: Host) -> int:
-        if not where.names_hosts and where.names_ranks:  # the user requests a number
+        if is_default and where.names_ranks:  # the user requests a number
             return count_gpus(host) or len(os.sched_getaffinity(0))
         if host in found.info:
             return usable(found.info[host].gpus, os.environ)
@@ -38,7 +40,7 @@ def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run
 
     backend = "gloo" if where.share_gpus else backend
     hosts, notes = fit_to_gpus(found.hosts, backend, count, found.info.keys())
-    if not where.names_hosts:
+    if not where.names_hosts and not where.local:
         log.info(f"no hosts given: using {hosts.source}, slots={hosts.total_slots}")
     for note in notes:
         log.info(note)
