@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mpiddp.errors import UserError
 from mpiddp.hosts import schedulers
 from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
 from mpiddp.text import all_of, shown
 
 
@@ -21,13 +22,14 @@ from mpiddp.text import all_of, shown
 class Scheduler:
     """One scheduler as data. It is present if a variable of `proof` has a value.
 
-    `read` returns the hosts of the job, or None if it has no other host. `starter` is the scheduler's own
-    program for starting ranks, None for mpirun.
+    `read` returns the hosts of the job, or None if it has no other host. `transport` reaches these hosts.
+    `starter` is the scheduler's own program for starting ranks, None for mpirun.
     """
 
     name: str
     proof: tuple[str, ...]
     read: Callable[[Mapping[str, str]], Hosts | None]
+    transport: Transport = SSH
     starter: str | None = None
 
     def is_present(self, env: Mapping[str, str]) -> bool:
@@ -38,8 +40,8 @@ class Scheduler:
 SCHEDULERS = (
     Scheduler("Slurm", ("SLURM_JOB_ID",), schedulers.slurm, starter="srun"),
     Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), schedulers.pbs),
-    Scheduler("LSF", ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"), schedulers.lsf),
-    Scheduler("Grid Engine", ("PE_HOSTFILE", "SGE_TASK_ID"), schedulers.grid_engine),
+    Scheduler("LSF", ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"), schedulers.lsf, BLAUNCH),
+    Scheduler("Grid Engine", ("PE_HOSTFILE", "SGE_TASK_ID"), schedulers.grid_engine, QRSH),
     Scheduler("Flux", ("FLUX_URI",), schedulers.flux),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *schedulers.MPIJOB_HOSTFILES), schedulers.mpijob),
     Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS",), schedulers.skypilot),
@@ -78,6 +80,12 @@ class Allocation:
     def starter(self) -> str | None:
         return self.scheduler.starter
 
+    @property
+    def transport(self) -> Transport:
+        """The scheduler's own transport, or ssh where it is not installed."""
+        own = self.scheduler.transport
+        return own if own.is_installed else SSH
+
 
 def find_allocation(env: Mapping[str, str]) -> Allocation | None:
     """The allocation that this process runs in, None outside of any.
@@ -107,6 +115,11 @@ def find_allocation(env: Mapping[str, str]) -> Allocation | None:
     raise UserError(
         _conflict([*(each.scheduler for each in found), *(each for each, _ in problems)], env)
     )
+
+
+def present_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the schedulers whose variables an mpirun would find in `env`."""
+    return tuple(scheduler.name for scheduler in SCHEDULERS if scheduler.is_present(env))
 
 
 def _names(allocation: Allocation | None) -> set[str]:

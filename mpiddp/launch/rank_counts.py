@@ -9,6 +9,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import Node, is_this_host, name_nodes
 from mpiddp.hosts.slots import ranks_per_host
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
 from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, usable
@@ -17,7 +18,14 @@ from mpiddp.launch.usable_hosts import THIS_MACHINE, UsableHosts
 from mpiddp.text import counted
 
 
-def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run: bool) -> Hosts:
+def with_slots(
+    where: Where,
+    found: UsableHosts,
+    backend: str | None,
+    *,
+    dry_run: bool,
+    transport: Transport = SSH,
+) -> Hosts:
     """The hosts with known slot counts. Logs the counts that the user may not expect.
 
     Raises:
@@ -36,7 +44,7 @@ def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run
                 f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1"
             )
             return 1
-        return count_gpus(host)
+        return count_gpus(host, transport=transport)
 
     backend = "gloo" if where.share_gpus else backend
     hosts, notes = fit_to_gpus(found.hosts, backend, count, found.info.keys())

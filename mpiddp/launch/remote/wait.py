@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from mpiddp.hosts import nodes
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.ssh import SSH_FAILED, Answer, run_on_hosts
+from mpiddp.hosts.ssh import Answer, run_on_hosts
+from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
 from mpiddp.text import counted, duration, listed
 
@@ -19,7 +20,7 @@ REPEAT_S = 60.0  # between two lines of the same hosts
 ANSWER_S = 10.0  # for one attempt
 
 
-def wait_for_hosts(hosts: Sequence[Host], wait_s: float) -> None:
+def wait_for_hosts(hosts: Sequence[Host], wait_s: float, transport: Transport) -> None:
     """Wait until every name resolves and every host answers, at most `wait_s` seconds.
 
     Logs how many hosts answer when the number changes, and every minute. The preflight explains why a
@@ -30,7 +31,8 @@ def wait_for_hosts(hosts: Sequence[Host], wait_s: float) -> None:
     waiting = list(hosts)
     logged, logged_at = len(hosts) + 1, began
     while True:
-        waiting = _without_answer(waiting, min(ANSWER_S, max(1.0, deadline - time.monotonic())))
+        timeout_s = min(ANSWER_S, max(1.0, deadline - time.monotonic()))
+        waiting = _without_answer(waiting, timeout_s, transport)
         now = time.monotonic()
         if waiting and (len(waiting) != logged or now - logged_at >= REPEAT_S):
             logged, logged_at = len(waiting), now
@@ -48,19 +50,17 @@ def wait_for_hosts(hosts: Sequence[Host], wait_s: float) -> None:
         )
 
 
-def _without_answer(hosts: Sequence[Host], timeout_s: float) -> list[Host]:
+def _without_answer(hosts: Sequence[Host], timeout_s: float, transport: Transport) -> list[Host]:
     """The hosts whose names do not resolve, or that do not answer in time."""
     nodes.forget_addresses()
     nodes.resolve_all([host.name for host in hosts])
     resolved = [
         host for host in hosts if nodes.is_this_host(host.name) or nodes.addresses_of(host.name)
     ]
-    answers = run_on_hosts(resolved, "sh", "exit 0\n", timeout_s=timeout_s)
+    answers = run_on_hosts(resolved, "sh", "exit 0\n", timeout_s=timeout_s, transport=transport)
     return [host for host in hosts if host not in answers or _may_answer_later(answers[host])]
 
 
 def _may_answer_later(answer: Answer) -> bool:
-    """Whether ssh itself failed, for a reason that may pass. Only people change a host key."""
-    if "Host key verification failed" in answer.stderr:
-        return False
-    return answer.exit_code in (None, SSH_FAILED)
+    """Whether the host did not answer, for a reason that may pass. Only people change a host key."""
+    return answer.exit_code != 0 and "Host key verification failed" not in answer.stderr
