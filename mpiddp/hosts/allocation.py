@@ -23,7 +23,8 @@ class Scheduler:
     """One scheduler as data. It is present if a variable of `proof` has a value.
 
     `read` returns the hosts of the job, or None if it has no other host. `transport` reaches these hosts.
-    `starter` is the scheduler's own program for starting ranks, None for mpirun.
+    `starter` is the scheduler's own program for starting ranks, None for mpirun. With `leads_mpirun`, an
+    mpirun follows the scheduler's variables, unless flags forbid it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Scheduler:
     read: Callable[[Mapping[str, str]], Hosts | None]
     transport: Transport = SSH
     starter: str | None = None
+    leads_mpirun: bool = False
 
     def is_present(self, env: Mapping[str, str]) -> bool:
         return any(env.get(name) for name in self.proof)
@@ -38,11 +40,23 @@ class Scheduler:
 
 # KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
 SCHEDULERS = (
-    Scheduler("Slurm", ("SLURM_JOB_ID",), schedulers.slurm, starter="srun"),
-    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), schedulers.pbs),
-    Scheduler("LSF", ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"), schedulers.lsf, BLAUNCH),
-    Scheduler("Grid Engine", ("PE_HOSTFILE", "SGE_TASK_ID"), schedulers.grid_engine, QRSH),
-    Scheduler("Flux", ("FLUX_URI",), schedulers.flux),
+    Scheduler("Slurm", ("SLURM_JOB_ID",), schedulers.slurm, starter="srun", leads_mpirun=True),
+    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), schedulers.pbs, leads_mpirun=True),
+    Scheduler(
+        "LSF",
+        ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
+        schedulers.lsf,
+        BLAUNCH,
+        leads_mpirun=True,
+    ),
+    Scheduler(
+        "Grid Engine",
+        ("PE_HOSTFILE", "SGE_TASK_ID"),
+        schedulers.grid_engine,
+        QRSH,
+        leads_mpirun=True,
+    ),
+    Scheduler("Flux", ("FLUX_URI",), schedulers.flux, leads_mpirun=True),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *schedulers.MPIJOB_HOSTFILES), schedulers.mpijob),
     Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS",), schedulers.skypilot),
     Scheduler(
@@ -117,9 +131,10 @@ def find_allocation(env: Mapping[str, str]) -> Allocation | None:
     )
 
 
-def present_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the schedulers whose variables an mpirun would find in `env`."""
-    return tuple(scheduler.name for scheduler in SCHEDULERS if scheduler.is_present(env))
+def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the schedulers whose variables in `env` an mpirun would follow."""
+    present = (each for each in SCHEDULERS if each.leads_mpirun and each.is_present(env))
+    return tuple(each.name for each in present)
 
 
 def _names(allocation: Allocation | None) -> set[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocation import Allocation, present_schedulers
+from mpiddp.hosts.allocation import Allocation, leading_schedulers
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host, resolve_all
 from mpiddp.hosts.transport import SSH, Transport
@@ -116,7 +116,7 @@ def make_plan(
             as_root=os.geteuid() == 0,
             control_address=network.control_address,
             transport=transport,
-            schedulers=present_schedulers(env),
+            schedulers=leading_schedulers(env),
             shields_ssh=starter.kind == "openmpi" and len(nodes) > 1 and can_shield(),
         ),
     )
