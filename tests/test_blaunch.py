@@ -18,19 +18,12 @@ from tests.cluster import Cluster
 from tests.mpis import mpirun_of
 from tests.ranks import ROOT
 
-# blaunch [-n] [-z host_name ... | host_name] command [argument ...]
 BLAUNCH = """\
 #!/bin/sh
 [ "$LSB_JOBID" ] || { echo "blaunch: not within a job" >&2; exit 1; }
 [ "$1" = -n ] && shift && exec </dev/null
-[ "$1" = -z ] && shift
-hosts=$1; shift
-exec 3<&0
-for host in $hosts; do
-    echo "$host" >> "${0%/*}/calls"
-    /usr/bin/ssh "$host" "$@" <&3 &
-done
-wait $!
+echo "$1" >> "${0%/*}/calls"
+exec /usr/bin/ssh "$@"
 """
 NO_SSH = "#!/bin/sh\necho 'ssh is not allowed here' >&2; exit 1\n"
 SHOW = "import os; print('shown', os.environ['RANK'], os.environ['GROUP_RANK'], flush=True)"

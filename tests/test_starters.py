@@ -288,11 +288,11 @@ IN_LSF = replace(UNEQUAL, schedulers=("LSF",), transport=BLAUNCH)
         # MPICH's mpiexec(1), "-launcher" and "-rmk".
         ("mpich", IN_SLURM, "-launcher ssh -rmk user"),
         ("mpich", IN_GRID_ENGINE, "-launcher sge -rmk user"),
-        ("mpich", IN_LSF, "-launcher lsf -rmk user"),
+        ("mpich", IN_LSF, "-launcher rsh -launcher-exec blaunch -rmk user"),
         # Intel MPI's developer reference, "Bootstrap Options".
         ("intelmpi", IN_SLURM, "-bootstrap ssh"),
         ("intelmpi", IN_GRID_ENGINE, "-bootstrap sge"),
-        ("intelmpi", IN_LSF, "-bootstrap lsf"),
+        ("intelmpi", IN_LSF, "-bootstrap rsh -bootstrap-exec blaunch"),
     ],
 )
 def test_an_mpi_does_not_follow_a_scheduler(

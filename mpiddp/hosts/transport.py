@@ -14,7 +14,8 @@ from mpiddp.errors import UserError
 
 @dataclass(frozen=True)
 class Transport:
-    """A program like ssh. `agent` is its command up to the host; `hydra` is Hydra's name for it.
+    """A program like ssh. `agent` is its command up to the host. `hydra` is the name of Hydra's launcher
+    that calls it, or that calls the agent as if it were rsh.
 
     `instead` are the options of `mpiddp launch` that use ssh instead, "" for ssh itself.
     """
@@ -41,4 +42,4 @@ SSH = Transport("ssh", ("ssh",), "ssh")
 # qrsh(1): -inherit starts a task of the running job. The parallel environment needs control_slaves.
 QRSH = Transport("qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE")
 # "blaunch" in IBM's LSF command reference: a drop-in replacement of rsh and ssh within a job.
-BLAUNCH = Transport("blaunch", ("blaunch",), "lsf", "--hostfile $LSB_DJOB_HOSTFILE")
+BLAUNCH = Transport("blaunch", ("blaunch",), "rsh", "--hostfile $LSB_DJOB_HOSTFILE")

@@ -80,7 +80,9 @@ def _launcher(request: Request, option: str, *more: str) -> list[Flag]:
     if not request.schedulers:
         return []
     why = DETECTION.format(schedulers=all_of(request.schedulers))
-    return [flag(option, request.transport.hydra, *more, why=why)]
+    hydra, (program, *_) = request.transport.hydra, request.transport.agent
+    executable = (f"{option}-exec", program) if hydra == "rsh" else ()
+    return [flag(option, hydra, *executable, *more, why=why)]
 
 
 def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:
