@@ -65,7 +65,7 @@ PALS = named("PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE", "3", "4", "1", "
     "PALS_LOCAL_RANKID": "1",
     "PALS_SPOOL_DIR": "/var/run/palsd/4b2a",
 }
-# PMIx's own test programs read jsrun's four variables (openpmix/pmix-tests, prrte/utils).
+# Public test programs read these four under jsrun; IBM's own page was not at hand.
 JSRUN = mpi("JSM_NAMESPACE", "3", "4", "1", "2") | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "1"}
 # PMIx Standard, "PMIx_Init": a launcher gives a client its namespace and rank, and not their number.
 PMIX = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-node0-4242@1", "PMIX_VERSION": "5.0.8"}
