@@ -92,18 +92,33 @@ class GridEngine:
         """Submit a job script from the first host, and wait for its end.
 
         Returns its exit code, and its whole output as stdout.
+
+        Raises:
+            TimeoutError: the job takes longer than `timeout_s`. It is deleted first.
+            subprocess.CalledProcessError: qsub refuses the script.
         """
         login = self.cluster.hosts[0]
-        output = self.cluster.shared / f"job-{os.urandom(4).hex()}.out"
-        output.touch()
-        output.chmod(0o666)
+        job = self.cluster.shared / f"job-{os.urandom(4).hex()}"
+        output, code = job.with_suffix(".out"), job.with_suffix(".code")
+        job.write_text(script)
+        for file in (output, code):
+            file.touch()
+            file.chmod(0o666)
         variables = [option for pair in (env or {}).items() for option in ("-v", "=".join(pair))]
-        command = ["qsub", "-sync", "y", "-j", "y", "-o", str(output), "-S", "/bin/sh", *variables]
+        command = ["qsub", "-terse", "-j", "y", "-o", str(output), "-S", "/bin/sh", *variables]
         command += ["-wd", str(cwd or login.home(user or "root")), *options]
-        done = login.run(command, env=self.env, user=user, stdin=script, timeout_s=timeout_s)
-        return CompletedProcess(
-            command, done.returncode, output.read_text(), done.stdout + done.stderr
-        )
+        # `qsub -sync y` sometimes misses the end of a job, and then exits with 0.
+        text = f"sh {job}; echo $? > {code}\n"
+        submitted = login.run(command, env=self.env, user=user, stdin=text, check=True)
+        deadline = time.monotonic() + timeout_s
+        while not (ended := code.read_text()).endswith("\n"):
+            if time.monotonic() > deadline:
+                login.run(["qdel", submitted.stdout.strip()], env=self.env)
+                raise TimeoutError(
+                    f"the job runs for {timeout_s} s; it wrote: {output.read_text()}"
+                )
+            time.sleep(0.05)
+        return CompletedProcess(command, int(ended), output.read_text(), "")
 
 
 @contextmanager
