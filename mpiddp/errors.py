@@ -47,15 +47,16 @@ def missing_package(user: str, package: str) -> str:
     )
 
 
-def print_from_one_rank(sentence: str, rank: int, local_rank: int) -> None:
+def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> None:
     """Print a sentence that every rank may have, without communication. The caller then exits.
 
     Rank 0 prints at once, and its exit makes most launchers end the other ranks. After a pause, the
-    first rank of each host that is still running prints too, because only that host may have the problem.
+    first rank of each host that is still running prints too, because only that host may have the
+    problem. If the local rank is not known (None), every rank does.
     """
     if rank != 0:
         time.sleep(2.0)
-    if rank == 0 or local_rank == 0:
+    if rank == 0 or not local_rank:
         print_error(sentence)
 
 

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.slurm_nodelist import expand_counts
@@ -25,7 +25,9 @@ class Launcher:
     """One launcher as data: the variables that hold a rank's identity.
 
     The launcher is present if any variable of `proof` is in the environment. No other launcher sets
-    these, and a stale shell profile does not contain them.
+    these, and a stale shell profile does not contain them. `local_world_size` is "" if it sets no such
+    variable. With `may_lack_locals`, some versions set neither local variable. The ranks count what is
+    missing when they have joined.
     """
 
     name: str
@@ -36,11 +38,20 @@ class Launcher:
     local_world_size: str
     speaks_mpi: bool = False
     node_id: str = ""  # this node's index, if local_world_size lists the counts of all nodes
+    may_lack_locals: bool = False
+    hides_gpus: bool = False  # each rank may see only its own GPU
 
     @property
     def variables(self) -> tuple[str, ...]:
-        node_id = (self.node_id,) if self.node_id else ()
-        return (self.rank, self.world_size, self.local_rank, self.local_world_size, *node_id)
+        names = (self.rank, self.world_size, self.local_rank, self.local_world_size, self.node_id)
+        return tuple(name for name in names if name)
+
+    def expected(self, env: Mapping[str, str]) -> tuple[str, ...]:
+        """The variables that a rank with `env` must have."""
+        locals_ = {self.local_rank, self.local_world_size}
+        if self.may_lack_locals and not locals_ & env.keys():
+            return tuple(name for name in self.variables if name not in locals_)
+        return self.variables
 
 
 def _mpi(name: str, prefix: str) -> Launcher:
@@ -52,6 +63,8 @@ def _mpi(name: str, prefix: str) -> Launcher:
 
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_PMI = ("PMI_RANK", "PMI_SIZE")
+_PMIX = ("PMIX_RANK", "PMIX_NAMESPACE")
 
 # The innermost launcher wins, so the order matters: `mpirun … torchrun` is torchrun's job, and the
 # mpirun that started this process takes precedence over a RANK left over in a shell profile.
@@ -59,15 +72,28 @@ LAUNCHERS = (
     Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *TORCH),
     _mpi("openmpi", "OMPI_COMM_WORLD"),
     _mpi("mvapich2", "MV2_COMM_WORLD"),
-    # srun's pmi2 plugin sets PMI_RANK and PMI_SIZE as well, so these two alone do not prove Hydra.
+    # Other launchers set PMI_RANK and PMI_SIZE as well, so these two alone do not prove Hydra.
     Launcher(
         "hydra",
-        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE"),
-        "PMI_RANK",
-        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", *_PMI),
+        *_PMI,
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
         speaks_mpi=True,
+        may_lack_locals=True,
+    ),
+    replace(_mpi("jsrun", "JSM_NAMESPACE"), hides_gpus=True),
+    # The shells of flux alloc and flux batch have FLUX_URI only, and a Flux that srun has started
+    # hides Slurm's variables from them.
+    Launcher(
+        "flux",
+        ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+        "FLUX_TASK_RANK",
+        "FLUX_JOB_SIZE",
+        "FLUX_TASK_LOCAL_ID",
+        "",
+        speaks_mpi=True,
+        hides_gpus=True,
     ),
     # The shell of an salloc and an sbatch script have SLURM_NTASKS too, but they are not tasks: only a
     # job step has ranks.
@@ -79,8 +105,20 @@ LAUNCHERS = (
         "SLURM_LOCALID",
         "SLURM_STEP_TASKS_PER_NODE",
         node_id="SLURM_NODEID",
+        hides_gpus=True,
     ),
-    Launcher("env://", TORCH, *TORCH),
+    # Slurm's and Flux's plugins for Cray MPICH set the same variables, so both come first.
+    Launcher(
+        "pals",
+        ("PALS_RANKID", "PALS_LOCAL_RANKID"),
+        "PALS_RANKID",
+        "PMI_SIZE",
+        "PALS_LOCAL_RANKID",
+        "",
+        speaks_mpi=True,
+    ),
+    # The pods of a PyTorchJob have no local variables.
+    Launcher("env://", TORCH, *TORCH, may_lack_locals=True),
 )
 
 _OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
@@ -94,15 +132,15 @@ class World:
 
     rank in [0, world_size), local_rank in [0, local_world_size) among the ranks of this host.
     node_rank in [0, num_nodes) numbers the hosts in the order of their lowest rank. It and the master
-    address are None until the ranks have joined, see `mpiddp.runtime.rendezvous`. backend and device
-    (torch's name for it: "cuda:1", "cpu") are None until a process group exists, see
-    `mpiddp.runtime.process_group`.
+    address are None until the ranks have joined, see `mpiddp.runtime.rendezvous`, and so are local_rank
+    and local_world_size under a launcher that does not set them. backend and device (torch's name for
+    it: "cuda:1", "cpu") are None until a process group exists, see `mpiddp.runtime.process_group`.
     """
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
+    local_rank: int | None
+    local_world_size: int | None
     launcher: Launcher = ALONE
     hostname: str = field(default_factory=socket.gethostname)
     node_rank: int | None = None
@@ -119,19 +157,27 @@ class World:
         Without any launcher this is rank 0 of 1, with `launcher.name == "none"`.
 
         Raises:
-            UserError: a launcher's variables are only partly set, are not whole numbers, or
-                contradict each other.
+            UserError: a launcher's variables are only partly set, are not whole numbers, contradict
+                each other, or do not include the number of ranks.
         """
         env = os.environ if env is None else env
         for launcher in LAUNCHERS:
             if _present(launcher, env):
                 return cls._from_row(launcher, env)
+        for name in _PMIX:
+            if name in env:
+                raise UserError(
+                    f"{name}={shown(env[name])} is set: a launcher has started this process as one of "
+                    "several, but PMIx alone does not say of how many. Start the job with mpiddp launch, "
+                    f"mpirun, or srun --mpi=none, or unset {' and '.join(_PMIX)}."
+                )
         return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
     @classmethod
     def _from_row(cls, launcher: Launcher, env: Mapping[str, str]) -> World:
+        expected = launcher.expected(env)
         found = [name for name in launcher.variables if name in env]
-        missing = [name for name in launcher.variables if name not in env]
+        missing = [name for name in expected if name not in env]
         if missing:
             raise UserError(
                 f"only some of {launcher.name}'s variables are set: found "
@@ -139,19 +185,30 @@ class World:
                 f"missing {', '.join(missing)}. "
                 "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
-        numbers = [
-            _tasks_on_node(launcher, env)
+        numbers = {
+            name: _tasks_on_node(launcher, env)
             if launcher.node_id and name == launcher.local_world_size
             else _whole_number(name, env[name])
-            for name in launcher.variables[:4]
-        ]
-        rank, world_size, local_rank, local_world_size = numbers
+            for name in expected
+        }
+        rank, world_size = numbers[launcher.rank], numbers[launcher.world_size]
+        local_rank = numbers.get(launcher.local_rank)
+        local_world_size = numbers.get(launcher.local_world_size)
+        if world_size == 1:  # the only rank of its host
+            local_rank = 0 if local_rank is None else local_rank
+            local_world_size = 1 if local_world_size is None else local_world_size
         for small, large, name, size_name in (
             (rank, world_size, launcher.rank, launcher.world_size),
+            (local_rank, world_size, launcher.local_rank, launcher.world_size),
             (local_rank, local_world_size, launcher.local_rank, launcher.local_world_size),
-            (local_world_size - 1, world_size, launcher.local_world_size, launcher.world_size),
+            (
+                None if local_world_size is None else local_world_size - 1,
+                world_size,
+                launcher.local_world_size,
+                launcher.world_size,
+            ),
         ):
-            if not 0 <= small < large:
+            if small is not None and large is not None and not 0 <= small < large:
                 raise UserError(
                     f"{name}={shown(env[name])} does not fit {size_name}={shown(env[size_name])}: {STALE}"
                 )
@@ -161,13 +218,16 @@ class World:
 def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     """Rank and local rank by the launcher's variables, unchecked; (0, 0) without a launcher.
 
-    Decides which of several ranks prints an error, where `World.from_env` may have failed.
+    A local rank that is not known is 0. Decides which of several ranks prints an error, where
+    `World.from_env` may have failed.
     """
     for launcher in LAUNCHERS:
         rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
         if _present(launcher, env):
             with suppress(ValueError):
                 return parse_whole(rank), parse_whole(local_rank)
+    with suppress(ValueError):
+        return parse_whole(env.get("PMIX_RANK", "")), 0
     return 0, 0
 
 
@@ -177,8 +237,10 @@ def _present(launcher: Launcher, env: Mapping[str, str]) -> bool:
     if launcher.name == "torchrun" and is_joined(env):
         return False
     found = {name for name in launcher.proof if name in env}
-    if launcher.name == "hydra" and found <= {"PMI_RANK", "PMI_SIZE"} and _in_slurm_step(env):
-        return False
+    if launcher.name == "hydra" and found <= set(_PMI):
+        # They are Hydra's only if no other launcher that sets them is there.
+        others = [row for row in LAUNCHERS if row.name in ("flux", "slurm", "pals")]
+        return bool(found) and not any(_present(row, env) for row in others)
     return bool(found)
 
 
@@ -191,16 +253,18 @@ def is_joined(env: Mapping[str, str]) -> bool:
     return RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[RUN_ID]
 
 
-def leave_enclosing_job(env: MutableMapping[str, str]) -> None:
+def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     """Remove the variables of a rank of another job, which starts a job of its own.
 
-    mpirun's ranks on this host would inherit them.
+    mpirun's ranks on this host would inherit them. Returns whether this is such a rank.
     """
     for name in (ANNOUNCED, RUN_DIR):
         env.pop(name, None)
-    if is_joined(env):
+    was_joined = is_joined(env)
+    if was_joined:
         for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
             del env[name]
+    return was_joined
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:

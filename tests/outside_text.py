@@ -35,10 +35,11 @@ from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, slots
-from mpiddp.hosts.allocation import find_allocation
+from mpiddp.hosts.allocation import SCHEDULERS, find_allocation
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.main import table
+from mpiddp.hosts.node_file import of_counts
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 from mpiddp.hosts.sockets import port_in
 from mpiddp.hosts.ssh import Answer
@@ -276,6 +277,27 @@ SLURM = (
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS"),
     *("SLURM_GPUS_ON_NODE", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "MASTER_PORT", "MASTER_ADDR"),
 )
+NODE_FILE = text_of("n1", "n2", "N1", "\n", " ", "2", "all.q@n1", "UNDEFINED", "#").map(
+    lambda text: text.encode(errors="surrogatepass")
+)
+GRANTED = (
+    "10.0.0.4",
+    "node-1",
+    "-oProxyCommand=x",
+    " ",
+    "\n",
+    ",",
+    ";",
+    "4",
+    "n[1-2]",
+    "/dev/null",
+)
+# Without FLUX_URI, which starts a program, and the files of others.
+ALLOCATION = [
+    *sorted({name for row in SCHEDULERS for name in row.proof} - {"FLUX_URI"}),
+    *("NHOSTS", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_RANK"),
+    *("AZ_BATCH_IS_CURRENT_NODE_MASTER", "SLURM_JOB_NODELIST"),
+]
 NODELIST = text_of("n", "gpu-", "[", "]", "-", ",", "07", "[07-09]", "[1-", "[0-999999999]")
 COUNTS = text_of("2", "(x", ")", ",", "1(x999999999)", "2(x3)")
 LAUNCH_OPTIONS = (
@@ -380,6 +402,11 @@ PARSERS: dict[str, Parser] = {
     "Slurm's counts": Parser(expand_counts, COUNTS, (ValueError,)),
     "Slurm's allocation": Parser(
         find_allocation, environment_of(SLURM, NODELIST | COUNTS | NUMBERS), (UserError,)
+    ),
+    "a node file": Parser(_use_hostfile, NODE_FILE, (UserError,)),
+    "LSF's counts": Parser(of_counts, text_of("n1", " ", "4", "\t"), (ValueError,)),
+    "an allocation's variables": Parser(
+        find_allocation, environment_of(ALLOCATION, text_of(*GRANTED)), (UserError,)
     ),
     "Slurm's address": Parser(
         lambda env: slurm_address(World(1, 2, 0, 1), env),

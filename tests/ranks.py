@@ -16,7 +16,11 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
-LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_")
+LAUNCHERS = (
+    *("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_"),
+    *("JSM_", "FLUX_", "PALS_", "PBS_", "LSB_", "PE_HOSTFILE", "SGE_", "K_MPI_", "HYDRA_HOST_"),
+    *("I_MPI_HYDRA_HOST_", "SKYPILOT_", "AZ_BATCH_", "PET_", "AWS_BATCH_"),
+)
 CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
 # Most tests read what every rank prints. tests/test_shown_output.py tests what users see by default.
 ALL_OUTPUT = {"MPIDDP_LOG_RANKS": "all", "MPIDDP_PREFIX": "never"}

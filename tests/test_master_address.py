@@ -299,7 +299,7 @@ def test_this_host_has_a_loopback_interface() -> None:
 
 def test_a_rank_info_survives_json() -> None:
     (info,) = ranks_on((LO, eth(0)))
-    assert RankInfo.from_json(json.loads(json.dumps(asdict(info)))) == info
+    assert RankInfo.all_from_json(json.loads(json.dumps([asdict(info)]))) == (info,)
 
 
 def test_allow_open_raises_the_limit_for_a_large_job() -> None:

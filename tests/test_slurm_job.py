@@ -20,6 +20,7 @@ import pytest
 from tests import cluster
 from tests.cluster import Cluster, Layout, needs, slurm
 from tests.cluster.slurm import Slurm
+from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
@@ -111,6 +112,31 @@ def test_scancel_lets_the_ranks_save(batch: Slurm) -> None:
     done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
     assert "stopped at step" in done.stdout
     assert len(list((out / "checkpoints").glob("step_*"))) == 1
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "mpich", "intelmpi"])
+def test_an_mpirun_inside_of_an_allocation_uses_ssh(batch: Slurm, mpi: str) -> None:
+    """Left to itself, Open MPI refuses the ranks that Slurm has not counted, and calls srun."""
+    options = ("--mpirun", mpirun_of(mpi), "-H", "node1:1,node0:3")
+    done = launch(batch, *options, str(batch.cluster.shared / "show.py"))
+    assert done.returncode == 0, done.stdout
+    placed = [line.split()[1:4] for line in shown(done.stdout)]
+    assert placed == [["0", "0", "0"], ["1", "0", "1"], ["2", "1", "1"], ["3", "2", "1"]]
+
+
+def test_local_inside_of_an_allocation(batch: Slurm) -> None:
+    done = launch(batch, "--local", "-n", "2", str(batch.cluster.shared / "show.py"))
+    assert done.returncode == 0, done.stdout
+    assert [line.split()[1:4] for line in shown(done.stdout)] == [
+        [str(rank), str(rank), "0"] for rank in range(2)
+    ]
+
+
+def test_launch_inside_of_a_task_is_refused(batch: Slurm) -> None:
+    script = f"#!/bin/sh\nsrun --mpi=none {MPIDDP} launch {batch.cluster.shared}/show.py\n"
+    done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
+    assert "of 4 ranks (slurm). Write mpiddp run in place of mpiddp launch" in done.stdout
+    assert done.returncode == 2
 
 
 def test_the_requested_interface_is_used(batch: Slurm) -> None:

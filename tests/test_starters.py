@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.nodes import Node
+from mpiddp.hosts.transport import BLAUNCH, QRSH
 from mpiddp.launch.starters.command import Command, Request
 from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.detect import RankStarter
@@ -263,3 +264,56 @@ def test_a_printed_command_is_one_line_that_bash_reads() -> None:
         env={**os.environ, "LC_ALL": "C.UTF-8"}, capture_output=True, text=True,
     )  # fmt: skip
     assert read.stdout.split("\0")[:-1] == arguments
+
+
+IN_SLURM = replace(UNEQUAL, schedulers=("Slurm",))
+IN_GRID_ENGINE = replace(UNEQUAL, schedulers=("Grid Engine",), transport=QRSH)
+IN_LSF = replace(UNEQUAL, schedulers=("LSF",), transport=BLAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "request_", "flags"),
+    [
+        ("openmpi5", IN_SLURM, "--prtemca ras ^slurm,pbs,lsf,gridengine,flux,pals"),
+        ("openmpi5", IN_SLURM, "--prtemca plm ssh --prtemca plm_ssh_disable_qrsh 1"),
+        ("openmpi4", IN_SLURM, "--mca ras ^slurm,tm,lsf,gridengine,alps --mca plm rsh"),
+        ("openmpi4", IN_GRID_ENGINE, "--mca plm_rsh_disable_qrsh 1"),
+        ("openmpi4", IN_GRID_ENGINE, ["--mca", "plm_rsh_agent", "qrsh -inherit"]),
+        ("openmpi5", IN_LSF, "--mca plm_rsh_agent blaunch"),
+        (
+            "openmpi5",
+            replace(IN_GRID_ENGINE, shields_ssh=True),
+            ["--mca", "plm_rsh_agent", "env --ignore-signal=TERM qrsh -inherit"],
+        ),
+        # MPICH's mpiexec(1), "-launcher" and "-rmk".
+        ("mpich", IN_SLURM, "-launcher ssh -rmk user"),
+        ("mpich", IN_GRID_ENGINE, "-launcher sge -rmk user"),
+        ("mpich", IN_LSF, "-launcher rsh -launcher-exec blaunch -rmk user"),
+        # Intel MPI's developer reference, "Bootstrap Options".
+        ("intelmpi", IN_SLURM, "-bootstrap ssh"),
+        ("intelmpi", IN_GRID_ENGINE, "-bootstrap sge"),
+        ("intelmpi", IN_LSF, "-bootstrap rsh -bootstrap-exec blaunch"),
+    ],
+)
+def test_an_mpi_does_not_follow_a_scheduler(
+    mpi: str, request_: Request, flags: str | list[str]
+) -> None:
+    expected = flags.split() if isinstance(flags, str) else flags
+    command = compose(MPIS[mpi], request_)
+    assert follows(command.argv, *expected)
+    if mpi == "intelmpi":
+        # "Job Schedulers Support" in the developer reference.
+        assert command.settings["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "off"
+
+
+@pytest.mark.parametrize("mpi", [mpi for mpi in MPIS if mpi != "slurm"])
+def test_the_reason_names_the_scheduler(mpi: str) -> None:
+    text = compose(MPIS[mpi], IN_SLURM).explained(IN_SLURM)
+    assert "those of this command; mpirun would follow Slurm" in text
+    assert "would follow" not in compose(MPIS[mpi], UNEQUAL).explained(UNEQUAL)
+
+
+def test_a_choice_of_the_user_is_kept() -> None:
+    argv = argv_of("openmpi5", replace(IN_SLURM, env={"PRTE_MCA_plm": "slurm"}))
+    assert not follows(argv, "plm", "ssh")
+    assert follows(argv, "--prtemca", "ras")

@@ -47,6 +47,36 @@ SRUN = SLURM_JOB | {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
 PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "13"}
+# flux-environment(7), "Job environment": the tasks of a job; there is no local size. Flux's PMI plugin
+# sets PMI_RANK and PMI_SIZE too.
+FLUX = PMI2 | {
+    "FLUX_URI": "local:///run/flux/local",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_TASK_RANK": "3",
+    "FLUX_TASK_LOCAL_ID": "1",
+}
+# Slurm's plugin mpi/cray_shasta, which sets the variables that HPE's PALS sets (src/plugins/mpi/
+# cray_shasta/mpi_cray_shasta.c). PALS_SIZE is not one of them.
+PALS = named("PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE", "3", "4", "1", "2") | {
+    "PALS_APID": "4b2a",
+    "PALS_RANKID": "3",
+    "PALS_NODEID": "1",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_SPOOL_DIR": "/var/run/palsd/4b2a",
+}
+# Public test programs read these four under jsrun; IBM's own page was not at hand.
+JSRUN = mpi("JSM_NAMESPACE", "3", "4", "1", "2") | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "1"}
+# PMIx Standard, "PMIx_Init": a launcher gives a client its namespace and rank, and not their number.
+PMIX = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-node0-4242@1", "PMIX_VERSION": "5.0.8"}
+# Kubeflow Trainer, "PyTorch Training (PyTorchJob)": the environment of a worker pod.
+PYTORCHJOB = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "simple-master-0",
+    "MASTER_PORT": "23456",
+    "PYTHONUNBUFFERED": "1",
+}
 STALE_RANK = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "0", "1", "0", "1")
 
 ROWS = {
@@ -54,12 +84,16 @@ ROWS = {
     "openmpi": OPEN_MPI,
     "mvapich2": MVAPICH2,
     "hydra": HYDRA,
+    "jsrun": JSRUN,
     "slurm": SRUN,
     "env://": TORCH,
 }
+# The local size is not known before the ranks have joined.
+WITHOUT_LOCAL_SIZE = {"flux": FLUX, "pals": PALS}
+Identity = tuple[str, int, int, int | None, int | None]
 
 
-def identity(env: Mapping[str, str]) -> tuple[str, int, int, int, int]:
+def identity(env: Mapping[str, str]) -> Identity:
     """The launcher, rank, world size, local rank and local world size."""
     world = World.from_env(env)
     numbers = (world.rank, world.world_size, world.local_rank, world.local_world_size)
@@ -78,6 +112,41 @@ def test_from_env_with_all_variables_of_a_launcher(launcher: str) -> None:
     assert identity(ROWS[launcher]) == (launcher, *numbers)
 
 
+@pytest.mark.parametrize("launcher", WITHOUT_LOCAL_SIZE)
+def test_a_launcher_that_does_not_set_the_local_size(launcher: str) -> None:
+    row = WITHOUT_LOCAL_SIZE[launcher]
+    assert identity(row) == (launcher, 3, 4, 1, None)
+    assert likely_ranks(row) == (3, 1)
+    only = dict.fromkeys(row, "0") | dict.fromkeys(World.from_env(row).launcher.variables, "0")
+    size = World.from_env(row).launcher.world_size
+    assert identity(only | {size: "1"}) == (launcher, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher"),
+    [(PYTORCHJOB, "env://"), (PMI2, "hydra"), (PMI2 | SALLOC, "hydra")],
+)
+def test_local_ranks_that_no_variable_has_are_counted_later(env: Env, launcher: str) -> None:
+    """A PyTorchJob's pods, and process managers that speak PMI but set no local variables."""
+    assert identity(env) == (launcher, 3, 4, None, None)
+    assert likely_ranks(env) == (3, 0)
+
+
+def test_the_only_rank_of_a_job_has_local_rank_0() -> None:
+    assert identity({"RANK": "0", "WORLD_SIZE": "1"}) == ("env://", 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["PMIX_RANK", "PMIX_NAMESPACE"])
+def test_pmix_alone_does_not_tell_the_number_of_ranks(name: str) -> None:
+    sentence = refusal({name: PMIX[name]})
+    assert sentence == (
+        f"{name}={PMIX[name]} is set: a launcher has started this process as one of several, but PMIx "
+        "alone does not say of how many. Start the job with mpiddp launch, mpirun, or srun --mpi=none, "
+        "or unset PMIX_RANK and PMIX_NAMESPACE."
+    )
+    assert likely_ranks(PMIX) == (3, 0)
+
+
 def test_node_rank_and_master_address_are_unknown_before_the_rendezvous() -> None:
     world = World.from_env(OPEN_MPI)
     assert (world.node_rank, world.num_nodes) == (None, None)
@@ -90,11 +159,11 @@ def test_without_a_launcher_the_world_has_one_rank() -> None:
         assert identity(env) == ("none", 0, 1, 0, 1)
 
 
-@pytest.mark.parametrize("launcher", ROWS)
+@pytest.mark.parametrize("launcher", [*ROWS, *WITHOUT_LOCAL_SIZE])
 def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> None:
-    row = ROWS[launcher]
+    row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
     names = [name for name in World.from_env(row).launcher.variables if name in row]
-    assert len(names) >= 4
+    assert len(names) >= 3
     for missing in names:
         sentence = refusal({name: value for name, value in row.items() if name != missing})
         assert f"missing {missing}." in sentence
@@ -103,10 +172,10 @@ def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> 
         assert launcher in sentence
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mvapich2", "hydra", "env://"])
+@pytest.mark.parametrize("launcher", ["openmpi", "mvapich2", "hydra", "jsrun", "env://", "flux"])
 def test_a_single_variable_of_a_launcher_is_refused(launcher: str) -> None:
-    row = ROWS[launcher]
-    for name in World.from_env(row).launcher.variables:
+    row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
+    for name in World.from_env(row).launcher.proof:
         assert "missing" in refusal({name: row[name]})
 
 
@@ -129,6 +198,15 @@ def test_torchruns_run_id_requires_its_other_variables() -> None:
         (SRUN | PMI2, "slurm", 3),  # srun --mpi=pmi2 also sets PMI_RANK and PMI_SIZE
         (SALLOC | OPEN_MPI, "openmpi", 3),
         (SBATCH | OPEN_MPI, "openmpi", 3),
+        (FLUX | OPEN_MPI, "openmpi", 3),  # flux run … mpirun
+        (FLUX | HYDRA, "hydra", 3),
+        (FLUX | SRUN, "flux", 3),  # srun flux start … flux run
+        (FLUX | PALS, "flux", 3),  # flux run -o pmi=cray-pals
+        (SRUN | PALS, "slurm", 3),  # srun --mpi=cray_shasta
+        (PALS | HYDRA, "hydra", 3),
+        (PALS | PMIX, "pals", 3),
+        (JSRUN | OPEN_MPI, "openmpi", 3),
+        (PYTORCHJOB | OPEN_MPI, "openmpi", 3),
     ],
 )
 def test_the_innermost_launcher_wins(env: Env, launcher: str, rank: int) -> None:
@@ -167,10 +245,11 @@ def test_invalid_slurm_counts(counts: str, node: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "-1", "two", "1.0", " 1", "0x1", "１", "²"])
-@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://"])
+@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://", "flux", "pals"])
 def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> None:
-    for name in World.from_env(ROWS[launcher]).launcher.variables:
-        sentence = refusal(ROWS[launcher] | {name: value})
+    row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
+    for name in World.from_env(row).launcher.variables:
+        sentence = refusal(row | {name: value})
         assert sentence == f'{name}="{value}" is not a whole number, 0 or more.'
 
 
@@ -195,6 +274,7 @@ def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
         ({"RANK": "8"}, "RANK=8 does not fit WORLD_SIZE=8"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 does not fit WORLD_SIZE=0"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 does not fit LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "8"}, "LOCAL_RANK=8 does not fit WORLD_SIZE=8"),
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 does not fit WORLD_SIZE=8"),
     ],
 )

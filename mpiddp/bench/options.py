@@ -157,7 +157,9 @@ def _check_training(prog: str, training: list[str]) -> None:
 
 def _add_shared(parser: argparse.ArgumentParser, benchmark: Benchmark[Options]) -> None:
     if benchmark.takes_hosts:
-        add = parser.add_argument_group("where (default: this machine, or the Slurm allocation)")
+        add = parser.add_argument_group(
+            "where (default: the scheduler's allocation, or this machine)"
+        )
         either = add.add_mutually_exclusive_group()
         either.add_argument(
             "--hostfile", metavar="FILE", help="file of hosts and slots, one host per line"

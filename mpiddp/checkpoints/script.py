@@ -179,10 +179,16 @@ class Checkpoints:
             self._restore_rng(own["rng"])
         return Resumed(step, received.common.state, own["state"], received.world_size)
 
+    @property
+    def _local_rank(self) -> int:
+        local_rank = self._coordinator.world.local_rank
+        assert local_rank is not None, "the ranks have joined"
+        return local_rank
+
     def _restore_rng(self, states: dict[str, Any]) -> None:
         try:
             if states:  # this rank existed
-                restore_rng_states(states, self._coordinator.world.local_rank)
+                restore_rng_states(states, self._local_rank)
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
                 f"the checkpoint was not written by {script_files.WRITTEN_BY}: the states of its random "
@@ -244,8 +250,7 @@ class Checkpoints:
         own = PinnedStaging()  # a copy of its own for each save: the ranks' states are small
         copied = own.copy(dict(per_rank or {}))
         own.wait()
-        world = self._coordinator.world
-        ranks = saver.gather({"rng": rng_states(world.local_rank), "state": copied})
+        ranks = saver.gather({"rng": rng_states(self._local_rank), "state": copied})
         self._step = step
         if saver.is_writer:
             saver.start(step, {"step": step, "state": dict(state)}, ranks, self._write_files)

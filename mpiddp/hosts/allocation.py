@@ -1,87 +1,162 @@
 """The hosts that a scheduler granted, for a launch without --hostfile and -H.
 
-salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
+    salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
+
+docs/allocations.md has the variables of each scheduler, with their sources.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
-from mpiddp.text import shown
+from mpiddp.hosts import schedulers
+from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
+from mpiddp.text import all_of, shown
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """One scheduler as data. It is present if a variable of `proof` has a value.
+
+    `read` returns the hosts of the job, or None if it has no other host. `transport` reaches these hosts.
+    `starter` is the scheduler's own program for starting ranks, None for mpirun. With `leads_mpirun`, an
+    mpirun follows the scheduler's variables, unless flags forbid it.
+    """
+
+    name: str
+    proof: tuple[str, ...]
+    read: Callable[[Mapping[str, str]], Hosts | None]
+    transport: Transport = SSH
+    starter: str | None = None
+    leads_mpirun: bool = False
+
+    def is_present(self, env: Mapping[str, str]) -> bool:
+        return any(env.get(name) for name in self.proof)
+
+
+# KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
+SCHEDULERS = (
+    Scheduler("Slurm", ("SLURM_JOB_ID",), schedulers.slurm, starter="srun", leads_mpirun=True),
+    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), schedulers.pbs, leads_mpirun=True),
+    Scheduler(
+        "LSF",
+        ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
+        schedulers.lsf,
+        BLAUNCH,
+        leads_mpirun=True,
+    ),
+    Scheduler(
+        "Grid Engine",
+        ("PE_HOSTFILE", "SGE_TASK_ID"),
+        schedulers.grid_engine,
+        QRSH,
+        leads_mpirun=True,
+    ),
+    Scheduler("Flux", ("FLUX_URI",), schedulers.flux, leads_mpirun=True),
+    Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *schedulers.MPIJOB_HOSTFILES), schedulers.mpijob),
+    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS",), schedulers.skypilot),
+    Scheduler(
+        "Azure Batch",
+        ("AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST"),
+        schedulers.azure_batch,
+    ),
+    Scheduler(
+        "Kubeflow",
+        ("PET_NNODES",),
+        schedulers.unread(
+            "a PyTorchJob or TrainJob",
+            "PET_NNODES",
+            "Start the script with torchrun, or use an MPIJob.",
+        ),
+    ),
+    Scheduler(
+        "AWS Batch",
+        ("AWS_BATCH_JOB_NUM_NODES",),
+        schedulers.unread(
+            "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "Start the script with torchrun on each node."
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Granted hosts. `starter` is the scheduler's own program for starting ranks, None for mpirun."""
+    """Granted hosts, and the scheduler that granted them."""
 
     hosts: Hosts
-    starter: str | None = None
+    scheduler: Scheduler
+
+    @property
+    def starter(self) -> str | None:
+        return self.scheduler.starter
+
+    @property
+    def transport(self) -> Transport:
+        """The scheduler's own transport, or ssh where it is not installed."""
+        own = self.scheduler.transport
+        return own if own.is_installed else SSH
 
 
 def find_allocation(env: Mapping[str, str]) -> Allocation | None:
     """The allocation that this process runs in, None outside of any.
 
-    Raises:
-        UserError: the variables of a scheduler are incomplete.
-    """
-    found = (allocation_of(env) for allocation_of in ALLOCATIONS)
-    return next((allocation for allocation in found if allocation is not None), None)
-
-
-def slurm(env: Mapping[str, str]) -> Allocation | None:
-    """The Slurm allocation of this shell or sbatch script, None outside of any.
-
-    A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node
-    they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
+    Of two allocations the inner one counts, whose hosts the other one has as well.
 
     Raises:
-        UserError: Slurm's variables are incomplete.
+        UserError: the variables or files of a scheduler are incomplete; two allocations of different hosts.
     """
-    job = env.get("SLURM_JOB_ID")
-    if job is None:
-        return None
-    nodelist = env.get("SLURM_JOB_NODELIST")
-    if not nodelist:
-        raise UserError(
-            f"SLURM_JOB_ID={job} is set but SLURM_JOB_NODELIST is not: this is only a part of an "
-            "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
-        )
-    names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
-    counts = f"{env.get('SLURM_GPUS_ON_NODE') or 1}(x{len(names)})"
-    counts_name = "SLURM_GPUS_ON_NODE"
-    if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
-        counts_name = "SLURM_TASKS_PER_NODE"
-        counts = env.get(counts_name, f"1(x{len(names)})")
-    slots = _parsed(env, counts_name, counts, expand_counts)
-    if len(slots) != len(names):
-        raise UserError(
-            f"{counts_name}={shown(counts)} does not fit the {len(names)} hosts "
-            f"of SLURM_JOB_NODELIST={shown(nodelist)}. Name the hosts with --hostfile or -H."
-        )
-    hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
-    return Allocation(Hosts(f"Slurm job {job}", tuple(hosts)), starter="srun")
+    present = [scheduler for scheduler in SCHEDULERS if scheduler.is_present(env)]
+    if len(present) == 1:
+        hosts = present[0].read(env)
+        return Allocation(hosts, present[0]) if hosts else None
+    found, problems = [], []
+    for scheduler in present:
+        try:
+            if hosts := scheduler.read(env):
+                found.append(Allocation(hosts, scheduler))
+        except UserError as error:
+            problems.append((scheduler, error))
+    inner = min(found, key=lambda each: len(each.hosts.hosts), default=None)
+    names = _names(inner)
+    if not problems and all(names <= _names(other) for other in found):
+        return inner
+    if not found and len(problems) == 1:
+        raise problems[0][1]
+    raise UserError(
+        _conflict([*(each.scheduler for each in found), *(each for each, _ in problems)], env)
+    )
 
 
-_Parsed = TypeVar("_Parsed")
+def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the schedulers whose variables in `env` an mpirun would follow."""
+    present = (each for each in SCHEDULERS if each.leads_mpirun and each.is_present(env))
+    return tuple(each.name for each in present)
 
 
-def _parsed(
-    env: Mapping[str, str], name: str, text: str, parse: Callable[[str], _Parsed]
-) -> _Parsed:
-    """`text`, made from the variable `name`, as `parse` reads it."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UserError(
-            f'{name}="{shown(env.get(name, ""))}" is not Slurm\'s: {error}. '
-            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
-        ) from None
+def _names(allocation: Allocation | None) -> set[str]:
+    """The names to compare: "node1" and "node1.cluster" are one host."""
+    hosts = allocation.hosts.hosts if allocation else ()
+    return {
+        host.key if re.fullmatch(r"[0-9.]+|.*:.*", host.key) else host.key.partition(".")[0]
+        for host in hosts
+    }
 
 
-# A row for each scheduler: from the environment to its allocation.
-ALLOCATIONS: tuple[Callable[[Mapping[str, str]], Allocation | None], ...] = (slurm,)
+def _conflict(present: list[Scheduler], env: Mapping[str, str]) -> str:
+    present = sorted(present, key=SCHEDULERS.index)
+    named = all_of([f"{each.name} ({_proof(each, env)})" for each in present])
+    unset = " ".join(f"-u {name}" for name in present[-1].proof if env.get(name))
+    return (
+        f"the variables of {len(present)} allocations are set, and not of the same hosts: {named}. "
+        f"Unset those of the wrong one, as in: env {unset} mpiddp launch …, or name the hosts with "
+        "--hostfile or -H."
+    )
+
+
+def _proof(scheduler: Scheduler, env: Mapping[str, str]) -> str:
+    name = next(name for name in scheduler.proof if env.get(name))
+    return f"{name}={shown(env[name])}"

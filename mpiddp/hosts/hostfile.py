@@ -1,7 +1,7 @@
 """The hosts of a job and their slots, parsed from a hostfile or from -H.
 
-Reads Open MPI's hostfile grammar and MPICH's `host:n` into one `Hosts`. Input that mpirun or ssh would
-misread raises an error with the file, the line and what to write instead.
+Reads Open MPI's hostfile grammar, MPICH's `host:n` and the lists of schedulers into one `Hosts`. Input
+that mpirun or ssh would misread raises an error with the file, the line and what to write instead.
 Try it: `mpiddp hosts check hostfiles/local`.
 """
 
@@ -11,11 +11,13 @@ import codecs
 import ipaddress
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.node_file import Line, as_hostfile
 from mpiddp.text import shown
 
 EXAMPLE = "Example: node1 slots=4"
@@ -115,14 +117,24 @@ def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
 
 def parse_hostfile(data: bytes, source: str, *, keep_fqdn: bool = False) -> Hosts:
     """The hosts in a hostfile's bytes, as `read_hostfile`. `source` is the file's name in errors."""
-    found = []
-    for number, text in enumerate(_text(data, source).split("\n"), start=1):
-        if tokens := _tokens(text.partition("#")[0]):
-            host = _parse_host(f"{source}:{number}", tokens)
-            found.append(replace(host, line=number, text=text))
+    texts = dict(enumerate(_text(data, source).split("\n"), start=1))
+    tokens = {number: _tokens(text.partition("#")[0]) for number, text in texts.items()}
+    lines = as_hostfile([line for line in tokens.items() if line[1]], source)
+    found = [
+        replace(_parse_host(f"{source}:{number}", tokens), line=number, text=texts[number])
+        for number, tokens in lines
+    ]
     if not found:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
     return _checked(Hosts(source, tuple(found)), keep_fqdn=keep_fqdn)
+
+
+def granted_hosts(lines: Sequence[Line], source: str) -> Hosts:
+    """The hosts that a scheduler lists. Raises UserError as for a hostfile; `source` stands in errors."""
+    if not lines:
+        raise UserError(f"{source} lists no host.")
+    found = tuple(_parse_host(source, tokens) for _, tokens in lines)
+    return _checked(Hosts(source, found), keep_fqdn=True)
 
 
 def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
@@ -253,7 +265,9 @@ def _checked(hosts: Hosts, *, keep_fqdn: bool) -> Hosts:
     for host in hosts.hosts:
         first = seen.setdefault(host.key, host)
         if first is not host and host.line is None:
-            raise UserError(f"-H: {host.name} is listed twice. Write it once: {host.name}:N")
+            raise UserError(
+                f"{hosts.source}: {host.name} is listed twice. Write it once: {host.name}:N"
+            )
         if first is not host:
             raise UserError(
                 f"{hosts.where(host)}: {host.name} is already on line {first.line}. "

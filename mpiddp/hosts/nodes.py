@@ -58,6 +58,12 @@ def addresses_of(name: str) -> tuple[tuple[socket.AddressFamily, tuple[Any, ...]
     return tuple((family, address) for family, _, _, _, address in found)
 
 
+def forget_addresses() -> None:
+    """Resolve names again: a host may have got its name since."""
+    addresses_of.cache_clear()
+    is_this_host.cache_clear()
+
+
 def resolve_all(names: Collection[str]) -> None:
     """Resolve the names at the same time: a name server that does not answer costs seconds for each."""
     if len(names) <= _RESOLVED_ONE_BY_ONE:

@@ -1,4 +1,4 @@
-"""Run one program on many hosts at once over ssh, and collect each host's output.
+"""Run one program on many hosts at once over ssh, or another transport, and collect each host's output.
 
 ssh never prompts the user. Its host key checks stay as the user configured them.
 """
@@ -8,17 +8,16 @@ from __future__ import annotations
 import os
 import selectors
 import shlex
-import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.nodes import is_this_host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.hosts.transport import SSH, Transport
 
 CONNECT_TIMEOUT_S = 5
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
@@ -49,28 +48,28 @@ class Answer:
     stderr: str
 
 
-def has_ssh() -> bool:
-    """Whether ssh is installed here."""
-    return shutil.which("ssh") is not None
-
-
 def run_on_hosts(
-    hosts: Sequence[Host], program: str, input: str, *, timeout_s: float
+    hosts: Sequence[Host],
+    program: str,
+    input: str,
+    *,
+    timeout_s: float,
+    transport: Transport = SSH,
 ) -> dict[Host, Answer]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
 
     Where this process may not open enough files (`ulimit -n`), it runs on as many hosts at a time as it may.
-    This machine runs it without ssh. A process that still runs at the deadline is killed on this side.
+    This machine runs it directly. A process that still runs at the deadline is killed on this side.
 
     Args:
         program: a path or a name, without arguments.
         timeout_s: the time for all hosts together.
 
     Raises:
-        UserError: `hosts` contains another host, and ssh is not installed here.
+        UserError: `hosts` contains another host, and the transport is not installed here.
     """
-    if not has_ssh() and not all(is_this_host(host.name) for host in hosts):
-        raise UserError("ssh is not installed here. Run: sudo apt-get install openssh-client")
+    if not all(is_this_host(host.name) for host in hosts):
+        transport.check_installed()
     deadline = time.monotonic() + timeout_s
     stdin = f"{program}\n{input}".encode()
     answers: dict[Host, Answer] = {}
@@ -81,7 +80,7 @@ def run_on_hosts(
         running: list[_Running] = []
         try:
             for host in hosts[first : first + at_once]:
-                running.append(_Running(host, stdin))
+                running.append(_Running(host, stdin, transport))
             _collect(running, deadline)
             answers |= {each.host: each.answer(deadline) for each in running}
         finally:
@@ -90,14 +89,16 @@ def run_on_hosts(
     return answers
 
 
-def _command(host: Host) -> list[str]:
+def _command(host: Host, transport: Transport) -> list[str]:
     """The command that runs `_SHELL_LINE` on `host`."""
     if is_this_host(host.name):
         return ["sh", "-c", _SHELL_LINE]
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
-    port = ["-p", str(host.port)] if host.port else []
     # A user's login shell may not be a Bourne shell: csh, fish.
     line = f"exec sh -c {shlex.quote(_SHELL_LINE)}"
+    if transport is not SSH:
+        return [*transport.agent, host.name, line]
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
+    port = ["-p", str(host.port)] if host.port else []
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
     return ["ssh", *options, *port, "--", host.ssh_target, line]
 
@@ -105,7 +106,7 @@ def _command(host: Host) -> list[str]:
 class _Running:
     """The program on one host, with its output so far."""
 
-    def __init__(self, host: Host, stdin: bytes) -> None:
+    def __init__(self, host: Host, stdin: bytes, transport: Transport) -> None:
         self.host = host
         self.stdout = b""
         # stdin is a file in memory: a user with many pipes gets pipes that are smaller than a program.
@@ -116,7 +117,7 @@ class _Running:
             file.write(stdin)
             file.seek(0)
             self.process = subprocess.Popen(
-                _command(host), stdin=file, stdout=subprocess.PIPE, stderr=self._stderr
+                _command(host, transport), stdin=file, stdout=subprocess.PIPE, stderr=self._stderr
             )
 
     def answer(self, deadline: float) -> Answer:

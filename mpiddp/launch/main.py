@@ -13,6 +13,7 @@ import time
 from mpiddp.launch import log
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.supervise.output import open_closed_streams
+from mpiddp.launch.usable_hosts import refuse_inside_a_rank
 from mpiddp.world import leave_enclosing_job
 
 
@@ -25,14 +26,16 @@ def main(argv: list[str]) -> int:
     """
     started_at = time.time()
     open_closed_streams()
-    leave_enclosing_job(os.environ)
+    is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
+    if not is_nested:
+        refuse_inside_a_rank(options.where, os.environ)
     # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import make_plan
     from mpiddp.launch.starters.compose import compose
     from mpiddp.launch.starters.environment import fill_in_hint, shell_line, without_values
 
-    plan = make_plan(options, started_at, os.environ)
+    plan = make_plan(options, started_at, os.environ, may_wait=True)
     options.output.check_ranks(plan.request.world_size)
     if options.dry_run:
         print(compose(plan.starter, plan.request).explained(plan.request))

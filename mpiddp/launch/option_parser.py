@@ -30,13 +30,16 @@ def option_parser() -> argparse.ArgumentParser:
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("where (default: this machine, or the Slurm allocation)")
+    add = parser.add_argument_group("where (default: the scheduler's allocation, or this machine)")
     either = add.add_mutually_exclusive_group()
     either.add_argument(
         "--hostfile", metavar="FILE", help="file of hosts and slots, one host per line"
     )
     either.add_argument(
         "-H", dest="host_list", metavar="H1:2,H2:4", help="hosts and slots on the command line"
+    )
+    either.add_argument(
+        "--local", action="store_true", help="this machine alone, also inside an allocation"
     )
     add.add_argument(
         "-n", type=_whole("-n", 1), metavar="N", help="number of ranks (default: all slots)"
@@ -87,6 +90,13 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         dest="check",
         action="store_false",
         help="skip the preflight checks of the hosts",
+    )
+    add.add_argument(
+        "--wait-for-hosts",
+        dest="wait_s",
+        type=_duration("--wait-for-hosts"),
+        metavar="10m",
+        help="wait so long until all names resolve and all hosts answer (default: not at all)",
     )
     add.add_argument(
         "--timeout",

@@ -22,12 +22,14 @@ class Where:
 
     hostfile: str | None
     host_list: str | None
+    local: bool  # this machine alone
     n: int | None
     npernode: int | None
     exclude: str | None
     min_hosts: int | None
     min_ranks: int | None
     check: bool  # run the preflight
+    wait_s: float | None  # for hosts that do not answer yet
     share_gpus: bool
 
     @property

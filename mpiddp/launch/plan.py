@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocation import Allocation
+from mpiddp.hosts.allocation import Allocation, leading_schedulers
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host, resolve_all
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.launch.network import (
     JobNetwork,
@@ -23,6 +24,7 @@ from mpiddp.launch.network import (
 )
 from mpiddp.launch.options import How, LaunchOptions
 from mpiddp.launch.rank_counts import place_ranks, with_slots
+from mpiddp.launch.remote.wait import wait_for_hosts
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import forwarded, parse_exports
@@ -47,12 +49,14 @@ def make_plan(
     env: Mapping[str, str],
     *,
     max_ranks: int | None = None,
+    may_wait: bool = False,
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
     Args:
         started_at: when the user started the command, in seconds since 1970.
         max_ranks: an upper bound on the number of ranks, beside the options.
+        may_wait: wait for hosts if the options request it. A restart has pauses of its own.
 
     Raises:
         UserError: bad input, or something that this machine lacks.
@@ -63,16 +67,24 @@ def make_plan(
     python = Path(sys.executable).absolute()
 
     named, allocation = find_hosts(options.where, env)
+    transport = allocation.transport if allocation else SSH
+    if may_wait and options.where.wait_s is not None and not options.dry_run:
+        expected = [host for host in named.hosts if host.slots != 0]
+        wait_for_hosts(expected, options.where.wait_s, transport)
     resolve_all([host.name for host in named.hosts])
     starter = _find_starter(options.how, python, env, allocation)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
+        if len(named.hosts) > 1 and starter.kind != "slurm":
+            log.info(f"{transport.name} reaches the other hosts")
 
     def preflight(hosts: Hosts) -> Mapping[Host, HostInfo]:
-        return _preflight(options, starter, python, hosts, env, requested)
+        return _preflight(options, starter, python, hosts, env, requested, transport)
 
     found = check_hosts(options.where, named, preflight)
-    hosts = with_slots(options.where, found, options.backend, dry_run=options.dry_run)
+    hosts = with_slots(
+        options.where, found, options.backend, dry_run=options.dry_run, transport=transport
+    )
     nodes = place_ranks(
         options.where,
         hosts,
@@ -103,6 +115,8 @@ def make_plan(
             networks=network.networks,
             as_root=os.geteuid() == 0,
             control_address=network.control_address,
+            transport=transport,
+            schedulers=leading_schedulers(env),
             shields_ssh=starter.kind == "openmpi" and len(nodes) > 1 and can_shield(),
         ),
     )
@@ -122,6 +136,7 @@ def _preflight(
     hosts: Hosts,
     env: Mapping[str, str],
     requested: RequestedInterface | None,
+    transport: Transport,
 ) -> Mapping[Host, HostInfo]:
     """The preflight's results; {} if it does not run. Slurm checks its own hosts.
 
@@ -141,7 +156,7 @@ def _preflight(
         path=env.get("PATH", os.defpath),
         interface=requested.everywhere if requested else None,
     )
-    return preflight.check_hosts(used, requirements)
+    return preflight.check_hosts(used, requirements, transport)
 
 
 def _explain(

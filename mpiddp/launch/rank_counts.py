@@ -9,23 +9,33 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import Node, is_this_host, name_nodes
 from mpiddp.hosts.slots import ranks_per_host
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
 from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, usable
 from mpiddp.launch.starters.detect import RankStarter
-from mpiddp.launch.usable_hosts import UsableHosts
+from mpiddp.launch.usable_hosts import THIS_MACHINE, UsableHosts
 from mpiddp.text import counted
 
 
-def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run: bool) -> Hosts:
+def with_slots(
+    where: Where,
+    found: UsableHosts,
+    backend: str | None,
+    *,
+    dry_run: bool,
+    transport: Transport = SSH,
+) -> Hosts:
     """The hosts with known slot counts. Logs the counts that the user may not expect.
 
     Raises:
         UserError: a host with fewer GPUs than slots.
     """
 
+    is_default = not where.names_hosts and found.hosts.hosts == THIS_MACHINE.hosts
+
     def count(host: Host) -> int:
-        if not where.names_hosts and where.names_ranks:  # the user requests a number
+        if is_default and where.names_ranks:  # the user requests a number
             return count_gpus(host) or len(os.sched_getaffinity(0))
         if host in found.info:
             return usable(found.info[host].gpus, os.environ)
@@ -34,11 +44,11 @@ def with_slots(where: Where, found: UsableHosts, backend: str | None, *, dry_run
                 f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1"
             )
             return 1
-        return count_gpus(host)
+        return count_gpus(host, transport=transport)
 
     backend = "gloo" if where.share_gpus else backend
     hosts, notes = fit_to_gpus(found.hosts, backend, count, found.info.keys())
-    if not where.names_hosts:
+    if not where.names_hosts and not where.local:
         log.info(f"no hosts given: using {hosts.source}, slots={hosts.total_slots}")
     for note in notes:
         log.info(note)

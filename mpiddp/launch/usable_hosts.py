@@ -16,9 +16,12 @@ from mpiddp.hosts.slots import exclude
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
 from mpiddp.text import counted
+from mpiddp.world import World
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo
+
+THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
@@ -42,6 +45,7 @@ def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, Allocation 
         UserError: an invalid hostfile, list or allocation.
     """
     allocation = None
+    hosts = THIS_MACHINE
     if where.hostfile is not None:
         # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
         is_file = os.path.isfile(where.hostfile)  # noqa: PTH113 - False for any error
@@ -49,12 +53,33 @@ def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, Allocation 
         hosts = read(where.hostfile, keep_fqdn=True)
     elif where.host_list is not None:
         hosts = parse_host_list(where.host_list, keep_fqdn=True)
-    else:
-        allocation = find_allocation(env)
-        hosts = allocation.hosts if allocation else Hosts("this machine", (Host("localhost"),))
+    elif not where.local and (allocation := find_allocation(env)):
+        hosts = allocation.hosts
     if where.exclude is not None:
         hosts = exclude(hosts, where.exclude)
     return hosts, allocation
+
+
+def refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
+    """Refuse to start a job from each rank of another launcher, unless the user names the hosts.
+
+    Raises:
+        UserError: this process is one of several ranks.
+    """
+    # The shell of `srun --pty` is task 0 of the step, and the only one with a terminal.
+    if where.names_hosts or where.local or "SLURM_PTY_PORT" in env:
+        return
+    try:
+        world = World.from_env(env)
+    except UserError:  # a part of some launcher's variables, which the ranks will not inherit
+        return
+    if world.world_size > 1:
+        name = world.launcher.rank
+        raise UserError(
+            f"mpiddp launch starts all ranks itself, but {name}={env[name]} says that this is already one "
+            f"of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place of mpiddp "
+            f"launch, or start it once; --local starts a job on this machine alone."
+        )
 
 
 def check_hosts(

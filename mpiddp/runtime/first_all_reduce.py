@@ -64,6 +64,7 @@ def _launched_at(text: str) -> float:
 def _all_reduce(world: World) -> None:
     device = torch.device("cpu")
     if "cpu:" not in dist.get_backend_config():  # "cuda:nccl"
+        assert world.local_rank is not None, "the ranks have joined"
         all_visible = world.local_rank < torch.cuda.device_count()
         index = world.local_rank if all_visible else torch.cuda.current_device()
         device = torch.device("cuda", index)

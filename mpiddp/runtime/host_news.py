@@ -27,11 +27,11 @@ class HostNews:
         self._listener: socket.socket | None = None
         self._others: list[socket.socket] = []
         self._connection: socket.socket | None = None  # to the rank that asks for this one
-        self._attempts = _ATTEMPTS
-        if world.local_world_size > 1 and world.local_rank == 0:
-            self._listen(world.local_world_size)
-        if world.local_world_size == 1 or world.local_rank == 0:
-            self._attempts = 0
+        ranks = world.local_world_size or 1
+        asks = ranks == 1 or world.local_rank == 0
+        self._attempts = 0 if asks else _ATTEMPTS
+        if ranks > 1 and asks:
+            self._listen(ranks)
 
     @property
     def asks(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
+import torch
 from torch.distributed import PrefixStore
 
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError
@@ -21,6 +22,7 @@ from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.first_all_reduce import time_first_all_reduce
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.name_service import no_dns
+from mpiddp.runtime.process_setup import limit_threads
 from mpiddp.runtime.rendezvous import finalize_mpi, rendezvous_over_mpi
 from mpiddp.runtime.script_environment import export
 from mpiddp.runtime.session import Session, current
@@ -156,7 +158,7 @@ def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
     if session.channel is not None:
         session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += _LAUNCHER_HEAD_START_S
-    if world.launcher.speaks_mpi and world.world_size > 1:
+    if world.launcher.speaks_mpi and world.world_size > 1 and not _has_address(world):
         result = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
         coordinator = _connect(result.world, result.listener, timeout_s, result.store_secret)
     else:
@@ -165,12 +167,20 @@ def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
         coordinator = _connect(*find_by_address(world, timeout_s), timeout_s, secret)
         result = rendezvous_over_store(coordinator, timeout_s)
         coordinator.world = result.world
+    if world.local_world_size is None and (threads := limit_threads(result.world)):
+        torch.set_num_threads(threads)
     coordinator.hostnames = tuple(info.hostname for info in result.infos)
     coordinator.has_launcher = session.channel is not None
     export(result)
     session.send("error_file", path=os.environ.get(ERROR_FILE, ""))
     check_placement(coordinator, result)
     return coordinator
+
+
+def _has_address(world: World) -> bool:
+    """Whether the ranks of a resource manager, which starts any program, know rank 0's address already."""
+    is_named = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
+    return is_named and world.launcher.name in ("flux", "jsrun", "pals")
 
 
 def _join_children(world: World, timeout_s: float) -> Coordinator:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ class RankInfo:
     """The facts about one rank that all other ranks receive."""
 
     rank: int
-    local_rank: int
-    local_world_size: int
+    local_rank: int | None  # None, and the next too, until `with_local_ranks` has counted them
+    local_world_size: int | None
     hostname: str
     machine: str  # distinguishes two machines with the same name
     interfaces: tuple[Interface, ...]
@@ -56,8 +56,12 @@ class RankInfo:
         return (self.hostname, self.machine)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> RankInfo:
-        """From the JSON of `dataclasses.asdict(info)`."""
+    def all_from_json(cls, gathered: Sequence[Mapping[str, Any]]) -> tuple[RankInfo, ...]:
+        """The infos of all ranks, in the order of the ranks, from the JSON of `dataclasses.asdict`."""
+        return with_local_ranks([cls._from_json(values) for values in gathered])
+
+    @classmethod
+    def _from_json(cls, values: Mapping[str, Any]) -> RankInfo:
         interfaces = tuple(Interface(**each) for each in values["interfaces"])
         addresses = tuple(values["addresses"])
         return cls(**{**values, "interfaces": interfaces, "addresses": addresses})
@@ -76,6 +80,26 @@ class RankInfo:
                 return ""
             source = route.getsockname()[0]
         return next((i.name for i in self.interfaces if i.address == source), "")
+
+
+def with_local_ranks(infos: Sequence[RankInfo]) -> tuple[RankInfo, ...]:
+    """`infos`, in the order of the ranks, with the local ranks that no launcher has set.
+
+    The ranks of one host are numbered in the order of their ranks.
+    """
+    ranks_of_hosts: dict[tuple[str, str], list[int]] = {}
+    for info in infos:
+        ranks_of_hosts.setdefault(info.host, []).append(info.rank)
+    return tuple(_with_local_rank(info, ranks_of_hosts[info.host]) for info in infos)
+
+
+def _with_local_rank(info: RankInfo, on_its_host: Sequence[int]) -> RankInfo:
+    counted, size = on_its_host.index(info.rank), len(on_its_host)
+    return replace(
+        info,
+        local_rank=counted if info.local_rank is None else info.local_rank,
+        local_world_size=size if info.local_world_size is None else info.local_world_size,
+    )
 
 
 def _own_address() -> str:
@@ -157,10 +181,12 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
 def _check_local_ranks(infos: Sequence[RankInfo]) -> None:
     """Raise a UserError unless the ranks of one host have the local ranks from 0 on."""
     local_ranks = [info.local_rank for info in infos]
-    if sorted(local_ranks) != list(range(infos[0].local_world_size)):
+    size = infos[0].local_world_size
+    assert size is not None
+    if set(local_ranks) != set(range(size)) or len(local_ranks) != size:
         raise UserError(
             f"{infos[0].hostname} runs {len(local_ranks)} ranks with local ranks "
-            f"{', '.join(map(str, local_ranks))}; expected 0 to {infos[0].local_world_size - 1}. "
+            f"{', '.join(map(str, local_ranks))}; expected 0 to {size - 1}. "
             "Is one machine in the hostfile under two names?"
         )
 

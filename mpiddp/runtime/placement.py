@@ -34,13 +34,15 @@ class RankPlacement:
     @classmethod
     def of_this_process(cls, info: RankInfo, num_gpus: int, launcher: str) -> RankPlacement:
         """The placement of this process, whose rank sees `num_gpus` GPUs and will use NCCL."""
-        if info.local_rank >= num_gpus:
+        local_rank = info.local_rank
+        assert local_rank is not None
+        if local_rank >= num_gpus:
             return cls(info, "cpu")
         if launcher == "slurm":  # its cgroups renumber the GPUs for each task
-            return cls(info, f"cuda:{info.local_rank}")
+            return cls(info, f"cuda:{local_rank}")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        named = visible[info.local_rank].strip() if info.local_rank < len(visible) else ""
-        return cls(info, f"cuda:{info.local_rank}", named or str(info.local_rank))
+        named = visible[local_rank].strip() if local_rank < len(visible) else ""
+        return cls(info, f"cuda:{local_rank}", named or str(local_rank))
 
 
 def expected_hosts(placement: str) -> list[str]:

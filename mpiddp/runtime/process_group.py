@@ -137,10 +137,10 @@ def device_of(world: World, backend: str | None = None) -> torch.device:
     if (backend or choose_backend(None)) != "nccl":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
+    assert world.local_rank is not None, "the ranks have joined"
     if world.local_rank < gpus:
         return torch.device("cuda", world.local_rank)
-    one_each = gpus == 1 and world.launcher.name == "slurm"  # --gpus-per-task hides the others
-    if one_each:
+    if gpus == 1 and world.launcher.hides_gpus:  # as srun --gpus-per-task does
         return torch.device("cuda", 0)
     raise UserError(
         f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "

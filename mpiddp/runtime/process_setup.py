@@ -24,7 +24,7 @@ _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 
 def configure_process(world: World) -> None:
     """Configure threads and memory for this rank. Call this before torch is imported."""
-    _limit_threads(world)
+    limit_threads(world)
     is_configured = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
     if not is_configured and "glibc.malloc." not in os.environ.get("GLIBC_TUNABLES", ""):
         keep_freed_memory()
@@ -35,15 +35,22 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _limit_threads(world: World) -> None:
+def limit_threads(world: World) -> int | None:
     """Give each rank its share of this host's cores, unless OMP_NUM_THREADS is set.
 
     torch sizes its thread pools when it is imported. A rank that mpirun has bound to some cores uses at
     most that many threads.
+
+    Returns:
+        The number of threads; None if the user decides, or as long as the local ranks are not counted.
     """
+    if world.local_world_size is None or "OMP_NUM_THREADS" in os.environ:
+        return None
     share = (os.cpu_count() or 1) // world.local_world_size
     bound_to = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(share, bound_to))))
+    threads = max(1, min(share, bound_to))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
 
 
 def keep_freed_memory() -> None:

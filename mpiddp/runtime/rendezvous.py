@@ -35,6 +35,9 @@ _MPI_LIBRARIES = {
     "openmpi": ("Open MPI",),
     "hydra": ("MPICH", "Intel MPI"),
     "mvapich2": ("MVAPICH",),
+    "jsrun": ("Open MPI",),  # IBM Spectrum MPI
+    "flux": ("Open MPI", "MPICH", "Cray MPICH", "Intel MPI", "MVAPICH"),
+    "pals": ("MPICH", "Cray MPICH", "Open MPI"),
 }
 
 
@@ -105,8 +108,7 @@ def finalize_mpi() -> None:
 
 def _exchange(world: World, comm: Any) -> RendezvousResult:
     """The exchange itself. Every rank reaches every collective, also after an error."""
-    gathered = _all_gather_json(comm, asdict(RankInfo.of_this_process(world)))
-    infos = tuple(RankInfo.from_json(values) for values in gathered)
+    infos = RankInfo.all_from_json(_all_gather_json(comm, asdict(RankInfo.of_this_process(world))))
     listeners: list[socket.socket] = []
     offer: dict[str, Any] = {}
     if world.rank == 0:
@@ -145,6 +147,8 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
     return RendezvousResult(
         world=replace(
             world,
+            local_rank=infos[world.rank].local_rank,
+            local_world_size=infos[world.rank].local_world_size,
             node_rank=candidates.node_ranks[world.rank],
             num_nodes=candidates.num_nodes,
             master_addr=candidates.addresses[chosen],
@@ -222,10 +226,10 @@ def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
         # Open MPI 5 spends a second in its OFI components unless it uses plain shared memory and TCP.
         # They are enough, because the exchange is some hundred bytes.
         defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
-        if world.local_world_size > (os.cpu_count() or 1):
+        if (world.local_world_size or 1) > (os.cpu_count() or 1):
             # A rank that polls for a message would take the core from the rank that sends it.
             defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    if world.local_world_size < world.world_size:
+    if world.local_world_size != world.world_size:  # or None: it may span several hosts
         usable = _usable_interfaces(requested_interface(env))
         names = ",".join(interface.name for interface in usable)
         if usable and world.launcher.name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:

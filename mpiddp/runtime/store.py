@@ -92,8 +92,7 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
             )
         address = env["MASTER_ADDR"]
     is_server = world.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    spans_hosts = world.world_size > world.local_world_size  # then 127.0.1.1 does not work
-    address = resolve_own(address) if spans_hosts else resolve(address)
+    address = _reachable(world, address)
     listener = bind(address, port, world.hostname) if is_server else None
     if listener is not None:
         port = listener.getsockname()[1]
@@ -105,6 +104,22 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
     return replace(world, master_addr=address, master_port=port), listener
 
 
+def _reachable(world: World, name: str) -> str:
+    """The address of rank 0's host. Over several hosts, 127.0.1.1 does not work.
+
+    Raises:
+        UserError: there is none.
+    """
+    if world.local_world_size == world.world_size:
+        return resolve(name)
+    try:
+        return resolve_own(name)
+    except UserError:
+        if world.local_world_size is not None:
+            raise
+        return resolve(name)  # this host has a loopback only, so all ranks are on it
+
+
 def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> RendezvousResult:
     """The same result as over MPI: the host of every rank, and the interface that this rank uses.
 
@@ -114,10 +129,9 @@ def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> Rendezv
         SystemExit: code 2, on every rank: a host has no such interface.
     """
     world = coordinator.world
-    gathered = coordinator.all_gather_json(
-        asdict(RankInfo.of_this_process(world)), timeout_s=timeout_s
+    infos = RankInfo.all_from_json(
+        coordinator.all_gather_json(asdict(RankInfo.of_this_process(world)), timeout_s=timeout_s)
     )
-    infos = tuple(RankInfo.from_json(values) for values in gathered)
     hosts = list(dict.fromkeys(info.host for info in infos))
     own = infos[world.rank]
     assert world.master_addr is not None
@@ -128,7 +142,13 @@ def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> Rendezv
             check_interface(infos, requested)
         interface = next(each.name for each in own.interfaces if each.matches(requested))
     return RendezvousResult(
-        world=replace(world, node_rank=hosts.index(own.host), num_nodes=len(hosts)),
+        world=replace(
+            world,
+            local_rank=own.local_rank,
+            local_world_size=own.local_world_size,
+            node_rank=hosts.index(own.host),
+            num_nodes=len(hosts),
+        ),
         infos=infos,
         interface=interface,
         reason=f"{world.launcher.name} names it",

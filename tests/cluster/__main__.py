@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def packages(options: argparse.Namespace) -> int:
-    print(*needs.PACKAGES, *needs.SLURM_PACKAGES)
+    print(*needs.PACKAGES, *needs.SLURM_PACKAGES, *needs.GRID_ENGINE_PACKAGES)
     return 0
 
 

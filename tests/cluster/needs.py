@@ -21,6 +21,12 @@ SLURM_PACKAGES = (
     "munge",  # authentication between Slurm's daemons
 )
 
+GRID_ENGINE_PACKAGES = (
+    "gridengine-master",  # sge_qmaster
+    "gridengine-exec",  # sge_execd
+    "gridengine-client",  # qsub, qrsh, qconf
+)
+
 # Daemons are in sbin, which is not on every user's PATH.
 PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 
@@ -32,6 +38,7 @@ NAMESPACES = (
 
 _TOOLS = ("ip", "ssh", "ssh-keygen", "sshd", "unshare", "nsenter", "setpriv", "setsid", "mount")
 _SLURM_TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
+_GRID_ENGINE_TOOLS = ("sge_qmaster", "sge_execd", "qsub", "qrsh", "qconf")
 
 
 def tool(name: str) -> str:
@@ -68,6 +75,17 @@ def why_no_slurm() -> str | None:
         return reason
     if missing := _missing(_SLURM_TOOLS):
         return f"the Slurm cluster lacks {missing}. Run: apt-get install {' '.join(SLURM_PACKAGES)}"
+    return None
+
+
+@cache
+def why_no_grid_engine() -> str | None:
+    """The reason why this machine cannot run a Grid Engine cluster, in one sentence, or None."""
+    if reason := why_not():
+        return reason
+    if missing := _missing(_GRID_ENGINE_TOOLS):
+        packages = " ".join(GRID_ENGINE_PACKAGES)
+        return f"the Grid Engine cluster lacks {missing}. Run: apt-get install {packages}"
     return None
 
 

@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark")
     options = parser.parse_args(argv)
     world = World.from_env()
-    configure_process(replace(world, local_world_size=max(world.local_world_size, options.share)))
+    local_ranks = max(world.local_world_size or 1, options.share)
+    configure_process(replace(world, local_world_size=local_ranks))
     with reporting(world):
         import_module(f"mpiddp.bench.ranks.{options.name}").run(world, options.rest)
     return 0

@@ -15,34 +15,35 @@ from mpiddp.hosts import nvidia_smi
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import is_this_host
 from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, run_on_hosts
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, shown
 
 _TIMEOUT_S = CONNECT_TIMEOUT_S + nvidia_smi.TIMEOUT_S
 
 
-def count_gpus(host: Host, env: Mapping[str, str] = os.environ) -> int:
+def count_gpus(host: Host, env: Mapping[str, str] = os.environ, transport: Transport = SSH) -> int:
     """The number of GPUs that ranks on `host` can use, 0 without nvidia-smi.
 
-    Another host counts its own: ssh runs the same Python there.
+    Another host counts its own: the transport runs the same Python there.
 
     Raises:
-        UserError: ssh fails, Python is missing there, or nvidia-smi hangs.
+        UserError: the transport fails, Python is missing there, or nvidia-smi hangs.
     """
     if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return 0
     is_here = is_this_host(host.name)
-    names = nvidia_smi.gpu_names(env.get("PATH")) if is_here else _names_over_ssh(host)
+    names = nvidia_smi.gpu_names(env.get("PATH")) if is_here else _names_over(transport, host)
     if names is None:
         raise UserError(no_nvidia_smi(host.name))
     return usable(len(names), env)
 
 
-def _names_over_ssh(host: Host) -> list[str] | None:
+def _names_over(transport: Transport, host: Host) -> list[str] | None:
     """`gpu_names` on another host."""
     python = str(Path(sys.executable).absolute())
     source = Path(nvidia_smi.__file__).read_text()
     program = f"{source}\nimport json\nprint(json.dumps(gpu_names()))\n"
-    answer = run_on_hosts([host], python, program, timeout_s=_TIMEOUT_S)[host]
+    answer = run_on_hosts([host], python, program, timeout_s=_TIMEOUT_S, transport=transport)[host]
     if answer.exit_code == 0:
         # The start-up files of the remote shell may print something first.
         last = answer.stdout.splitlines()[-1:]
@@ -51,7 +52,8 @@ def _names_over_ssh(host: Host) -> list[str] | None:
             if names is None or isinstance(names, list):
                 return names
         raise UserError(
-            f'ssh {host.name}: cannot count its GPUs: its last line is "{shown("".join(last))}". '
+            f"{transport.name} {host.name}: cannot count its GPUs: its last line is "
+            f'"{shown("".join(last))}". '
             f"Silence the start-up files of its shell, or write: {host.name} slots=N"
         )
     if answer.exit_code == NO_PROGRAM:
@@ -59,7 +61,7 @@ def _names_over_ssh(host: Host) -> list[str] | None:
     no_answer = [f"no answer in {_TIMEOUT_S:g} s" if answer.exit_code is None else "no answer"]
     reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
     raise UserError(
-        f"ssh {host.name}: cannot count its GPUs: {reason}. "
+        f"{transport.name} {host.name}: cannot count its GPUs: {reason}. "
         f"Fix the login, or write: {host.name} slots=N"
     )
 

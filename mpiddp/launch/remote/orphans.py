@@ -12,7 +12,8 @@ from pathlib import Path
 from mpiddp.hosts import pidfd
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.nodes import Node, is_this_host
-from mpiddp.hosts.ssh import has_ssh, run_on_hosts
+from mpiddp.hosts.ssh import run_on_hosts
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.protocol import JOB
 
 TIMEOUT_S = 8.0
@@ -24,7 +25,13 @@ for pid in kill_marked({mark!r}):
 """
 
 
-def kill_orphans(nodes: Sequence[Node], job: str, python: str, log: Callable[[str], None]) -> None:
+def kill_orphans(
+    nodes: Sequence[Node],
+    job: str,
+    python: str,
+    log: Callable[[str], None],
+    transport: Transport = SSH,
+) -> None:
     """Kill the remaining processes of `job` on all other hosts at once, and log how many there were.
 
     Args:
@@ -35,9 +42,11 @@ def kill_orphans(nodes: Sequence[Node], job: str, python: str, log: Callable[[st
         for node in nodes
         if not is_this_host(node.name)
     ]
-    if not has_ssh():
+    if not transport.is_installed:
         return
-    answers = run_on_hosts(hosts, python, remote_program(job), timeout_s=TIMEOUT_S)
+    answers = run_on_hosts(
+        hosts, python, remote_program(job), timeout_s=TIMEOUT_S, transport=transport
+    )
     for host, answer in answers.items():
         if answer.exit_code != 0:
             log(

@@ -1,6 +1,6 @@
 """The preflight: check every host before anything starts, so that a broken host causes an error, not a hang.
 
-It contacts all hosts at once over ssh, and needs only a Python 3 there.
+It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, Answer, run_on_hosts
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch.remote.gpus import no_nvidia_smi, no_python
 from mpiddp.text import all_of
 
@@ -65,7 +66,9 @@ class HostInfo:
     interfaces: tuple[Interface, ...]
 
 
-def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[Host, HostInfo]:
+def check_hosts(
+    hosts: Sequence[Host], requirements: HostRequirements, transport: Transport = SSH
+) -> dict[Host, HostInfo]:
     """Check that every host can be used, and that all have the same versions.
 
     Raises:
@@ -73,14 +76,20 @@ def check_hosts(hosts: Sequence[Host], requirements: HostRequirements) -> dict[H
         UserError: versions differ between the hosts.
     """
     answers = run_on_hosts(
-        hosts, requirements.python, probe_program(requirements), timeout_s=TIMEOUT_S
+        hosts,
+        requirements.python,
+        probe_program(requirements),
+        timeout_s=TIMEOUT_S,
+        transport=transport,
     )
     infos: dict[Host, HostInfo] = {}
     complaints: dict[Host, str] = {}
     for host, answer in answers.items():
         info = _read(host, answer)
         complaint = (
-            _complaint(info, requirements) if info else _no_answer(host, answer, requirements)
+            _complaint(info, requirements)
+            if info
+            else _no_answer(host, answer, requirements, transport)
         )
         if complaint:
             complaints[host] = complaint
@@ -143,12 +152,21 @@ def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
     return None
 
 
-def _no_answer(host: Host, answer: Answer, requirements: HostRequirements) -> str:
+def _no_answer(
+    host: Host, answer: Answer, requirements: HostRequirements, transport: Transport
+) -> str:
     """The reason why the probe did not answer, as one sentence."""
-    if answer.exit_code is None:
-        return f"ssh {host.name}: no answer in {TIMEOUT_S:g} s. Try: {_ssh(host)} true"
     if answer.exit_code == NO_PROGRAM:
         return no_python(host.name, requirements.python)
+    if transport is not SSH:
+        no_answer = [f"no answer in {TIMEOUT_S:g} s" if answer.exit_code is None else "no output"]
+        reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
+        return (
+            f"{transport.name} {host.name} failed: {reason}. "
+            f"Where ssh is allowed, it can be used instead: {transport.instead}"
+        )
+    if answer.exit_code is None:
+        return f"ssh {host.name}: no answer in {TIMEOUT_S:g} s. Try: {_ssh(host)} true"
     return _ssh_complaint(host, answer.stderr)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpiddp.hosts.nodes import Node
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch.starters.environment import LEFT_OUT, is_secret
 
 
@@ -24,7 +25,8 @@ class Request:
     variables that the ranks get. `env` is the user's environment. `networks` ("10.0.0.0/24", or the name
     of an interface that all hosts have), if not empty, are the only ones that MPI may use, and
     `interface` is this machine's interface. `control_address` is the launcher's address for the ranks,
-    None if it is not known. With `shields_ssh`, mpirun's ssh processes ignore SIGTERM. `scratch` is the
+    None if it is not known. `transport` reaches the other hosts; with `shields_ssh`, mpirun's processes
+    of it ignore SIGTERM. `schedulers` are those whose variables mpirun must not follow. `scratch` is the
     folder for mpirun's files.
     """
 
@@ -40,7 +42,9 @@ class Request:
     networks: tuple[str, ...] = ()
     as_root: bool = False
     control_address: str | None = None
+    transport: Transport = SSH
     shields_ssh: bool = False
+    schedulers: tuple[str, ...] = ()
     scratch: str = "."
 
     @property

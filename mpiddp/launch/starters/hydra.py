@@ -9,6 +9,7 @@ from mpiddp.launch.starters.command import Command, Flag, Request, flag
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.starters.shared import (
     BINDINGS,
+    DETECTION,
     EXPORT_ONLY,
     NETWORK,
     WDIR,
@@ -16,6 +17,7 @@ from mpiddp.launch.starters.shared import (
     ssh_arguments,
     ssh_config,
 )
+from mpiddp.text import all_of
 
 
 def mpich(starter: RankStarter, request: Request) -> Command:
@@ -38,6 +40,7 @@ def mpich(starter: RankStarter, request: Request) -> Command:
             why="the number of ranks on each host, in order",
         ),
         flag("-bind-to", request.bind, why=BINDINGS[request.bind]),
+        *_launcher(request, "-launcher", "-rmk", "user"),
         *_hydra(request, exports),
         flag("-n", str(request.world_size), why="one process per rank"),
     ]
@@ -52,8 +55,12 @@ def intel_mpi(starter: RankStarter, request: Request) -> Command:
     # A file, because its -hosts accepts no counts and assigns the ranks in another order.
     machines = str(PurePath(request.scratch, "mpiddp-machines"))
     files[machines] = "".join(f"{node.name}:{node.ranks}\n" for node in request.nodes)
+    if request.schedulers:
+        # Otherwise it takes the counts of Slurm, LSF or PBS in place of the file's.
+        settings.setdefault("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "off")
     flags = [
         flag("-machinefile", machines, why="the number of ranks on each host, in order"),
+        *_launcher(request, "-bootstrap"),
         *_hydra(request, request.exports),
         flag("-genv", *_INTEL_PINNING[request.bind], why=BINDINGS[request.bind]),
         flag("-n", str(request.world_size), why="one process per rank"),
@@ -66,6 +73,16 @@ _INTEL_PINNING = {
     "numa": ("I_MPI_PIN_DOMAIN", "numa"),
     "core": ("I_MPI_PIN_DOMAIN", "core"),
 }
+
+
+def _launcher(request: Request, option: str, *more: str) -> list[Flag]:
+    """The flags that keep Hydra from following a scheduler's variables."""
+    if not request.schedulers:
+        return []
+    why = DETECTION.format(schedulers=all_of(request.schedulers))
+    hydra, (program, *_) = request.transport.hydra, request.transport.agent
+    executable = (f"{option}-exec", program) if hydra == "rsh" else ()
+    return [flag(option, hydra, *executable, *more, why=why)]
 
 
 def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from mpiddp.launch.starters.command import Command, Request, flag
+from mpiddp.hosts.transport import SSH
+from mpiddp.launch.starters.command import Command, Flag, Request, flag
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.starters.shared import (
     BINDINGS,
+    DETECTION,
     EXPORT,
     NETWORK,
     SHIELD,
@@ -17,10 +20,9 @@ from mpiddp.launch.starters.shared import (
     ssh_arguments,
     ssh_config,
 )
+from mpiddp.text import all_of
 
-_SHIELD = (
-    "ssh ignores SIGTERM: batch systems send it to every process, and mpirun ends with its ssh"
-)
+_SHIELD = "{agent} ignores SIGTERM: batch systems send it to every process, and mpirun ends with its {agent}"
 _KEEPALIVE = "detects a lost host within seconds instead of minutes"
 # With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
@@ -77,8 +79,10 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
     if any("." in node.name and not _is_address(node.name) for node in request.nodes):
         runtime = "orte" if starter.major < 5 else "prte"
         parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _FULL_NAMES))
-    if request.shields_ssh and "PRTE_MCA_plm_ssh_agent" not in request.env:
-        parameters.append(("plm_rsh_agent", f"{SHIELD} ssh -x", _SHIELD))
+    if "PRTE_MCA_plm_ssh_agent" not in request.env:
+        parameters += _agent(request)
+    if request.schedulers:
+        flags += _pins(starter, request)
     if files:
         parameters.append(("plm_rsh_args", ssh_arguments(files), SSH_CONFIG))
     if len(request.nodes) > _TREE_RADIX:
@@ -91,6 +95,34 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
     return Command(
         str(starter.program), tuple(flags), request.job, request.settings, {**files, **listed}
     )
+
+
+def _agent(request: Request) -> Iterator[tuple[str, str, str]]:
+    """The parameter that names the program for the other hosts, unless it is Open MPI's own choice."""
+    agent, reasons = " ".join(request.transport.agent), []
+    if request.transport is SSH:
+        agent = "ssh -x"
+    elif len(request.nodes) > 1:
+        reasons.append(f"{request.transport.name} reaches the hosts of the job, without ssh")
+    if request.shields_ssh:
+        agent = f"{SHIELD} {agent}"
+        reasons.append(_SHIELD.format(agent=request.transport.agent[0]))
+    if reasons:
+        yield "plm_rsh_agent", agent, "; ".join(reasons)
+
+
+# Names that this Open MPI was built without do no harm.
+_RAS = {True: "^slurm,tm,lsf,gridengine,alps", False: "^slurm,pbs,lsf,gridengine,flux,pals"}
+
+
+def _pins(starter: RankStarter, request: Request) -> Iterator[Flag]:
+    """The flags that keep Open MPI from following a scheduler's variables."""
+    is_old = starter.major < 5
+    option, plm = ("--mca", "rsh") if is_old else ("--prtemca", "ssh")
+    why = DETECTION.format(schedulers=all_of(request.schedulers))
+    for name, value in (("ras", _RAS[is_old]), ("plm", plm), (f"plm_{plm}_disable_qrsh", "1")):
+        if not {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys():
+            yield flag(option, name, value, why=why)
 
 
 def _is_address(name: str) -> bool:

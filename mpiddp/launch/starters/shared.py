@@ -20,6 +20,9 @@ WDIR = "the same working folder on every host"
 EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 EXPORT_ONLY = "passes only these variables to the ranks, by name, so that `ps` shows no value"
 NETWORK = "the network that connects the hosts; not every network of a host does"
+DETECTION = (
+    "the hosts, and the way to them, are those of this command; mpirun would follow {schedulers}"
+)
 SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
 
 

@@ -95,7 +95,7 @@ def attempt(
 
         silent = state.silent_hosts()
         nodes = [node for node in request.nodes if node.name not in silent]
-        kill_orphans(nodes, job, request.job[0], log.info)
+        kill_orphans(nodes, job, request.job[0], log.info, request.transport)
     return outcome
 
 

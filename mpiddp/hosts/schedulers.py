@@ -1,0 +1,230 @@
+"""The hosts of each scheduler's job, read from its variables and files.
+
+Each function returns None if the job has no other host: then it is no allocation. A UserError says what
+is missing, because a job must never start on one host of several in silence.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
+from mpiddp.hosts.node_file import of_counts
+from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
+from mpiddp.text import parse_whole, shown
+
+# Kubeflow's MPI operator sets the first three, and Kubeflow Trainer the fourth.
+MPIJOB_HOSTFILES = (
+    "OMPI_MCA_orte_default_hostfile",
+    "I_MPI_HYDRA_HOST_FILE",
+    "HYDRA_HOST_FILE",
+    "PRTE_MCA_prte_default_hostfile",
+)
+NAME_THEM = "Name the hosts with --hostfile or -H, or write --local for this machine alone."
+_FLUX_TIMEOUT_S = 20.0
+
+
+def slurm(env: Mapping[str, str]) -> Hosts | None:
+    """The hosts of the Slurm job of this shell or sbatch script.
+
+    A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node
+    they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
+
+    Raises:
+        UserError: Slurm's variables are incomplete.
+    """
+    job = env["SLURM_JOB_ID"]
+    nodelist = env.get("SLURM_JOB_NODELIST")
+    if not nodelist:
+        raise UserError(
+            f"SLURM_JOB_ID={job} is set but SLURM_JOB_NODELIST is not: this is only a part of an "
+            "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
+        )
+    names = _parsed(env, "SLURM_JOB_NODELIST", nodelist, expand_nodelist)
+    counts = f"{env.get('SLURM_GPUS_ON_NODE') or 1}(x{len(names)})"
+    counts_name = "SLURM_GPUS_ON_NODE"
+    if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
+        counts_name = "SLURM_TASKS_PER_NODE"
+        counts = env.get(counts_name, f"1(x{len(names)})")
+    slots = _parsed(env, counts_name, counts, expand_counts)
+    if len(slots) != len(names):
+        raise UserError(
+            f"{counts_name}={shown(counts)} does not fit the {len(names)} hosts "
+            f"of SLURM_JOB_NODELIST={shown(nodelist)}. Name the hosts with --hostfile or -H."
+        )
+    hosts = (Host(name, slots=count) for name, count in zip(names, slots, strict=True))
+    return Hosts(f"Slurm job {job}", tuple(hosts))
+
+
+def pbs(env: Mapping[str, str]) -> Hosts | None:
+    """PBS Pro, OpenPBS and Torque: PBS_NODEFILE has a line for each slot.
+
+    If it lists each host once, the slots are the GPUs of each host, or 1 on a CPU host.
+    """
+    source = f"PBS job {env.get('PBS_JOBID', '')}".rstrip()
+    return _of_file(env, "PBS_NODEFILE", source, "PBS_JOBID")
+
+
+def lsf(env: Mapping[str, str]) -> Hosts | None:
+    """LSF: LSB_MCPU_HOSTS has each host with its slots. LSB_DJOB_HOSTFILE has a line for each slot."""
+    source = f"LSF job {env.get('LSB_JOBID', '')}".rstrip()
+    name = "LSB_MCPU_HOSTS"
+    if not env.get(name):
+        return _of_file(env, "LSB_DJOB_HOSTFILE", source, "LSB_JOBID")
+    try:
+        lines = of_counts(env[name])
+    except ValueError as error:
+        raise UserError(
+            f'{name}="{shown(env[name])}" is not LSF\'s: {error}. {NAME_THEM}'
+        ) from None
+    return replace(granted_hosts(lines, name), source=source)
+
+
+def grid_engine(env: Mapping[str, str]) -> Hosts | None:
+    """Grid Engine: PE_HOSTFILE has a line for each host, or for each of its queues, with the slots."""
+    if not env.get("PE_HOSTFILE") and env.get("NHOSTS", "1") in ("", "1"):
+        return None  # a job without a parallel environment
+    return _of_file(
+        env, "PE_HOSTFILE", f"Grid Engine job {env.get('JOB_ID', '')}".rstrip(), "NHOSTS"
+    )
+
+
+def flux(env: Mapping[str, str]) -> Hosts | None:
+    """Flux: the `flux` program knows the hosts of the instance that FLUX_URI names."""
+    command = ["flux", "getattr", "hostlist"]
+    try:
+        answer = subprocess.run(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_FLUX_TIMEOUT_S,
+            check=True,
+        )
+        names = expand_nodelist(answer.stdout.strip())
+    except subprocess.CalledProcessError as error:
+        said = shown((error.stderr.strip().splitlines() or ["no reason"])[-1])
+        raise UserError(
+            f"FLUX_URI is set, but {' '.join(command)} fails: {said}. {NAME_THEM}"
+        ) from None
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise UserError(
+            f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM}"
+        ) from None
+    lines = [(0, [name]) for name in names]
+    return replace(granted_hosts(lines, "flux getattr hostlist"), source="the Flux instance")
+
+
+def mpijob(env: Mapping[str, str]) -> Hosts | None:
+    """Kubeflow's MPIJob: the launcher pod has a hostfile, which a variable of the MPI names."""
+    if env.get("K_MPI_JOB_ROLE") == "worker":
+        raise UserError(
+            "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. "
+            "Write mpiddp launch in the command of the Launcher, and sshd in that of the Worker."
+        )
+    named = [name for name in MPIJOB_HOSTFILES if env.get(name)]
+    if not named:
+        raise UserError(
+            "K_MPI_JOB_ROLE is set: this pod belongs to an MPIJob, but no variable names its hostfile. "
+            f"Expected one of {', '.join(MPIJOB_HOSTFILES)}. {NAME_THEM}"
+        )
+    return _of_file(env, named[0], f"the hostfile of {named[0]}", named[0])
+
+
+def skypilot(env: Mapping[str, str]) -> Hosts | None:
+    """SkyPilot: SKYPILOT_NODE_IPS has a line for each host. The task's commands run on every host."""
+    name = "SKYPILOT_NODE_IPS"
+    lines = [(0, [address]) for address in env[name].split()]
+    hosts = granted_hosts(lines, name)
+    if len(hosts.hosts) > 1 and env.get("SKYPILOT_NODE_RANK", "0") != "0":
+        raise UserError(
+            f"this is node {shown(env['SKYPILOT_NODE_RANK'])} of a SkyPilot task, and mpiddp launch on "
+            'node 0 starts the ranks of all nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp '
+            "launch …; fi"
+        )
+    slots = _count_in(env, "SKYPILOT_NUM_GPUS_PER_NODE")
+    return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
+
+
+def azure_batch(env: Mapping[str, str]) -> Hosts | None:
+    """Azure Batch, which runs Azure ML's jobs: the addresses of the nodes of a multi-instance task."""
+    listed = env.get("AZ_BATCH_HOST_LIST") or env.get("AZ_BATCH_NODE_LIST", "").replace(";", ",")
+    if not listed:
+        raise UserError(
+            "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
+            f"nodes of this Azure Batch task are not known. {NAME_THEM}"
+        )
+    lines = [(0, [name.strip()]) for name in listed.split(",")]
+    hosts = replace(granted_hosts(lines, "AZ_BATCH_HOST_LIST"), source="the Azure Batch task")
+    if len(hosts.hosts) > 1 and env.get("AZ_BATCH_IS_CURRENT_NODE_MASTER") == "false":
+        raise UserError(
+            "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
+            "ranks of all nodes. Write it in the application command of the task."
+        )
+    return hosts
+
+
+def unread(name: str, count: str, instead: str) -> Callable[[Mapping[str, str]], Hosts | None]:
+    """A reader that refuses a job of several hosts, whose names no variable has.
+
+    Args:
+        count: the variable with the number of hosts.
+        instead: a sentence with the right way to start.
+    """
+
+    def read(env: Mapping[str, str]) -> Hosts | None:
+        if env[count].strip() in ("", "1"):
+            return None
+        raise UserError(
+            f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, and "
+            f"does not list them. {instead} {NAME_THEM}"
+        )
+
+    return read
+
+
+_Parsed = TypeVar("_Parsed")
+
+
+def _parsed(
+    env: Mapping[str, str], name: str, text: str, parse: Callable[[str], _Parsed]
+) -> _Parsed:
+    """`text`, made from Slurm's variable `name`, as `parse` reads it."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UserError(
+            f'{name}="{shown(env.get(name, ""))}" is not Slurm\'s: {error}. '
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID."
+        ) from None
+
+
+def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:
+    """The hosts in the file that the variable `name` names. `source` is the job, for messages."""
+    path = env.get(name)
+    if not path:
+        raise UserError(
+            f"{proof}={shown(env.get(proof, ''))} is set but {name} is not: this is only a part of an "
+            f"allocation's environment. {NAME_THEM}"
+        )
+    found = read_hostfile(path, keep_fqdn=True)
+    return Hosts(source, _without_lines(found.hosts))
+
+
+def _without_lines(hosts: Sequence[Host]) -> tuple[Host, ...]:
+    """The hosts without the positions in a file that the user has not written."""
+    return tuple(replace(host, line=None) for host in hosts)
+
+
+def _count_in(env: Mapping[str, str], name: str) -> int | None:
+    """A number of GPUs; None if it is not set or 0."""
+    try:
+        return parse_whole(env.get(name) or "0", high=1000) or None
+    except ValueError as error:
+        raise UserError(f'{name}="{shown(env[name])}" is not {error}.') from None

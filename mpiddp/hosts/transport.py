@@ -1,0 +1,45 @@
+"""The programs that run a command on another host: ssh, and those of schedulers, which need no ssh.
+
+Each is called as ssh is: its options, the host, and one command line for a shell there. A job uses one of
+them for its preflight, for its start, and to kill what is left of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+from mpiddp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A program like ssh. `agent` is its command up to the host. `hydra` is the name of Hydra's launcher
+    that calls it, or that calls the agent as if it were rsh.
+
+    `instead` are the options of `mpiddp launch` that use ssh instead, "" for ssh itself.
+    """
+
+    name: str
+    agent: tuple[str, ...]
+    hydra: str
+    instead: str = ""
+
+    @property
+    def is_installed(self) -> bool:
+        return shutil.which(self.agent[0]) is not None
+
+    def check_installed(self) -> None:
+        """Raises UserError if its program is not installed here."""
+        if self.is_installed:
+            return
+        if self is SSH:
+            raise UserError("ssh is not installed here. Run: sudo apt-get install openssh-client")
+        raise UserError(f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead}")
+
+
+SSH = Transport("ssh", ("ssh",), "ssh")
+# qrsh(1): -inherit starts a task of the running job. The parallel environment needs control_slaves.
+QRSH = Transport("qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE")
+# "blaunch" in IBM's LSF command reference: a drop-in replacement of rsh and ssh within a job.
+BLAUNCH = Transport("blaunch", ("blaunch",), "rsh", "--hostfile $LSB_DJOB_HOSTFILE")
