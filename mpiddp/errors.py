@@ -34,6 +34,14 @@ class NoAnswer(JobFailed):
     """Some rank did not answer in time, so an agreement of all ranks is out of reach."""
 
 
+class CommandFailed(SystemExit):
+    """The command of a rank has ended with this exit code, not 0. `reason` explains it, "" for no reason."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code)
+        self.reason = reason
+
+
 def print_from_one_rank(sentence: str, rank: int, local_rank: int) -> None:
     """Print a sentence that every rank may have, without communication. The caller then exits.
 

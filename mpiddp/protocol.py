@@ -2,13 +2,18 @@
 
 TCP connects several hosts. On one host it is a Unix socket in a folder that only its user can open.
 
-    launcher -> rank   challenge, received (a hello, or progress), stop, stacks, end; one urgent byte
+    launcher -> rank   challenge, received (a hello, or progress), stop, stopping, stacks, end, taken; one
+                        urgent byte
     rank -> launcher   hello, started, joining, log, error_file, announce, supports_stop, progress, saving,
                         stacks, stopped, failed, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
 an earlier attempt's announcement to a restart, see `mpiddp.runtime.announcement`.
+
+In `mpiddp run -- COMMAND` the script is a process of its own, within the command. It has a second connection,
+with a secret that is derived from the ranks'. "taken" refuses a second script of a rank; "stopping" tells the
+rank that its script has got a "stop".
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_
 TIMEOUT, LAUNCHED_AT = "MPIDDP_TIMEOUT", "MPIDDP_LAUNCHED_AT"
 REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
 ANNOUNCED = "MPIDDP_ANNOUNCED"
+SCRIPT_SECRET = "MPIDDP_SCRIPT_SECRET"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
 MAX_RESTARTS = "MPIDDP_MAX_RESTARTS"
@@ -135,7 +141,7 @@ VARIABLES = (
     Variable(
         ADDRESS,
         "`launch`",
-        "every rank, which removes it",
+        "every rank, which removes it; the script of a command",
         "the address on which the launcher listens for the ranks: ADDRESS:PORT, or unix:PATH",
     ),
     Variable(
@@ -143,6 +149,12 @@ VARIABLES = (
         "`launch`",
         "every rank, which removes it",
         "the secret that proves that a rank belongs to the job, in hex digits",
+    ),
+    Variable(
+        SCRIPT_SECRET,
+        "`run -- COMMAND`",
+        "the script of a command that imports mpiddp, which removes it",
+        "the secret that proves that a script belongs to a rank of the job, in hex digits",
     ),
 )
 URGENT = b"!"  # no message of a launcher contains it
@@ -192,6 +204,11 @@ def proof(secret: str, challenge: str, rank: int) -> str:
     # A keyed BLAKE2 is a MAC. Python's own is in `_blake2`; hashlib would also load OpenSSL, 3.7 MB
     # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. tests/test_still_needed.py checks this.
     return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
+
+
+def script_secret(secret: str) -> str:
+    """The secret of the ranks' scripts, from that of the ranks; "" if these have none."""
+    return blake2b(b"script", key=secret.encode(), digest_size=16).hexdigest() if secret else ""
 
 
 def is_argument(text: str) -> bool:

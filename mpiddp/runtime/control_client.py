@@ -47,14 +47,18 @@ class ControlClient:
         world: World,
         request_stop: Callable[[], None],
         secret: str,
+        exit_now: Callable[[int], object] = os._exit,
     ) -> None:
         self.world = world
+        self.is_stopping = False  # the launcher has requested a stop of this rank's script
+        self._exit_now = exit_now
         self.secret = secret
         self.step = 0  # the latest step of this rank
         self.is_first: bool | None = None  # whether this rank failed first; None if unknown
-        self._actions: dict[str, Callable[[dict[str, Any]], None]] = {
-            "end": lambda message: os._exit(int(message["code"])),
+        self._actions: dict[str, Callable[[dict[str, Any]], object]] = {
+            "end": lambda message: exit_now(int(message["code"])),
             "stop": lambda message: request_stop(),
+            "stopping": lambda message: self._note_stop(),
             "stacks": lambda message: self._send_stacks(),
             "received": lambda message: self._confirm_progress(),
         }
@@ -83,6 +87,9 @@ class ControlClient:
             self._sent_progress_at = now
             self._unconfirmed += 1
             self.send("progress", step=step)
+
+    def _note_stop(self) -> None:
+        self.is_stopping = True
 
     def _confirm_progress(self) -> None:
         self._unconfirmed = 0
@@ -127,24 +134,37 @@ class ControlClient:
             sentence = f"{rank}: lost the connection to the launcher; exiting.\n"
             with contextlib.suppress(OSError):
                 os.write(2, sentence.encode())
-            os._exit(LOST_LAUNCHER)
+            self._exit_now(LOST_LAUNCHER)
+
+
+class AnotherScript(Exception):
+    """Another process of this rank's command is its script."""
 
 
 def connect(
-    address: str, secret: str, world: World, request_stop: Callable[[], None]
+    address: str,
+    secret: str,
+    world: World,
+    request_stop: Callable[[], None],
+    *,
+    is_script: bool = False,
+    exit_now: Callable[[int], object] = os._exit,
 ) -> ControlClient:
     """Connect to the launcher that listens at `address`.
 
     Args:
         request_stop: called in another thread when the launcher requests a stop.
+        is_script: whether this process is the script of a rank's command, and not the rank itself.
+        exit_now: ends this process; called in another thread.
 
     Raises:
+        AnotherScript: this rank has a script already.
         JobFailed: the launcher cannot be reached.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
-            connection, incoming = _connect_once(address, secret, world.rank)
+            connection, incoming = _connect_once(address, secret, world.rank, is_script)
         except ConnectionRefusedError as error:
             problem: Exception = error
             break
@@ -154,7 +174,7 @@ def connect(
                 break
             time.sleep(_RETRY_S)  # strangers may have taken all places
         else:
-            return ControlClient(connection, incoming, world, request_stop, secret)
+            return ControlClient(connection, incoming, world, request_stop, secret, exit_now)
     host, _, port = address.rpartition(":")
     where = f"at {host} port {port}" if not address.startswith(UNIX) else f"on {address}"
     raise JobFailed(
@@ -163,7 +183,9 @@ def connect(
     ) from None
 
 
-def _connect_once(address: str, secret: str, rank: int) -> tuple[socket.socket, Iterator[bytes]]:
+def _connect_once(
+    address: str, secret: str, rank: int, is_script: bool
+) -> tuple[socket.socket, Iterator[bytes]]:
     """Connect, and prove that this rank belongs to the job. The launcher confirms it."""
     if address.startswith(UNIX):
         connection = socket.socket(socket.AF_UNIX)
@@ -176,8 +198,12 @@ def _connect_once(address: str, secret: str, rank: int) -> tuple[socket.socket, 
         notice_silence(connection)
         incoming = _lines(connection)
         challenge = json.loads(next(incoming, b""))["challenge"]
-        connection.sendall(dumps("hello", rank=rank, proof=proof(secret, challenge, rank)))
-        if json.loads(next(incoming, b""))["type"] != "received":
+        hello = {"rank": rank, "proof": proof(secret, challenge, rank)}
+        connection.sendall(dumps("hello", **hello, **({"is_script": True} if is_script else {})))
+        answer = json.loads(next(incoming, b""))["type"]
+        if answer == "taken":
+            raise AnotherScript
+        if answer != "received":
             raise ValueError("an unexpected answer")
     except BaseException:
         connection.close()

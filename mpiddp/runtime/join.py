@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch.distributed import PrefixStore
 
-from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, FAILED, CommandFailed, JobFailed, UserError
 from mpiddp.protocol import ERROR_FILE, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
@@ -60,7 +60,12 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         session.coordinator = _join(session, world, keep_mpi=keep_mpi)
         time_first_all_reduce(session.coordinator.world)
     coordinator = session.coordinator
-    watch = FailureWatch(coordinator, session.stop, has_launcher=session.channel is not None)
+    watch = FailureWatch(
+        coordinator,
+        session.stop,
+        has_launcher=session.channel is not None,
+        exit_now=session.exit_now,
+    )
     session.watch = watch
     watch.start()
     try:
@@ -97,7 +102,8 @@ def _end_with(
     if session.channel is not None:  # the report to the launcher contains this
         session.channel.is_first = coordinator.claim_first_failure()
     if isinstance(error, SystemExit):
-        watch.exits(error.code if isinstance(error.code, int) else 1)
+        reason = error.reason if isinstance(error, CommandFailed) else ""
+        watch.exits(error.code if isinstance(error.code, int) else 1, reason)
     elif isinstance(error, UserError):
         watch.refuse(error)
         raise SystemExit(BAD_INPUT) from None
@@ -136,7 +142,7 @@ def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep
 def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
     timeout_s = _seconds(TIMEOUT, _JOIN_TIMEOUT_S)
     if is_joined(os.environ):
-        return _join_children(world, timeout_s)
+        return _join_children(world, timeout_s, session.script_secret)
     if session.channel is not None:
         session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += _LAUNCHER_HEAD_START_S
@@ -157,10 +163,11 @@ def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
     return coordinator
 
 
-def _join_children(world: World, timeout_s: float) -> Coordinator:
+def _join_children(world: World, timeout_s: float, secret: str) -> Coordinator:
     """Join the child processes of the ranks, over the store of the ranks.
 
-    The n-th child of a rank joins the n-th children of the others.
+    The n-th child of a rank joins the n-th children of the others. `secret` is their common secret, "" for
+    children that a script has started.
     """
     env = os.environ
     try:
@@ -179,7 +186,7 @@ def _join_children(world: World, timeout_s: float) -> Coordinator:
     with no_dns():
         store = serve_or_join(world, None, timeout_s)
         number = store.add(f"children/{world.rank}", 1)
-        coordinator = Coordinator(world, PrefixStore(f"child/{number}", store))
+        coordinator = Coordinator(world, PrefixStore(f"child/{number}", store), secret)
         coordinator.hostnames = tuple(
             coordinator.all_gather_json(world.hostname, timeout_s=timeout_s)
         )

@@ -25,7 +25,7 @@ class Request:
     of an interface that all hosts have), if not empty, are the only ones that MPI may use, and
     `interface` is this machine's interface. `control_address` is the launcher's address for the ranks,
     None if it is not known. With `shields_ssh`, mpirun's ssh processes ignore SIGTERM. `scratch` is the
-    folder for mpirun's files.
+    folder for mpirun's files. With `is_command`, the script of a rank may run in a container.
     """
 
     nodes: tuple[Node, ...]
@@ -42,6 +42,7 @@ class Request:
     control_address: str | None = None
     shields_ssh: bool = False
     scratch: str = "."
+    is_command: bool = False
 
     @property
     def world_size(self) -> int:

@@ -11,19 +11,17 @@ import os
 import signal
 import subprocess
 import time
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.pidfd import opened
+from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all
 from mpiddp.launch.supervise.output import OutputCopy
 
 ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
 KILL_S = 5.0  # time for killed processes to end, unless a disk or a driver blocks them
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 
 
 class MpirunProcess:
@@ -43,9 +41,9 @@ class MpirunProcess:
     ) -> None:
         self._stop_signal = stop_signal
         # Children of the shell that this process may have replaced by exec.
-        self._strangers = frozenset(_descendants(os.getpid()))
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._strangers = frozenset(descendants(os.getpid()))
+        adopt_orphans()
+        libc = ctypes.CDLL(None)
 
         def prepare_child() -> None:
             # If this process is killed, the job must end with it.
@@ -107,18 +105,10 @@ class MpirunProcess:
 
     def _signal_left(self, number: int) -> None:
         """Signal the job's processes on this host."""
-        with ExitStack() as stack:
-            processes = {}
-            for pid in self._left():
-                with suppress(OSError):  # it has ended
-                    processes[pid] = stack.enter_context(opened(pid))
-            # A process may have ended before it was opened, and its pid may be a stranger's.
-            for pid in processes.keys() & self._left():
-                with suppress(OSError):  # it has ended, or belongs to another user
-                    processes[pid](number)
+        signal_all(self._left, number)
 
     def _left(self) -> list[int]:
-        return _descendants(os.getpid(), but=self._strangers)
+        return descendants(os.getpid(), but=self._strangers)
 
 
 def _is_in_background() -> bool:
@@ -127,22 +117,3 @@ def _is_in_background() -> bool:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:  # no terminal
         return False
-
-
-def _descendants(ancestor: int, but: Collection[int] = ()) -> list[int]:
-    """The running descendants of `ancestor`. It adopts orphans, so these are included.
-
-    The processes of `but` and their descendants are left out.
-    """
-    children: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) not in but:
-            with suppress(OSError):  # it has ended, or another user's cannot be read
-                # "pid (name) state ppid …". The name may contain any bytes, including parentheses.
-                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-                if state != b"Z":
-                    children[int(parent)].append(int(entry.name))
-    found = [*children[ancestor]]
-    for pid in found:
-        found += children[pid]
-    return found
