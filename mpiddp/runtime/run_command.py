@@ -17,6 +17,7 @@ from mpiddp.paths import check_program
 from mpiddp.protocol import ADDRESS, RUN_ID, SCRIPT_SECRET, script_secret
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.guardian import AGENT_STORE, Guardian
+from mpiddp.runtime.join import join
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import Session, current, reporting
 from mpiddp.text import shown
@@ -52,9 +53,7 @@ def main(command: Sequence[str]) -> int:
     with reporting(world) as session:
         secret = session.channel.secret if session.channel is not None else ""
         address = session.launcher_address
-        from mpiddp.runtime.join import join  # imports torch, which takes a while
-
-        with join(world) as coordinator:
+        with join(world, for_command=True) as coordinator:
             env = command_environment(os.environ, address, secret or coordinator.secret)
             try:
                 with coordinator.all_or_none():
