@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.text import shown
 
 # The errors of a path that is wrong. Any other has its cause in a machine: a disk, a file server.
 WRONG_PATH = frozenset(
@@ -29,6 +31,8 @@ WRONG_PATH = frozenset(
         errno.EROFS,
     }
 )
+
+_FIRST_LINE = 4096  # bytes that show what a file is
 
 
 @contextlib.contextmanager
@@ -62,3 +66,28 @@ def read_limited(path: Path, limit: int) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
     return content
+
+
+def check_program(name: str, path: str | None) -> None:
+    """Raise UserError unless `name` is a program: by its path, or on the search path `path`."""
+    if shutil.which(name, path=path) is not None:
+        return
+    if os.sep not in name:
+        raise UserError(f'"{shown(name)}" is not a program on PATH.')
+    with named_by(""):
+        is_file = stat.S_ISREG(Path(name).stat().st_mode)
+    hint = " It may not be executed: chmod +x would allow it." if is_file else ""
+    raise UserError(f"{shown(name)} is not a program.{hint}")
+
+
+def is_python(path: Path) -> bool:
+    """Whether a file may be a Python script, by its beginning: no binary, no script of another interpreter.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        first_line = file.readline(_FIRST_LINE)
+    if first_line.startswith(b"#!"):
+        return b"python" in first_line
+    return b"\0" not in first_line

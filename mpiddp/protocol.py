@@ -3,7 +3,8 @@
 TCP connects several hosts. On one host it is a Unix socket in a folder that only its user can open. The
 control channel carries JSON lines:
 
-    launcher -> rank   challenge, received (a hello, or progress), stop, stacks, end; one urgent byte
+    launcher -> rank   challenge, received (a hello, or progress), stop, stopping, stacks, end, taken; one
+                        urgent byte
     rank -> launcher   hello, started, joining, log, error_file, announce, run_dir, supports_stop, progress,
                         saving, stacks, stopped, failed, done
 
@@ -13,6 +14,10 @@ an earlier attempt's announcement to a restart, see `mpiddp.runtime.announcement
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
 place of "hello". After "received", the rank's output process sends frames, see `FRAME`.
+
+In `mpiddp run -- COMMAND` the script is a process of its own, within the command. It has a second connection,
+with a secret that is derived from the ranks'. "taken" refuses a second script of a rank; "stopping" tells the
+rank that its script has got a "stop".
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_
 TIMEOUT, LAUNCHED_AT = "MPIDDP_TIMEOUT", "MPIDDP_LAUNCHED_AT"
 REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
 ANNOUNCED, RUN_DIR = "MPIDDP_ANNOUNCED", "MPIDDP_RUN_DIR"
+SCRIPT_SECRET = "MPIDDP_SCRIPT_SECRET"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
 MAX_RESTARTS = "MPIDDP_MAX_RESTARTS"
@@ -166,7 +172,7 @@ VARIABLES = (
     Variable(
         ADDRESS,
         "`launch`",
-        "every rank, which removes it",
+        "every rank, which removes it; the script of a command",
         "the address on which the launcher listens for the ranks: ADDRESS:PORT, or unix:PATH",
     ),
     Variable(
@@ -174,6 +180,12 @@ VARIABLES = (
         "`launch`",
         "every rank, which removes it",
         "the secret that proves that a rank belongs to the job, in hex digits",
+    ),
+    Variable(
+        SCRIPT_SECRET,
+        "`run -- COMMAND`",
+        "the script of a command that imports mpiddp, which removes it",
+        "the secret that proves that a script belongs to a rank of the job, in hex digits",
     ),
 )
 URGENT = b"!"  # no message of a launcher contains it
@@ -243,6 +255,11 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection in ("all", "none"):
         return selection == "all"
     return str(rank) in selection.split(",")
+
+
+def script_secret(secret: str) -> str:
+    """The secret of the ranks' scripts, from that of the ranks; "" if these have none."""
+    return blake2b(b"script", key=secret.encode(), digest_size=16).hexdigest() if secret else ""
 
 
 def is_argument(text: str) -> bool:

@@ -350,6 +350,7 @@ OWNER = {"run_id": "a", "host": "b", "machine": "c", "pid": 1, "started": "d", "
 PROBE = {
     "has_folder": True,
     "has_daemon": True,
+    "has_program": True,
     "mpirun": "x",
     "torch": "2",
     "mpi4py": None,

@@ -212,11 +212,11 @@ def test_a_rank_still_receives_messages_after_several_requests_for_stacks(
     with launcher.rank(f"{holds_the_gil}\ntime.sleep(6000)") as rank:
         launcher.receive_for(PATIENCE_S, until="started")
         for _ in range(3):
-            launcher.server.send_all("stacks")
+            launcher.server.request_stacks()
             launcher.server.interrupt(1)
             launcher.receive_for(0.3)
         assert (1, "stacks") in launcher.receive_for(PATIENCE_S, until="stacks")
-        launcher.server.send_all("end", code=7)
+        launcher.server.end_all(code=7)
         assert rank.wait(PATIENCE_S) == 7
 
 

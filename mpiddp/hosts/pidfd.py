@@ -44,9 +44,9 @@ def kill_marked(mark: bytes) -> list[int]:
     killed = []
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
         try:
-            if _has(pid, mark):
+            if has(pid, mark):
                 with opened(pid) as send:
-                    if _has(pid, mark):  # another process may have its pid by now
+                    if has(pid, mark):  # another process may have its pid by now
                         send(signal.SIGKILL)
                         killed.append(pid)
         except OSError:  # it has ended, or belongs to another user
@@ -54,5 +54,10 @@ def kill_marked(mark: bytes) -> list[int]:
     return killed
 
 
-def _has(pid: int, mark: bytes) -> bool:
+def has(pid: int, mark: bytes) -> bool:
+    """Whether the process was started with the environment variable `mark`, b"NAME=VALUE".
+
+    Raises:
+        OSError: it has ended, or belongs to another user.
+    """
     return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -7,6 +7,7 @@ host needs only a Python 3. See `mpiddp.launch.remote.preflight`.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +30,7 @@ def host_info(requirements: dict[str, Any]) -> dict[str, Any]:
     gpus = gpu_names(path, timeout_s=NVIDIA_SMI_TIMEOUT_S)
     return {
         "has_folder": os.path.isdir(requirements["folder"]),  # noqa: PTH112 - False for any error
+        "has_program": _has_program(requirements),
         "has_daemon": os.access(requirements["daemon"], os.X_OK),
         "mpirun": _program_version(requirements["mpirun"]),
         "torch": package_version("torch"),
@@ -36,6 +38,15 @@ def host_info(requirements: dict[str, Any]) -> dict[str, Any]:
         "gpus": None if gpus is None else len(gpus),
         "interfaces": [asdict(interface) for interface in interfaces()],
     }
+
+
+def _has_program(requirements: dict[str, Any]) -> bool:
+    program = requirements["program"]
+    if program is None:
+        return True
+    if os.sep in program:  # relative to the working folder
+        program = str(Path(requirements["folder"], program))
+    return shutil.which(program, path=requirements["path"]) is not None
 
 
 def _program_version(program: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The command of every rank: a script, a module, or one of mpiddp's verbs that join a job by themselves."""
+"""The command of every rank: a script, a module, any command, or a verb of mpiddp that joins by itself."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS
 
 @dataclass(frozen=True)
 class Job:
-    """A script, or with `is_module` the name of a module, and its arguments."""
+    """A script, the name of a module, or with `is_command` any program; and its arguments."""
 
     command: tuple[str, ...]
     is_module: bool = False
+    is_command: bool = False
 
     @property
     def rank_verb(self) -> str | None:
@@ -24,7 +25,7 @@ class Job:
         return verb if verb in RANK_VERBS else None
 
     def check_options(self) -> str | None:
-        """The backend that the job requests: "nccl", "gloo" or "auto"; None for a script or a module.
+        """The backend that the job requests: "nccl", "gloo" or "auto"; None for any job but mpiddp's own.
 
         The ranks themselves would report a wrong option only after they have joined.
 
@@ -42,5 +43,5 @@ class Job:
         """The command of a rank: a rank verb unchanged, anything else through `mpiddp run`."""
         if self.rank_verb is not None:
             return (str(python), "-m", *self.command)
-        module = ("-m",) if self.is_module else ()
-        return (str(python), "-m", "mpiddp", "run", *module, *self.command)
+        kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
+        return (str(python), "-m", "mpiddp", "run", *kind, *self.command)

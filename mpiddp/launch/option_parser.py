@@ -16,8 +16,8 @@ def option_parser() -> argparse.ArgumentParser:
     """The parser. `module` or `script` holds the job's command line; the other is None or empty."""
     parser = OneSentenceParser(
         prog="mpiddp launch",
-        usage="%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]",
-        description="Start a script on every slot of a hostfile, with one mpirun.",
+        usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
+        description="Start a script, or any command, on every slot of a hostfile, with one mpirun.",
         epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request after a "
         "checkpoint, 130 interrupted.",
         allow_abbrev=False,

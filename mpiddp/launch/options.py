@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
@@ -10,10 +11,11 @@ from typing import TypeVar
 from mpiddp.errors import UserError
 from mpiddp.launch.job import Job
 from mpiddp.launch.option_parser import option_parser
-from mpiddp.paths import named_by
+from mpiddp.paths import is_python, named_by
 from mpiddp.text import listed, shown
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
+_PYTHON_FILES = (".py", ".pyw")
 
 
 @dataclass(frozen=True)
@@ -139,23 +141,27 @@ def _part(kind: type[_Part], values: argparse.Namespace) -> _Part:
 def _job(values: argparse.Namespace) -> Job:
     is_module = values.module is not None
     command: list[str] = values.module if is_module else values.script
-    if command[:1] == ["--"]:
-        command = command[1:]
+    is_command = not is_module and command[:1] == ["--"]
+    command = command[is_command:]
     if not command:
         raise UserError(f"nothing to launch. Name a script or a module. {EXAMPLE}")
-    if command[0].startswith("-"):
+    if command[0].startswith("-") and not is_command:
         raise UserError(
             f"{command[0]} is not an option of mpiddp launch. See: mpiddp launch --help"
         )
-    if not is_module:
+    if not is_module and not is_command:
         with named_by(""):
             _check_script(Path(command[0]))
-    return Job(tuple(command), is_module)
+    return Job(tuple(command), is_module, is_command)
 
 
 def _check_script(script: Path) -> None:
+    how = f"To start any program: mpiddp launch … -- {script}"
     if script.is_file():
+        if script.suffix not in _PYTHON_FILES and not is_python(script):
+            raise UserError(f"{script} is not a Python script. {how}")
         return
     if script.exists():
         raise UserError(f"{script} is not a regular file. Expected a Python script.")
-    raise UserError(f"{script} not found (looked in {Path.cwd()}).")
+    hint = f" {how}" if shutil.which(script.name) and script.name == str(script) else ""
+    raise UserError(f"{script} not found (looked in {Path.cwd()}).{hint}")

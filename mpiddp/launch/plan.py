@@ -30,6 +30,7 @@ from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, i
 from mpiddp.launch.starters.environment import forwarded, parse_exports
 from mpiddp.launch.starters.shared import can_shield
 from mpiddp.launch.usable_hosts import check_hosts, find_hosts
+from mpiddp.paths import check_program
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo
@@ -114,6 +115,7 @@ def make_plan(
             interface=network.interface.name if network.interface else None,
             networks=network.networks,
             as_root=os.geteuid() == 0,
+            is_command=options.job.is_command,
             control_address=network.control_address,
             transport=transport,
             schedulers=leading_schedulers(env),
@@ -144,6 +146,9 @@ def _preflight(
     """
     used = [host for host in hosts.hosts if host.slots != 0]
     is_local = all(is_this_host(host.name) for host in used)
+    program = options.job.command[0] if options.job.is_command else None
+    if is_local and program is not None and not options.dry_run:
+        check_program(program, env.get("PATH"))
     if is_local or starter.kind == "slurm" or options.dry_run or not options.where.check:
         return {}
     from mpiddp.launch.remote import preflight  # only jobs over several hosts pay for it
@@ -155,6 +160,7 @@ def _preflight(
         folder=_working_folder(env),
         path=env.get("PATH", os.defpath),
         interface=requested.everywhere if requested else None,
+        program=program,
     )
     return preflight.check_hosts(used, requirements, transport)
 

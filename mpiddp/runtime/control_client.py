@@ -35,14 +35,18 @@ class ControlClient:
         world: World,
         request_stop: Callable[[], None],
         secret: str,
+        exit_now: Callable[[int], object] = os._exit,
     ) -> None:
         self.world = world
+        self.is_stopping = False  # the launcher has requested a stop of this rank's script
+        self._exit_now = exit_now
         self.secret = secret
         self.step = 0  # the latest step of this rank
         self.is_first: bool | None = None  # whether this rank failed first; None if unknown
-        self._actions: dict[str, Callable[[dict[str, Any]], None]] = {
-            "end": lambda message: os._exit(int(message["code"])),
+        self._actions: dict[str, Callable[[dict[str, Any]], object]] = {
+            "end": lambda message: exit_now(int(message["code"])),
             "stop": lambda message: request_stop(),
+            "stopping": lambda message: self._note_stop(),
             "stacks": lambda message: self._send_stacks(),
             "received": lambda message: self._confirm_progress(),
         }
@@ -71,6 +75,9 @@ class ControlClient:
             self._sent_progress_at = now
             self._unconfirmed += 1
             self.send("progress", step=step)
+
+    def _note_stop(self) -> None:
+        self.is_stopping = True
 
     def _confirm_progress(self) -> None:
         self._unconfirmed = 0
@@ -115,23 +122,33 @@ class ControlClient:
             sentence = f"{rank}: lost the connection to the launcher; exiting.\n"
             with contextlib.suppress(OSError):
                 os.write(2, sentence.encode())
-            os._exit(LOST_LAUNCHER)
+            self._exit_now(LOST_LAUNCHER)
 
 
 def connect(
-    address: str, secret: str, world: World, request_stop: Callable[[], None]
+    address: str,
+    secret: str,
+    world: World,
+    request_stop: Callable[[], None],
+    *,
+    is_script: bool = False,
+    exit_now: Callable[[int], object] = os._exit,
 ) -> ControlClient:
     """Connect to the launcher that listens at `address`.
 
     Args:
         request_stop: called in another thread when the launcher requests a stop.
+        is_script: whether this process is the script of a rank's command, and not the rank itself.
+        exit_now: ends this process; called in another thread.
 
     Raises:
+        AnotherScript: this rank has a script already.
         JobFailed: the launcher cannot be reached.
     """
-    connection, incoming = connect_to_launcher(address, secret, world, "hello")
+    facts = {"is_script": True} if is_script else {}
+    connection, incoming = connect_to_launcher(address, secret, world, "hello", **facts)
     notice_silence(connection)
-    return ControlClient(connection, incoming, world, request_stop, secret)
+    return ControlClient(connection, incoming, world, request_stop, secret, exit_now)
 
 
 def _stacks() -> str:

@@ -61,6 +61,7 @@ class Coordinator:
     def __init__(self, world: World, store: Store, secret: str = "") -> None:
         self.world = world
         self.store = store
+        self.secret = secret
         self.values = SignedStore(store, secret)
         # For the watch's thread: a connection is locked while it waits.
         self.watched_values = self.values.clone()

@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, JobFailed, UserError, print_error
@@ -36,12 +37,21 @@ class FailureWatch:
 
     Args:
         has_launcher: whether a launcher names the rank that failed; it does so once and in more detail.
+        exit_now: ends this process. The thread calls it.
     """
 
-    def __init__(self, coordinator: Coordinator, stop: StopRequest, *, has_launcher: bool) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        stop: StopRequest,
+        *,
+        has_launcher: bool,
+        exit_now: Callable[[int], object] = os._exit,
+    ) -> None:
         self._coordinator = coordinator
         self._stop = stop
         self._has_launcher = has_launcher
+        self._exit_now = exit_now
         self._over = threading.Event()
         # The thread must not be inside torch when the interpreter ends, so it polls the store instead
         # of waiting there.
@@ -70,13 +80,13 @@ class FailureWatch:
             self._coordinator.values.set(_FAILED_KEY, str(code))
             self._coordinator.values.set(NEWS, "")
 
-    def exits(self, code: int) -> None:
+    def exits(self, code: int, reason: str = "") -> None:
         """The script exits with a code other than 0: end the job with that code.
 
         A rank that refused its input has printed why, and one that stops on request has not failed.
         """
         if self._coordinator.claim_first_failure() and code not in (BAD_INPUT, STOPPED):
-            self._print_ending(f"ended with exit code {code}")
+            self._print_ending(f"ended with exit code {code}{f': {reason}' if reason else ''}")
         self.end_the_job(code)
 
     def refuse(self, error: UserError) -> None:
@@ -130,7 +140,7 @@ class FailureWatch:
         if code and not self._over.wait(_GRACE_S):
             with contextlib.suppress(Exception):  # a script may replace stdout by anything
                 sys.stdout.flush()
-            os._exit(code)
+            self._exit_now(code)
 
     def _code_of_job(self) -> int:
         """Wait for a failure of any rank; agree on the step of a stop meanwhile.

@@ -8,18 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
-import torch
-from torch.distributed import PrefixStore
-
-from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, FAILED, CommandFailed, JobFailed, UserError
 from mpiddp.protocol import ERROR_FILE, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
+from mpiddp.runtime.command_store import serve_commands
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
-from mpiddp.runtime.first_all_reduce import time_first_all_reduce
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.name_service import no_dns
 from mpiddp.runtime.process_setup import limit_threads
@@ -28,7 +26,6 @@ from mpiddp.runtime.script_environment import export
 from mpiddp.runtime.session import Session, current
 from mpiddp.runtime.startup_checks import check_placement
 from mpiddp.runtime.stop_request import StopRequest
-from mpiddp.runtime.store import find_by_address, rendezvous_over_store, serve_or_join
 from mpiddp.text import parse_whole, shown
 from mpiddp.world import World, is_joined
 
@@ -37,7 +34,9 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 
 @contextlib.contextmanager
-def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coordinator]:
+def join(
+    world: World | None = None, *, keep_mpi: bool = False, for_command: bool = False
+) -> Iterator[Coordinator]:
     """Join the ranks. They share one store, and leave together at the end of the body.
 
     Then os.environ holds the variables that scripts find under torchrun, see
@@ -46,6 +45,8 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     Args:
         world: the world of this process; by default read from the environment.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+        for_command: this process only starts a command, so it does without torch if it can. Then a process
+            beside rank 0 serves torch's store for the commands.
 
     Raises:
         UserError: inconsistent variables of launchers, a foreign MPI.
@@ -60,10 +61,18 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     if session.coordinator is None:
         world = world or World.from_env()
         log_to_console(world.rank)
-        session.coordinator = _join(session, world, keep_mpi=keep_mpi)
-        time_first_all_reduce(session.coordinator.world)
+        session.coordinator = _join(session, world, keep_mpi=keep_mpi, for_command=for_command)
+        if not for_command:
+            from mpiddp.runtime.first_all_reduce import time_first_all_reduce
+
+            time_first_all_reduce(session.coordinator.world)
     coordinator = session.coordinator
-    watch = FailureWatch(coordinator, session.stop, has_launcher=session.channel is not None)
+    watch = FailureWatch(
+        coordinator,
+        session.stop,
+        has_launcher=session.channel is not None,
+        exit_now=session.exit_now,
+    )
     session.watch = watch
     watch.start()
     try:
@@ -100,7 +109,8 @@ def _end_with(
     if session.channel is not None:  # the report to the launcher contains this
         session.channel.is_first = coordinator.claim_first_failure()
     if isinstance(error, SystemExit):
-        watch.exits(error.code if isinstance(error.code, int) else 1)
+        reason = error.reason if isinstance(error, CommandFailed) else ""
+        watch.exits(error.code if isinstance(error.code, int) else 1, reason)
     elif isinstance(error, UserError):
         watch.refuse(error)
         raise SystemExit(BAD_INPUT) from None
@@ -151,30 +161,41 @@ def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep
         finalize_mpi()
 
 
-def _join(session: Session, world: World, *, keep_mpi: bool) -> Coordinator:
+def _join(session: Session, world: World, *, keep_mpi: bool, for_command: bool) -> Coordinator:
     timeout_s = _seconds(TIMEOUT, _JOIN_TIMEOUT_S)
     if is_joined(os.environ):
-        return _join_children(world, timeout_s)
+        return _join_children(world, timeout_s, session.script_secret)
     if session.channel is not None:
         session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += _LAUNCHER_HEAD_START_S
     if world.launcher.speaks_mpi and world.world_size > 1 and not _has_address(world):
         result = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
-        coordinator = _connect(result.world, result.listener, timeout_s, result.store_secret)
+        if for_command and not result.has_fixed_port:
+            coordinator, result = serve_commands(result, timeout_s)
+        else:
+            coordinator = _connect(result.world, result.listener, timeout_s, result.store_secret)
     else:
+        from mpiddp.runtime.store import find_by_address, rendezvous_over_store
+
         # Without MPI, only a launcher gives the ranks a common secret.
         secret = session.channel.secret if session.channel is not None else ""
         coordinator = _connect(*find_by_address(world, timeout_s), timeout_s, secret)
         result = rendezvous_over_store(coordinator, timeout_s)
         coordinator.world = result.world
     if world.local_world_size is None and (threads := limit_threads(result.world)):
-        torch.set_num_threads(threads)
+        _set_threads(threads)
     coordinator.hostnames = tuple(info.hostname for info in result.infos)
     coordinator.has_launcher = session.channel is not None
     export(result)
     session.send("error_file", path=os.environ.get(ERROR_FILE, ""))
-    check_placement(coordinator, result)
+    check_placement(coordinator, result, uses_gpus=not for_command)
     return coordinator
+
+
+def _set_threads(threads: int) -> None:
+    """Set the threads of torch, if this process uses it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(threads)
 
 
 def _has_address(world: World) -> bool:
@@ -183,11 +204,16 @@ def _has_address(world: World) -> bool:
     return is_named and world.launcher.name in ("flux", "jsrun", "pals")
 
 
-def _join_children(world: World, timeout_s: float) -> Coordinator:
+def _join_children(world: World, timeout_s: float, secret: str) -> Coordinator:
     """Join the child processes of the ranks, over the store of the ranks.
 
-    The n-th child of a rank joins the n-th children of the others.
+    The n-th child of a rank joins the n-th children of the others. `secret` is their common secret, "" for
+    children that a script has started.
     """
+    from torch.distributed import PrefixStore
+
+    from mpiddp.runtime.store import serve_or_join
+
     env = os.environ
     try:
         world = replace(
@@ -205,7 +231,7 @@ def _join_children(world: World, timeout_s: float) -> Coordinator:
     with no_dns():
         store = serve_or_join(world, None, timeout_s)
         number = store.add(f"children/{world.rank}", 1)
-        coordinator = Coordinator(world, PrefixStore(f"child/{number}", store))
+        coordinator = Coordinator(world, PrefixStore(f"child/{number}", store), secret)
         coordinator.hostnames = tuple(
             coordinator.all_gather_json(world.hostname, timeout_s=timeout_s)
         )
@@ -216,6 +242,8 @@ def _connect(
     world: World, listener: socket.socket | None, timeout_s: float, secret: str
 ) -> Coordinator:
     """Connect all ranks to one store. Raises the errors of `serve_or_join` and `all_gather_json`."""
+    from mpiddp.runtime.store import serve_or_join
+
     with no_dns():
         coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s), secret)
         # Inside the body, because rank 0 looks up the name of every connection that it accepts.

@@ -18,6 +18,10 @@ _ATTEMPT_S, _RETRY_S = 10.0, 0.2
 NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError)
 
 
+class AnotherScript(Exception):
+    """Another process of this rank's command is its script."""
+
+
 def connect_to_launcher(
     address: str, secret: str, world: World, kind: str, **facts: object
 ) -> tuple[socket.socket, Iterator[bytes]]:
@@ -30,6 +34,7 @@ def connect_to_launcher(
         The connection, which the launcher has accepted, and the lines that it sends from now on.
 
     Raises:
+        AnotherScript: this rank has a script already.
         JobFailed: the launcher cannot be reached.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
@@ -65,9 +70,12 @@ def _connect_once(
     try:
         incoming = _lines(connection)
         challenge = json.loads(next(incoming, b""))["challenge"]
-        answer = proof(secret, challenge, rank)
-        connection.sendall(dumps(kind, rank=rank, proof=answer, **facts))
-        if json.loads(next(incoming, b""))["type"] != "received":
+        own_proof = proof(secret, challenge, rank)
+        connection.sendall(dumps(kind, rank=rank, proof=own_proof, **facts))
+        answer = json.loads(next(incoming, b""))["type"]
+        if answer == "taken":
+            raise AnotherScript
+        if answer != "received":
             raise ValueError("an unexpected answer")
     except BaseException:
         connection.close()

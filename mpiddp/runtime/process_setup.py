@@ -9,9 +9,8 @@ import ctypes
 import os
 import signal
 
+from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.world import World
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -32,7 +31,7 @@ def configure_process(world: World) -> None:
 
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_parents_end(signal.SIGKILL)
 
 
 def limit_threads(world: World) -> int | None:

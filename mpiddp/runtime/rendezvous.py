@@ -52,6 +52,7 @@ class RendezvousResult:
     listener: socket.socket | None
     run_id: str  # the same in all attempts of a job
     store_secret: str = ""  # "" if the ranks have no way to share one
+    has_fixed_port: bool = False  # the user has set MASTER_PORT
 
 
 def rendezvous_over_mpi(
@@ -117,6 +118,7 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
             offer = {
                 "run_id": os.environ.get(RUN_ID) or secrets.token_hex(8),
                 "store_secret": secrets.token_hex(16),
+                "has_fixed_port": bool(os.environ.get("MASTER_PORT")),
             }
             listeners = listen(chosen_by_rank_0)
             ports = [listener.getsockname()[1] for listener in listeners]
@@ -160,6 +162,7 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
         listener=listeners[chosen] if listeners else None,
         run_id=offer["run_id"],
         store_secret=offer["store_secret"],
+        has_fixed_port=offer["has_fixed_port"],
     )
 
 

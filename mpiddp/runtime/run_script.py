@@ -12,6 +12,7 @@ import sys
 import types
 from importlib.abc import InspectLoader
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from mpiddp.errors import UserError
@@ -19,6 +20,7 @@ from mpiddp.paths import named_by
 from mpiddp.runtime.arguments import RankParser
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import reporting
+from mpiddp.text import shown
 from mpiddp.world import World
 
 _OURS = Path(__file__).parents[:2]  # the folders whose frames lead to a script
@@ -27,8 +29,9 @@ _OURS = Path(__file__).parents[:2]  # the folders whose frames lead to a script
 def main(argv: list[str]) -> int:
     parser = RankParser(
         prog="mpiddp run",
-        usage="%(prog)s [--keep-mpi] (SCRIPT | -m MODULE) [ARGS ...]",
-        description="Run an unmodified env:// script as one rank of a job, after all ranks have joined.",
+        usage="%(prog)s [--keep-mpi] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
+        description="Run an unmodified env:// script, or any command, as one rank of a job, after all "
+        "ranks have joined.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -39,6 +42,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-m", dest="is_module", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    ours, is_command, command = _split_command(argv)
+    if is_command:
+        options = parser.parse_args([*ours, "command"])
+        return _run_command(command, keep_mpi=options.keep_mpi)
     options = parser.parse_args(argv)
 
     world = World.from_env()
@@ -48,6 +55,25 @@ def main(argv: list[str]) -> int:
     with reporting(world):
         _run(options, world)
     return 0
+
+
+def _split_command(argv: list[str]) -> tuple[list[str], bool, list[str]]:
+    """The options before a "--" that no script precedes, whether there is one, and what follows it."""
+    ours = list(takewhile(lambda each: each.startswith("-") and each not in ("--", "-m"), argv))
+    return ours, argv[len(ours) : len(ours) + 1] == ["--"], argv[len(ours) + 1 :]
+
+
+def _run_command(command: list[str], *, keep_mpi: bool) -> int:
+    if not command:
+        raise UserError('mpiddp run: no command follows "--". See: mpiddp run --help')
+    if keep_mpi:
+        raise UserError(
+            "mpiddp run --keep-mpi is for a Python script. A command that uses MPI itself is started by "
+            f"mpirun: mpirun … {shown(command[0])}"
+        )
+    from mpiddp.runtime import run_command  # a script needs none of it
+
+    return run_command.main(command)
 
 
 def _run(options: argparse.Namespace, world: World) -> None:

@@ -15,20 +15,23 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
-from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, FAILED, CommandFailed, JobFailed, UserError
 from mpiddp.hosts.versions import package_version
-from mpiddp.protocol import ADDRESS, ERROR_FILE, SECRET, recorded_error
+from mpiddp.protocol import ADDRESS, ERROR_FILE, SCRIPT_SECRET, SECRET, recorded_error
 from mpiddp.runtime.control_client import ControlClient, connect
 from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
+from mpiddp.runtime.launcher_connection import AnotherScript
 from mpiddp.runtime.process_setup import die_with_parent
 from mpiddp.runtime.rank_output import RankOutput, redirect_output
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigterm
-from mpiddp.world import World
+from mpiddp.world import World, is_joined
 
 
 class RunFiles(Protocol):
@@ -59,6 +62,9 @@ class Session:
         self.watch: FailureWatch | None = None
         self.run: RunFiles | None = None  # the folder of this process's run
         self._before_leaving: list[Callable[[], None]] = []
+        self.launcher_address = ""
+        self.script_secret = ""  # of all scripts, if this process is the script of a rank's command
+        self.exit_now: Callable[[int], object] = os._exit
         self._pid = os.getpid()
 
     @property
@@ -115,11 +121,55 @@ _current: Session | None = None
 
 
 def current() -> Session:
-    """The session of this process. The first call creates it."""
+    """The session of this process. The first call creates it.
+
+    In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls it is the rank's script.
+
+    Raises:
+        JobFailed: this is a script, and the launcher cannot be reached.
+    """
     global _current
     if _current is None:
         _current = Session()
+        if SCRIPT_SECRET in os.environ and is_joined(os.environ):
+            _connect_script(_current)
     return _current
+
+
+def _connect_script(session: Session) -> None:
+    """Connect the script of a rank's command to the launcher, if there is one.
+
+    The rank reports its start and its end. The script reports the rest, and its error.
+    """
+    session.launcher_address = os.environ.pop(ADDRESS, "")
+    session.script_secret = os.environ.pop(SCRIPT_SECRET)
+    if not session.launcher_address:
+        return
+    with contextlib.suppress(AnotherScript):
+        session.channel = connect(
+            session.launcher_address,
+            session.script_secret,
+            World.from_env(),
+            session.stop.request,
+            is_script=True,
+        )
+        faulthandler.enable(2)
+        atexit.register(_report_success, session)
+        sys.excepthook = partial(_report_uncaught, session, sys.excepthook)
+
+
+def _report_uncaught(
+    session: Session,
+    print_error: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    print_error(kind, error, traceback)
+    if session.channel is not None:  # it is None in a forked child
+        if session.coordinator is not None:
+            session.channel.is_first = session.coordinator.claim_first_failure()
+        _report_failure(session.channel, error, session.stop)
 
 
 def _forget() -> None:
@@ -174,7 +224,10 @@ def reporting(world: World) -> Iterator[Session]:
         yield session
         return
     session.output = redirect_output(world, address, secret)
-    session.channel = connect(address, secret, world, session.stop.request)
+    session.launcher_address = address
+    session.channel = connect(
+        address, secret, world, session.stop.request, exit_now=session.exit_now
+    )
     versions = {package: package_version(package) for package in ("torch", "mpi4py")}
     session.send(
         "started",
@@ -217,6 +270,7 @@ def _report_failure(channel: ControlClient, error: BaseException, stop: StopRequ
         if error.code and not stop.is_requested_end(error.code):
             code = error.code if isinstance(error.code, int) else 1
             said = "" if isinstance(error.code, int) else str(error.code)
+            said = error.reason if isinstance(error, CommandFailed) else said
             channel.failed(code, said or recorded_error(os.environ.get(ERROR_FILE, "")))
     elif isinstance(error, JobFailed):
         channel.failed(FAILED, str(error), is_verdict=True)

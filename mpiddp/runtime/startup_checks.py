@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from mpiddp.errors import UserError
 from mpiddp.protocol import PLACEMENT, REPORT, VERBOSE
 from mpiddp.runtime.coordinator import AGREE_TIMEOUT_S, Coordinator
@@ -14,14 +12,20 @@ from mpiddp.runtime.placement import RankPlacement, misplaced, table
 from mpiddp.runtime.rendezvous import RendezvousResult
 
 
-def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
-    """Compare the ranks' placement with the hostfile, and print what the launcher's options request."""
+def check_placement(
+    coordinator: Coordinator, result: RendezvousResult, *, uses_gpus: bool = True
+) -> None:
+    """Compare the ranks' placement with the hostfile, and print what the launcher's options request.
+
+    Args:
+        uses_gpus: whether this process uses the GPUs that it sees, and not its command.
+    """
     env = os.environ
     expected = env.get(PLACEMENT)
     if expected or env.get(REPORT):
         info = result.infos[coordinator.world.rank]
         own = RankPlacement.of_this_process(
-            info, torch.cuda.device_count(), coordinator.world.launcher.name
+            info, _count_gpus() if uses_gpus else 0, coordinator.world.launcher.name
         )
         devices = coordinator.all_gather_json([own.device, own.gpu], timeout_s=AGREE_TIMEOUT_S)
         placements = [
@@ -43,3 +47,9 @@ def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
             log.info(f"master address {address}: {result.reason}")
         # Not with `log`, which prints on rank 0 only.
         print(f"rank {world.rank} on {world.hostname} uses {result.interface}", flush=True)
+
+
+def _count_gpus() -> int:
+    import torch  # a rank that only starts a command does without
+
+    return torch.cuda.device_count()

@@ -50,6 +50,7 @@ class HostRequirements:
     folder: str
     path: str  # the PATH that the ranks will have
     interface: str | None = None  # by name, address or network
+    program: str | None = None  # that the ranks run, by its path or on `path`
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class HostInfo:
     host: Host
     has_folder: bool
     has_daemon: bool
+    has_program: bool
     mpirun: str | None  # its first lines of --version
     torch: str | None
     mpi4py: str | None
@@ -141,6 +143,11 @@ def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
                 f"{name}: {program} is missing or does not run. "
                 "Install the same MPI at the same path on every host."
             )
+    if not info.has_program:
+        where = (
+            "missing or not executable" if os.sep in str(requirements.program) else "not on PATH"
+        )
+        return f"{name}: {requirements.program} is {where}. Install it on every host."
     if info.gpus is None and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         return no_nvidia_smi(name)
     interface = requirements.interface

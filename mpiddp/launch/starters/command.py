@@ -27,7 +27,7 @@ class Request:
     `interface` is this machine's interface. `control_address` is the launcher's address for the ranks,
     None if it is not known. `transport` reaches the other hosts; with `shields_ssh`, mpirun's processes
     of it ignore SIGTERM. `schedulers` are those whose variables mpirun must not follow. `scratch` is the
-    folder for mpirun's files.
+    folder for mpirun's files. With `is_command`, the script of a rank may run in a container.
     """
 
     nodes: tuple[Node, ...]
@@ -46,6 +46,7 @@ class Request:
     shields_ssh: bool = False
     schedulers: tuple[str, ...] = ()
     scratch: str = "."
+    is_command: bool = False
 
     @property
     def world_size(self) -> int:

@@ -85,10 +85,8 @@ def find_mpirun(explicit: str | None, python: Path, env: Mapping[str, str]) -> P
     """
     path = env.get("PATH")
     if explicit is not None:
-        try:
-            found = shutil.which(Path(explicit).expanduser(), path=path)
-        except RuntimeError:  # "~" of a user who does not exist, or without HOME
-            found = None
+        # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
+        found = shutil.which(os.path.expanduser(explicit), path=path)  # noqa: PTH111
         if found is None:
             raise UserError(
                 f"--mpirun {explicit}: no such program. Expected the path of an mpirun."

@@ -64,7 +64,9 @@ def attempt(
         settings = {JOB: job}
         if request.control_address is not None:
             is_local = all(is_this_host(node.name) for node in request.nodes)
-            address = None if is_local and starter.kind != "slurm" else request.control_address
+            # A container may have a /tmp of its own, without this launcher's Unix socket.
+            has_own_socket = is_local and starter.kind != "slurm" and not request.is_command
+            address = None if has_own_socket else request.control_address
             server = ControlServer(address, len(hosts), selector, clock.now)
             settings |= {**server.settings, OUTPUT: shown.ranks}
         request = replace(
@@ -72,7 +74,9 @@ def attempt(
             settings={**request.settings, **settings},
             exports=tuple(sorted({*request.exports, *settings})),
         )
-        supervisor = Supervisor(selector, server, state, limits, clock, shown)
+        supervisor = Supervisor(
+            selector, server, state, limits, clock, shown, runs_command=request.is_command
+        )
         with _private_folder(needed=bool(compose(starter, request).files)) as folder:
             command = compose(starter, replace(request, scratch=folder))
             command.write_files()

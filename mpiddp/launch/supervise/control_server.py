@@ -33,6 +33,7 @@ from mpiddp.protocol import (
     is_valid,
     notice_silence,
     proof,
+    script_secret,
 )
 
 PROOF_TIMEOUT_S = 10.0
@@ -48,13 +49,15 @@ class Message:
     `kind` is one of the protocol's messages, "lost", "frames" or "output". "lost": the connection ended,
     and facts["silent"] is whether the host stopped answering. "frames": a line of the stacks that a rank
     writes from native code. "output": facts["connection"] brings facts["stream"] (1 or 2) of the rank on
-    facts["host"], and belongs to the receiver of this message.
+    facts["host"], and belongs to the receiver of this message. `from_script`: from the script of a
+    command, a process of its own.
     """
 
     rank: int
     kind: str
     facts: dict[str, Any]
     at: float
+    from_script: bool = False
 
 
 @dataclass(eq=False)
@@ -63,6 +66,7 @@ class _Peer:
     challenge: str
     since: float
     rank: int | None = None
+    is_script: bool = False
     buffer: bytes = b""
     unsent: bytes = b""
     was_interrupted: bool = False
@@ -106,6 +110,9 @@ class ControlServer:
         self._peers: set[_Peer] = set()
         self._strangers: dict[_Peer, None] = {}  # those without a proof, oldest first
         self._by_rank: dict[int, _Peer] = {}
+        self._scripts: dict[
+            int, _Peer
+        ] = {}  # the scripts of ranks whose command is a process of its own
         selector.register(self._socket, selectors.EVENT_READ, self)
         # The environment variables that the ranks need.
         self.settings = {ADDRESS: shown, SECRET: self._secret}
@@ -159,19 +166,41 @@ class ControlServer:
                 return [*messages, *self._lose(data, silent=False)]
         return messages
 
-    def send_all(self, kind: str, **facts: object) -> None:
-        """Send a message to every connected rank."""
-        for rank in list(self._by_rank):
-            self.send(rank, kind, **facts)
+    def end_all(self, code: int) -> None:
+        """Tell every connected rank, and its script, to end."""
+        for peer in [*self._scripts.values(), *self._by_rank.values()]:
+            self._send_message(peer, "end", code=code)
 
-    def send(self, rank: int, kind: str, **facts: object) -> None:
-        if peer := self._by_rank.get(rank):
-            peer.unsent += dumps(kind, **facts)
-            self._send(peer)
+    def request_stacks(self) -> None:
+        """Request the stacks of every connected rank."""
+        for rank in self._by_rank:
+            self._send_message(self._script_of(rank), "stacks")
+
+    def request_stop(self, rank: int) -> None:
+        """Request a stop of the rank, if it is connected."""
+        if rank in self._scripts:
+            self._send_message(self._scripts[rank], "stop")
+            self._send_message(self._by_rank[rank], "stopping")
+        elif rank in self._by_rank:
+            self._send_message(self._by_rank[rank], "stop")
+
+    def confirm(self, message: Message) -> None:
+        """Confirm to its sender that messages have been received."""
+        senders = self._scripts if message.from_script else self._by_rank
+        if peer := senders.get(message.rank):
+            self._send_message(peer, "received")
+
+    def _script_of(self, rank: int) -> _Peer:
+        """The process that runs the script of a connected rank: its own, or one within its command."""
+        return self._scripts.get(rank, self._by_rank[rank])
+
+    def _send_message(self, peer: _Peer, kind: str, **facts: object) -> None:
+        peer.unsent += dumps(kind, **facts)
+        self._send(peer)
 
     def interrupt(self, rank: int) -> None:
         """Request the stacks of a rank that does not answer: an urgent byte makes its kernel signal it."""
-        peer = self._by_rank[rank]
+        peer = self._script_of(rank)
         peer.was_interrupted = True
         with contextlib.suppress(OSError):  # the next read fails too
             if peer.connection.family == socket.AF_UNIX:
@@ -223,7 +252,7 @@ class ControlServer:
             raise ValueError("too long")
         if peer.was_interrupted and peer.rank is not None and not _is_json(line):
             # A line of its stack, maybe in the middle of a message that it was sending.
-            return [Message(peer.rank, "frames", {"text": line.decode()}, self._now())]
+            return [self._message(peer.rank, peer, "frames", {"text": line.decode()})]
         facts = json.loads(line)
         kind = facts.pop("type")
         if not isinstance(kind, str) or (kind in ("hello", "output")) == (peer.rank is not None):
@@ -231,32 +260,52 @@ class ControlServer:
         if peer.rank is not None:
             if not is_valid(kind, facts):
                 raise ValueError(kind)
-            return [Message(peer.rank, kind, facts, self._now())]
-        rank = facts["rank"]
-        if type(rank) is not int or rank not in range(self.world_size):
-            raise ValueError(rank)
-        # The time of this comparison reveals nothing: every connection has another challenge.
-        if facts["proof"] != proof(self._secret, peer.challenge, rank):
-            raise ValueError("no proof")
+            return [self._message(peer.rank, peer, kind, facts)]
         if kind == "output":
-            return [self._hand_over(peer, rank, facts["stream"], facts["host"])]
-        if rank in self._by_rank:
-            raise ValueError(rank)
-        peer.rank = rank
-        del self._strangers[peer]
-        self._by_rank[rank] = peer
-        self.send(rank, "received")
+            return [self._hand_over(peer, facts)]
+        self._admit(peer, facts)
         return []
 
-    def _hand_over(self, peer: _Peer, rank: int, stream: int, host: str) -> Message:
+    def _hand_over(self, peer: _Peer, facts: dict[str, Any]) -> Message:
         """Give a connection that brings a rank's output to whoever receives the message."""
+        rank, stream, host = self._rank_of(facts), facts["stream"], facts["host"]
+        self._check_proof(peer, rank, facts, self._secret)
         if stream not in STREAMS or not isinstance(host, str):
             raise ValueError(stream)
         peer.unsent += dumps("received")
         self._send(peer)  # at once: only the challenge was sent before
         self._forget(peer)
-        facts = {"stream": stream, "host": host, "connection": peer.connection}
-        return Message(rank, "output", facts, self._now())
+        output = {"stream": stream, "host": host, "connection": peer.connection}
+        return Message(rank, "output", output, self._now())
+
+    def _admit(self, peer: _Peer, hello: dict[str, Any]) -> None:
+        """Admit a rank, or the script of a rank. Raises ValueError if it does not belong to the job."""
+        rank, is_script = self._rank_of(hello), hello.get("is_script", False) is True
+        if (rank in self._by_rank) is not is_script:  # a second rank, or a script without its rank
+            raise ValueError(rank)
+        secret = script_secret(self._secret) if is_script else self._secret
+        self._check_proof(peer, rank, hello, secret)
+        if is_script and rank in self._scripts:
+            self._send_message(peer, "taken")
+            raise ValueError("a second script")
+        peer.rank, peer.is_script = rank, is_script
+        del self._strangers[peer]
+        (self._scripts if is_script else self._by_rank)[rank] = peer
+        self._send_message(peer, "received")
+
+    def _rank_of(self, facts: dict[str, Any]) -> int:
+        rank = facts["rank"]
+        if type(rank) is not int or rank not in range(self.world_size):
+            raise ValueError(rank)
+        return rank
+
+    def _check_proof(self, peer: _Peer, rank: int, facts: dict[str, Any], secret: str) -> None:
+        # The time of this comparison reveals nothing: every connection has another challenge.
+        if facts["proof"] != proof(secret, peer.challenge, rank):
+            raise ValueError("no proof")
+
+    def _message(self, rank: int, peer: _Peer, kind: str, facts: dict[str, Any]) -> Message:
+        return Message(rank, kind, facts, self._now(), peer.is_script)
 
     def _send(self, peer: _Peer) -> None:
         """Send as much as the connection accepts. The rest follows when it accepts more."""
@@ -274,7 +323,7 @@ class ControlServer:
         self._drop(peer)
         if peer.rank is None:
             return []
-        return [Message(peer.rank, "lost", {"silent": silent}, self._now())]
+        return [self._message(peer.rank, peer, "lost", {"silent": silent})]
 
     def _drop(self, peer: _Peer) -> None:
         self._forget(peer)
@@ -284,7 +333,7 @@ class ControlServer:
         self._peers.discard(peer)
         self._strangers.pop(peer, None)
         if peer.rank is not None:
-            del self._by_rank[peer.rank]
+            del (self._scripts if peer.is_script else self._by_rank)[peer.rank]
         self._selector.unregister(peer.connection)
 
 

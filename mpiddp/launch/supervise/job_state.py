@@ -21,6 +21,7 @@ _CONSEQUENCE_S = 0.3
 _FIRST_S = 5.0
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _NAMED = 4  # ranks in one sentence
+_EXPLAINS_S = 30.0  # a later end of a command has another reason than its script's error
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 
 
@@ -58,9 +59,14 @@ class JobState:
     logs: dict[int, str] = field(default_factory=dict)
     error_files: dict[int, str] = field(default_factory=dict)  # on the rank's host
     announcement: Announcement = NOTHING_ANNOUNCED
+    # The reports of scripts within a command, which explain the rank's own report if that follows.
+    script_failures: dict[int, Message] = field(default_factory=dict)
 
     def note(self, message: Message) -> None:
         rank, facts = message.rank, message.facts
+        if message.from_script and message.kind in ("done", "failed", "lost"):
+            self._note_end_of_script(message)
+            return
         match message.kind:
             case "started":
                 self.started[rank] = facts
@@ -97,8 +103,23 @@ class JobState:
                 self.done.add(rank)
                 self._note_saving(message, is_saving=False)
             case "failed" | "lost" if rank not in self.done:
-                self.failures.setdefault(rank, message)
+                self.failures.setdefault(rank, self._explained(message))
                 self._note_saving(message, is_saving=False)
+
+    def _note_end_of_script(self, message: Message) -> None:
+        """Only its rank knows whether the command succeeds: it may start the script again."""
+        self._note_saving(message, is_saving=False)
+        if message.kind == "failed":
+            self.script_failures[message.rank] = message
+        elif message.kind == "done":
+            self.script_failures.pop(message.rank, None)
+
+    def _explained(self, message: Message) -> Message:
+        """A rank's report with the reason of its script, if that has failed."""
+        reason = self.script_failures.get(message.rank)
+        if reason is None or message.kind != "failed" or message.at - reason.at > _EXPLAINS_S:
+            return message
+        return replace(message, facts={**reason.facts, "code": message.facts["code"]}, at=reason.at)
 
     def _note_saving(self, message: Message, *, is_saving: bool) -> None:
         if is_saving:

@@ -11,20 +11,18 @@ import os
 import signal
 import subprocess
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.pidfd import opened
+from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all
 from mpiddp.launch.supervise.output import OutputCopy
 from mpiddp.protocol import OUTPUT_PROCESS
 
 ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
 KILL_S = 5.0  # time for killed processes to end, unless a disk or a driver blocks them
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 
 
 class MpirunProcess:
@@ -44,9 +42,9 @@ class MpirunProcess:
     ) -> None:
         self._stop_signal = stop_signal
         # Children of the shell that this process may have replaced by exec.
-        self._strangers = frozenset(pid for pid, _ in _descendants(os.getpid()))
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._strangers = frozenset(descendants(os.getpid()))
+        adopt_orphans()
+        libc = ctypes.CDLL(None)
 
         def prepare_child() -> None:
             # If this process is killed, the job must end with it.
@@ -115,33 +113,21 @@ class MpirunProcess:
         return bool(self._output_processes())
 
     def kill_output_processes(self) -> None:
-        _signal(signal.SIGKILL, self._output_processes)
+        signal_all(self._output_processes, signal.SIGKILL)
 
     def _signal_left(self, number: int) -> None:
-        _signal(number, self._left)
+        """Signal the job's processes on this host."""
+        signal_all(self._left, number)
 
     def _left(self) -> list[int]:
         """The job's processes on this host, without the ranks' output processes."""
-        return [pid for pid, name in self._descendants() if name != OUTPUT_PROCESS]
+        return [pid for pid, name in self._found().items() if name != OUTPUT_PROCESS]
 
     def _output_processes(self) -> list[int]:
-        return [pid for pid, name in self._descendants() if name == OUTPUT_PROCESS]
+        return [pid for pid, name in self._found().items() if name == OUTPUT_PROCESS]
 
-    def _descendants(self) -> list[tuple[int, str]]:
-        return _descendants(os.getpid(), but=self._strangers)
-
-
-def _signal(number: int, find: Callable[[], list[int]]) -> None:
-    """Signal the processes that `find` returns."""
-    with ExitStack() as stack:
-        processes = {}
-        for pid in find():
-            with suppress(OSError):  # it has ended
-                processes[pid] = stack.enter_context(opened(pid))
-        # A process may have ended before it was opened, and its pid may be a stranger's.
-        for pid in processes.keys() & set(find()):
-            with suppress(OSError):  # it has ended, or belongs to another user
-                processes[pid](number)
+    def _found(self) -> dict[int, str]:
+        return descendants(os.getpid(), but=self._strangers)
 
 
 def _is_in_background() -> bool:
@@ -150,24 +136,3 @@ def _is_in_background() -> bool:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:  # no terminal
         return False
-
-
-def _descendants(ancestor: int, but: Collection[int] = ()) -> list[tuple[int, str]]:
-    """The running descendants of `ancestor`, with their names. It adopts orphans, so these are included.
-
-    The processes of `but` and their descendants are left out.
-    """
-    children: dict[int, list[tuple[int, str]]] = defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) not in but:
-            with suppress(OSError):  # it has ended, or another user's cannot be read
-                # "pid (name) state ppid …". The name may contain any bytes, including parentheses.
-                head, _, tail = (entry / "stat").read_bytes().rpartition(b")")
-                state, parent = tail.split()[:2]
-                if state != b"Z":
-                    name = os.fsdecode(head.partition(b"(")[2])
-                    children[int(parent)].append((int(entry.name), name))
-    found = [*children[ancestor]]
-    for pid, _ in found:
-        found += children[pid]
-    return found

@@ -62,7 +62,8 @@ class MpirunEnd:
 class Supervisor:
     """One job. `server` is None if the ranks cannot reach this process; mpirun's exit code counts then.
 
-    The times of `state` are those of `clock`.
+    The times of `state` are those of `clock`. `runs_command`: the job is no Python script, and may never
+    make a step.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Supervisor:
         limits: Limits,
         clock: AwakeClock,
         shown: Shown | None = None,
+        *,
+        runs_command: bool = False,
     ) -> None:
         self._shown = shown or Shown()
         self._selector = selector
@@ -88,6 +91,7 @@ class Supervisor:
         self._is_ending = False
         self._stopping_since = 0.0
         self._says_saving = False
+        self._has_no_steps_since = clock.now() if runs_command else float("inf")
         self._unconfirmed: dict[int, int] = {}  # messages of progress of each rank
         self._limit = ""
         self.verdict = ""  # the reason, if the supervisor ended the job
@@ -215,9 +219,9 @@ class Supervisor:
             return
         self._state.note(message)
         if message.kind == "started" and self._stops and self._server is not None:
-            self._server.send(message.rank, "stop")
+            self._server.request_stop(message.rank)
         if message.kind == "progress" and self._server is not None:
-            self._confirm(message.rank, self._server)
+            self._confirm(message, self._server)
         if message.kind == "joining" and len(self._state.joining) == 1:
             timeout_s = message.facts["timeout_s"]
             self._in(timeout_s, lambda: self._check_for_missing_ranks(timeout_s))
@@ -227,28 +231,30 @@ class Supervisor:
             # By then most starters have ended the other ranks, and the ranks' own failure watch has
             # under every starter. Only this process notices a host that stopped answering.
             spread_s = 0.0 if message.facts.get("silent") else SPREAD_S
-            self._in(spread_s, lambda: self._send_all("end", code=1))
+            self._in(spread_s, self._end_ranks)
             self._in(spread_s + 1.0, self._stop_mpirun)
         if self._server is not None and not self._server.has_ranks and self._state.done:
             self._in(EXIT_S, self._stop_mpirun)
 
-    def _confirm(self, rank: int, server: ControlServer) -> None:
+    def _confirm(self, message: Message, server: ControlServer) -> None:
         """Tell a rank now and then that its progress is read. Without this, it falls silent."""
+        rank = message.rank
         self._unconfirmed[rank] = self._unconfirmed.get(rank, 0) + 1
         if self._unconfirmed[rank] >= CONFIRM_EVERY:
             self._unconfirmed[rank] = 0
-            server.send(rank, "received")
+            server.confirm(message)
 
-    def _send_all(self, kind: str, **facts: object) -> None:
+    def _end_ranks(self) -> None:
         if self._server is not None:
-            self._server.send_all(kind, **facts)
+            self._server.end_all(code=1)
 
     def _request_stop(self, reason: str) -> None:
         self._stops = max(self._stops, 1)
         if self._server is None or not self._server.has_ranks:
             self._stop_mpirun()
             return
-        self._send_all("stop")
+        for rank in self._server.connected:
+            self._server.request_stop(rank)
         self._stopping_since = self._clock.now()
         self._in(self._limits.grace_s, self._check_grace)
         if self._state.supports_stop:
@@ -301,7 +307,7 @@ class Supervisor:
         if self._server is None:
             return
         deadline = time.monotonic() + SILENCE_S
-        self._send_all("end", code=1)
+        self._server.end_all(code=1)
         while self._server.has_ranks and time.monotonic() < deadline:
             self._wait(signals, deadline - time.monotonic())
         for message in self._server.drop_silent_hosts():
@@ -322,6 +328,12 @@ class Supervisor:
         newest = self._state.newest_step_at
         if self._is_failing or self._state.all_done or self._stops:
             return
+        if newest is None and self._clock.now() - self._has_no_steps_since >= timeout_s:
+            self._has_no_steps_since = float("inf")
+            self._log(
+                f"no rank has made a step in {timeout_s:g} s. --hang-timeout watches a command only if its "
+                "script calls mpiddp.should_stop() in every step."
+            )
         if newest is None or self._clock.now() - newest < timeout_s:
             self._in(min(1.0, timeout_s), self._check_for_hangs)
             return
@@ -330,7 +342,8 @@ class Supervisor:
     def _request_stacks(self, then: Callable[[], None]) -> None:
         self._state.stacks.clear()
         self._state.frames.clear()
-        self._send_all("stacks")
+        if self._server is not None:
+            self._server.request_stacks()
         self._in(STACKS_S, self._interrupt_silent_ranks)
         self._in(STACKS_S + INTERRUPTED_S, then)
 
@@ -365,5 +378,5 @@ class Supervisor:
     def _end(self, verdict: str) -> None:
         self.verdict = verdict
         self._is_failing = True
-        self._send_all("end", code=1)
+        self._end_ranks()
         self._in(END_S, self._stop_mpirun)

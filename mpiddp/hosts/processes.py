@@ -1,0 +1,58 @@
+"""The processes that a process has started on this host, directly or indirectly, and signals to them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from mpiddp.hosts.pidfd import opened
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+def signal_at_parents_end(number: int) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all processes that this process has started when their own parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
+    """The pids and names of the running descendants of `ancestor`. If it adopts orphans, these are included.
+
+    The processes of `but` and their descendants are left out.
+    """
+    children: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) not in but:
+            with suppress(OSError):  # it has ended, or another user's cannot be read
+                # "pid (name) state ppid …". The name may contain any bytes, including parentheses.
+                head, _, tail = (entry / "stat").read_bytes().rpartition(b")")
+                state, parent = tail.split()[:2]
+                if state != b"Z":
+                    name = os.fsdecode(head.partition(b"(")[2])
+                    children[int(parent)].append((int(entry.name), name))
+    found = [*children[ancestor]]
+    for pid, _ in found:
+        found += children[pid]
+    return dict(found)
+
+
+def signal_all(find: Callable[[], Collection[int]], number: int) -> None:
+    """Send a signal to the processes that `find` returns."""
+    with ExitStack() as stack:
+        processes = {}
+        for pid in find():
+            with suppress(OSError):  # it has ended
+                processes[pid] = stack.enter_context(opened(pid))
+        # A process may have ended before it was opened, and its pid may be a stranger's.
+        for pid in processes.keys() & find():
+            with suppress(OSError):  # it has ended, or belongs to another user
+                processes[pid](number)

