@@ -18,7 +18,8 @@ from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save_schedule import SaveSchedule
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
-from mpiddp.runtime.session import current, should_stop
+from mpiddp.runtime.script_steps import should_stop
+from mpiddp.runtime.session import current
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress, Saved
 from mpiddp.train.config import TrainConfig, resume_args
