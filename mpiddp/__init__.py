@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from mpiddp.errors import JobFailed, UserError
     from mpiddp.runtime.announcement import announce
     from mpiddp.runtime.process_group import init, process_group
-    from mpiddp.runtime.session import saving, should_stop
+    from mpiddp.runtime.script_steps import should_stop
+    from mpiddp.runtime.session import saving
     from mpiddp.world import World
 
 __version__ = "0.1.0"
@@ -43,7 +44,7 @@ _MODULES = {
     "process_group": "mpiddp.runtime.process_group",
     "run_dir": "mpiddp.checkpoints.script_run",
     "saving": "mpiddp.runtime.session",
-    "should_stop": "mpiddp.runtime.session",
+    "should_stop": "mpiddp.runtime.script_steps",
 }
 
 

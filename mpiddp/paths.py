@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.text import shown
+from mpiddp.text import escaped
 
 # The errors of a path that is wrong. Any other has its cause in a machine: a disk, a file server.
 WRONG_PATH = frozenset(
@@ -73,11 +73,11 @@ def check_program(name: str, path: str | None) -> None:
     if shutil.which(name, path=path) is not None:
         return
     if os.sep not in name:
-        raise UserError(f'"{shown(name)}" is not a program on PATH.')
+        raise UserError(f'"{escaped(name)}" is not a program on PATH.')
     with named_by(""):
         is_file = stat.S_ISREG(Path(name).stat().st_mode)
     hint = " It may not be executed: chmod +x would allow it." if is_file else ""
-    raise UserError(f"{shown(name)} is not a program.{hint}")
+    raise UserError(f"{escaped(name)} is not a program.{hint}")
 
 
 def is_python(path: Path) -> bool:

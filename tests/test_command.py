@@ -55,8 +55,8 @@ def launch_with(stdin: str, *arguments: str) -> Done:
 @pytest.mark.parametrize("mpi", MPIS)
 def test_variables_and_stdin(mpi: str) -> None:
     """torchrun's variables and none of the MPI's. Only rank 0 has stdin; Open MPI 5 hides its end."""
-    read = "if [ $RANK = 0 ]; then read line; else line=$(cat); fi"
-    command = f"{read}; echo \"$RANK $WORLD_SIZE $LOCAL_RANK '$line'\"; env"
+    command = "if [ $RANK = 0 ]; then read line; else line=$(cat); fi; "
+    command += "echo \"$RANK $WORLD_SIZE $LOCAL_RANK '$line'\"; env"
     options = ["--mpirun", mpirun_of(mpi), *TWO]
     done = launch_with("from stdin\n", *options, "--", "sh", "-c", command)
     assert done.returncode == 0, done.stderr
@@ -231,6 +231,7 @@ dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 print(f"{dist.get_rank()} of {dist.get_world_size()}: {total.item()}\\n", end="", flush=True)
+dist.destroy_process_group()
 """
 INIT = """
 import os, sys, mpiddp, torch, torch.distributed as dist
@@ -271,10 +272,17 @@ def test_a_torchrun_inside_wins(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["0 of 2: 3", "1 of 2: 3"]
 
 
-@pytest.mark.parametrize("mpi", [pytest.param("openmpi5", marks=pytest.mark.quick), "mpich"])
-def test_scripts_stop_at_the_same_step(tmp_path: Path, mpi: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "mpi"),
+    [
+        pytest.param("", "openmpi5", marks=pytest.mark.quick),
+        ('import torch.distributed as dist; dist.init_process_group("gloo")\n', "openmpi5"),
+        ('import mpiddp; mpiddp.init(backend="gloo")\n', "mpich"),
+    ],
+)
+def test_scripts_stop_at_the_same_step(tmp_path: Path, before: str, mpi: str) -> None:
     """The wrapper gets no signal, and returns the script's code."""
-    line = python(tmp_path, 'import mpiddp; mpiddp.init(backend="gloo")\n' + SCRIPT)
+    line = python(tmp_path, before + SCRIPT)
     command = [*LAUNCH, "--mpirun", mpirun_of(mpi), *LONG_GRACE, *TWO, "--"]
     with start([*command, "bash", "-c", f"{line}; code=$?; exit $code"]) as job:
         job.send_signal(signal.SIGTERM)

@@ -36,7 +36,9 @@ assert not os.path.exists("/work") and not os.path.exists("/opt/mpi")
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
-print(f"{dist.get_rank()} of {dist.get_world_size()}: {total.item()}, {torch.__version__}\\n", end="")
+rank = f"{dist.get_rank()} of {dist.get_world_size()}"
+print(f"{rank}: {total.item()}, {torch.__version__}\\n", end="", flush=True)
+dist.destroy_process_group()
 """
 INIT = PLAIN.replace(
     'dist.init_process_group("gloo")', 'import mpiddp; mpiddp.init(backend="gloo")'

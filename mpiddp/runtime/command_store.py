@@ -3,7 +3,7 @@
 The ranks of a command do without torch (`mpiddp.runtime.plain_store`), and its store needs torch. The process
 imports it while the commands start, and the kernel lets them connect meanwhile.
 
-    python -m mpiddp.runtime.command_store FILE ADDRESS PORT WORLD_SIZE
+    python -m mpiddp.runtime.command_store ADDRESS PARENT FILE PORT WORLD_SIZE
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from mpiddp.errors import FAILED, JobFailed, UserError
 from mpiddp.hosts.processes import signal_at_parents_end
@@ -25,6 +26,9 @@ from mpiddp.runtime.plain_store import PlainServer, PlainStore
 from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.session import current
 from mpiddp.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 def serve_commands(
@@ -47,7 +51,7 @@ def serve_commands(
         store = PlainStore(world.master_addr, world.master_port)
     except RuntimeError as error:
         raise JobFailed(f"rank {world.rank} on {world.hostname}: {error}.") from None
-    coordinator = Coordinator(world, store, result.store_secret)
+    coordinator = Coordinator(world, cast("Store", store), result.store_secret)
     coordinator.all_gather_json(None, timeout_s=timeout_s)
     port = 0
     with coordinator.all_or_none():
@@ -66,11 +70,12 @@ def _start(address: str, world: World) -> int:
     """Start the process. Returns its port. It ends with this process, and this process ends if it fails."""
     with bind(address, 0, world.hostname) as listener:
         port: int = listener.getsockname()[1]
-        arguments = [str(listener.fileno()), address, str(port), str(world.world_size)]
+        numbers = (os.getpid(), listener.fileno(), port, world.world_size)
+        arguments = [address, *map(str, numbers)]
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, *arguments],
             pass_fds=[listener.fileno()],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # its end is the end of this process
             start_new_session=True,
         )
     threading.Thread(target=_watch, args=(process, world), daemon=True).start()
@@ -89,22 +94,22 @@ def _watch(process: subprocess.Popen[bytes], world: World) -> None:
     session.exit_now(FAILED)
 
 
-def _main(file: str, address: str, port: str, world_size: str) -> None:
-    parent = os.getppid()
-    signal_at_parents_end(signal.SIGKILL)
+def _main(address: str, parent: int, file: int, port: int, world_size: int) -> None:
+    signal_at_parents_end(signal.SIGKILL)  # at once, even while torch loads
+    if os.getppid() != parent:
+        return
     # A batch system signals every process of a job, and the commands still save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     from mpiddp.runtime.name_service import no_dns
     from mpiddp.runtime.store import serve_or_join
 
-    world = World(0, int(world_size), 0, 1, master_addr=address, master_port=int(port))
+    world = World(0, world_size, 0, 1, master_addr=address, master_port=port)
     with no_dns():
-        store = serve_or_join(world, socket.socket(fileno=int(file)), timeout_s=60.0)
-        while os.getppid() == parent:
-            signal.pause()
+        store = serve_or_join(world, socket.socket(fileno=file), timeout_s=60.0)
+        os.read(0, 1)
         del store
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -44,7 +44,7 @@ _KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks t
 _PAUSE_S = 0.02
 # systemd and batch systems signal every process of a job, also the command's own. The guardian gets such a
 # signal too, and then passes on no equal one within this time, before or after.
-_WITNESS_S, _EQUAL_S = 0.05, 1.0
+_WITNESS_S, _EQUAL_S = 0.05, 5.0
 _CHUNK = 65536
 
 
@@ -156,6 +156,11 @@ class Guardian:
                 left += [pid] if has(pid, MARK) else []
         return left
 
+    def request_stop(self) -> None:
+        """Send the command SIGTERM, unless it has got one already. Any thread may."""
+        self.passed.add(signal.SIGTERM)
+        self._send(stop=True)
+
     def _send(self, **message: object) -> None:
         with contextlib.suppress(OSError):  # the guardian has ended
             self._connection.sendall(json.dumps(message).encode() + b"\n")
@@ -241,6 +246,7 @@ class _GuardianProcess:
             int, float
         ] = {}  # when this process got a signal that the rank did not pass on
         self._due: dict[int, float] = {}  # when to pass a signal on
+        self._passed: set[int] = set()
         self._is_over = False
 
     def run(self) -> None:
@@ -301,6 +307,9 @@ class _GuardianProcess:
                 self._start(message)
             elif "signal" in message:
                 self._due.setdefault(message["signal"], time.monotonic() + _WITNESS_S)
+            elif "stop" in message:
+                if signal.SIGTERM not in self._passed | self._seen.keys():
+                    self._due.setdefault(signal.SIGTERM, time.monotonic() + _WITNESS_S)
             else:
                 self._is_over = True
         if not chunk:
@@ -343,6 +352,7 @@ class _GuardianProcess:
         for number in [number for number, at in self._due.items() if at <= now]:
             del self._due[number]
             is_repeated = now - self._seen.get(number, float("-inf")) < _EQUAL_S
+            self._passed.add(number)
             if self._command is not None and not is_repeated:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._command.pid, number)

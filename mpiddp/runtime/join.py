@@ -5,6 +5,7 @@ Everything that needs all ranks at once, a process group as well as a refusal, b
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -164,7 +165,7 @@ def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep
 def _join(session: Session, world: World, *, keep_mpi: bool, for_command: bool) -> Coordinator:
     timeout_s = _seconds(TIMEOUT, _JOIN_TIMEOUT_S)
     if is_joined(os.environ):
-        return _join_children(world, timeout_s, session.script_secret)
+        return _join_children(world, timeout_s, session)
     if session.channel is not None:
         session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += _LAUNCHER_HEAD_START_S
@@ -204,12 +205,46 @@ def _has_address(world: World) -> bool:
     return is_named and world.launcher.name in ("flux", "jsrun", "pals")
 
 
-def _join_children(world: World, timeout_s: float, secret: str) -> Coordinator:
+def join_steps(session: Session) -> None:
+    """Let the script of a rank's command agree with the other scripts on the step of a stop.
+
+    A script that calls should_stop() and forms its process group by itself has not joined. This waits for no
+    other rank. Without torch, whose store carries the agreement, every rank stops at a step of its own.
+    """
+    world = World.from_env()
+    try:
+        coordinator = _connect_children(world, _seconds(TIMEOUT, _JOIN_TIMEOUT_S), session)
+    except ImportError:
+        return
+    session.coordinator = coordinator
+    session.stop.is_alone = world.world_size == 1
+    watch = FailureWatch(coordinator, session.stop, has_launcher=session.channel is not None)
+    session.watch = watch
+    watch.start()
+    atexit.register(_leave_steps, session, coordinator, watch)
+
+
+def _leave_steps(session: Session, coordinator: Coordinator, watch: FailureWatch) -> None:
+    if session.is_of_this_process:
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
+            session.stop.propose_step(coordinator.values, coordinator.world.rank, 0)
+        watch.stop()
+
+
+def _join_children(world: World, timeout_s: float, session: Session) -> Coordinator:
     """Join the child processes of the ranks, over the store of the ranks.
 
-    The n-th child of a rank joins the n-th children of the others. `secret` is their common secret, "" for
-    children that a script has started.
+    The n-th child of a rank joins the n-th children of the others.
     """
+    coordinator = _connect_children(world, timeout_s, session)
+    with no_dns():
+        hostnames = coordinator.all_gather_json(world.hostname, timeout_s=timeout_s)
+    coordinator.hostnames = tuple(hostnames)
+    return coordinator
+
+
+def _connect_children(world: World, timeout_s: float, session: Session) -> Coordinator:
+    """Connect a child process of a rank to the store of the ranks. Waits for no other child."""
     from torch.distributed import PrefixStore
 
     from mpiddp.runtime.store import serve_or_join
@@ -231,11 +266,9 @@ def _join_children(world: World, timeout_s: float, secret: str) -> Coordinator:
     with no_dns():
         store = serve_or_join(world, None, timeout_s)
         number = store.add(f"children/{world.rank}", 1)
-        coordinator = Coordinator(world, PrefixStore(f"child/{number}", store), secret)
-        coordinator.hostnames = tuple(
-            coordinator.all_gather_json(world.hostname, timeout_s=timeout_s)
-        )
-    return coordinator
+        # The scripts of commands share a secret; children that a script has started do not.
+        prefixed = PrefixStore(f"child/{number}", store)
+        return Coordinator(world, prefixed, session.script_secret)
 
 
 def _connect(

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import DONE, STOPPED, CommandFailed, UserError
 from mpiddp.paths import check_program
-from mpiddp.protocol import ADDRESS, RUN_ID, SCRIPT_SECRET, script_secret
+from mpiddp.protocol import ADDRESS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET, script_secret
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.guardian import AGENT_STORE, Guardian
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import Session, current, reporting
-from mpiddp.text import shown
+from mpiddp.text import escaped
 from mpiddp.world import World
 
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
@@ -50,6 +50,7 @@ def main(command: Sequence[str]) -> int:
         os._exit(code)
 
     session.exit_now = end_now
+    session.stop.terminate = guardian.request_stop
     with reporting(world) as session:
         secret = session.channel.secret if session.channel is not None else ""
         address = session.launcher_address
@@ -74,7 +75,8 @@ def command_environment(env: Mapping[str, str], address: str, secret: str) -> di
         address: the launcher's, "" without one.
         secret: what only the ranks know, "" if they share no secret.
     """
-    found = {name: value for name, value in env.items() if not name.startswith(_OF_MPI)}
+    left_out = (*_OF_MPI, PLACEMENT, REPORT)  # the command may start a torchrun with other ranks
+    found = {name: value for name, value in env.items() if not name.startswith(left_out)}
     found[AGENT_STORE] = "True"  # this process is the store, not the command of rank 0
     found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
     if address:
@@ -92,7 +94,7 @@ def _start(
         guardian.start(command, env, keeps_stdin=coordinator.world.rank == 0)
     except OSError as error:
         hint = " A script begins with a line such as #!/bin/sh." * (error.errno == errno.ENOEXEC)
-        sentence = f"{shown(command[0])} cannot be started: {error.strerror}.{hint}"
+        sentence = f"{escaped(command[0])} cannot be started: {error.strerror}.{hint}"
         raise UserError(sentence) from None
 
 

@@ -64,6 +64,7 @@ class Session:
         self._before_leaving: list[Callable[[], None]] = []
         self.launcher_address = ""
         self.script_secret = ""  # of all scripts, if this process is the script of a rank's command
+        self.is_unjoined_script = False
         self.exit_now: Callable[[int], object] = os._exit
         self._pid = os.getpid()
 
@@ -153,6 +154,7 @@ def _connect_script(session: Session) -> None:
             session.stop.request,
             is_script=True,
         )
+        session.is_unjoined_script = True
         faulthandler.enable(2)
         atexit.register(_report_success, session)
         sys.excepthook = partial(_report_uncaught, session, sys.excepthook)
@@ -180,16 +182,6 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-def should_stop() -> bool:
-    """Whether to save and leave now, because the job was requested to stop.
-
-    Every rank must call this once in every step, at the same point of its loop. All ranks get True after
-    the same step, and leave with `sys.exit(75)` or at the end of the script. A call takes microseconds.
-    No rank waits for another, except in the one or two steps after a request.
-    """
-    return current().stop.should_stop()
 
 
 def saving() -> contextlib.AbstractContextManager[None]:

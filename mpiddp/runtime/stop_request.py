@@ -39,6 +39,7 @@ class StopRequest:
         declared: Callable[[], None],
     ) -> None:
         self._send = send
+        self.terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         self._declared = declared
         self._progress = progress
         self._lock = threading.Lock()
@@ -70,7 +71,7 @@ class StopRequest:
         if self.supports_stop:
             self.is_requested = True
         else:
-            os.kill(os.getpid(), signal.SIGTERM)
+            self.terminate()
 
     @property
     def is_undecided(self) -> bool:

@@ -21,7 +21,8 @@ from mpiddp.checkpoints.saved import Received, TensorGroup
 from mpiddp.checkpoints.search import Start, set_newer_aside
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
-from mpiddp.runtime.session import current, should_stop
+from mpiddp.runtime.script_steps import should_stop
+from mpiddp.runtime.session import current
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig, resume_args

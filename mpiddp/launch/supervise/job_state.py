@@ -158,9 +158,16 @@ class JobState:
         """The failure that caused the others.
 
         A rank that vanished takes precedence over the broken connections of its peers, and a silent host
-        stopped answering long before it was noticed.
+        stopped answering long before it was noticed. A script that has failed may still be ending while the
+        others' commands have ended because of it.
         """
-        return min(self.failures.values(), key=_began, default=None)
+        first = min(self.failures.values(), key=_began, default=None)
+        if first is None:
+            return None
+        ended = self.failures.keys() | self.done
+        scripts = [each for rank, each in self.script_failures.items() if rank not in ended]
+        causes = [each for each in scripts if 0 <= first.at - each.at <= _EXPLAINS_S]
+        return min([first, *causes], key=_began)
 
     def remove_error_files(self) -> None:
         """Remove the files of @record on this host. Ranks that were killed could not."""

@@ -1,0 +1,22 @@
+"""The steps of a script: `mpiddp.should_stop`."""
+
+from __future__ import annotations
+
+from mpiddp.runtime.session import current
+
+
+def should_stop() -> bool:
+    """Whether to save and leave now, because the job was requested to stop.
+
+    Every rank must call this once in every step, at the same point of its loop. All ranks get True after
+    the same step, and leave with `sys.exit(75)` or at the end of the script. A call takes microseconds.
+    No rank waits for another, except in the one or two steps after a request.
+    """
+    session = current()
+    if session.is_unjoined_script:
+        session.is_unjoined_script = False
+        if session.coordinator is None:
+            from mpiddp.runtime.join import join_steps  # imports torch, as few scripts need
+
+            join_steps(session)
+    return session.stop.should_stop()
