@@ -407,7 +407,15 @@ PARSERS: dict[str, Parser] = {
     "a node file": Parser(_use_hostfile, NODE_FILE, (UserError,)),
     "LSF's counts": Parser(of_counts, text_of("n1", " ", "4", "\t"), (ValueError,)),
     "an allocation's variables": Parser(
-        find_allocation, environment_of(ALLOCATION, text_of(*GRANTED)), (UserError,)
+        find_allocation,
+        # No variable has a NUL, or a character that is not from a byte.
+        environment_of(
+            ALLOCATION,
+            text_of(*GRANTED).map(
+                lambda text: text.replace("\0", "").encode(errors="ignore").decode()
+            ),
+        ),
+        (UserError,),
     ),
     "Slurm's address": Parser(
         lambda env: slurm_address(World(1, 2, 0, 1), env),

@@ -69,6 +69,15 @@ def test_too_few_gpus_on_one_of_several_hosts() -> None:
     assert fit_to_gpus(hosts, None, lambda _: 2, hosts.hosts) == (hosts, [note])
 
 
+def test_slots_that_a_scheduler_counts_in_cores_are_reduced_to_gpus() -> None:
+    hosts = parse_host_list("n1:32,n2:32")
+    for backend in ("nccl", "auto", None):
+        fitted, notes = fit_to_gpus(hosts, backend, lambda _: 4, hosts.hosts, are_granted=True)
+        assert [host.slots for host in fitted.hosts] == [4, 4]
+        assert notes[0] == "n1 has 4 GPUs but 32 slots: starting only 4 ranks there"
+    assert fit_to_gpus(hosts, "auto", lambda _: 0, hosts.hosts, are_granted=True) == (hosts, [])
+
+
 @pytest.mark.parametrize(
     ("arguments", "backend"),
     [

@@ -47,7 +47,10 @@ def with_slots(
         return count_gpus(host, transport=transport)
 
     backend = "gloo" if where.share_gpus else backend
-    hosts, notes = fit_to_gpus(found.hosts, backend, count, found.info.keys())
+    are_granted = not (where.names_hosts or where.local or is_default)
+    hosts, notes = fit_to_gpus(
+        found.hosts, backend, count, found.info.keys(), are_granted=are_granted
+    )
     if not where.names_hosts and not where.local:
         log.info(f"no hosts given: using {hosts.source}, slots={hosts.total_slots}")
     for note in notes:

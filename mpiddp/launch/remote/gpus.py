@@ -96,6 +96,8 @@ def fit_to_gpus(
     backend: str | None,
     count: Callable[[Host], int] = count_gpus,
     known: Collection[Host] = (),
+    *,
+    are_granted: bool = False,
 ) -> tuple[Hosts, list[str]]:
     """`hosts` with every slot count known, and notes about counts that the user may not expect.
 
@@ -106,6 +108,8 @@ def fit_to_gpus(
         backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown. With gloo a rank
             needs no GPU of its own.
         known: the hosts whose GPUs `count` knows without ssh.
+        are_granted: a scheduler has counted the slots, which may be cores. A host with fewer GPUs starts
+            fewer ranks instead, with a note.
 
     Raises:
         UserError: a host has fewer GPUs than slots. A job on this machine alone starts fewer ranks
@@ -122,12 +126,12 @@ def fit_to_gpus(
             slots = min(count(host) or 1, host.max_slots or sys.maxsize)
         elif backend != "gloo" and slots > 1 and is_known and 0 < (gpus := count(host)) < slots:
             found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
-            if is_alone and backend == "nccl":
+            if is_alone and backend == "nccl" and not are_granted:
                 raise UserError(
                     f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
                     "or leave out --backend nccl."
                 )
-            if is_alone:
+            if is_alone or are_granted:
                 notes.append(f"{found}: starting only {counted(gpus, 'rank')} there")
                 slots = gpus
             elif backend is not None:
