@@ -5,21 +5,19 @@ from __future__ import annotations
 import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 
 from mpiddp.arguments import INTERNAL_VERBS, RANK_VERBS, VERBS
 from mpiddp.errors import (
     BAD_INPUT,
     DONE,
-    EXTRA_OF,
     FAILED,
     INTERRUPTED,
     JobFailed,
     UserError,
     missing_package,
+    package_we_lack,
     print_from_one_rank,
     silence_stdout,
 )
@@ -84,18 +82,10 @@ def _call(verb: str, args: list[str]) -> int:
     try:
         code: int = import_module(modules[verb]).main(args)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRA_OF or not _is_import_of_ours(error):
-            raise
-        raise UserError(missing_package(f"mpiddp {verb}", package)) from None
+        if package := package_we_lack(error):
+            raise UserError(missing_package(f"mpiddp {verb}", package)) from None
+        raise
     return code
-
-
-def _is_import_of_ours(error: ModuleNotFoundError) -> bool:
-    """Whether mpiddp imports the missing module, not a script that it runs."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    importers = [file for file in files if not file.startswith("<frozen importlib")]
-    return Path(importers[-1]).is_relative_to(Path(__file__).parent)
 
 
 def _check_working_folder() -> None:

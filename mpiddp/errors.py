@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 from mpiddp.text import escaped
 
@@ -45,6 +46,19 @@ def missing_package(user: str, package: str) -> str:
         f"{user} needs {package}, which {sys.executable} does not have. "
         f"Run: {sys.executable} -m pip install 'mpiddp[{EXTRA_OF[package]}]'"
     )
+
+
+def package_we_lack(error: BaseException) -> str:
+    """The package of an extra that mpiddp itself failed to import; "" for any other error."""
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in EXTRA_OF:
+        return ""
+    import traceback  # takes 5 ms, and few runs need it
+
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    importers = [file for file in files if not file.startswith("<frozen importlib")]
+    is_ours = Path(importers[-1]).is_relative_to(Path(__file__).parent)
+    return package if is_ours else ""
 
 
 class CommandFailed(SystemExit):

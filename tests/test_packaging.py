@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import mpiddp
+from tests import ranks
 from tests.ranks import ROOT, clean_env
 
 SOURCES = ("mpiddp", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -98,6 +99,17 @@ def test_the_launcher_works_in_a_bare_environment(bare: Path, tmp_path: Path) ->
     planned = run(bare / "mpiddp", *command, cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "script.py" in planned.stdout
+
+
+def test_ranks_without_torch_are_bad_input(bare: Path, tmp_path: Path) -> None:
+    """So a job is not restarted."""
+    (tmp_path / "script.py").write_text("print('runs')\n")
+    mpirun = ranks.find_mpirun()
+    options = ("--mpirun", mpirun, "-H", "localhost:1", "--max-restarts", "3")
+    done = run(bare / "mpiddp", "launch", *options, "script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "mpiddp run needs torch, which " in done.stderr
+    assert "restarting" not in done.stderr
 
 
 @pytest.mark.parametrize(

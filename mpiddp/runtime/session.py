@@ -20,7 +20,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from mpiddp.errors import BAD_INPUT, FAILED, CommandFailed, JobFailed, UserError
+from mpiddp.errors import (
+    BAD_INPUT,
+    FAILED,
+    CommandFailed,
+    JobFailed,
+    UserError,
+    missing_package,
+    package_we_lack,
+)
 from mpiddp.hosts.versions import package_version
 from mpiddp.protocol import ADDRESS, ERROR_FILE, SCRIPT_SECRET, SECRET, recorded_error
 from mpiddp.runtime.control_client import ControlClient, connect
@@ -268,6 +276,8 @@ def _report_failure(channel: ControlClient, error: BaseException, stop: StopRequ
         channel.failed(FAILED, str(error), is_verdict=True)
     elif isinstance(error, UserError):
         channel.failed(BAD_INPUT, str(error))
+    elif package := package_we_lack(error):
+        channel.failed(BAD_INPUT, missing_package("a rank", package))
     else:
         import traceback  # takes 5 ms, and few ranks need it
 
