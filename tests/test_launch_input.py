@@ -318,6 +318,23 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
             f"/nowhere/train.py not found (looked in {Path.cwd()}).",
         ),
         (
+            lambda: parse_options(["-n", "2", "/bin/sh"]),
+            "/bin/sh is not a Python script. To start any program: mpiddp launch … -- /bin/sh",
+        ),
+        (
+            lambda: parse_options(["-n", "2", "ldd"]),
+            f"ldd not found (looked in {Path.cwd()}). To start any program: mpiddp launch … -- ldd",
+        ),
+        (
+            lambda: parse_options(["/usr/bin/ldd"]),  # a shell script
+            "/usr/bin/ldd is not a Python script. To start any program: mpiddp launch … -- /usr/bin/ldd",
+        ),
+        (
+            lambda: parse_options(["-n", "2", "--"]),
+            "nothing to launch. Name a script or a module. "
+            "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train",
+        ),
+        (
             lambda: parse_exports(["A-B=private-value"], {}),
             '-x A-B=…: "A-B" is not a valid variable name. Example: -x DEBUG=1',
         ),
@@ -380,17 +397,37 @@ def test_a_program_that_is_not_an_mpirun_is_refused(tmp_path: Path) -> None:
         identify(program, os.environ)
 
 
+def test_an_mpirun_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """./mpirun is not the mpirun on PATH."""
+    here = fake_mpirun(tmp_path, "")
+    (tmp_path / "path").mkdir()
+    env = {"PATH": str(fake_mpirun(tmp_path / "path", "").parent)}
+    monkeypatch.chdir(tmp_path)
+    assert find_mpirun("./mpirun", Path("/nowhere/python"), env) == here
+    assert find_mpirun("mpirun", Path("/nowhere/python"), env) == tmp_path / "path" / "mpirun"
+
+
+@pytest.mark.parametrize("first_line", ["#!/opt/conda/bin/python3.12 -u", "import os", "", "# é"])
+def test_a_python_script_without_the_suffix(tmp_path: Path, first_line: str) -> None:
+    (tmp_path / "train").write_text(f"{first_line}\n")
+    assert not parse_options([str(tmp_path / "train")]).job.is_command
+
+
 @pytest.mark.parametrize(
-    ("argv", "command", "is_module"),
+    ("argv", "command", "kind"),
     [
-        (["-n", "2", __file__, "-n", "9", "-m", "x"], [__file__, "-n", "9", "-m", "x"], False),
-        (["-m", "pkg.train", "--dry-run", "-H"], ["pkg.train", "--dry-run", "-H"], True),
-        (["--", __file__, "--", "a"], [__file__, "--", "a"], False),
+        (["-n", "2", __file__, "-n", "9", "-m", "x"], [__file__, "-n", "9", "-m", "x"], "script"),
+        (["-m", "pkg.train", "--dry-run", "-H"], ["pkg.train", "--dry-run", "-H"], "module"),
+        (["--", "prog", "--", "a"], ["prog", "--", "a"], "command"),
+        ([__file__, "--", "a"], [__file__, "--", "a"], "script"),
+        (["--", "-odd", "--dry-run"], ["-odd", "--dry-run"], "command"),
     ],
 )
 def test_arguments_after_the_script_belong_to_it(
-    argv: list[str], command: list[str], is_module: bool
+    argv: list[str], command: list[str], kind: str
 ) -> None:
     options = parse_options(argv)
-    assert (options.job.command, options.job.is_module) == (tuple(command), is_module)
+    job = options.job
+    found = "module" if job.is_module else "command" if job.is_command else "script"
+    assert (job.command, found) == (tuple(command), kind)
     assert not options.dry_run

@@ -22,6 +22,7 @@ from mpiddp.errors import FAILED, JobFailed, UserError
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.hosts.sockets import bind
 from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.guardian import PASSED
 from mpiddp.runtime.plain_store import PlainServer, PlainStore
 from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.session import current
@@ -72,12 +73,15 @@ def _start(address: str, world: World) -> int:
         port: int = listener.getsockname()[1]
         numbers = (os.getpid(), listener.fileno(), port, world.world_size)
         arguments = [address, *map(str, numbers)]
+        # A batch system signals every process of a job, and the commands still save: it inherits this mask.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED)
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, *arguments],
             pass_fds=[listener.fileno()],
             stdin=subprocess.PIPE,  # its end is the end of this process
             start_new_session=True,
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     threading.Thread(target=_watch, args=(process, world), daemon=True).start()
     return port
 
@@ -98,9 +102,6 @@ def _main(address: str, parent: int, file: int, port: int, world_size: int) -> N
     signal_at_parents_end(signal.SIGKILL)  # at once, even while torch loads
     if os.getppid() != parent:
         return
-    # A batch system signals every process of a job, and the commands still save.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
     from mpiddp.runtime.name_service import no_dns
     from mpiddp.runtime.store import serve_or_join
 

@@ -38,15 +38,15 @@ class ControlClient:
         exit_now: Callable[[int], object] = os._exit,
     ) -> None:
         self.world = world
-        self.is_stopping = False  # the launcher has requested a stop of this rank's script
+        self.stopping = threading.Event()  # the launcher has requested a stop of this rank
         self._exit_now = exit_now
         self.secret = secret
         self.step = 0  # the latest step of this rank
         self.is_first: bool | None = None  # whether this rank failed first; None if unknown
         self._actions: dict[str, Callable[[dict[str, Any]], object]] = {
             "end": lambda message: exit_now(int(message["code"])),
-            "stop": lambda message: request_stop(),
-            "stopping": lambda message: self._note_stop(),
+            "stop": lambda message: self._stop(request_stop),
+            "stopping": lambda message: self.stopping.set(),  # its script has got a "stop"
             "stacks": lambda message: self._send_stacks(),
             "received": lambda message: self._confirm_progress(),
         }
@@ -76,8 +76,9 @@ class ControlClient:
             self._unconfirmed += 1
             self.send("progress", step=step)
 
-    def _note_stop(self) -> None:
-        self.is_stopping = True
+    def _stop(self, request_stop: Callable[[], None]) -> None:
+        self.stopping.set()
+        request_stop()
 
     def _confirm_progress(self) -> None:
         self._unconfirmed = 0

@@ -44,7 +44,8 @@ _KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks t
 _PAUSE_S = 0.02
 # systemd and batch systems signal every process of a job, also the command's own. The guardian gets such a
 # signal too, and then passes on no equal one within this time, before or after.
-_WITNESS_S, _EQUAL_S = 0.05, 5.0
+# A request of the launcher may also be due to such a signal, and come from another host.
+_WITNESS_S, _REQUEST_WITNESS_S, _EQUAL_S = 0.1, 0.5, 5.0
 _CHUNK = 65536
 
 
@@ -56,21 +57,24 @@ class SignalWakeup:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> socket.socket:
-        self._receiver, self._sender = socket.socketpair()
-        self._receiver.setblocking(False)
+        self.receiver, self._sender = socket.socketpair()
+        self.receiver.setblocking(False)
         self._sender.setblocking(False)
         self._previous = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         for number in self._numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
-        return self._receiver
+        return self.receiver
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous)
-        self._receiver.close()
+        self.receiver.close()
         self._sender.close()
 
 
@@ -87,10 +91,13 @@ class Guardian:
             _guard(other, rank)
         other.close()
         self._buffer = b""
+        self._signals = SignalWakeup(PASSED)
         self.passed: set[int] = set()  # the signals that this process got for the command
 
     def start(self, command: Sequence[str], env: Mapping[str, str], *, keeps_stdin: bool) -> None:
-        """Start the command with this process's working folder, stdout and stderr.
+        """Start the command with this process's working folder, stdout and stderr. Call `wait` next.
+
+        Signals to this process are the command's from now on.
 
         Args:
             keeps_stdin: whether it gets this process's stdin too, instead of an empty one.
@@ -105,6 +112,7 @@ class Guardian:
             "has_stdin": files[0] == 0,
             "takes_terminal": files[0] == 0 and _owns_terminal(),
         }
+        self._signals.__enter__()
         with _opened_null() as null:
             open_files = [file if file >= 0 and _is_open(file) else null for file in files]
             first, *rest = _chunks(json.dumps(message).encode() + b"\n")
@@ -113,8 +121,9 @@ class Guardian:
                 self._connection.sendall(chunk)
         answer = self._receive()
         if answer is None:
-            raise OSError(0, "the process that guards it was killed")
+            answer = {"error": [0, "the process that guards it was killed"]}
         if "error" in answer:
+            self._signals.close()
             raise OSError(*answer["error"])
 
     def wait(self) -> int | None:
@@ -123,7 +132,8 @@ class Guardian:
         Returns:
             Its exit code, -N if signal N has killed it; None if the guardian was killed.
         """
-        with SignalWakeup(PASSED) as arrivals, selectors.DefaultSelector() as selector:
+        arrivals = self._signals.receiver
+        with contextlib.closing(self._signals), selectors.DefaultSelector() as selector:
             selector.register(arrivals, selectors.EVENT_READ)
             selector.register(self._connection, selectors.EVENT_READ)
             while True:
@@ -309,7 +319,7 @@ class _GuardianProcess:
                 self._due.setdefault(message["signal"], time.monotonic() + _WITNESS_S)
             elif "stop" in message:
                 if signal.SIGTERM not in self._passed | self._seen.keys():
-                    self._due.setdefault(signal.SIGTERM, time.monotonic() + _WITNESS_S)
+                    self._due.setdefault(signal.SIGTERM, time.monotonic() + _REQUEST_WITNESS_S)
             else:
                 self._is_over = True
         if not chunk:

@@ -28,6 +28,7 @@ _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
     *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_"),
 )
+_LAUNCHER_S = 2.0
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 
 
@@ -108,11 +109,8 @@ def _end_as(code: int | None, session: Session, guardian: Guardian) -> int:
     """
     number = signal.SIGKILL if code is None else max(0, -code)
     status = 128 + number if number else code or 0
-    stops = {DONE, STOPPED, *(128 + each for each in (signal.SIGTERM, *guardian.passed))}
-    is_requested = bool(guardian.passed & _REQUESTS) or (
-        session.channel is not None and session.channel.is_stopping
-    )
-    if is_requested and status in stops:
+    ends = {STOPPED, *(128 + each for each in (signal.SIGTERM, *guardian.passed))}
+    if status in ends and _is_requested(session, guardian):
         if status == STOPPED:
             session.stop.stopped()
         session.stop.has_stopped = True  # the ranks leave together
@@ -120,6 +118,15 @@ def _end_as(code: int | None, session: Session, guardian: Guardian) -> int:
     if status:
         raise CommandFailed(status, _reason(status, is_killed=bool(number)))
     return DONE
+
+
+def _is_requested(session: Session, guardian: Guardian) -> bool:
+    """Whether a stop has been requested. An MPI sends SIGTERM too, when another rank has failed."""
+    was_signalled = bool(guardian.passed & _REQUESTS)
+    if session.channel is None:
+        return was_signalled
+    # A signal to every process of the job may end the command before the launcher has sent its request.
+    return session.channel.stopping.wait(_LAUNCHER_S if was_signalled else 0.0)
 
 
 def _reason(status: int, *, is_killed: bool) -> str:

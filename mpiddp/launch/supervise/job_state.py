@@ -164,8 +164,7 @@ class JobState:
         first = min(self.failures.values(), key=_began, default=None)
         if first is None:
             return None
-        ended = self.failures.keys() | self.done
-        scripts = [each for rank, each in self.script_failures.items() if rank not in ended]
+        scripts = [each for rank, each in self.script_failures.items() if rank not in self.done]
         causes = [each for each in scripts if 0 <= first.at - each.at <= _EXPLAINS_S]
         return min([first, *causes], key=_began)
 

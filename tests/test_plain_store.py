@@ -1,0 +1,96 @@
+"""The store of a command's ranks answers as torch's, and survives strangers.
+
+Tests mpiddp/runtime/plain_store.py.
+python -m pytest tests/test_plain_store.py
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from mpiddp.runtime.plain_store import PlainServer, PlainStore
+from mpiddp.runtime.signed_store import SignedStore
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        PlainServer(listener)
+        yield listener.getsockname()[1]
+
+
+def answers(store: Any) -> list[object]:
+    """What a store answers to one sequence of requests."""
+    store.set("a", "1")
+    return [
+        store.check(["a"]),
+        store.check(["a", "b"]),
+        store.multi_get(["a"]),
+        store.compare_set("a", "2", "3"),
+        store.compare_set("a", "1", "4"),
+        store.compare_set("b", "", "5"),
+        store.multi_get(["a", "b"]),
+        store.delete_key("a"),
+        store.delete_key("a"),
+        store.check(["a"]),
+    ]
+
+
+def test_it_answers_as_torchs_store(port: int) -> None:
+    theirs = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
+    assert answers(PlainStore("127.0.0.1", port)) == answers(theirs)
+
+
+def test_clients_see_each_others_values_with_their_macs(port: int) -> None:
+    first = SignedStore(PlainStore("127.0.0.1", port), "secret")  # type: ignore[arg-type]
+    second = first.clone()
+    first.set("key", "é" * 100_000)
+    assert second.get("key") == "é" * 100_000
+    stranger = SignedStore(PlainStore("127.0.0.1", port), "another")  # type: ignore[arg-type]
+    assert stranger.get("key") is None
+    stranger.set("key", "forged")
+    assert second.get("key") is None
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b'["get", 1]\n',
+        b'["set", "a"]\n',
+        b"[" * 9999 + b"\n",
+    ],
+)
+def test_whoever_sends_anything_else_is_dropped(port: int, sent: bytes) -> None:
+    store = PlainStore("127.0.0.1", port)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+        stranger.sendall(sent)
+        assert stranger.recv(100) == b""
+    store.set("a", "1")
+    assert store.multi_get(["a"]) == [b"1"]
+
+
+def test_a_client_that_never_reads_delays_nobody(port: int) -> None:
+    store = PlainStore("127.0.0.1", port)
+    store.set("large", "x" * 1_000_000)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b'["get", "large"]\n' * 20)
+        assert store.check(["large"])
+
+
+def test_a_server_that_ends_is_a_runtime_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = threading.Thread(target=lambda: listener.accept()[0].close())
+        store.start()
+        with pytest.raises(RuntimeError, match="lost the connection to rank 0"):
+            PlainStore("127.0.0.1", listener.getsockname()[1]).set("a", "1")
+        store.join()
