@@ -14,7 +14,9 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocation import SCHEDULERS, find_allocation
+from mpiddp.hosts.formats import MPI_NAMES, MpiName
 from mpiddp.hosts.hostfile import read_hostfile
+from mpiddp.hosts.main import main as hosts_main
 from tests.ranks import launch
 
 Env = dict[str, str]
@@ -169,6 +171,14 @@ def test_the_hostfile_option_reads_the_files_of_schedulers(
 ) -> None:
     hosts = read_hostfile(file).hosts
     assert ([host.name for host in hosts], [host.slots for host in hosts]) == (names, slots)
+
+
+@pytest.mark.parametrize(("mpi", "right"), [("openmpi", "n1 slots=3"), ("mpich", "n1:3")])
+def test_no_mpirun_reads_a_pe_hostfile(in_folder: Path, mpi: MpiName, right: str) -> None:
+    assert refusal(lambda: hosts_main(["check", "pe_hostfile", "--mpi", mpi])) == (
+        f'pe_hostfile:1: "all.q@n1" is Grid Engine\'s syntax and mpirun here is '
+        f"{MPI_NAMES[mpi]}. Write: {right}"
+    )
 
 
 def test_hosts_that_take_turns_in_a_node_file(in_folder: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.cluster import USER, Cluster, grid_engine, needs
 from tests.cluster.grid_engine import GridEngine
 from tests.cluster.ssh import stop_sshd
 from tests.mpis import mpirun_of
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
@@ -47,6 +49,12 @@ if os.environ["RANK"] == "0":
     os.kill(os.getppid(), signal.SIGKILL)
 time.sleep(10_000)
 """
+WAIT = """
+import os, pathlib, sys, time, mpiddp
+mpiddp.init(backend="gloo")
+pathlib.Path(sys.argv[1], "started." + os.environ["RANK"]).touch()
+time.sleep(10_000)
+"""
 DAEMONS = ("sge_execd", "sge_qmaster", "sge_shepherd")
 ENV = {"OMP_NUM_THREADS": "1"}
 MPIS = ("openmpi5", "openmpi4", "mpich", "intelmpi")
@@ -57,7 +65,7 @@ def hosts() -> Iterator[Cluster]:
     if reason := needs.why_no_grid_engine():
         pytest.skip(reason)
     with cluster.up(2) as standing:
-        for name, text in (("show", SHOW), ("fail", FAIL), ("kill", KILL_MPIRUN)):
+        for name, text in (("show", SHOW), ("fail", FAIL), ("kill", KILL_MPIRUN), ("wait", WAIT)):
             (standing.shared / f"{name}.py").write_text(text)
         for host in standing.hosts:
             stop_sshd(host)
@@ -118,6 +126,24 @@ def test_a_killed_mpirun_leaves_no_rank_behind(batch: GridEngine) -> None:
     assert done.returncode == 1, done.stdout
     assert "cannot be reached" not in done.stdout
     assert left(batch.cluster) == []
+
+
+def test_qdel_ends_the_ranks_on_all_hosts(batch: GridEngine) -> None:
+    login, shared = batch.cluster.hosts[0], batch.cluster.shared
+    script = f"exec {MPIDDP} launch {shared}/wait.py {shared}\n"
+    submit = ["qsub", "-terse", "-pe", "spread", "2", "-S", "/bin/sh", "-wd", str(ROOT)]
+    submit += ["-j", "y", "-o", str(shared / "qdel.out")]
+    job = login.run(submit, env=batch.env, stdin=script, check=True).stdout.strip()
+    wait_until(lambda: len(list(shared.glob("started.*"))) == 2)
+    login.run(["qdel", job], env=batch.env, check=True)
+    wait_until(lambda: not left(batch.cluster))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_a_parallel_environment_that_starts_nothing_on_other_hosts(batch: GridEngine) -> None:

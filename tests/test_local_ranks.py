@@ -1,6 +1,6 @@
 """Local ranks that no launcher sets: the ranks count them once they have joined.
 
-Flux, PALS and jsrun cannot run here. Their variables are made from those of a real Hydra, so that real
+Flux, PALS and jsrun cannot run here. Their variables are made from those of a real mpirun, so that real
 ranks join over a real MPI.
 Tests mpiddp/world.py, mpiddp/runtime/join.py, mpiddp/runtime/store.py.
 python -m pytest tests/test_local_ranks.py
@@ -78,6 +78,27 @@ def test_ranks_of_an_mpi_without_local_sizes(show: Path, variables: str) -> None
         done.stderr
     )
     assert done.returncode == 0
+
+
+def test_ranks_with_the_variables_of_jsrun(show: Path) -> None:
+    """IBM's Spectrum MPI is an Open MPI."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    renamed = " ".join(f"JSM_NAMESPACE_{name}=$OMPI_COMM_WORLD_{name}" for name in names)
+    hidden = " ".join(f"-u OMPI_COMM_WORLD_{name}" for name in names)
+    shell = f'{renamed} env {hidden} "$@"'
+    command = [mpirun_of("openmpi5"), "--allow-run-as-root", "--oversubscribe", "-n", "3"]
+    done = subprocess.run(
+        [*command, "sh", "-c", shell, "sh", *RUN, str(show)],
+        env=without_threads({}),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    lines = [line.split()[1:] for line in shown(done.stdout)]
+    assert [line[0] for line in lines] == ["0", "1", "2"], done.stderr
+    assert {line[1] for line in lines} == {"0", "1", "2"}  # Open MPI numbers them as it maps them
+    assert {tuple(line[2:]) for line in lines} == {("3", "0", "3", "True")}
 
 
 @pytest.mark.quick

@@ -116,7 +116,9 @@ def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
     right = render_host(hosts, host, mpi)
     written, comment, _ = host.text.partition("#")
     first, *rest = written.split()
-    if mpi == "openmpi":
+    if any("@" in token for token in rest):
+        theirs, foreign = "Grid Engine", rest[1:2]
+    elif mpi == "openmpi":
         theirs = "MPICH"
         with_count = first.count(":") == 1 or "[" in first
         foreign = [first] if with_count else [token for token in rest if token.startswith("user")]
