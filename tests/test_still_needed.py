@@ -55,7 +55,7 @@ def test_a_thread_still_cannot_answer_while_native_code_holds_the_gil() -> None:
         launcher.receive_for(60, until="started")
         assert rank.stdout.readline() == "\n"
         time.sleep(0.5)
-        launcher.server.send_all("stacks")
+        launcher.server.request_stacks()
         assert "stacks" not in dict(map(reversed, launcher.receive_for(1.0, until="stacks")))
         launcher.server.interrupt(1)
         assert (1, "frames") in launcher.receive_for(60, until="frames")

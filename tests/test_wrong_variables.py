@@ -13,6 +13,7 @@ from mpiddp.hosts.sockets import port_in
 from mpiddp.runtime.announcement import announced
 from mpiddp.runtime.first_all_reduce import time_first_all_reduce
 from mpiddp.runtime.join import _join_children, _seconds
+from mpiddp.runtime.session import Session
 from mpiddp.runtime.placement import misplaced
 from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.world import World
@@ -82,4 +83,4 @@ def test_a_child_of_a_rank_with_changed_variables(
     for name, value in (env | change).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="are not those of the rank that started this process"):
-        _join_children(World(0, 1, 0, 1), 1.0)
+        _join_children(World(0, 1, 0, 1), 1.0, Session())
