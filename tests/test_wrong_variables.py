@@ -13,8 +13,8 @@ from mpiddp.hosts.sockets import port_in
 from mpiddp.runtime.announcement import announced
 from mpiddp.runtime.first_all_reduce import time_first_all_reduce
 from mpiddp.runtime.join import _join_children, _seconds
-from mpiddp.runtime.session import Session
 from mpiddp.runtime.placement import misplaced
+from mpiddp.runtime.session import Session
 from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.world import World
 
