@@ -41,9 +41,11 @@ from mpiddp.hosts.main import table
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 from mpiddp.hosts.sockets import port_in
 from mpiddp.hosts.ssh import Answer
+from mpiddp.launch.env_file import parse_env_file
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.remote import preflight
 from mpiddp.launch.starters import detect, environment
+from mpiddp.launch.starters.mpi_args import check_mpi_args, parse_mpi_args
 from mpiddp.launch.supervise.control_server import Message
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.protocol import ANNOUNCED, MESSAGES
@@ -346,7 +348,21 @@ PARSERS: dict[str, Parser] = {
         lambda each: environment.parse_exports(
             environment.without_values(each, each, {}), {"HOME": "/"}
         ),
-        st.lists(text_of("-x", "HOME", "TOKEN", "=", "A"), max_size=4),
+        st.lists(text_of("-x", "HOME", "TOKEN", "=", "A", "*", "?"), max_size=4),
+        (UserError,),
+    ),
+    "--env-file": Parser(
+        lambda data: tuple(parse_env_file(data, "f", {"HOME": "/"})),
+        text_of("A=", "HOME", "export ", "#", "'", '"', "\\", "${", "\n", "\r").map(
+            lambda text: text.encode(errors="surrogatepass")
+        ),
+        (UserError,),
+    ),
+    "--mpi-args": Parser(
+        lambda texts: check_mpi_args(
+            detect.RankStarter("openmpi", "5", Path("/mpirun")), parse_mpi_args(texts)
+        ),
+        st.lists(text_of("-", "--mca", "pml", "'", '"', "\\", " ", "=", ":", "n"), max_size=3),
         (UserError,),
     ),
     "whole number": Parser(parse_whole, text_of("1"), (ValueError,)),

@@ -21,11 +21,12 @@ from mpiddp.launch.network import (
     find_network,
     request_interface,
 )
-from mpiddp.launch.options import How, LaunchOptions
+from mpiddp.launch.options import How, LaunchOptions, Where
 from mpiddp.launch.rank_counts import place_ranks, with_slots
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import forwarded, parse_exports
+from mpiddp.launch.starters.mpi_args import check_mpi_args
 from mpiddp.launch.starters.shared import can_shield
 from mpiddp.launch.usable_hosts import check_hosts, find_hosts
 
@@ -57,7 +58,7 @@ def make_plan(
     Raises:
         UserError: bad input, or something that this machine lacks.
     """
-    exports = parse_exports(options.how.exports, env)
+    exports = parse_exports(options.how.all_exports, env)
     requested = request_interface(options.how.interface) if options.how.interface else None
     # Not resolved: the path of its python identifies a virtual environment.
     python = Path(sys.executable).absolute()
@@ -65,6 +66,8 @@ def make_plan(
     named, allocation = find_hosts(options.where, env)
     resolve_all([host.name for host in named.hosts])
     starter = _find_starter(options.how, python, env, allocation)
+    check_mpi_args(starter, options.how.mpi_args)
+    _check_spares(options.where, starter)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
 
@@ -99,6 +102,7 @@ def make_plan(
             env=env,
             hidden=hidden,
             bind=options.how.bind,
+            mpi_args=options.how.mpi_args,
             interface=network.interface.name if network.interface else None,
             networks=network.networks,
             as_root=os.geteuid() == 0,
@@ -113,6 +117,19 @@ def _find_starter(
 ) -> RankStarter:
     uses_srun = allocation is not None and allocation.starter == "srun" and how.mpirun is None
     return identify(find_srun(env) if uses_srun else find_mpirun(how.mpirun, python, env), env)
+
+
+def _check_spares(where: Where, starter: RankStarter) -> None:
+    """Raise UserError for spares that could never take a host's place."""
+    if where.spares and starter.kind == "slurm":
+        raise UserError(
+            "--spares: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them over "
+            "ssh instead: --mpirun PATH"
+        )
+    if where.spares and not where.check:
+        raise UserError(
+            "--spares needs the preflight, which finds the hosts that fail. Leave out --no-check."
+        )
 
 
 def _preflight(
