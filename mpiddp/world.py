@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.slurm_nodelist import expand_counts
-from mpiddp.protocol import ANNOUNCED, RUN_ID
+from mpiddp.protocol import ANNOUNCED, GPUS, RUN_ID
 from mpiddp.text import parse_whole, shown
 
 
@@ -196,7 +196,8 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> None:
 
     mpirun's ranks on this host would inherit them.
     """
-    env.pop(ANNOUNCED, None)
+    for name in (ANNOUNCED, GPUS):
+        env.pop(name, None)
     if is_joined(env):
         for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
             del env[name]

@@ -33,7 +33,7 @@ from mpiddp.checkpoints.owner import _Record
 from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
-from mpiddp.hosts import formats, slots
+from mpiddp.hosts import formats, gpu_variables, slots
 from mpiddp.hosts.allocation import find_allocation
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
@@ -50,6 +50,7 @@ from mpiddp.launch.supervise.control_server import Message
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.protocol import ANNOUNCED, MESSAGES
 from mpiddp.runtime import announcement
+from mpiddp.runtime.own_gpu import parse_cores
 from mpiddp.runtime.placement import expected_hosts
 from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.text import parse_duration, parse_whole
@@ -264,9 +265,9 @@ def _damaged(content: bytes) -> SearchStrategy[bytes]:
 
 
 HOSTS = ("node1", "a.x", "10.0.0.1", "[fd00::1]", "joe@", " ", "\t", "\n", ":", ",", "#", "\r\n")
-HOSTFILE = text_of(*HOSTS, "slots=", "max_slots=", "max-slots=", "port=", "user=", " = ").map(
-    lambda text: text.encode(errors="surrogatepass")
-) | st.binary(max_size=40)
+HOSTFILE = text_of(
+    *HOSTS, "slots=", "gpus=", "0,2", "max_slots=", "max-slots=", "port=", "user=", " = "
+).map(lambda text: text.encode(errors="surrogatepass")) | st.binary(max_size=40)
 LAUNCHER_VARIABLES = sorted({name for row in LAUNCHERS for name in (*row.variables, *row.proof)})
 SLURM = (
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS"),
@@ -357,6 +358,14 @@ PARSERS: dict[str, Parser] = {
             lambda text: text.encode(errors="surrogatepass")
         ),
         (UserError,),
+    ),
+    "MPIDDP_GPUS": Parser(
+        lambda text: gpu_variables.read(text, 0),
+        text_of("[", "]", "{", "}", '"CUDA_VISIBLE_DEVICES"', ":", '"0"', "null", ",", "1"),
+        (ValueError,),
+    ),
+    "the kernel's list of cores": Parser(
+        parse_cores, text_of("0", "-", ",", "12", "9" * 5000, "999999999"), (ValueError,)
     ),
     "--mpi-args": Parser(
         lambda texts: check_mpi_args(

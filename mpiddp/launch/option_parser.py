@@ -54,9 +54,9 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     )
     add.add_argument(
         "--bind",
-        choices=("none", "numa", "core"),
+        choices=("none", "numa", "core", "gpu"),
         default="none",
-        help="bind each rank to nothing, a NUMA node or a core (default: none)",
+        help="bind each rank to nothing, a NUMA node, a core, or the cores near its GPU (default: none)",
     )
 
 

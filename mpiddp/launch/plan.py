@@ -15,6 +15,7 @@ from mpiddp.hosts.allocation import Allocation
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host, resolve_all
 from mpiddp.launch import log
+from mpiddp.launch.gpu_choice import check_gpu_choice, gpu_table
 from mpiddp.launch.network import (
     JobNetwork,
     RequestedInterface,
@@ -29,6 +30,7 @@ from mpiddp.launch.starters.environment import forwarded, parse_exports
 from mpiddp.launch.starters.mpi_args import check_mpi_args
 from mpiddp.launch.starters.shared import can_shield
 from mpiddp.launch.usable_hosts import check_hosts, find_hosts
+from mpiddp.protocol import GPUS
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo
@@ -67,6 +69,7 @@ def make_plan(
     resolve_all([host.name for host in named.hosts])
     starter = _find_starter(options.how, python, env, allocation)
     check_mpi_args(starter, options.how.mpi_args)
+    check_gpu_choice(named, exports)
     _check_spares(options.where, starter)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
@@ -75,7 +78,7 @@ def make_plan(
         return _preflight(options, starter, python, hosts, env, requested)
 
     found = check_hosts(options.where, named, preflight)
-    hosts = with_slots(options.where, found, options.backend, dry_run=options.dry_run)
+    hosts = with_slots(options.where, found, options.backend, exports, dry_run=options.dry_run)
     nodes = place_ranks(
         options.where,
         hosts,
@@ -89,6 +92,8 @@ def make_plan(
     settings = {name: value for name, value in exports.items() if value is not None}
     hidden = frozenset(settings)
     settings |= _settings(options, nodes, network, requested, started_at)
+    if starter.kind != "slurm" and (table := gpu_table(nodes, env, exports)):
+        settings[GPUS] = table  # Slurm itself chooses the GPUs of each host
     for name, value in _defaults(options.how, starter, python, nodes, network, env).items():
         settings.setdefault(name, value)
     return Plan(
@@ -101,7 +106,7 @@ def make_plan(
             settings=settings,
             env=env,
             hidden=hidden,
-            bind=options.how.bind,
+            bind="none" if options.how.bind == "gpu" else options.how.bind,  # the ranks do it
             mpi_args=options.how.mpi_args,
             interface=network.interface.name if network.interface else None,
             networks=network.networks,
@@ -192,6 +197,7 @@ def _settings(
         "MPIDDP_NETWORKS": ",".join(network.networks) or None,
         "MPIDDP_INTERFACE": requested.everywhere if requested else None,
         "MPIDDP_TIMEOUT": options.how.timeout_s,
+        "MPIDDP_BIND": "gpu" if options.how.bind == "gpu" else None,
         "MPIDDP_REPORT": 1 if options.report else None,
         "MPIDDP_VERBOSE": 1 if options.verbose else None,
         "MPIDDP_LAUNCHED_AT": None if options.dry_run else f"{started_at:.3f}",

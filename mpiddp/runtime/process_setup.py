@@ -1,4 +1,4 @@
-"""Set up a rank's process before it loads torch: its number of threads, and the options of malloc.
+"""Set up a rank's process before it loads torch: its GPUs, its cores, its threads, and malloc.
 
 A variable of OpenMP or of glibc that the user has set takes precedence.
 """
@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 
+from mpiddp.runtime.own_gpu import bind_to_gpu, choose_gpus
 from mpiddp.world import World
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -23,7 +24,13 @@ _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 
 
 def configure_process(world: World) -> None:
-    """Configure threads and memory for this rank. Call this before torch is imported."""
+    """Configure GPUs, cores, threads and memory for this rank. Call this before torch is imported.
+
+    Raises:
+        UserError: variables of the launcher that contradict each other.
+    """
+    choose_gpus(world)
+    bind_to_gpu(world)
     _limit_threads(world)
     is_configured = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
     if not is_configured and "glibc.malloc." not in os.environ.get("GLIBC_TUNABLES", ""):

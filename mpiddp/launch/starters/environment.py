@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.gpu_variables import is_of_one_host
 from mpiddp.text import all_of, escaped
 
 ALLOWED = (
@@ -23,8 +24,13 @@ ALLOWED = (
     "PYTORCH_*",
     "GLOO_*",
     "OMP_*",
-    "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
+    "HIP_*",
+    "ROCR_*",
+    "RCCL_*",
+    "ZE_*",
+    "ONEAPI_*",
+    "CUDA_VISIBLE_DEVICES",
     "UCX_*",
     "FI_*",
     "HF_*",
@@ -154,8 +160,15 @@ def _matches_of(pattern: str, env: Mapping[str, str]) -> list[str]:
 
 
 def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> tuple[str, ...]:
-    """The sorted names of the variables for the ranks: `exports`, and the allowed ones of `env`."""
-    allowed = {name for name in env if _matches(name, ALLOWED) and not is_secret(name)}
+    """The sorted names of the variables for the ranks: `exports`, and the allowed ones of `env`.
+
+    Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
+    """
+    allowed = {
+        name
+        for name, value in env.items()
+        if _matches(name, ALLOWED) and not is_secret(name) and not is_of_one_host(name, value)
+    }
     return tuple(sorted(allowed.union(exports)))
 
 
