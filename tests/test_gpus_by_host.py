@@ -201,7 +201,7 @@ def test_a_rank_without_a_gpu_stays_where_it_is_and_says_so(tmp_path: Path) -> N
     done = launch("--bind", "gpu", "-n", "1", job)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"rank 0 on {HOST} is bound to no cores: no GPU found",
+        f"rank 0 on {HOST} is not bound: its GPU is not known",
         str(len(os.sched_getaffinity(0))),
     ]
 

@@ -24,7 +24,7 @@ class PinnedStaging:
         self._device = device
         self._free: dict[_Layout, list[Tensor]] = defaultdict(list)
         self._used: list[tuple[_Layout, Tensor]] = []
-        self._is_copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._is_copied = None if device.type == "cpu" else torch.Event(device)
         for tensor in expected:
             # Write to it now, or the system allocates the pages only during the first copy.
             self._free[_layout(tensor)].append(self._new_like(tensor).zero_())

@@ -15,7 +15,7 @@ from mpiddp.hosts.gpu_tools import gpu_addresses
 from mpiddp.hosts.gpu_variables import VISIBLE, read
 from mpiddp.protocol import BIND, GPUS, PLACEMENT, VERBOSE
 from mpiddp.runtime.placement import expected_hosts
-from mpiddp.text import parse_whole, shown
+from mpiddp.text import counted, parse_whole, shown
 from mpiddp.world import World
 
 _SYSFS = Path("/sys")
@@ -58,11 +58,13 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
     cores = near_cores(address, sysfs) & os.sched_getaffinity(0) if address else set()
     if cores:
         os.sched_setaffinity(0, cores)
-    where = f"{len(cores)} cores near GPU {address}" if cores else "no cores: "
-    if not cores:
-        where += f"the kernel knows no NUMA node of GPU {address}" if address else "no GPU found"
+        sentence = f"is bound to {counted(len(cores), 'core')} near GPU {address}"
+    elif address:
+        sentence = f"is not bound: the kernel names no NUMA node of GPU {address}"
+    else:
+        sentence = "is not bound: its GPU is not known"
     if os.environ.get(VERBOSE) or not cores:
-        print(f"rank {world.rank} on {world.hostname} is bound to {where}", flush=True)
+        print(f"rank {world.rank} on {world.hostname} {sentence}", flush=True)
 
 
 def gpu_address(addresses: list[str], env: Mapping[str, str], local_rank: int) -> str | None:

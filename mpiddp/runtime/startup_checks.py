@@ -20,9 +20,10 @@ def check_placement(coordinator: Coordinator, result: RendezvousResult) -> None:
     expected = env.get(PLACEMENT)
     if expected or env.get(REPORT):
         info = result.infos[coordinator.world.rank]
-        own = RankPlacement.of_this_process(
-            info, torch.cuda.device_count(), coordinator.world.launcher.name
-        )
+        # Whether one is available is not asked: CUDA would start, and children could not be forked.
+        gpu, num_gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+        launcher = coordinator.world.launcher.name
+        own = RankPlacement.of_this_process(info, num_gpus, launcher, gpu.type if gpu else "cpu")
         devices = coordinator.all_gather_json([own.device, own.gpu], timeout_s=AGREE_TIMEOUT_S)
         placements = [
             RankPlacement(info, device, gpu)
