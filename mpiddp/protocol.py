@@ -39,6 +39,7 @@ TIMEOUT, LAUNCHED_AT = "MPIDDP_TIMEOUT", "MPIDDP_LAUNCHED_AT"
 REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
 ANNOUNCED, RUN_DIR = "MPIDDP_ANNOUNCED", "MPIDDP_RUN_DIR"
 SCRIPT_SECRET = "MPIDDP_SCRIPT_SECRET"
+GPUS, BIND = "MPIDDP_GPUS", "MPIDDP_BIND"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
 MAX_RESTARTS = "MPIDDP_MAX_RESTARTS"
@@ -88,6 +89,19 @@ VARIABLES = (
         "`launch`",
         "every rank",
         "the hosts of the job with their numbers of ranks: node1:4,node2:2",
+    ),
+    Variable(
+        GPUS,
+        "`launch`",
+        "every rank",
+        "for each host of MPIDDP_PLACEMENT, the variables that choose its GPUs, as JSON: a hostfile's gpus=, "
+        "or CUDA_VISIBLE_DEVICES of the launcher's own host",
+    ),
+    Variable(
+        BIND,
+        "the user, or `launch --bind gpu`",
+        "every rank",
+        "gpu: bind each rank to the cores near its GPU",
     ),
     Variable(
         NETWORKS,

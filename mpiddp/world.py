@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.slurm_nodelist import expand_counts
-from mpiddp.protocol import ANNOUNCED, RUN_DIR, RUN_ID
+from mpiddp.protocol import ANNOUNCED, GPUS, RUN_DIR, RUN_ID
 from mpiddp.text import parse_whole, shown
 
 
@@ -258,7 +258,7 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
 
     mpirun's ranks on this host would inherit them. Returns whether this is such a rank.
     """
-    for name in (ANNOUNCED, RUN_DIR):
+    for name in (ANNOUNCED, GPUS, RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)
     if was_joined:

@@ -34,7 +34,7 @@ from mpiddp.checkpoints.records import _step_of
 from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
-from mpiddp.hosts import formats, slots
+from mpiddp.hosts import formats, gpu_variables, slots
 from mpiddp.hosts.allocation import SCHEDULERS, find_allocation
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
@@ -43,13 +43,16 @@ from mpiddp.hosts.node_file import of_counts
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
 from mpiddp.hosts.sockets import port_in
 from mpiddp.hosts.ssh import Answer
+from mpiddp.launch.env_file import parse_env_file
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.remote import preflight
 from mpiddp.launch.starters import detect, environment
+from mpiddp.launch.starters.mpi_args import check_mpi_args, parse_mpi_args
 from mpiddp.launch.supervise.control_server import Message
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.protocol import ANNOUNCED, MESSAGES
 from mpiddp.runtime import announcement
+from mpiddp.runtime.own_gpu import parse_cores
 from mpiddp.runtime.placement import expected_hosts
 from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.text import parse_duration, parse_whole
@@ -269,9 +272,9 @@ def _damaged(content: bytes) -> SearchStrategy[bytes]:
 
 
 HOSTS = ("node1", "a.x", "10.0.0.1", "[fd00::1]", "joe@", " ", "\t", "\n", ":", ",", "#", "\r\n")
-HOSTFILE = text_of(*HOSTS, "slots=", "max_slots=", "max-slots=", "port=", "user=", " = ").map(
-    lambda text: text.encode(errors="surrogatepass")
-) | st.binary(max_size=40)
+HOSTFILE = text_of(
+    *HOSTS, "slots=", "gpus=", "0,2", "max_slots=", "max-slots=", "port=", "user=", " = "
+).map(lambda text: text.encode(errors="surrogatepass")) | st.binary(max_size=40)
 LAUNCHER_VARIABLES = sorted({name for row in LAUNCHERS for name in (*row.variables, *row.proof)})
 SLURM = (
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS"),
@@ -381,7 +384,29 @@ PARSERS: dict[str, Parser] = {
         lambda each: environment.parse_exports(
             environment.without_values(each, each, {}), {"HOME": "/"}
         ),
-        st.lists(text_of("-x", "HOME", "TOKEN", "=", "A"), max_size=4),
+        st.lists(text_of("-x", "HOME", "TOKEN", "=", "A", "*", "?"), max_size=4),
+        (UserError,),
+    ),
+    "--env-file": Parser(
+        lambda data: tuple(parse_env_file(data, "f", {"HOME": "/"})),
+        text_of("A=", "HOME", "export ", "#", "'", '"', "\\", "${", "\n", "\r").map(
+            lambda text: text.encode(errors="surrogatepass")
+        ),
+        (UserError,),
+    ),
+    "MPIDDP_GPUS": Parser(
+        lambda text: gpu_variables.read(text, 0),
+        text_of("[", "]", "{", "}", '"CUDA_VISIBLE_DEVICES"', ":", '"0"', "null", ",", "1"),
+        (ValueError,),
+    ),
+    "the kernel's list of cores": Parser(
+        parse_cores, text_of("0", "-", ",", "12", "9" * 5000, "999999999"), (ValueError,)
+    ),
+    "--mpi-args": Parser(
+        lambda texts: check_mpi_args(
+            detect.RankStarter("openmpi", "5", Path("/mpirun")), parse_mpi_args(texts)
+        ),
+        st.lists(text_of("-", "--mca", "pml", "'", '"', "\\", " ", "=", ":", "n"), max_size=3),
         (UserError,),
     ),
     "whole number": Parser(parse_whole, text_of("1"), (ValueError,)),

@@ -29,7 +29,7 @@ EXAMPLE = "Example: node1 slots=4"
 NUMBER = f"is not a positive integer. {EXAMPLE}"
 OPTION = 'starts with "-" and would reach ssh as an option. Refused.'
 NAME = f'is not a name of letters, digits, ".", "_" and "-". {EXAMPLE}'
-KEYS = f"is not one of slots=, max_slots=, port= and user=. {EXAMPLE}"
+KEYS = f"is not one of slots=, max_slots=, gpus=, port= and user=. {EXAMPLE}"
 CRLF = r"Windows line endings, which mpirun cannot parse. Run: sed -i 's/\r$//' hosts.txt"
 BOM = (
     "starts with a byte order mark (BOM), which mpirun cannot parse. "
@@ -312,6 +312,36 @@ def test_render_each_format() -> None:
     )
     assert render(hosts, "mpich") == "node1:2 user=joe\nnode3:1\n"
     assert render(hosts, "slurm") == "node1\nnode1\nnode3\n"
+
+
+def test_gpus_of_a_host() -> None:
+    """Without slots=, the host has a slot for each. No MPI knows the key, so a conversion comments it."""
+    hosts = parse("node1 gpus=0,2,3\nnode2 slots=1 gpus = 1\n")
+    assert [(host.slots, host.gpus) for host in hosts.hosts] == [(3, (0, 2, 3)), (1, (1,))]
+    assert render(hosts, "openmpi") == (
+        "# for mpiddp launch: node1 gpus=0,2,3\nnode1 slots=3\n"
+        "# for mpiddp launch: node2 gpus=1\nnode2 slots=1\n"
+    )
+    assert render(hosts, "mpich").splitlines()[1::2] == ["node1:3", "node2:1"]
+    assert render(hosts, "slurm") == "node1\nnode1\nnode1\nnode2\n"
+    assert diff(hosts, parse("node1 slots=3 gpus=0,1,2\nnode2 gpus=1\n")) == [
+        "node1 slots=3 gpus=0,2,3 -> node1 slots=3 gpus=0,1,2"
+    ]
+    assert "GPUs 0, 2, 3" in main.table(hosts)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("node1 gpus=", "is not a list of GPU numbers. Example: node1 gpus=0,2,3"),
+        ("node1 gpus=0,x", "is not a list of GPU numbers. Example: node1 gpus=0,2,3"),
+        ("node1 gpus=-1", "is not a list of GPU numbers. Example: node1 gpus=0,2,3"),
+        ("node1 gpus=0,0", '"gpus=0,0" names a GPU twice. Remove one.'),
+        ("node1 gpus=0 gpus=1", '"gpus=1" sets gpus twice. Remove one.'),
+    ],
+)
+def test_gpus_that_are_no_list_of_numbers(line: str, sentence: str) -> None:
+    assert sentence in refusal(lambda: parse(line))
 
 
 def test_render_refuses_what_a_format_cannot_express() -> None:

@@ -15,12 +15,13 @@ import pytest
 from mpiddp import cli
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocation import find_allocation
-from mpiddp.hosts.hostfile import Host, parse_host_list
+from mpiddp.hosts.hostfile import Host, parse_host_list, parse_hostfile
 from mpiddp.hosts.nodes import Node, is_this_host, name_nodes, ranks_by_host
 from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
+from mpiddp.launch.gpu_choice import check_gpu_choice
 from mpiddp.launch.network import link_to, request_interface
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus
+from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, usable
 from mpiddp.launch.starters import detect
 from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import parse_exports
@@ -346,6 +347,16 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
             lambda: fit_to_gpus(parse_host_list("localhost:4"), "nccl", lambda _: 2),
             "-H: localhost has 2 GPUs but 4 slots: ranks would share GPUs. "
             "Write slots=2, or leave out --backend nccl.",
+        ),
+        (
+            lambda: usable(Host("far", gpus=(0, 5)), 4, {}),
+            "far has 4 GPUs, so there is no GPU 5 (gpus=0,5). They are numbered from 0.",
+        ),
+        (
+            lambda: check_gpu_choice(
+                parse_hostfile(b"far gpus=0\n", "f"), {"CUDA_VISIBLE_DEVICES": None}
+            ),
+            "f:1: gpus= and -x CUDA_VISIBLE_DEVICES both choose the GPUs of far. Leave one out.",
         ),
         (
             lambda: nodes_of("localhost:1,127.0.0.1:1"),

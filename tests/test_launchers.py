@@ -63,7 +63,11 @@ def launched(hosts: Cluster, *options: str) -> Callable[..., str]:
     return run
 
 
-def torchrun(hosts: Cluster, *program: str) -> Callable[..., str]:
+STATIC = "--node-rank={rank} --master-addr={address} --master-port=29511"
+C10D = "--rdzv-backend=c10d --rdzv-endpoint={address}:29513 --rdzv-id=job"
+
+
+def torchrun(hosts: Cluster, program: str, rendezvous: str = STATIC) -> Callable[..., str]:
     """Start a torchrun agent on each of two hosts, and return the output of both.
 
     The agents' exit codes are ignored: on a busy machine one may be 1 although all ranks succeeded.
@@ -73,9 +77,9 @@ def torchrun(hosts: Cluster, *program: str) -> Callable[..., str]:
         agents = [
             hosts[name].popen(
                 [
-                    *(sys.executable, "-m", *program),
-                    *("--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"),
-                    *(f"--master-addr={hosts['node0'].address}", "--master-port=29511", *job),
+                    *(sys.executable, "-m", program, "--nnodes=2", "--nproc-per-node=1"),
+                    *rendezvous.format(rank=rank, address=hosts["node0"].address).split(),
+                    *job,
                 ],
                 cwd=ROOT,
                 env=ENV,
@@ -126,6 +130,7 @@ LAUNCHERS = (
     "mpich",
     "intelmpi",
     "torchrun",
+    "torchrun-c10d",
     "torchrun-one-node",
     "torch.distributed.launch",
     "srun",
@@ -144,6 +149,8 @@ def launcher(request: pytest.FixtureRequest, hosts: Cluster) -> tuple[str, Calla
         return name, launched(hosts)
     if name == "torchrun":
         return name, torchrun(hosts, "torch.distributed.run")
+    if name == "torchrun-c10d":
+        return name, torchrun(hosts, "torch.distributed.run", C10D)
     if name == "torchrun-one-node":
         return name, torchrun_on_one_node(hosts)
     if name == "torch.distributed.launch":
@@ -160,6 +167,12 @@ def test_message_passing_prints_the_same(launcher: tuple[str, Callable[..., str]
     _, run = launcher
     # Not compared by line: with PYTHONUNBUFFERED, messages of two ranks can share a line.
     stdout = run(EXAMPLE, "--backend", "gloo")
+    assert [stdout.count(message) for message in MESSAGES] == [1] * len(MESSAGES), stdout
+
+
+def test_a_script_through_mpiddp_run_under_a_dynamic_rendezvous(hosts: Cluster) -> None:
+    """With c10d, the agents agree on the nodes' ranks, and on rank 0's address."""
+    stdout = torchrun(hosts, "torch.distributed.run", C10D)("-m", "mpiddp", "run", EXAMPLE)
     assert [stdout.count(message) for message in MESSAGES] == [1] * len(MESSAGES), stdout
 
 

@@ -152,6 +152,76 @@ def test_a_lost_host_is_left_out_and_takes_part_again(hosts: Cluster) -> None:
     assert stdout.count("resuming from") == 2
 
 
+def test_a_spare_takes_the_place_of_a_lost_host(hosts: Cluster) -> None:
+    """The run continues on as many ranks, and the lost host takes part again once it answers."""
+    out = hosts.shared / "spared"
+    command = [*LAUNCH, "--max-restarts", "3", "--spares", "1", "-H", "node0:1,node1:1,node2:1"]
+    command += [*TRAIN, "--batch-size", "5", "--steps-per-epoch", "120", "--save-every", "10"]
+    command += ["--log-every", "10", "--out", str(out)]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with hosts["node0"].popen(command, cwd=ROOT, env=env) as launcher:
+        records = out / "metrics.jsonl"
+        wait_for_step(records, 20)
+        assert not hosts["node2"].processes()  # the spare
+        hosts["node1"].link("down")
+        try:
+            wait_for_step(records, last_step(records) + 20)
+        finally:
+            hosts["node1"].link("up")
+        stdout, stderr = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 0, stderr
+    sentences = (
+        "mpiddp: kept in reserve: node2\n",
+        "mpiddp: lost node1 (rank 1): the host stopped answering.",
+        "mpiddp: leaving out a host: ssh node1: no answer",
+        "mpiddp: restarting on node0 and node2 (restart 1 of 3).",
+    )
+    assert all(sentence in stderr for sentence in sentences), stderr
+    assert "instead of" not in stderr  # as many ranks as before
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["hosts"], summary["steps"]) == ({"node0": 1, "node2": 1}, 120)
+    assert stdout.count("resuming from") == 1
+
+
+def test_a_spare_takes_the_place_of_a_host_that_fails_the_first_preflight(hosts: Cluster) -> None:
+    command = [*LAUNCH, "--spares", "2", "-H", "node0:1,nowhere:1,node1:1,node2:1", "--report"]
+    command += ["-m", "platform"]
+    done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("mpiddp: leaving out a host: nowhere: cannot be resolved")
+    assert "mpiddp: kept in reserve: node2\n" in done.stderr
+    assert re.findall(r"^\d +(\w+) ", done.stdout, re.MULTILINE) == ["node0", "node1"]
+    command[command.index("2")] = "0"
+    done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--spares", "2"), "--spares 2 leaves no host for the ranks: -H has 2 hosts.\n"),
+        (
+            ("--spares", "1", "--min-hosts", "2"),
+            "only 1 host given beside 1 spare, but --min-hosts is 2.\n",
+        ),
+        (
+            ("--spares", "1", "--no-check"),
+            "--spares needs the preflight, which finds the hosts that fail. Leave out --no-check.\n",
+        ),
+    ],
+)
+def test_spares_that_cannot_be_used(options: tuple[str, ...], sentence: str) -> None:
+    done = launch(*options, "-H", "localhost:1,far.invalid:1", "-m", "platform")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+
+
+def test_a_dry_run_leaves_out_the_spares() -> None:
+    done = launch("--dry-run", "--spares", "1", "-H", "localhost:1,far.invalid:1", "-m", "platform")
+    assert done.returncode == 0, done.stderr
+    assert "mpiddp: kept in reserve: far.invalid\n" in done.stderr
+    assert "far.invalid" not in done.stdout
+
+
 def test_too_few_hosts_are_an_error(hosts: Cluster) -> None:
     command = [*LAUNCH, "--min-hosts", "3", "-H", "node0:1,node1:1,nowhere:1", "-m", "platform"]
     done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})

@@ -173,15 +173,23 @@ def test_an_interface_that_one_host_lacks(batch: Slurm) -> None:
     assert done.returncode == 2
 
 
-def test_torchrun_with_a_hostname_as_master_addr(hosts: Cluster) -> None:
+@pytest.mark.parametrize(
+    "rendezvous",
+    [
+        "--node-rank={node} --master-addr=node0 --master-port=29512",
+        "--rdzv-backend=c10d --rdzv-endpoint=node0:29514 --rdzv-id=job",
+    ],
+    ids=["static", "c10d"],
+)
+def test_torchrun_with_a_hostname_as_master_addr(hosts: Cluster, rendezvous: str) -> None:
     """On node0 itself, this name resolves to 127.0.1.1."""
+    run = hosts.shared / f"torchrun{len(rendezvous)}"
     agents = [
         hosts[name].popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
-                *(f"--node-rank={node}", "--nproc-per-node=2"),
-                *("--master-addr=node0", "--master-port=29512"),
-                *(*TRAIN, str(hosts.shared / "torchrun")),
+                *("--nproc-per-node=2", *rendezvous.format(node=node).split()),
+                *(*TRAIN, str(run)),
             ],
             cwd=ROOT,
             env=ENV,
@@ -190,8 +198,8 @@ def test_torchrun_with_a_hostname_as_master_addr(hosts: Cluster) -> None:
     ]
     outputs = [agent.communicate(timeout=PATIENCE_S) for agent in agents]
     # The agents' exit codes are ignored: on a busy machine node0's was 1 once. The run's files count.
-    assert PLACEMENT in outputs[0][0], outputs
-    summary = json.loads((hosts.shared / "torchrun" / "summary.json").read_text())
+    assert PLACEMENT in "".join(out for out, _ in outputs), outputs
+    summary = json.loads((run / "summary.json").read_text())
     assert (summary["world_size"], summary["hosts"], summary["steps"]) == (
         4,
         {"node0": 2, "node1": 2},

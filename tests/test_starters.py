@@ -226,6 +226,24 @@ def test_the_allow_list_of_variables() -> None:
     assert "HF_TOKEN" in forwarded(env, ["HF_TOKEN"])
 
 
+def test_the_gpus_of_this_host_are_not_imposed_on_others() -> None:
+    """A value that hides all GPUs asks for a job without them, and travels."""
+    env = {
+        "CUDA_VISIBLE_DEVICES": "0,2",
+        "HIP_VISIBLE_DEVICES": "-1",
+        "ROCR_VISIBLE_DEVICES": "",
+        "ZE_AFFINITY_MASK": "0.1",
+        "ZE_FLAT_DEVICE_HIERARCHY": "FLAT",
+        "ONEAPI_DEVICE_SELECTOR": "level_zero:gpu",
+        "RCCL_MSCCL_ENABLE": "0",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    assert forwarded(env) == tuple(
+        sorted(env.keys() - {"CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"})
+    )
+    assert "CUDA_VISIBLE_DEVICES" in forwarded(env, ["CUDA_VISIBLE_DEVICES"])
+
+
 def test_exports_by_name_and_with_a_value() -> None:
     exports = parse_exports(["A", "B=1=2", "C="], {"A": "x"})
     assert exports == {"A": None, "B": "1=2", "C": ""}

@@ -24,7 +24,7 @@ class PinnedStaging:
         """Allocate memory for tensors like those in `expected`, so that no step waits for it."""
         self._free: dict[_Layout, list[Tensor]] = defaultdict(list)
         self._used: list[tuple[_Layout, Tensor]] = []
-        self._copied: dict[torch.device, torch.cuda.Event] = {}
+        self._copied: dict[torch.device, torch.Event] = {}
         for tensor in expected:
             # Write to it now, or the system allocates the pages only during the first copy.
             self._free[_layout(tensor)].append(_new_like(tensor).zero_())
@@ -40,7 +40,7 @@ class PinnedStaging:
         self._copied = {}
         copied = self._copy(nested)
         for device, event in self._copied.items():
-            event.record(torch.cuda.current_stream(device))
+            event.record(torch.accelerator.current_stream(device))
         return copied
 
     def wait(self) -> None:
@@ -53,9 +53,10 @@ class PinnedStaging:
             free = self._free[_layout(nested)]
             host = free.pop() if free else _new_like(nested)
             self._used.append((_layout(nested), host))
-            if nested.is_cuda and nested.device not in self._copied:
-                self._copied[nested.device] = torch.cuda.Event()
-            return host.copy_(nested.detach(), non_blocking=nested.is_cuda)
+            is_on_gpu = _is_on_gpu(nested)
+            if is_on_gpu and nested.device not in self._copied:
+                self._copied[nested.device] = torch.Event(nested.device)
+            return host.copy_(nested.detach(), non_blocking=is_on_gpu)
         if isinstance(nested, dict):
             copied = {key: self._copy(value) for key, value in nested.items()}
             if (
@@ -70,8 +71,12 @@ class PinnedStaging:
         return nested
 
 
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
 def _new_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return torch.empty_like(tensor, device="cpu", pin_memory=_is_on_gpu(tensor))
 
 
 def _layout(tensor: Tensor) -> _Layout:

@@ -24,13 +24,27 @@ def render(hosts: Hosts, form: Form) -> str:
     - `slurm`: one line per rank with its node's name, for SLURM_HOSTFILE and
       `srun --distribution=arbitrary`. Users and ports are left out because Slurm does not use ssh.
       Each host's slot count must be known.
+
+    No MPI has a key for `gpus`: they stand in a comment, on a line of its own because MPICH reads no other.
     """
     if form == "slurm":
         lines = [host.name for host, count in ranks_per_host(hosts) for _ in range(count)]
     else:
         used = [host for host in hosts.hosts if form == "openmpi" or host.slots != 0]
-        lines = [render_host(hosts, host, form) for host in used]
+        lines = [line for host in used for line in _lines(hosts, host, form)]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _lines(hosts: Hosts, host: Host, mpi: MpiName) -> list[str]:
+    line = render_host(hosts, host, mpi)
+    return (
+        [line] if host.gpus is None else [f"# for mpiddp launch: {host.name} {_gpus(host)}", line]
+    )
+
+
+def _gpus(host: Host) -> str:
+    """ "gpus=0,2,3", "" without a list."""
+    return "" if host.gpus is None else f"gpus={','.join(map(str, host.gpus))}"
 
 
 def render_host(hosts: Hosts, host: Host, mpi: MpiName) -> str:
@@ -67,7 +81,10 @@ def diff(a: Hosts, b: Hosts) -> list[str]:
     both = [key for key in old if key in new]
     for key in both:
         if old[key] != new[key]:
-            was, now = render_host(a, old[key], "openmpi"), render_host(b, new[key], "openmpi")
+            was, now = (
+                f"{render_host(hosts, host, 'openmpi')} {_gpus(host)}".rstrip()
+                for hosts, host in ((a, old[key]), (b, new[key]))
+            )
             lines.append(f"{was} -> {now}")
     if both != (order := [key for key in new if key in old]):
         lines.append(f"order: {listed(both)} -> {listed(order)}")

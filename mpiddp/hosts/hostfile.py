@@ -22,7 +22,7 @@ from mpiddp.text import shown
 
 EXAMPLE = "Example: node1 slots=4"
 
-_KEYS = ("slots", "max_slots", "port", "user")
+_KEYS = ("slots", "max_slots", "gpus", "port", "user")
 
 # A name becomes an argument of ssh and of mpirun, so it must not look like an option.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -39,7 +39,8 @@ class Host:
     """One host of a hostfile. The line and its text do not count when two hosts are compared.
 
     `name` is a host name or an IP literal (IPv6 without brackets). `slots` is None if the file gives no
-    count: then the host gets one slot per GPU, or 1 on a CPU host.
+    count, neither of slots nor of GPUs: then the host gets one slot per GPU, or 1 on a CPU host. `gpus` are
+    the numbers of the GPUs that its ranks use, None for all.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Host:
     max_slots: int | None = None
     user: str | None = None
     port: int | None = None
+    gpus: tuple[int, ...] | None = None
     line: int | None = field(default=None, compare=False)
     text: str = field(default="", compare=False, repr=False)
 
@@ -197,6 +199,7 @@ def _parse_host(where: str, tokens: list[str]) -> Host:
     name = _checked_name(where, "host", name)
     user = _checked_name(where, "user", before) if at else None
     numbers: dict[str, int] = {}
+    gpus: tuple[int, ...] | None = None
     if count is not None:
         numbers["slots"] = _number(where, tokens[0], count, "Example: node1:4")
 
@@ -205,17 +208,23 @@ def _parse_host(where: str, tokens: list[str]) -> Host:
         key = key.replace("max-slots", "max_slots")
         if not equals or key not in _KEYS:
             raise UserError(
-                f'{where}: "{shown(token)}" is not one of slots=, max_slots=, port= and user=. '
+                f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=. '
                 f"{EXAMPLE}"
             )
-        if key in numbers or (key == "user" and user is not None):
+        if (
+            key in numbers
+            or (user if key == "user" else gpus if key == "gpus" else None) is not None
+        ):
             raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
         if key == "user":
             user = _checked_name(where, "user", value)
+        elif key == "gpus":
+            gpus = _gpus(where, token, value)
         else:
             numbers[key] = _number(where, token, value, EXAMPLE)
 
-    host = Host(name, numbers.get("slots"), numbers.get("max_slots"), user, numbers.get("port"))
+    slots = numbers.get("slots", len(gpus) if gpus else None)
+    host = Host(name, slots, numbers.get("max_slots"), user, numbers.get("port"), gpus)
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
         raise UserError(
             f"{where}: max_slots={host.max_slots} is less than slots={host.slots}. "
@@ -248,6 +257,18 @@ def _checked_name(where: str, kind: Literal["host", "user"], name: str) -> str:
             f"{EXAMPLE}"
         )
     return name
+
+
+def _gpus(where: str, token: str, value: str) -> tuple[int, ...]:
+    """The numbers of GPUs in "0,2,3"."""
+    if not re.fullmatch("[0-9]{1,3}(,[0-9]{1,3})*", value):
+        raise UserError(
+            f'{where}: "{shown(token)}" is not a list of GPU numbers. Example: node1 gpus=0,2,3'
+        )
+    gpus = tuple(map(int, value.split(",")))
+    if len(set(gpus)) < len(gpus):
+        raise UserError(f'{where}: "{shown(token)}" names a GPU twice. Remove one.')
+    return gpus
 
 
 def _number(where: str, token: str, value: str, example: str) -> int:

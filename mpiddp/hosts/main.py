@@ -114,6 +114,11 @@ def _diff(a: Hosts, b: Hosts) -> int:
 def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
     """Raise UserError for a line that `mpiddp launch` accepts but this MPI's own mpirun cannot parse."""
     right = render_host(hosts, host, mpi)
+    if host.gpus is not None:
+        raise UserError(
+            f"{hosts.where(host)}: gpus= is read by mpiddp launch alone, and {MPI_NAMES[mpi]}'s mpirun "
+            f"has no key for it. Write: {right}"
+        )
     written, comment, _ = host.text.partition("#")
     first, *rest = written.split()
     if any("@" in token for token in rest):
@@ -143,7 +148,10 @@ def table(hosts: Hosts) -> str:
     rows = [("host", "slots", "user", "port")]
     for host in hosts.hosts:
         slots = "GPUs" if host.slots is None else str(host.slots)
-        rows.append((host.name, slots, host.user or "-", str(host.port or "-")))
+        port = str(host.port or "-")
+        if host.gpus is not None:
+            port = f"{port:<5}  GPUs {', '.join(map(str, host.gpus))}"
+        rows.append((host.name, slots, host.user or "-", port))
     names, users = (max(len(row[column]) for row in rows) for column in (0, 2))
     lines = [
         f"{name:<{names}}  {slots:>6}  {user:<{users}}  {port}" for name, slots, user, port in rows

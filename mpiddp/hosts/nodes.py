@@ -20,13 +20,14 @@ from mpiddp.hosts.hostfile import Host, Hosts
 class Node:
     """A host with its number of ranks, under the name that mpirun gets.
 
-    `user` and `port` are ssh's; None means ssh's own default.
+    `user` and `port` are ssh's; None means ssh's own default. `gpus` are those of its hostfile entry.
     """
 
     name: str
     ranks: int
     user: str | None = None
     port: int | None = None
+    gpus: tuple[int, ...] | None = None
 
 
 _RESOLVED_ONE_BY_ONE, _RESOLVERS = 2, 256
@@ -120,7 +121,7 @@ def name_nodes(
                     f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
                     "its first colon. Use a name that resolves to an IPv4 address."
                 )
-            nodes.append(Node(host.name, ranks, host.user, host.port))
+            nodes.append(Node(host.name, ranks, host.user, host.port, host.gpus))
             continue
         if here is not None:
             raise UserError(
@@ -128,7 +129,7 @@ def name_nodes(
                 "Merge them into one."
             )
         here = host
-        nodes.append(Node(own_name, ranks))
+        nodes.append(Node(own_name, ranks, gpus=host.gpus))
     return tuple(nodes)
 
 

@@ -13,21 +13,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mpiddp.hosts.gpu_tools import gpu_names
 from mpiddp.hosts.interfaces import interfaces
-from mpiddp.hosts.nvidia_smi import gpu_names
 from mpiddp.hosts.versions import package_version
 
-NVIDIA_SMI_TIMEOUT_S = 12.0  # less than the preflight's own timeout
+GPU_TOOL_TIMEOUT_S = 12.0  # less than the preflight's own timeout
 
 
 def host_info(requirements: dict[str, Any]) -> dict[str, Any]:
     """The fields of HostInfo except `host`, as JSON. `requirements` is HostRequirements as JSON.
 
-    "mpirun" is the beginning of its --version output, None if it cannot run. "gpus" is None if nvidia-smi
-    does not answer.
+    "mpirun" is the beginning of its --version output, None if it cannot run. "gpus" is None if the
+    vendor's tool does not answer.
     """
     path = f"{requirements['path']}:{os.environ.get('PATH', os.defpath)}"
-    gpus = gpu_names(path, timeout_s=NVIDIA_SMI_TIMEOUT_S)
+    gpus = gpu_names(path, timeout_s=GPU_TOOL_TIMEOUT_S)
     return {
         "has_folder": os.path.isdir(requirements["folder"]),  # noqa: PTH112 - False for any error
         "has_program": _has_program(requirements),

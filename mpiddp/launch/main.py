@@ -33,13 +33,20 @@ def main(argv: list[str]) -> int:
     # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import make_plan
     from mpiddp.launch.starters.compose import compose
-    from mpiddp.launch.starters.environment import fill_in_hint, shell_line, without_values
+    from mpiddp.launch.starters.environment import (
+        fill_in_hint,
+        left_out_hint,
+        shell_line,
+        without_values,
+    )
 
     plan = make_plan(options, started_at, os.environ, may_wait=True)
     options.output.check_ranks(plan.request.world_size)
+    if hint := left_out_hint(options.how.exports, os.environ):
+        log.info(hint)
     if options.dry_run:
         print(compose(plan.starter, plan.request).explained(plan.request))
-        if hint := fill_in_hint(options.how.exports, os.environ):
+        if hint := fill_in_hint(options.how.all_exports, os.environ):
             log.info(hint)
         return 0
     from mpiddp.launch.restarts import run  # a dry run needs no sockets and secrets

@@ -58,9 +58,9 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     )
     add.add_argument(
         "--bind",
-        choices=("none", "numa", "core"),
+        choices=("none", "numa", "core", "gpu"),
         default="none",
-        help="bind each rank to nothing, a NUMA node or a core (default: none)",
+        help="bind each rank to nothing, a NUMA node, a core, or the cores near its GPU (default: none)",
     )
 
 
@@ -83,7 +83,23 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="VAR[=VALUE]",
-        help="pass this environment variable to the ranks (repeatable)",
+        help="pass this environment variable to the ranks, or those of a pattern such as 'WANDB_*' "
+        "(repeatable)",
+    )
+    add.add_argument(
+        "--env-file",
+        dest="env_files",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="pass the variables of this file: a line NAME=VALUE for each (repeatable)",
+    )
+    add.add_argument(
+        "--mpi-args",
+        action="append",
+        default=[],
+        metavar="='ARGS'",
+        help="options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)",
     )
     add.add_argument(
         "--no-check",
@@ -127,6 +143,13 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         type=_whole("--min-ranks", 1),
         metavar="N",
         help="the same, as long as N ranks remain",
+    )
+    add.add_argument(
+        "--spares",
+        type=_whole("--spares", 0),
+        default=0,
+        metavar="K",
+        help="keep the last K hosts in reserve; each takes the place of a host that fails the preflight",
     )
 
 

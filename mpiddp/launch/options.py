@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
 from mpiddp.errors import UserError
+from mpiddp.launch.env_file import read_env_file
 from mpiddp.launch.job import Job
 from mpiddp.launch.option_parser import option_parser
+from mpiddp.launch.starters.mpi_args import parse_mpi_args
 from mpiddp.paths import is_python, named_by
 from mpiddp.text import listed, shown
 
@@ -30,6 +33,7 @@ class Where:
     exclude: str | None
     min_hosts: int | None
     min_ranks: int | None
+    spares: int  # the last hosts, kept in reserve
     check: bool  # run the preflight
     wait_s: float | None  # for hosts that do not answer yet
     share_gpus: bool
@@ -50,14 +54,24 @@ class Where:
 
 @dataclass(frozen=True)
 class How:
-    """How the ranks start, and how they join."""
+    """How the ranks start, and how they join.
+
+    `file_exports` are read once: a restart uses the same values, and a pipe can be read only once.
+    """
 
     mpirun: str | None
     bind: str
     master_addr: str | None
     interface: str | None
-    exports: tuple[str, ...]  # VAR or VAR=VALUE
+    exports: tuple[str, ...]  # of -x: VAR, VAR=VALUE or PREFIX_*
+    file_exports: tuple[str, ...]  # of --env-file: VAR or VAR=VALUE
+    mpi_args: tuple[str, ...]
     timeout_s: int | None
+
+    @property
+    def all_exports(self) -> tuple[str, ...]:
+        """The variables that the user names for the ranks. A later one takes precedence."""
+        return (*self.file_exports, *self.exports)
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,9 @@ def parse_options(argv: list[str]) -> LaunchOptions:
     """
     values = option_parser().parse_args(argv)
     values.exports = tuple(values.exports)
+    files = [read_env_file(path, os.environ) for path in values.env_files]
+    values.file_exports = tuple(export for file in files for export in file)
+    values.mpi_args = parse_mpi_args(values.mpi_args)
     job = _job(values)
     return LaunchOptions(
         job=job,

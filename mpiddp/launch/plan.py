@@ -16,21 +16,24 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host, resolve_all
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
+from mpiddp.launch.gpu_choice import check_gpu_choice, gpu_table
 from mpiddp.launch.network import (
     JobNetwork,
     RequestedInterface,
     find_network,
     request_interface,
 )
-from mpiddp.launch.options import How, LaunchOptions
+from mpiddp.launch.options import How, LaunchOptions, Where
 from mpiddp.launch.rank_counts import place_ranks, with_slots
 from mpiddp.launch.remote.wait import wait_for_hosts
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, identify
 from mpiddp.launch.starters.environment import forwarded, parse_exports
+from mpiddp.launch.starters.mpi_args import check_mpi_args
 from mpiddp.launch.starters.shared import can_shield
 from mpiddp.launch.usable_hosts import check_hosts, find_hosts
 from mpiddp.paths import check_program
+from mpiddp.protocol import GPUS
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo
@@ -62,7 +65,7 @@ def make_plan(
     Raises:
         UserError: bad input, or something that this machine lacks.
     """
-    exports = parse_exports(options.how.exports, env)
+    exports = parse_exports(options.how.all_exports, env)
     requested = request_interface(options.how.interface) if options.how.interface else None
     # Not resolved: the path of its python identifies a virtual environment.
     python = Path(sys.executable).absolute()
@@ -74,6 +77,9 @@ def make_plan(
         wait_for_hosts(expected, options.where.wait_s, transport)
     resolve_all([host.name for host in named.hosts])
     starter = _find_starter(options.how, python, env, allocation)
+    check_mpi_args(starter, options.how.mpi_args)
+    check_gpu_choice(named, exports)
+    _check_spares(options.where, starter)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(named.hosts) > 1 and starter.kind != "slurm":
@@ -84,7 +90,12 @@ def make_plan(
 
     found = check_hosts(options.where, named, preflight)
     hosts = with_slots(
-        options.where, found, options.backend, dry_run=options.dry_run, transport=transport
+        options.where,
+        found,
+        options.backend,
+        exports,
+        dry_run=options.dry_run,
+        transport=transport,
     )
     nodes = place_ranks(
         options.where,
@@ -99,6 +110,8 @@ def make_plan(
     settings = {name: value for name, value in exports.items() if value is not None}
     hidden = frozenset(settings)
     settings |= _settings(options, nodes, network, requested, started_at)
+    if starter.kind != "slurm" and (table := gpu_table(nodes, env, exports)):
+        settings[GPUS] = table  # Slurm itself chooses the GPUs of each host
     for name, value in _defaults(options.how, starter, python, nodes, network, env).items():
         settings.setdefault(name, value)
     return Plan(
@@ -111,7 +124,8 @@ def make_plan(
             settings=settings,
             env=env,
             hidden=hidden,
-            bind=options.how.bind,
+            bind="none" if options.how.bind == "gpu" else options.how.bind,  # the ranks do it
+            mpi_args=options.how.mpi_args,
             interface=network.interface.name if network.interface else None,
             networks=network.networks,
             as_root=os.geteuid() == 0,
@@ -129,6 +143,19 @@ def _find_starter(
 ) -> RankStarter:
     uses_srun = allocation is not None and allocation.starter == "srun" and how.mpirun is None
     return identify(find_srun(env) if uses_srun else find_mpirun(how.mpirun, python, env), env)
+
+
+def _check_spares(where: Where, starter: RankStarter) -> None:
+    """Raise UserError for spares that could never take a host's place."""
+    if where.spares and starter.kind == "slurm":
+        raise UserError(
+            "--spares: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them over "
+            "ssh instead: --mpirun PATH"
+        )
+    if where.spares and not where.check:
+        raise UserError(
+            "--spares needs the preflight, which finds the hosts that fail. Leave out --no-check."
+        )
 
 
 def _preflight(
@@ -196,6 +223,7 @@ def _settings(
         "MPIDDP_NETWORKS": ",".join(network.networks) or None,
         "MPIDDP_INTERFACE": requested.everywhere if requested else None,
         "MPIDDP_TIMEOUT": options.how.timeout_s,
+        "MPIDDP_BIND": "gpu" if options.how.bind == "gpu" else None,
         "MPIDDP_REPORT": 1 if options.report else None,
         "MPIDDP_VERBOSE": 1 if options.verbose else None,
         "MPIDDP_LOG_DIR": options.output.log_dir,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
@@ -11,6 +12,7 @@ from mpiddp.hosts.nodes import Node, is_this_host, name_nodes
 from mpiddp.hosts.slots import ranks_per_host
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
+from mpiddp.launch.gpu_choice import variables_of_ranks
 from mpiddp.launch.options import Where
 from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, usable
 from mpiddp.launch.starters.detect import RankStarter
@@ -22,30 +24,38 @@ def with_slots(
     where: Where,
     found: UsableHosts,
     backend: str | None,
+    exports: Mapping[str, str | None],
     *,
     dry_run: bool,
     transport: Transport = SSH,
 ) -> Hosts:
     """The hosts with known slot counts. Logs the counts that the user may not expect.
 
+    Args:
+        exports: the variables that the user names for the ranks; None is the launcher's own value.
+
     Raises:
-        UserError: a host with fewer GPUs than slots.
+        UserError: a host with fewer GPUs than slots, or without a GPU that the hostfile names.
     """
 
     is_default = not where.names_hosts and found.hosts.hosts == THIS_MACHINE.hosts
 
     def count(host: Host) -> int:
+        env = variables_of_ranks(host.name, os.environ, exports)
         if is_default and where.names_ranks:  # the user requests a number
-            return count_gpus(host) or len(os.sched_getaffinity(0))
+            return count_gpus(host, env) or len(os.sched_getaffinity(0))
         if host in found.info:
-            return usable(found.info[host].gpus, os.environ)
+            return usable(host, found.info[host].gpus, env)
         if dry_run and not is_this_host(host.name):
             log.info(
                 f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1"
             )
             return 1
-        return count_gpus(host, transport=transport)
+        return count_gpus(host, env, transport)
 
+    for host in found.hosts.hosts:
+        if host.gpus is not None and (host in found.info or is_this_host(host.name)):
+            count(host)  # raises for a GPU that the host does not have
     backend = "gloo" if where.share_gpus else backend
     are_granted = not (where.names_hosts or where.local or is_default)
     hosts, notes = fit_to_gpus(

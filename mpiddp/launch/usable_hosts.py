@@ -15,7 +15,7 @@ from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.slots import exclude
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
-from mpiddp.text import counted
+from mpiddp.text import all_of, counted
 from mpiddp.world import World
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart
 
 @dataclass(frozen=True)
 class UsableHosts:
-    """The hosts that passed the preflight, and its results; {} if it did not run.
+    """The hosts of the job, which passed the preflight, and its results; {} if it did not run.
 
-    `some_left_out`: the user named more hosts.
+    `some_left_out`: the user named more hosts, not counting spares.
     """
 
     hosts: Hosts
@@ -85,26 +85,58 @@ def refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
 def check_hosts(
     where: Where, hosts: Hosts, preflight: Callable[[Hosts], Mapping[Host, HostInfo]]
 ) -> UsableHosts:
-    """The hosts that pass the preflight. Unusable ones are left out, within --min-hosts and --min-ranks.
+    """The hosts that pass the preflight, without the spares that the job does not need.
+
+    The last `--spares` hosts are spares. One takes the place of each unusable host; without enough of
+    them, unusable hosts are left out, within --min-hosts and --min-ranks.
 
     Raises:
         UserError: too few hosts remain.
     """
-    usable = _count_usable(hosts.hosts)
-    if usable < (where.min_hosts or 1):
-        raise UserError(
-            f"only {counted(usable, 'host')} given, but --min-hosts is {where.min_hosts}."
-        )
+    wanted = _wanted(where, hosts)
+    left_out: Mapping[Host, str] = {}
     try:
-        return UsableHosts(hosts, preflight(hosts))
+        info = preflight(hosts)
     except UnusableHosts as unusable:
-        left = tuple(host for host in hosts.hosts if host not in unusable.complaints)
-        if not where.can_shrink or _count_usable(left) < (where.min_hosts or 1):
+        left_out = unusable.complaints
+        left = tuple(host for host in hosts.hosts if host not in left_out)
+        least = (where.min_hosts or 1) if where.can_shrink else wanted
+        if _count_usable(left) < least:
             raise
-        for complaint in unusable.complaints.values():
+        hosts = replace(hosts, hosts=left)
+        for complaint in left_out.values():
             log.info(f"leaving out a host: {complaint}")
-    hosts = replace(hosts, hosts=left)
-    return UsableHosts(hosts, preflight(hosts), some_left_out=True)
+        info = preflight(hosts)
+    some_left_out = _count_usable(hosts.hosts) < wanted
+    hosts, spares = _without_spares(hosts, wanted)
+    if spares:
+        log.info(f"kept in reserve: {all_of([host.name for host in spares])}")
+    used = {host: info[host] for host in hosts.hosts if host in info}
+    return UsableHosts(hosts, used, some_left_out)
+
+
+def _wanted(where: Where, hosts: Hosts) -> int:
+    """The number of hosts that the job has if enough of them can be used."""
+    usable = _count_usable(hosts.hosts)
+    wanted = usable - where.spares
+    if wanted < 1:
+        raise UserError(
+            f"--spares {where.spares} leaves no host for the ranks: {hosts.source} has "
+            f"{counted(usable, 'host')}."
+        )
+    if wanted < (where.min_hosts or 1):
+        beside = f" beside {counted(where.spares, 'spare')}" if where.spares else ""
+        raise UserError(
+            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {where.min_hosts}."
+        )
+    return wanted
+
+
+def _without_spares(hosts: Hosts, wanted: int) -> tuple[Hosts, tuple[Host, ...]]:
+    """The first `wanted` hosts that take ranks, in their order, and the others of these."""
+    usable = [host for host in hosts.hosts if host.slots != 0]
+    spares = tuple(usable[wanted:])
+    return replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in spares)), spares
 
 
 def _count_usable(hosts: tuple[Host, ...]) -> int:

@@ -63,11 +63,12 @@ def _launched_at(text: str) -> float:
 
 def _all_reduce(world: World) -> None:
     device = torch.device("cpu")
-    if "cpu:" not in dist.get_backend_config():  # "cuda:nccl"
+    gpu = torch.accelerator.current_accelerator()
+    if gpu is not None and "cpu:" not in dist.get_backend_config():  # "cuda:nccl"
         assert world.local_rank is not None, "the ranks have joined"
-        all_visible = world.local_rank < torch.cuda.device_count()
-        index = world.local_rank if all_visible else torch.cuda.current_device()
-        device = torch.device("cuda", index)
+        all_visible = world.local_rank < torch.accelerator.device_count()
+        index = world.local_rank if all_visible else torch.accelerator.current_device_index()
+        device = torch.device(gpu.type, index)
     one = torch.ones(1, device=device)
     dist.all_reduce(one)
     assert one.item() == dist.get_world_size()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpiddp.hosts.gpu_variables import VISIBLE
 from mpiddp.hosts.hostfile import MAX_SLOTS
 from mpiddp.protocol import PLACEMENT
 from mpiddp.runtime.master_address import RankInfo
@@ -32,17 +33,23 @@ class RankPlacement:
     gpu: str = ""
 
     @classmethod
-    def of_this_process(cls, info: RankInfo, num_gpus: int, launcher: str) -> RankPlacement:
-        """The placement of this process, whose rank sees `num_gpus` GPUs and will use NCCL."""
+    def of_this_process(
+        cls, info: RankInfo, num_gpus: int, launcher: str, gpu_type: str = "cuda"
+    ) -> RankPlacement:
+        """The placement of this process, whose rank sees `num_gpus` GPUs and will use them.
+
+        Args:
+            gpu_type: torch's name for such devices: "cuda" (ROCm's too), "xpu".
+        """
         local_rank = info.local_rank
         assert local_rank is not None
         if local_rank >= num_gpus:
             return cls(info, "cpu")
         if launcher == "slurm":  # its cgroups renumber the GPUs for each task
-            return cls(info, f"cuda:{local_rank}")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            return cls(info, f"{gpu_type}:{local_rank}")
+        visible = next((os.environ[name] for name in VISIBLE if name in os.environ), "").split(",")
         named = visible[local_rank].strip() if local_rank < len(visible) else ""
-        return cls(info, f"cuda:{local_rank}", named or str(local_rank))
+        return cls(info, f"{gpu_type}:{local_rank}", named or str(local_rank))
 
 
 def expected_hosts(placement: str) -> list[str]:
@@ -107,7 +114,7 @@ def table(placements: Sequence[RankPlacement], expected: Sequence[str] = ()) -> 
     for index, placement in enumerate(placements):
         info = placement.info
         device = placement.device
-        if placement.gpu and device != f"cuda:{placement.gpu}":
+        if placement.gpu and device.partition(":")[2] != placement.gpu:
             device += f" (GPU {placement.gpu})"
         row = [str(info.rank), info.hostname, str(info.local_rank), device]
         if expected:

@@ -38,7 +38,7 @@ def process_group(
 
     Args:
         world: the world of this process; by default read from the environment.
-        backend: "nccl" or "gloo"; by default nccl if there is a GPU, else gloo.
+        backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
         timeout_s: how long a collective may wait for a peer before the job fails.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
@@ -84,15 +84,15 @@ def default_group(
     coordinator: Coordinator, backend: str, device: torch.device, *, timeout_s: float
 ) -> Iterator[None]:
     """torch.distributed's default process group over the coordinator's store, destroyed at the end."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL starts, or every rank opens a context on GPU 0
+    if device.type != "cpu":  # before NCCL starts, or every rank opens a context on GPU 0
+        torch.accelerator.set_device_index(device)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(coordinator.unique_prefix("group"), coordinator.store),
         rank=coordinator.world.rank,
         world_size=coordinator.world.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type != "cpu" else None,
     )
     session, destroys = current(), True
     try:
@@ -102,12 +102,12 @@ def default_group(
         if session.is_of_this_process and fails:
             # Claim it before the group is destroyed, which makes the other ranks fail as well.
             coordinator.claim_first_failure()
-            # Destroying NCCL's group would wait for the others' collective, and delay the report.
-            destroys = backend != "nccl"
+            # Destroying a GPU's group would wait for the others' collective, and delay the report.
+            destroys = backend == "gloo"
         raise
     except KeyboardInterrupt:
         # NCCL would wait for operations of ranks that are interrupted as well.
-        destroys = backend != "nccl"
+        destroys = backend == "gloo"
         raise
     finally:
         if destroys and session.is_of_this_process:
@@ -115,33 +115,33 @@ def default_group(
 
 
 def choose_backend(requested: str | None) -> str:
-    """The backend to use: `requested`, or nccl if there is a GPU, else gloo."""
-    has_gpu = torch.cuda.is_available()
-    if requested == "nccl" and not has_gpu:
+    """The backend to use: `requested`, or that of this host's GPUs (nccl, Intel's xccl), else gloo."""
+    if requested == "nccl" and not torch.cuda.is_available():  # ROCm's GPUs are "cuda" too
         raise UserError(
             f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on "
             f"{socket.gethostname()}. Use --backend gloo, or run nvidia-smi there."
         )
-    return requested or ("nccl" if has_gpu else "gloo")
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    return requested or (dist.get_default_backend_for_device(gpu) if gpu else "gloo")
 
 
 def device_of(world: World, backend: str | None = None) -> torch.device:
     """The device of this rank. Only this function decides on it.
 
-    With nccl it is the GPU of the local rank, or the only visible GPU if the launcher shows each rank
-    its own. With gloo it is the CPU.
+    With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if the launcher shows
+    each rank its own.
 
     Raises:
         UserError: more local ranks than GPUs.
     """
-    if (backend or choose_backend(None)) != "nccl":
+    if (backend or choose_backend(None)) == "gloo":
         return torch.device("cpu")
-    gpus = torch.cuda.device_count()
+    gpu, gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     assert world.local_rank is not None, "the ranks have joined"
-    if world.local_rank < gpus:
-        return torch.device("cuda", world.local_rank)
-    if gpus == 1 and world.launcher.hides_gpus:  # as srun --gpus-per-task does
-        return torch.device("cuda", 0)
+    if gpu is not None and world.local_rank < gpus:
+        return torch.device(gpu.type, world.local_rank)
+    if gpu is not None and gpus == 1 and world.launcher.hides_gpus:  # as srun --gpus-per-task does
+        return torch.device(gpu.type, 0)
     raise UserError(
         f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "
         "ranks would share GPUs. Give it fewer slots in the hostfile, let each rank see all GPUs "

@@ -1,4 +1,4 @@
-"""Set up a rank's process before it loads torch: its number of threads, and the options of malloc.
+"""Set up a rank's process before it loads torch: its GPUs, its cores, its threads, and malloc.
 
 A variable of OpenMP or of glibc that the user has set takes precedence.
 """
@@ -10,6 +10,7 @@ import os
 import signal
 
 from mpiddp.hosts.processes import signal_at_parents_end
+from mpiddp.runtime.own_gpu import bind_to_gpu, choose_gpus
 from mpiddp.world import World
 
 # glibc's malloc.h
@@ -22,7 +23,13 @@ _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
 
 
 def configure_process(world: World) -> None:
-    """Configure threads and memory for this rank. Call this before torch is imported."""
+    """Configure GPUs, cores, threads and memory for this rank. Call this before torch is imported.
+
+    Raises:
+        UserError: variables of the launcher that contradict each other.
+    """
+    choose_gpus(world)
+    bind_to_gpu(world)
     limit_threads(world)
     is_configured = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
     if not is_configured and "glibc.malloc." not in os.environ.get("GLIBC_TUNABLES", ""):

@@ -39,9 +39,11 @@ def main(command: Sequence[str]) -> int:
         UserError: the command cannot be started, or see `mpiddp.runtime.join.join`.
         SystemExit: the command has failed, with its exit code.
     """
-    guardian = Guardian()  # first, because it forks
     world = World.from_env()
     configure_process(world)
+    guardian = (
+        Guardian()
+    )  # before any thread starts, because it forks; it inherits the cores of this rank
     session = current()
     is_ending = threading.Event()
 

@@ -24,9 +24,9 @@ def check_placement(
     expected = env.get(PLACEMENT)
     if expected or env.get(REPORT):
         info = result.infos[coordinator.world.rank]
-        own = RankPlacement.of_this_process(
-            info, _count_gpus() if uses_gpus else 0, coordinator.world.launcher.name
-        )
+        gpu_type, num_gpus = _gpus() if uses_gpus else ("cpu", 0)
+        launcher = coordinator.world.launcher.name
+        own = RankPlacement.of_this_process(info, num_gpus, launcher, gpu_type)
         devices = coordinator.all_gather_json([own.device, own.gpu], timeout_s=AGREE_TIMEOUT_S)
         placements = [
             RankPlacement(info, device, gpu)
@@ -49,7 +49,10 @@ def check_placement(
         print(f"rank {world.rank} on {world.hostname} uses {result.interface}", flush=True)
 
 
-def _count_gpus() -> int:
+def _gpus() -> tuple[str, int]:
+    """torch's name for this host's GPUs, and their number."""
     import torch  # a rank that only starts a command does without
 
-    return torch.cuda.device_count()
+    # Whether one is available is not asked: CUDA would start, and children could not be forked.
+    gpu = torch.accelerator.current_accelerator()
+    return gpu.type if gpu else "cpu", torch.accelerator.device_count()

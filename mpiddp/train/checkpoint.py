@@ -174,8 +174,9 @@ def restore_rank(model: nn.Module, received: Received[Contents], world_size: int
     for buffer, saved in zip(model.buffers(), state["buffers"], strict=True):
         buffer.copy_(saved)
     torch.set_rng_state(state["cpu_rng"])
-    if "device_rng" in state and _is_on_gpu(model):
-        torch.cuda.set_rng_state(state["device_rng"])
+    device = _device_of(model)
+    if "device_rng" in state and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["device_rng"])
 
 
 def rank_state(model: nn.Module) -> dict[str, Any]:
@@ -184,13 +185,14 @@ def rank_state(model: nn.Module) -> dict[str, Any]:
         "cpu_rng": torch.get_rng_state(),
         "buffers": _on_host(list(model.buffers())),
     }
-    if _is_on_gpu(model):
-        state["device_rng"] = torch.cuda.get_rng_state()
+    device = _device_of(model)
+    if device.type != "cpu":
+        state["device_rng"] = torch.get_device_module(device).get_rng_state()
     return state
 
 
-def _is_on_gpu(model: nn.Module) -> bool:
-    return next(model.parameters()).is_cuda
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

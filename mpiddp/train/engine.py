@@ -211,6 +211,8 @@ def computes_in_bf16(device: torch.device) -> bool:
         ):  # it asks about the current device, which may be another GPU
             supported: bool = torch.cuda.is_bf16_supported(including_emulation=False)
         return supported
+    if device.type != "cpu":
+        return bool(torch.get_device_module(device).is_bf16_supported())
     # On x86, oneDNN emulates bf16 on every CPU with AVX-512, so read the CPU's flags instead.
     with Path("/proc/cpuinfo").open() as lines:  # on Arm the line is "Features", the flag "bf16"
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -24,7 +24,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type != "cpu"
+        self._device, self._on_gpu = device, device.type != "cpu"
         self._marks: list[Any] = []
         self._seconds: list[float] = []
 
@@ -48,7 +48,7 @@ class StepTimer:
     def _mark(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.cluster.host import Arg, Host
 from tests.cluster.state import Cluster
@@ -47,6 +48,7 @@ MessageTimeout=100
 TCPTimeout=60
 BatchStartTimeout=100
 EnforcePartLimits=ALL
+AuthInfo=cred_expire={credentials_s}
 # The test sets the number of CPUs below, independent of the machine.
 SlurmdParameters=config_overrides
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -63,7 +65,7 @@ _MUNGED = [
     "--seed-file=/run/munge/seed",
 ]
 
-_UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+_UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,12 @@ class Slurm:
         output = self.cluster.shared / f"job-{os.urandom(4).hex()}.out"
         command = ["sbatch", "--parsable", f"--output={output}", *options]
         submitted = login.run(command, env=env, user=user, cwd=cwd, stdin=script, check=True)
-        job = submitted.stdout.strip()
+        code = self.wait(submitted.stdout.strip(), output, timeout_s=timeout_s)
+        return subprocess.CompletedProcess(command, code, output.read_text(), "")
+
+    def wait(self, job: str, output: Path, *, timeout_s: float = PATIENCE_S) -> int:
+        """Wait for a job's end, and return its exit code. Raises as `sbatch`."""
+        login = self.cluster.hosts[0]
         deadline = time.monotonic() + timeout_s
         while (code := _exit_code(login, job)) is None:
             if time.monotonic() > deadline:
@@ -101,28 +108,30 @@ class Slurm:
                 written = output.read_text() if output.exists() else "nothing"
                 raise TimeoutError(f"job {job} runs for {timeout_s} s already; it wrote: {written}")
             time.sleep(0.05)
-        return subprocess.CompletedProcess(command, code, output.read_text(), "")
+        return code
 
 
 @contextmanager
-def up(cluster: Cluster, *, cpus: int = 4) -> Iterator[Slurm]:
+def up(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Iterator[Slurm]:
     """Slurm on all hosts of `cluster`, with `cpus` CPUs each.
+
+    A job that is requeued waits until its credentials have expired.
 
     At the end of the block, all processes of these hosts are killed.
     """
     try:
-        yield start(cluster, cpus=cpus)
+        yield start(cluster, cpus=cpus, credentials_s=credentials_s)
     finally:
         for host in cluster.hosts:
             host.kill_processes()
             host.run(["rm", "-rf", *_FOLDERS])
 
 
-def start(cluster: Cluster, *, cpus: int = 4) -> Slurm:
+def start(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Slurm:
     """Start Slurm. Its daemons end with the cluster."""
     hosts = cluster.hosts
     munge_key = os.urandom(64)
-    conf = _SLURM_CONF.format(controller=hosts[0])
+    conf = _SLURM_CONF.format(controller=hosts[0], credentials_s=credentials_s)
     conf += "".join(_NODE.format(host=host, cpus=cpus) for host in hosts)
     for host in hosts:
         for folder in (*_FOLDERS, "/etc/slurm"):

@@ -11,37 +11,42 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import nvidia_smi
+from mpiddp.hosts import gpu_tools
+from mpiddp.hosts.gpu_variables import VISIBLE, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.nodes import is_this_host
 from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, shown
 
-_TIMEOUT_S = CONNECT_TIMEOUT_S + nvidia_smi.TIMEOUT_S
+_TIMEOUT_S = CONNECT_TIMEOUT_S + gpu_tools.TIMEOUT_S
 
 
 def count_gpus(host: Host, env: Mapping[str, str] = os.environ, transport: Transport = SSH) -> int:
-    """The number of GPUs that ranks on `host` can use, 0 without nvidia-smi.
+    """The number of GPUs that ranks on `host` can use, 0 without its vendor's tool.
 
     Another host counts its own: the transport runs the same Python there.
 
+    Args:
+        env: the variables of the ranks on this host, see `gpu_choice.variables_of_ranks`.
+
     Raises:
-        UserError: the transport fails, Python is missing there, or nvidia-smi hangs.
+        UserError: the transport fails, Python is missing there, the vendor's tool hangs, or the hostfile
+            names a GPU that the host does not have.
     """
-    if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if hides_all_gpus(env):
         return 0
     is_here = is_this_host(host.name)
-    names = nvidia_smi.gpu_names(env.get("PATH")) if is_here else _names_over(transport, host)
+    names = gpu_tools.gpu_names(env.get("PATH")) if is_here else _names_over(transport, host)
     if names is None:
-        raise UserError(no_nvidia_smi(host.name))
-    return usable(len(names), env)
+        raise UserError(no_answer_of_gpus(host.name))
+    return usable(host, len(names), env)
 
 
 def _names_over(transport: Transport, host: Host) -> list[str] | None:
     """`gpu_names` on another host."""
     python = str(Path(sys.executable).absolute())
-    source = Path(nvidia_smi.__file__).read_text()
+    source = Path(gpu_tools.__file__).read_text()
     program = f"{source}\nimport json\nprint(json.dumps(gpu_names()))\n"
     answer = run_on_hosts([host], python, program, timeout_s=_TIMEOUT_S, transport=transport)[host]
     if answer.exit_code == 0:
@@ -71,24 +76,34 @@ def no_python(name: str, python: str) -> str:
     return f"{name}: {python} is missing. Install it at the same path on every host."
 
 
-def no_nvidia_smi(name: str) -> str:
-    """The error for a host where nvidia-smi does not answer. NCCL would not work there either."""
+def no_answer_of_gpus(name: str) -> str:
+    """The error for a host whose GPUs do not answer. NCCL would not work there either."""
     return (
-        f"{name}: nvidia-smi does not answer. Repair the driver, or set CUDA_VISIBLE_DEVICES= to "
-        "run without GPUs."
+        f"{name}: nvidia-smi (amd-smi, xpu-smi) does not answer. Repair the driver, or set "
+        "CUDA_VISIBLE_DEVICES= to run without GPUs."
     )
 
 
-def usable(installed: int | None, env: Mapping[str, str]) -> int:
-    """The number of a host's GPUs that CUDA_VISIBLE_DEVICES, which the ranks inherit, leaves visible.
+def usable(host: Host, installed: int | None, env: Mapping[str, str]) -> int:
+    """The number of a host's GPUs that its hostfile entry, or else the variables of its ranks, leave visible.
 
     Args:
-        installed: None if nvidia-smi does not answer, which matters only for a job that uses GPUs.
+        installed: None if the vendor's tool does not answer, which matters only for a job that uses GPUs.
+
+    Raises:
+        UserError: the hostfile names a GPU that the host does not have.
     """
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1") or installed is None:
+    if hides_all_gpus(env) or installed is None:
         return 0
-    return installed if visible is None else min(installed, len(visible.split(",")))
+    if host.gpus is not None:
+        if missing := [number for number in host.gpus if number >= installed]:
+            raise UserError(
+                f"{host.name} has {counted(installed, 'GPU')}, so there is no GPU {missing[0]} "
+                f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0."
+            )
+        return len(host.gpus)
+    chosen = [len(env[name].split(",")) for name in VISIBLE if name in env]
+    return min([installed, *chosen])
 
 
 def fit_to_gpus(

@@ -16,19 +16,20 @@ from pathlib import Path
 from types import ModuleType
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import interfaces, nvidia_smi, probe, versions
+from mpiddp.hosts import gpu_tools, interfaces, probe, versions
+from mpiddp.hosts.gpu_variables import hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, Answer, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.launch.remote.gpus import no_nvidia_smi, no_python
+from mpiddp.launch.remote.gpus import no_answer_of_gpus, no_python
 from mpiddp.text import all_of
 
 TIMEOUT_S = 15.0
 
 # The modules that are sent to the hosts, each after those that it imports.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, nvidia_smi, versions, probe)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpu_tools, versions, probe)
 
 _REMOTE_PROGRAM = """
 import json, sys, types
@@ -64,7 +65,7 @@ class HostInfo:
     mpirun: str | None  # its first lines of --version
     torch: str | None
     mpi4py: str | None
-    gpus: int | None  # None if nvidia-smi does not answer
+    gpus: int | None  # None if the vendor's tool does not answer
     interfaces: tuple[Interface, ...]
 
 
@@ -148,8 +149,8 @@ def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
             "missing or not executable" if os.sep in str(requirements.program) else "not on PATH"
         )
         return f"{name}: {requirements.program} is {where}. Install it on every host."
-    if info.gpus is None and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        return no_nvidia_smi(name)
+    if info.gpus is None and not hides_all_gpus(os.environ):
+        return no_answer_of_gpus(name)
     interface = requirements.interface
     if interface and not any(each.matches(interface) for each in info.interfaces):
         return (

@@ -22,12 +22,13 @@ class Request:
 
     `nodes` are in the order of the ranks. `settings` are the variables that the launcher sets itself, in
     mpirun's environment, and the values of `hidden` ones are not printed; `exports` are the names of all
-    variables that the ranks get. `env` is the user's environment. `networks` ("10.0.0.0/24", or the name
-    of an interface that all hosts have), if not empty, are the only ones that MPI may use, and
-    `interface` is this machine's interface. `control_address` is the launcher's address for the ranks,
-    None if it is not known. `transport` reaches the other hosts; with `shields_ssh`, mpirun's processes
-    of it ignore SIGTERM. `schedulers` are those whose variables mpirun must not follow. `scratch` is the
-    folder for mpirun's files. With `is_command`, the script of a rank may run in a container.
+    variables that the ranks get. `env` is the user's environment. `mpi_args` are the user's own arguments
+    for mpirun. `networks` ("10.0.0.0/24", or the name of an interface that all hosts have), if not empty,
+    are the only ones that MPI may use, and `interface` is this machine's interface. `control_address` is
+    the launcher's address for the ranks, None if it is not known. `transport` reaches the other hosts; with
+    `shields_ssh`, mpirun's processes of it ignore SIGTERM. `schedulers` are those whose variables mpirun
+    must not follow. `scratch` is the folder for mpirun's files. With `is_command`, the script of a rank may
+    run in a container.
     """
 
     nodes: tuple[Node, ...]
@@ -38,6 +39,7 @@ class Request:
     env: Mapping[str, str] = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
     bind: str = "none"
+    mpi_args: tuple[str, ...] = ()
     interface: str | None = None
     networks: tuple[str, ...] = ()
     as_root: bool = False

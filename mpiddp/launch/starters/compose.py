@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from mpiddp.launch.starters.command import Command, Request
+from mpiddp.launch.starters.command import Command, Request, flag
 from mpiddp.launch.starters.detect import RankStarter, StarterKind
 from mpiddp.launch.starters.hydra import intel_mpi, mpich
 from mpiddp.launch.starters.openmpi import open_mpi
@@ -20,4 +21,8 @@ _COMPOSERS: dict[StarterKind, Callable[[RankStarter, Request], Command]] = {
 
 def compose(starter: RankStarter, request: Request) -> Command:
     """The command that starts `request` with `starter`."""
-    return _COMPOSERS[starter.kind](starter, request)
+    command = _COMPOSERS[starter.kind](starter, request)
+    if not request.mpi_args:
+        return command
+    theirs = flag(*request.mpi_args, why="--mpi-args, as you wrote them")
+    return replace(command, flags=(*command.flags, theirs))

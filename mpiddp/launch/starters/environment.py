@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.gpu_variables import is_of_one_host
 from mpiddp.text import all_of, escaped
 
 ALLOWED = (
@@ -23,8 +24,13 @@ ALLOWED = (
     "PYTORCH_*",
     "GLOO_*",
     "OMP_*",
-    "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
+    "HIP_*",
+    "ROCR_*",
+    "RCCL_*",
+    "ZE_*",
+    "ONEAPI_*",
+    "CUDA_VISIBLE_DEVICES",
     "UCX_*",
     "FI_*",
     "HF_*",
@@ -35,12 +41,13 @@ ALLOWED = (
     "MASTER_PORT",
 )
 
-# A variable with such a name is passed only if -x names it: it may be a password.
+# A variable with such a name is passed only if -x or a file of variables names it: it may be a password.
 SECRET = (
     *("*TOKEN*", "*SECRET*", "*KEY*", "*PASS*", "*CREDENTIAL*"),
     *("*AUTH*", "*COOKIE*", "*SESSION*", "*DSN*"),
 )
 LEFT_OUT = "…"  # stands for a value in what is printed
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile("-v*x=?")  # also -vx
 _SHOWN = re.compile(rf"({_OPTION.pattern})?[A-Za-z_][A-Za-z0-9_]*={LEFT_OUT}")
 
@@ -98,17 +105,29 @@ def fill_in_hint(exports: Iterable[str], env: Mapping[str, str]) -> str:
     return f"{LEFT_OUT} stands for the {values} of {all_of(names)}, never printed here: fill {them} in."
 
 
-def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables of the options `-x VAR` (None: its value here) and `-x VAR=VALUE`.
+def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables of the options `-x VAR` (None: its value here), `-x VAR=VALUE` and `-x 'PREFIX_*'`.
+
+    A pattern passes no variable that may be a secret. A name takes precedence over a pattern, and a later
+    name over an earlier one.
 
     Raises:
-        UserError: an invalid variable name, or a variable without a value that is not set here.
+        UserError: an invalid variable name, a variable without a value that is not set here, or a
+            pattern without a variable.
     """
+    patterns = [export for export in exports if _is_pattern(export)]
     variables: dict[str, str | None] = {}
+    for pattern in patterns:
+        found = _matches_of(pattern, env)
+        if not found:
+            raise UserError(f"-x {shlex.quote(pattern)}: no variable here has such a name.")
+        variables |= dict.fromkeys(name for name in found if not is_secret(name))
     for export in exports:
+        if export in patterns:
+            continue
         name, has_value, value = export.partition("=")
         shown = without_value(export, {})
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not _NAME.fullmatch(name):
             raise UserError(
                 f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
             )
@@ -118,9 +137,38 @@ def parse_exports(exports: Iterable[str], env: Mapping[str, str]) -> dict[str, s
     return variables
 
 
+def left_out_hint(exports: Sequence[str], env: Mapping[str, str]) -> str:
+    """A sentence about the variables that a pattern matches but does not pass, "" if there is none."""
+    named = {export.partition("=")[0] for export in exports}
+    matched = {name for each in exports if _is_pattern(each) for name in _matches_of(each, env)}
+    names = sorted(filter(is_secret, matched - named))
+    if not names:
+        return ""
+    options = " ".join(f"-x {name}" for name in names)
+    return f"a pattern passes no secret: {all_of(names)} may be one. To pass it by name: {options}"
+
+
+def _is_pattern(export: str) -> bool:
+    return re.fullmatch("[A-Za-z0-9_]+", re.sub("[*?]", "", export)) is not None and (
+        "*" in export or "?" in export
+    )
+
+
+def _matches_of(pattern: str, env: Mapping[str, str]) -> list[str]:
+    """The variables that match; the shell's functions, such as BASH_FUNC_f%%, have no valid name."""
+    return [name for name in env if fnmatchcase(name, pattern) and _NAME.fullmatch(name)]
+
+
 def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> tuple[str, ...]:
-    """The sorted names of the variables for the ranks: `exports`, and the allowed ones of `env`."""
-    allowed = {name for name in env if _matches(name, ALLOWED) and not is_secret(name)}
+    """The sorted names of the variables for the ranks: `exports`, and the allowed ones of `env`.
+
+    Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
+    """
+    allowed = {
+        name
+        for name, value in env.items()
+        if _matches(name, ALLOWED) and not is_secret(name) and not is_of_one_host(name, value)
+    }
     return tuple(sorted(allowed.union(exports)))
 
 

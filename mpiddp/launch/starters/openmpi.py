@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from mpiddp.hosts.transport import SSH
 from mpiddp.launch.starters.command import Command, Flag, Request, flag
 from mpiddp.launch.starters.detect import RankStarter
+from mpiddp.launch.starters.mpi_args import parameters_in
 from mpiddp.launch.starters.shared import (
     BINDINGS,
     DETECTION,
@@ -87,8 +88,10 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
         parameters.append(("plm_rsh_args", ssh_arguments(files), SSH_CONFIG))
     if len(request.nodes) > _TREE_RADIX:
         parameters.append(("plm_rsh_no_tree_spawn", "1", _LOGINS_FROM_HERE))
+    theirs = parameters_in(request.mpi_args)
     for name, value, why in parameters:
-        if not {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys():
+        is_set = {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys()
+        if not is_set and name not in theirs:
             flags.append(flag("--mca", name, value, why=why))
     flags.append(flag("--wdir", request.folder, why=WDIR))
     flags += [flag("-x", name, why=EXPORT) for name in request.exports]

@@ -14,9 +14,10 @@ def prefetched(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch
     """The same batches, whose copies and crops on the device run on a side stream.
 
     The host runs ahead of the device and requests a batch while an earlier step still computes. On the
-    stream of the steps, a copy or a crop would wait for that step.
+    stream of the steps, a copy or a crop would wait for that step. Other accelerators than CUDA's and
+    ROCm's do without.
     """
-    return batches if device.type == "cpu" else _on_side_stream(batches, device)
+    return _on_side_stream(batches, device) if device.type == "cuda" else batches
 
 
 @functools.cache

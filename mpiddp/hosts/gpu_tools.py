@@ -1,0 +1,108 @@
+"""The GPUs of this host, as their vendor's tool lists them: nvidia-smi, amd-smi or rocm-smi, xpu-smi.
+
+torch would know them too, but importing it takes seconds, and a host is asked before anything starts.
+Standard library only: the launcher sends this file to other hosts.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
+
+_ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A vendor's program: its arguments, and the pattern of a GPU's name and of its PCI address.
+
+    The GPUs are in the order of their numbers. Sources of AMD's and Intel's: amd-smi's and rocm-smi's
+    command lines in ROCm's documentation, and XPU Manager's "discovery -j".
+    """
+
+    program: str
+    arguments: tuple[str, ...]
+    name: str
+    address_arguments: tuple[str, ...]
+    address: str
+
+
+TOOLS = (
+    Tool(
+        "nvidia-smi",
+        ("-L",),
+        r"^GPU \d+: (.*?)(?: \(UUID: .*\))?$",  # GPU 0: NVIDIA H200 (UUID: GPU-…)
+        ("--query-gpu=pci.bus_id", "--format=csv,noheader"),
+        rf"^({_ADDRESS})$",
+    ),
+    Tool(
+        "amd-smi",
+        ("list", "--json"),
+        rf'"bdf": *"({_ADDRESS})"',
+        ("list", "--json"),
+        rf'"bdf": *"({_ADDRESS})"',
+    ),
+    Tool(
+        "rocm-smi",
+        ("--showbus",),
+        rf"^GPU\[\d+\].*PCI Bus: ({_ADDRESS})",
+        ("--showbus",),
+        rf"^GPU\[\d+\].*PCI Bus: ({_ADDRESS})",
+    ),
+    Tool(
+        "xpu-smi",
+        ("discovery", "-j"),
+        r'"device_name": *"([^"]*)"',
+        ("discovery", "-j"),
+        rf'"pci_bdf_address": *"({_ADDRESS})"',
+    ),
+)
+
+
+def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[str] | None:
+    """The name of each GPU, of AMD's the PCI address; [] without GPUs, None if a tool does not answer.
+
+    Args:
+        path: the folders to search for the tools, in PATH's format (default: this process's PATH).
+    """
+    for tool in TOOLS:
+        names = _found(tool.program, tool.arguments, tool.name, path, timeout_s)
+        if names is None or names:
+            return names
+    return []
+
+
+def gpu_addresses(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[str]:
+    """The PCI address of each GPU in sysfs's form: "0000:18:00.0". [] if they are not known."""
+    for tool in TOOLS:
+        found = _found(tool.program, tool.address_arguments, tool.address, path, timeout_s)
+        if found:
+            # nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough.
+            domains = [address.partition(":") for address in found]
+            return [f"{int(domain, 16):04x}:{rest.lower()}" for domain, _, rest in domains]
+    return []
+
+
+def _found(
+    program: str, arguments: tuple[str, ...], pattern: str, path: str | None, timeout_s: float
+) -> list[str] | None:
+    """What `pattern` finds in the program's output; [] without the program, None without an answer."""
+    found = shutil.which(program, path=path)
+    if found is None:
+        return []
+    try:
+        done = subprocess.run(
+            [found, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return re.findall(pattern, done.stdout, re.MULTILINE)

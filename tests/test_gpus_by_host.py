@@ -1,0 +1,254 @@
+"""The GPUs of each host: counted with the vendor's tool, chosen by the hostfile, near the rank's cores.
+
+No machine of the tests has a GPU: the tools are stubs that print what their documentation shows.
+
+Tests mpiddp/hosts/gpu_tools.py, mpiddp/hosts/gpu_variables.py, mpiddp/launch/gpu_choice.py,
+mpiddp/runtime/own_gpu.py.
+python -m pytest tests/test_gpus_by_host.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.gpu_tools import gpu_addresses, gpu_names
+from mpiddp.hosts.nodes import Node
+from mpiddp.launch.gpu_choice import gpu_table, variables_of_ranks
+from mpiddp.runtime.own_gpu import bind_to_gpu, choose_gpus, gpu_address, near_cores, parse_cores
+from mpiddp.world import World
+from tests import cluster
+from tests.cluster import Cluster
+from tests.ranks import LAUNCH, ROOT, launch, script
+
+HOST = socket.gethostname()
+
+# nvidia-smi's -L and --query-gpu; amd-smi's and rocm-smi's, ROCm's documentation; XPU Manager's user guide.
+NVIDIA = """
+case "$1" in
+-L) echo "GPU 0: NVIDIA H200 (UUID: GPU-1)"; echo "GPU 1: NVIDIA H200 (UUID: GPU-2)" ;;
+*) echo 00000000:18:00.0; echo 00000000:9A:00.0 ;;
+esac
+"""
+AMD = """
+echo '[{"gpu": 0, "bdf": "0000:05:00.0", "uuid": "a"}, {"gpu": 1, "bdf": "0000:26:00.0", "uuid": "b"}]'
+"""
+ROCM = """
+echo "GPU[0]		: PCI Bus: 0000:05:00.0"
+echo "GPU[1]		: PCI Bus: 0000:26:00.0"
+"""
+INTEL = """
+echo '{"device_list": [{"device_id": 0, "device_name": "Data Center GPU Max 1550",'
+echo ' "pci_bdf_address": "0000:29:00.0"}, {"device_id": 1, "device_name": "Data Center GPU Max 1550",'
+echo ' "pci_bdf_address": "0000:3a:00.0"}]}'
+"""
+NO_GPU = (
+    "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9"
+)
+
+
+def tool(folder: Path, name: str, text: str) -> str:
+    """A stub of this tool. Returns a PATH that has it."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+    return f"{folder}:{os.defpath}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "names", "addresses"),
+    [
+        ("nvidia-smi", NVIDIA, ["NVIDIA H200"] * 2, ["0000:18:00.0", "0000:9a:00.0"]),
+        ("amd-smi", AMD, ["0000:05:00.0", "0000:26:00.0"], ["0000:05:00.0", "0000:26:00.0"]),
+        ("rocm-smi", ROCM, ["0000:05:00.0", "0000:26:00.0"], ["0000:05:00.0", "0000:26:00.0"]),
+        ("xpu-smi", INTEL, ["Data Center GPU Max 1550"] * 2, ["0000:29:00.0", "0000:3a:00.0"]),
+    ],
+)
+def test_each_vendors_tool(
+    tmp_path: Path, name: str, text: str, names: list[str], addresses: list[str]
+) -> None:
+    path = tool(tmp_path, name, text)
+    assert gpu_names(path) == names
+    assert gpu_addresses(path) == addresses
+
+
+def test_a_tool_without_gpus_and_one_that_hangs(tmp_path: Path) -> None:
+    path = tool(tmp_path, "nvidia-smi", NO_GPU)
+    assert gpu_names(path) == []
+    tool(tmp_path, "xpu-smi", INTEL)
+    assert len(gpu_names(path) or []) == 2
+    tool(tmp_path, "nvidia-smi", "exec sleep 600")
+    assert gpu_names(path, timeout_s=0.1) is None
+
+
+NODES = (Node(HOST, 2), Node("far.invalid", 2), Node("there.invalid", 1, gpus=(0, 3)))
+
+
+def test_the_table_has_this_hosts_own_value_and_the_hostfiles_numbers() -> None:
+    there = dict.fromkeys(
+        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), "0,3"
+    )
+    there["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}
+    assert json.loads(gpu_table(NODES, env, {})) == [env, {}, there]
+    exported = gpu_table(NODES, env, {"CUDA_VISIBLE_DEVICES": None})
+    assert json.loads(exported) == [{}, {}, there]
+    assert gpu_table(NODES[:2], {}, {}) == ""
+    assert gpu_table(NODES[:2], {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""  # it travels by name
+
+
+def test_gpus_are_counted_with_the_variables_that_the_ranks_get() -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "0"}
+    assert variables_of_ranks(HOST, env, {}) == env
+    assert variables_of_ranks("far.invalid", env, {}) == {}
+    assert variables_of_ranks("far.invalid", env, {"CUDA_VISIBLE_DEVICES": None}) == env
+    assert variables_of_ranks("far.invalid", {"CUDA_VISIBLE_DEVICES": ""}, {}) != {}
+
+
+@pytest.mark.parametrize(("rank", "gpus"), [(0, "1"), (1, "1"), (2, None), (3, "0,2")])
+def test_a_rank_takes_the_variables_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, rank: int, gpus: str | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("MPIDDP_PLACEMENT", "a:2,b:1,c:1")
+    choices = [{"CUDA_VISIBLE_DEVICES": "1"}, {}, {"CUDA_VISIBLE_DEVICES": "0,2"}]
+    monkeypatch.setenv("MPIDDP_GPUS", json.dumps(choices))
+    choose_gpus(World(rank, 4, 0, 1))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == gpus
+
+
+@pytest.mark.parametrize("text", ["x", "[{}]", '[{"PATH": "/x"}, {}]', "[[], []]", "7"])
+def test_a_table_that_the_launcher_did_not_write(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("MPIDDP_PLACEMENT", "b:1,a:1")
+    monkeypatch.setenv("MPIDDP_GPUS", text)
+    rank = 0 if "PATH" in text else 1
+    with pytest.raises(UserError, match="does not fit MPIDDP_PLACEMENT"):
+        choose_gpus(World(rank, 2, 0, 1))
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """Two GPUs on two NUMA nodes, and one of which the kernel knows no node."""
+    for address, node in (("0000:18:00.0", 0), ("0000:9a:00.0", 1), ("0000:bb:00.0", -1)):
+        device = tmp_path / "sys/bus/pci/devices" / address
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    for node, cores in ((0, f"{first},70-71"), (1, f"{second},72-73")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    return tmp_path / "sys"
+
+
+@pytest.fixture
+def affinity() -> Iterator[set[int]]:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core: nothing to bind to")
+    yield before
+    os.sched_setaffinity(0, before)
+
+
+def test_cores_near_a_gpu(affinity: set[int], sysfs: Path) -> None:
+    assert parse_cores("0-3,8-9\n") == {0, 1, 2, 3, 8, 9}
+    assert near_cores("0000:18:00.0", sysfs) == {min(affinity), 70, 71}
+    assert near_cores("0000:bb:00.0", sysfs) == set()  # as a virtual machine has it
+    assert near_cores("0000:ff:00.0", sysfs) == set()
+
+
+@pytest.mark.parametrize(
+    ("env", "local_rank", "address"),
+    [
+        ({}, 1, "b"),
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, 0, "c"),
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, 1, "a"),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 0, "b"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, 1, None),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1"}, 0, None),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, 0, None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0, None),
+    ],
+)
+def test_the_gpu_of_a_local_rank(env: dict[str, str], local_rank: int, address: str | None) -> None:
+    assert gpu_address(["a", "b", "c"], env, local_rank) == address
+
+
+@pytest.mark.parametrize(("local_rank", "index"), [(0, 0), (1, 1)])
+def test_bind_gpu_binds_a_rank_to_the_cores_near_its_gpu(
+    affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    local_rank: int, index: int,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", NVIDIA))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    bind_to_gpu(World(local_rank, 2, local_rank, 2), sysfs)
+    assert os.sched_getaffinity(0) == affinity  # not without --bind gpu
+    monkeypatch.setenv("MPIDDP_BIND", "gpu")
+    bind_to_gpu(World(local_rank, 2, local_rank, 2), sysfs)
+    assert os.sched_getaffinity(0) == {sorted(affinity)[index]}
+
+
+def test_a_rank_without_a_gpu_stays_where_it_is_and_says_so(tmp_path: Path) -> None:
+    job = script(tmp_path, "import os; print(len(os.sched_getaffinity(0)), flush=True)")
+    done = launch("--bind", "gpu", "-n", "1", job)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"rank 0 on {HOST} is not bound: its GPU is not known",
+        str(len(os.sched_getaffinity(0))),
+    ]
+
+
+PRINT_GPUS = """
+import os, socket
+print(os.environ["RANK"], socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(3) as standing:
+        (standing.shared / "gpus.py").write_text(PRINT_GPUS)
+        yield standing
+
+
+def test_each_hosts_ranks_see_their_own_gpus(hosts: Cluster) -> None:
+    """node0 has the launcher's value, node1 the hostfile's numbers, node2 none: it sees all of its GPUs."""
+    hostfile = hosts.shared / "hosts"
+    hostfile.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
+    path = tool(hosts.shared / "tools", "nvidia-smi", NVIDIA)
+    env = {"PATH": path, "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+    command = [*LAUNCH, "--hostfile", str(hostfile), str(hosts.shared / "gpus.py")]
+    done = hosts["node0"].run(command, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "0 node0 1",
+        "1 node1 1,0",
+        "2 node1 1,0",
+        "3 node2 None",
+    ]
+    hostfile.write_text("node0 slots=1\nnode2 slots=1\n")
+    done = hosts["node0"].run(
+        [*command[:-1], "-x", "CUDA_VISIBLE_DEVICES", command[-1]], cwd=ROOT, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 node0 1", "1 node2 1"]
+
+
+def test_a_gpu_that_a_host_lacks_starts_nothing(hosts: Cluster) -> None:
+    hostfile = hosts.shared / "hosts"
+    hostfile.write_text("node0 slots=1\nnode1 gpus=0,2\n")
+    path = tool(hosts.shared / "tools", "nvidia-smi", NVIDIA)
+    command = [*LAUNCH, "--hostfile", str(hostfile), str(hosts.shared / "gpus.py")]
+    done = hosts["node0"].run(command, cwd=ROOT, env={"PATH": path, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "node1 has 2 GPUs, so there is no GPU 2 (gpus=0,2). They are numbered from 0.\n"
+    )
