@@ -206,6 +206,7 @@ if [[ -n ${1:-} && $1 != -* ]]; then
   hostfile=$1
   shift
 fi
+export MPIDDP_PREFIX=${MPIDDP_PREFIX:-never} # only rank 0 prints in a training
 named=()
 [[ -z $mpirun ]] || named=(--mpirun "$mpirun")
 exec "$venv/bin/python" -m mpiddp launch --hostfile "$hostfile" "${named[@]}" -m mpiddp train "$@"
