@@ -19,6 +19,7 @@ from socket import gethostname
 
 import pytest
 
+from mpiddp.protocol import OUTPUT_PROCESS
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
@@ -216,6 +217,7 @@ def test_ranks_of_a_command_do_without_torch() -> None:
     text = "echo ready; read line"
     with start([*LAUNCH, *TWO, "--", "sh", "-c", f"{text}; sleep 1010"]) as job:
         ranks = [pid for pid in descendants(job.pid) if is_rank(pid)]
+        ranks = [pid for pid in ranks if name_of(pid) != OUTPUT_PROCESS]
         maps = [Path(f"/proc/{pid}/maps").read_text() for pid in ranks]
         job.send_signal(signal.SIGTERM)
         job.communicate(timeout=PATIENCE_S)

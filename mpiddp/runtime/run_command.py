@@ -41,9 +41,8 @@ def main(command: Sequence[str]) -> int:
     """
     world = World.from_env()
     configure_process(world)
-    guardian = (
-        Guardian()
-    )  # before any thread starts, because it forks; it inherits the cores of this rank
+    # It forks, so no thread may run yet. It inherits the cores to which this process was bound.
+    guardian = Guardian()
     session = current()
     is_ending = threading.Event()
 
@@ -68,7 +67,12 @@ def main(command: Sequence[str]) -> int:
             except BaseException:
                 guardian.end()
                 raise
-            return _end_as(code, session, guardian)
+            status = _end_as(code, session, guardian)
+            if session.channel is not None:
+                # Nothing of this rank is left that could fail, and at the first exit code other than 0
+                # some MPIs kill the other ranks at once.
+                session.channel.done()
+            return status
 
 
 def command_environment(env: Mapping[str, str], address: str, secret: str) -> dict[str, str]:
