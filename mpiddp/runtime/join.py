@@ -166,6 +166,8 @@ def _join(session: Session, world: World, *, keep_mpi: bool, for_command: bool) 
     timeout_s = _seconds(TIMEOUT, _JOIN_TIMEOUT_S)
     if is_joined(os.environ):
         return _join_children(world, timeout_s, session)
+    if not for_command:
+        import torch  # noqa: F401 - a rank that hangs here has not joined, and the launcher names the line
     if session.channel is not None:
         session.channel.send("joining", timeout_s=timeout_s)
         timeout_s += _LAUNCHER_HEAD_START_S
