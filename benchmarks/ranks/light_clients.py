@@ -86,15 +86,10 @@ def rank_0(ranks: int) -> None:
     from mpiddp.world import World
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-m", __spec__.name, "others", str(ranks), str(store.port)]
-    others = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert others.stdin is not None
-    assert others.stdout is not None
-    others.stdout.readline()  # its imports do not count
+    others = _start("others", ranks, store.port)
     before = resource.getrusage(resource.RUSAGE_SELF)
     since = time.monotonic()
-    others.stdin.write("\n")
-    others.stdin.flush()
+    _let_begin(others)
     coordinator = Coordinator(
         World(0, ranks, 0, RANKS_PER_HOST), PrefixStore("mpiddp/0", store), _SECRET
     )
@@ -116,7 +111,7 @@ def others(ranks: int, port: int) -> None:
     store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))
     values = SignedStore(PrefixStore("mpiddp/0", store), _SECRET)
     print(flush=True)
-    sys.stdin.readline()
+    sys.stdin.read()
     for exchange in (1, 2):
         for rank in range(1, ranks):
             values.set(f"exchange/{exchange}/{rank}", json.dumps([exchange - 1, "equal"]))
@@ -133,15 +128,10 @@ def watch(ranks: int) -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    hosts = max(1, ranks // RANKS_PER_HOST)
-    command = [sys.executable, "-m", __spec__.name, "askers", str(hosts), str(store.port)]
-    askers = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert askers.stdin is not None
-    assert askers.stdout is not None
-    askers.stdout.readline()  # its imports do not count
+    askers = _start("askers", max(1, ranks // RANKS_PER_HOST), store.port)
     before = resource.getrusage(resource.RUSAGE_SELF)
     since = time.monotonic()
-    askers.stdin.close()
+    _let_begin(askers)
     askers.wait()
     report(since, before)
 
@@ -174,6 +164,20 @@ def names(ranks: int) -> None:
     hosts = max(1, ranks // RANKS_PER_HOST)
     inside = [sys.executable, "-m", "benchmarks.ranks.slow_names", str(hosts)]
     subprocess.run(["unshare", "--net", "--mount", *inside], check=True)
+
+
+def _start(part: str, *arguments: int) -> subprocess.Popen[str]:
+    """Start another part as a process, and wait until it has imported everything, which does not count."""
+    command = [sys.executable, "-m", __spec__.name, part, *map(str, arguments)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def _let_begin(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def report(since: float, before: resource.struct_rusage | None = None) -> None:
