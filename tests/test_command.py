@@ -1,6 +1,6 @@
 """Any command as a rank: its variables, stdin, end and signals, and the scripts within it.
 
-Tests mpiddp/runtime/run_command.py, command_store.py, plain_store.py.
+Tests mpiddp/runtime/run_command.py, command/torch_store.py, command/plain_store.py.
 python -m pytest tests/test_command.py
 """
 

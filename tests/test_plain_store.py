@@ -1,6 +1,6 @@
 """The store of a command's ranks answers as torch's, and survives strangers.
 
-Tests mpiddp/runtime/plain_store.py.
+Tests mpiddp/runtime/command/plain_store.py.
 python -m pytest tests/test_plain_store.py
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from mpiddp.runtime.plain_store import PlainServer, PlainStore
+from mpiddp.runtime.command.plain_store import PlainServer, PlainStore
 from mpiddp.runtime.signed_store import SignedStore
 
 

@@ -2,7 +2,7 @@
 
 Most tests run ranks without MPI and torch, see tests/jobs/light_job.py.
 Tests mpiddp/launch/supervise/{output,screen}.py,
-mpiddp/runtime/{rank_output,output_process,output_stream}.py.
+mpiddp/runtime/output/{rank_output,process,stream}.py.
 python -m pytest tests/test_shown_output.py
 """
 

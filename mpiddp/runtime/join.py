@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from mpiddp.errors import BAD_INPUT, FAILED, CommandFailed, JobFailed, UserError
 from mpiddp.protocol import ERROR_FILE, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
-from mpiddp.runtime.command_store import serve_commands
+from mpiddp.runtime.command.torch_store import serve_commands
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.log import log_to_console

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from mpiddp.errors import DONE, STOPPED, CommandFailed, UserError
 from mpiddp.paths import check_program
 from mpiddp.protocol import ADDRESS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET, script_secret
+from mpiddp.runtime.command.guardian import AGENT_STORE, Guardian
 from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.guardian import AGENT_STORE, Guardian
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import Session, current, reporting

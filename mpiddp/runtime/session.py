@@ -35,8 +35,8 @@ from mpiddp.runtime.control_client import ControlClient, connect
 from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.launcher_connection import AnotherScript
+from mpiddp.runtime.output.rank_output import RankOutput, redirect_output
 from mpiddp.runtime.process_setup import die_with_parent
-from mpiddp.runtime.rank_output import RankOutput, redirect_output
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigterm
 from mpiddp.world import World, is_joined

@@ -23,8 +23,8 @@ from mpiddp.runtime.announcement import announce
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
+from mpiddp.runtime.output.rank_output import RankOutput
 from mpiddp.runtime.process_group import default_group
-from mpiddp.runtime.rank_output import RankOutput
 from mpiddp.runtime.session import Session
 from mpiddp.runtime.stop_signals import listen_when_alone
 from mpiddp.text import counted

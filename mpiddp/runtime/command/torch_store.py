@@ -1,9 +1,9 @@
 """torch's store for the commands of a job, served by a process beside rank 0's.
 
-The ranks of a command do without torch (`mpiddp.runtime.plain_store`), and its store needs torch. The process
-imports it while the commands start, and the kernel lets them connect meanwhile.
+The ranks of a command do without torch (`mpiddp.runtime.command.plain_store`), and its store needs torch.
+The process imports it while the commands start, and the kernel lets them connect meanwhile.
 
-    python -m mpiddp.runtime.command_store ADDRESS PARENT FILE PORT WORLD_SIZE
+    python -m mpiddp.runtime.command.torch_store ADDRESS PARENT FILE PORT WORLD_SIZE
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, cast
 from mpiddp.errors import FAILED, JobFailed, UserError
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.hosts.sockets import bind
+from mpiddp.runtime.command.guardian import PASSED
+from mpiddp.runtime.command.plain_store import PlainServer, PlainStore
 from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.guardian import PASSED
-from mpiddp.runtime.plain_store import PlainServer, PlainStore
 from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.session import current
 from mpiddp.world import World

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpiddp.protocol import OPEN_S, OUTPUT_PROCESS, STREAMS, is_shown
-from mpiddp.runtime.output_stream import OutputStream
+from mpiddp.runtime.output.stream import OutputStream
 from mpiddp.world import World
 
 DRAIN, DRAINED, FILES = b"drain", b"drained", b"files"  # messages from the rank, and to it
@@ -49,7 +49,7 @@ def run(
     Args:
         selection: the ranks that the launcher shows, see `mpiddp.protocol.is_shown`.
         sources: the file descriptor of each stream.
-        control: the rank's messages, see `mpiddp.runtime.rank_output`.
+        control: the rank's messages, see `mpiddp.runtime.output.rank_output`.
         rank: a file descriptor that is readable when the rank has ended.
     """
     try:

@@ -1,6 +1,6 @@
 """Replace this rank's stdout and stderr by pipes, which a small process of its own reads until their end.
 
-`mpiddp.runtime.output_process` is that process. It is not a thread, because native code may hold Python's
+`mpiddp.runtime.output.process` is that process. It is not a thread, because native code may hold Python's
 lock, and what a rank has written must outlive its crash. It is forked before the rank loads torch, so it
 stays small, and it starts in a millisecond.
 """
@@ -21,8 +21,7 @@ from pathlib import Path
 from mpiddp.errors import JobFailed
 from mpiddp.paths import named_by
 from mpiddp.protocol import LOG_DIR, OUTPUT, STREAMS
-from mpiddp.runtime import output_process
-from mpiddp.runtime.output_process import DRAIN, DRAINED, FILES
+from mpiddp.runtime.output.process import DRAIN, DRAINED, FILES, run
 from mpiddp.world import World
 
 DRAIN_TIMEOUT_S = 10.0
@@ -118,7 +117,7 @@ def _start_process(world: World, address: str, secret: str, selection: str) -> s
     if child == 0:
         # A grandchild: a script that waits for all of its children must not wait for this one.
         if os.fork() == 0:
-            output_process.run(world, address, secret, selection, readers, theirs, rank)
+            run(world, address, secret, selection, readers, theirs, rank)
         os._exit(0)
     os.waitpid(child, 0)
     for number in STREAMS:
