@@ -1,6 +1,6 @@
 """The guardian of a command: each signal arrives once, and no process is left, whoever is killed.
 
-Tests mpiddp/runtime/command/guardian.py.
+Tests mpiddp/runtime/command/{guardian,guardian_process,signals}.py.
 python -m pytest tests/test_guardian.py
 """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
@@ -12,6 +14,8 @@ from pathlib import Path
 from mpiddp.hosts.pidfd import opened
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
+_PAUSE_S = 0.02
 
 
 def signal_at_parents_end(number: int) -> None:
@@ -56,3 +60,17 @@ def signal_all(find: Callable[[], Collection[int]], number: int) -> None:
         for pid in processes.keys() & find():
             with suppress(OSError):  # it has ended, or belongs to another user
                 processes[pid](number)
+
+
+def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> None:
+    """End the processes that `find` returns: SIGTERM, and SIGKILL after `grace_s`."""
+    if not find():
+        return
+    if grace_s:
+        signal_all(find, signal.SIGTERM)
+        signal_all(find, signal.SIGCONT)
+    deadline = time.monotonic() + grace_s
+    while find() and time.monotonic() < deadline + KILL_S:
+        if time.monotonic() >= deadline:
+            signal_all(find, signal.SIGKILL)
+        time.sleep(_PAUSE_S)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, cast
 from mpiddp.errors import FAILED, JobFailed, UserError
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.hosts.sockets import bind
-from mpiddp.runtime.command.guardian import PASSED
 from mpiddp.runtime.command.plain_store import PlainServer, PlainStore
+from mpiddp.runtime.command.signals import PASSED
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.session import current
