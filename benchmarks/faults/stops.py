@@ -25,7 +25,7 @@ STEPS = 60
 EARLIEST, LATEST = 1, 30
 BETWEEN_S = 0.4  # between the two Ctrl-C; closer ones could come from one
 TRAIN = (
-    *("-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "2"),
+    *("-m", "mpiddp", "train", "--use-syn", "--batch-size", "2"),
     *("--amp", "off", "--epochs", "1"),
     *("--save-every", "10", "--log-every", "1", "--out", "."),
 )
@@ -40,6 +40,7 @@ class Request:
     """`act` makes the request. `around` is the command that starts the launcher.
 
     message: a pattern for the launcher's line; "" if nobody can read it.
+    arch: the model. The save of a large one outlasts the time between two requests.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Request:
     message: str
     around: tuple[str, ...] = ()
     steps: int = STEPS
+    arch: str = "resnet20"
 
 
 def _send(*signals: Signals) -> Callable[[Job], None]:
@@ -93,6 +95,7 @@ REQUESTS = (
         _send(signal.SIGINT, signal.SIGINT),
         130,
         "mpiddp: interrupted: the job was stopped",
+        arch="resnet50",
     ),
     Request(
         "`timeout` around the launcher",
@@ -114,7 +117,7 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
         TimeoutError: the job ended or hung before the request.
     """
     folder = hosts.shared / f"train-{os.urandom(4).hex()}"
-    train = (*TRAIN, "--steps-per-epoch", str(request.steps))
+    train = (*TRAIN, "--arch", request.arch, "--steps-per-epoch", str(request.steps))
     job = launch(hosts, folder, starter, HOSTS, (), train, around=request.around)
     try:
         at = random.randint(EARLIEST, LATEST)
