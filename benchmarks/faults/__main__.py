@@ -1,7 +1,7 @@
 """Inject every fault into real jobs on a cluster of three hosts, and print docs/faults.md's tables.
 
     python -m tests.mpis install
-    python -m benchmarks.faults --rounds 5 --out faults.jsonl        # about 50 minutes on 2 cores
+    python -m benchmarks.faults --rounds 5 --out faults.jsonl        # about 80 minutes on 2 cores
     python -m benchmarks.faults --rounds 1 --starters openmpi5 --only "a rank" --out some.jsonl
 
 Each finished run is appended to --out as one line. After an interruption the same command runs only what
