@@ -58,6 +58,8 @@ FREE_TO_CHANGE = frozenset(
         "bucket_mb",
         "channels_last",
         "deterministic",
+        "check_determinism",
+        "check_divergence",
     }
 )
 

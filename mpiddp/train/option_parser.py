@@ -19,6 +19,8 @@ AMP = ("auto", "bf16", "fp16", "off")
 COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
 
+CHECKED_STEPS = 10  # of --check-determinism
+
 
 @dataclass(frozen=True)
 class DeviceDefaults:
@@ -48,6 +50,7 @@ def option_parser() -> argparse.ArgumentParser:
     _add_schedule_options(parser)
     _add_engine_options(parser)
     _add_run_options(parser)
+    _add_check_options(parser)
     # torch.distributed.launch passes it to every script. The value comes from the environment.
     parser.add_argument("--local-rank", type=whole(0), help=argparse.SUPPRESS)
     return parser
@@ -259,6 +262,26 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         type=whole(1),
         metavar="STEP",
         help="save after this step and exit with code 75",
+    )
+
+
+def _add_check_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("checks").add_argument
+    add(
+        "--check-determinism",
+        nargs="?",
+        const=CHECKED_STEPS,
+        type=whole(1),
+        metavar="STEPS",
+        help="run the first steps twice, compare every tensor bit by bit, and exit; writes no files "
+        f"(default: {CHECKED_STEPS} steps)",
+    )
+    add(
+        "--check-divergence",
+        type=whole(1),
+        metavar="STEPS",
+        help="compare parameters and optimizer of all ranks every so many steps and before each save; "
+        "ranks that differ end the job",
     )
 
 

@@ -59,6 +59,8 @@ class TrainOptions:
     on_save_error: str
     log_every: int  # steps
     stop_at_step: int | None
+    check_determinism: int | None  # steps of each of its two runs
+    check_divergence: int | None  # steps between two checks
 
 
 def parse(argv: list[str]) -> TrainOptions:
@@ -76,6 +78,11 @@ def parse(argv: list[str]) -> TrainOptions:
         raise UserError(
             "--keep-tail and --sync-bn are mutually exclusive: some ranks may have no images in the "
             "last batch. Leave one out."
+        )
+    if options.check_determinism and options.resume not in ("auto", "never"):
+        raise UserError(
+            "--check-determinism starts from fresh weights, so --resume PATH does not apply. Leave it "
+            "out; --weights FILE gives it weights."
         )
     return options
 
