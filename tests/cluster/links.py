@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from tests.cluster import needs
 from tests.cluster.host import Host
@@ -25,15 +25,11 @@ def burst_bytes(mbit: float) -> int:
 def limited(hosts: Sequence[Host], *, mbit: float) -> Iterator[None]:
     """Limit the links of these hosts, in each direction."""
     bucket = f"tbf rate {round(mbit * 1e6)}bit burst {burst_bytes(mbit)} latency {LATENCY}"
-    for host in hosts:
-        for pid, device in _ends(host):
+    with ExitStack() as stack:
+        for pid, device in (end for host in hosts for end in _ends(host)):
             _tc(pid, f"qdisc add dev {device} root {bucket}")
-    try:
+            stack.callback(_tc, pid, f"qdisc del dev {device} root")
         yield
-    finally:
-        for host in hosts:
-            for pid, device in _ends(host):
-                _tc(pid, f"qdisc del dev {device} root")
 
 
 def sent_bytes(host: Host) -> int:
