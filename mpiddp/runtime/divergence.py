@@ -136,11 +136,15 @@ def _other_tensors(ranks: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:
     odd = next(index for index, each in enumerate(kinds) if tuple(each) != usual)
     missing = [kind for kind in usual if kind not in set(kinds[odd])]
     added = [kind for kind in kinds[odd] if kind not in set(usual)]
-    what = f"lacks {missing[0]}" if missing else f"also has {added[0]}" if added else "has an order"
-    rest = "" if missing or added else " of its own"
+    if missing:
+        what = f"lacks {missing[0]}"
+    elif added:
+        what = f"also has {added[0]}"
+    else:
+        what = "has its tensors in another order"
     return (
-        f"{ranks[odd]} {what}{rest}, unlike other ranks. If the optimizer's state is sharded, check "
-        "the model alone"
+        f"{ranks[odd]} {what}, unlike other ranks. If the optimizer's state is sharded, check the model "
+        "alone"
     )
 
 
