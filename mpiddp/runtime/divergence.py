@@ -208,7 +208,7 @@ def _all_gather(values: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     if dist.get_backend(group) in _HOST_BACKENDS:
         flat = flat.cpu()
     gathered = flat.new_empty(dist.get_world_size(group) * len(flat))
-    dist.all_gather_into_tensor(gathered, flat, group=group)
+    dist.all_gather(list(gathered.split(len(flat))), flat, group=group)
     numbers: list[int] = gathered.tolist()
     return numbers
 

@@ -83,7 +83,9 @@ def check_determinism(inputs: TrainInputs) -> int:
         log.info("stopped before the two runs could be compared.")
         return STOPPED
     own = first_difference(first, second)
-    found = coordinator.all_gather_json(own and asdict(own), timeout_s=_GATHER_TIMEOUT_S)
+    found = coordinator.all_gather_json(
+        None if own is None else asdict(own), timeout_s=_GATHER_TIMEOUT_S
+    )
     differences = {rank: Difference(**each) for rank, each in enumerate(found) if each}
     runs = f"two runs of {counted(len(first), 'step')} from the same start"
     if not differences:
