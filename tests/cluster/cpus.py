@@ -17,6 +17,7 @@ from tests.cluster.host import Arg, Host
 
 _CPU = Path("/sys/fs/cgroup/cpu")
 _PERIOD_US = 10_000
+_SHARES = 4 * 1024  # of four processes: beside others, a group counts as one process unless it has more
 _JOIN = 'echo 0 > "$0" && exec "$@"'  # 0 is the process that writes
 
 
@@ -41,6 +42,7 @@ def limited(host: Host, cores: float) -> Iterator[None]:
     try:
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(round(cores * _PERIOD_US)))
+        (group / "cpu.shares").write_text(str(_SHARES))
         _move(_pids(host), group)
         yield
     finally:
