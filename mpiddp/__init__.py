@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpiddp.checkpoints.script_run import log_metrics, run_dir
     from mpiddp.errors import JobFailed, UserError
     from mpiddp.runtime.announcement import announce
+    from mpiddp.runtime.divergence import check_divergence
     from mpiddp.runtime.process_group import init, process_group
     from mpiddp.runtime.script_steps import should_stop
     from mpiddp.runtime.session import saving
@@ -25,6 +26,7 @@ __all__ = [
     "UserError",
     "World",
     "announce",
+    "check_divergence",
     "init",
     "log_metrics",
     "process_group",
@@ -39,6 +41,7 @@ _MODULES = {
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "announce": "mpiddp.runtime.announcement",
+    "check_divergence": "mpiddp.runtime.divergence",
     "init": "mpiddp.runtime.process_group",
     "log_metrics": "mpiddp.checkpoints.script_run",
     "process_group": "mpiddp.runtime.process_group",

@@ -9,6 +9,7 @@ python -m pytest tests/test_test_hosts.py
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests import cluster
-from tests.cluster import USER, Cluster, Layout, faults, state
+from tests.cluster import USER, Cluster, Layout, cpus, faults, links, state
 from tests.cluster.proc import is_running
 from tests.cluster.state import Identity, identity
 from tests.patience import PATIENCE_S
@@ -149,6 +150,75 @@ def test_a_fault_breaks_ssh_until_the_end_of_its_block(three_hosts: Cluster, fau
         assert any(message in output for message in BROKEN[fault]), output
         assert node0.run(["ssh", "node2", "hostname"]).stdout == "node2\n"
     assert node0.run(["ssh", "node1", "hostname"]).stdout == "node1\n"
+
+
+RECEIVE = """
+import socket
+server = socket.create_server(("", 5005))
+print("ready", flush=True)
+connection, _ = server.accept()
+while connection.recv(1 << 16):
+    pass
+"""
+SEND = """
+import socket
+connection = socket.create_connection(("node1", 5005))
+while True:
+    connection.sendall(bytes(1 << 16))
+"""
+
+
+@pytest.mark.parametrize("slow", ["node0", "node1"])
+def test_a_limited_link_carries_no_more_than_its_rate(three_hosts: Cluster, slow: str) -> None:
+    """The kernel's counter of the interface, while node0 sends to node1 as fast as it can."""
+    node0, node1 = three_hosts["node0"], three_hosts["node1"]
+    mbit, counter = 8, {"node0": "tx_bytes", "node1": "rx_bytes"}[slow]
+    file = three_hosts[slow].path(f"/sys/class/net/eth0/statistics/{counter}")
+
+    def wait_for(num_bytes: int) -> int:
+        start = time.monotonic()
+        while (found := int(file.read_text())) < num_bytes:
+            assert time.monotonic() < start + PATIENCE_S
+            time.sleep(0.02)
+        return found
+
+    with links.limited([three_hosts[slow]], mbit=mbit):
+        with node1.popen([sys.executable, "-c", RECEIVE]) as receiver:
+            assert receiver.stdout is not None
+            assert receiver.stdout.readline() == "ready\n"
+            with node0.popen([sys.executable, "-c", SEND]) as sender:
+                wait_for(int(file.read_text()) + 2 * links.burst_bytes(mbit))  # the bucket is empty
+                begin_s, begin = time.monotonic(), int(file.read_text())
+                sent = wait_for(begin + 2_000_000) - begin
+                seconds = time.monotonic() - begin_s
+                sender.end()
+            receiver.end()
+        assert sent <= mbit * 1e6 / 8 * seconds + links.burst_bytes(mbit)
+    for host in three_hosts.hosts:
+        assert "tbf" not in host.run(["tc", "qdisc", "show"], check=True).stdout
+
+
+SPIN = """
+import time
+wall, used = time.monotonic(), time.process_time()
+while time.monotonic() < wall + 2:
+    pass
+print((time.process_time() - used) / (time.monotonic() - wall))
+"""
+
+
+def test_a_limited_host_computes_no_more_than_its_share(three_hosts: Cluster) -> None:
+    if reason := cpus.why_not():
+        pytest.skip(reason)
+    node0, node1 = three_hosts["node0"], three_hosts["node1"]
+    spin = [sys.executable, "-c", SPIN]
+    with cpus.limited(node0, 0.2):
+        from_here = node0.run(cpus.within(node0, spin), check=True)
+        by_ssh = node1.run(["ssh", "node0", shlex.join(spin)], check=True)
+    assert float(from_here.stdout) < 0.3
+    assert float(by_ssh.stdout) < 0.3
+    assert not list(Path("/sys/fs/cgroup/cpu").glob(f"mpiddp-host-{node0.pid}"))
+    assert node0.run(["hostname"]).stdout == "node0\n"  # nothing stays limited or ends
 
 
 def test_nothing_is_left_behind() -> None:

@@ -32,6 +32,8 @@ _NOT_APPLICABLE = (
     "--save-every",
     "--keep",
     "--on-save-error",
+    "--check-determinism",
+    "--check-divergence",
 )
 
 

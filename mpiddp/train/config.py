@@ -12,7 +12,8 @@ from typing import Any
 
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.options import ON_CPU, ON_GPU, TrainOptions
+from mpiddp.train.option_parser import ON_CPU, ON_GPU
+from mpiddp.train.options import TrainOptions
 from mpiddp.world import World
 
 
@@ -57,6 +58,8 @@ FREE_TO_CHANGE = frozenset(
         "bucket_mb",
         "channels_last",
         "deterministic",
+        "check_determinism",
+        "check_divergence",
     }
 )
 

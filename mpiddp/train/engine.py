@@ -18,6 +18,7 @@ from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Batch, Data
+from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sharding import Step
 
@@ -147,6 +148,28 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
 def build_scaler(config: TrainConfig, device: torch.device) -> torch.amp.GradScaler:
     """The gradient scaler. It passes gradients through unscaled unless --amp is fp16."""
     return torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+
+
+def train_step(
+    state: TrainState,
+    ddp: nn.Module,
+    batches: Iterator[Batch],
+    step: Step,
+    lr: float,
+    config: TrainConfig,
+) -> Tensor:
+    """One step of the optimizer over the next batches of this rank.
+
+    Returns:
+        The sum of the losses of this rank's images: a scalar on the device.
+    """
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    loss_sum = backward(ddp, batches, step, state.scaler, config)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    clear_gradients(ddp, config)
+    return loss_sum
 
 
 def backward(

@@ -28,10 +28,11 @@ from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
-from mpiddp.train.engine import TrainState, backward, build_optimizer, build_scaler, to_device
+from mpiddp.train.divergence import refuse_divergence
+from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_device, train_step
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, measure_speed
-from mpiddp.train.parallel import clear_gradients, wrap
+from mpiddp.train.parallel import wrap
 from mpiddp.train.plan import Plan
 from mpiddp.train.saver import Saver
 
@@ -57,8 +58,8 @@ def train(inputs: TrainInputs) -> Summary | None:
     started_at = time.monotonic()
     config, plan, data, device = inputs.config, inputs.plan, inputs.data, inputs.device
     coordinator, run = inputs.coordinator, inputs.run
-    state, ddp, progress = _start(inputs)
-    model, optimizer, scaler = state.model, state.optimizer, state.scaler
+    state, ddp, progress = build_state(inputs)
+    model = state.model
 
     current().stop.count_from(progress.step)
     save_schedule = SaveSchedule(
@@ -90,13 +91,8 @@ def train(inputs: TrainInputs) -> Summary | None:
 
         for step in steps:
             lr = plan.lr(progress.step)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            loss_sum += backward(ddp, batches, step, scaler, config)
+            loss_sum += train_step(state, ddp, batches, step, lr, config)
             num_images += step.num_images
-            scaler.step(optimizer)
-            scaler.update()
-            clear_gradients(ddp, config)
             timer.tick()
             images_of_steps.append(step.num_images)
             progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)
@@ -140,7 +136,10 @@ def train(inputs: TrainInputs) -> Summary | None:
             )
             is_last = stops or progress.step == plan.total_steps
             is_due = save_schedule.is_due(progress.step, ends_epoch=ends_epoch)
-            if is_due or is_last:
+            saves = is_due or is_last
+            if config.check_divergence and (saves or progress.step % config.check_divergence == 0):
+                refuse_divergence(state, progress.step, saver, coordinator)
+            if saves:
                 saver.save(progress)
             if is_last:
                 saver.finish()
@@ -175,7 +174,7 @@ def train(inputs: TrainInputs) -> Summary | None:
     )
 
 
-def _start(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
+def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
     """Build the state of the training, fresh or from the checkpoint, and wrap its model in DDP.
 
     A collective: every rank must call it.

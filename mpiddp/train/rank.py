@@ -17,6 +17,7 @@ from mpiddp.checkpoints.open_run import open_run
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.records import save_json
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
+from mpiddp.checkpoints.search import Start
 from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.paths import named_by, read_limited
 from mpiddp.runtime.announcement import announce
@@ -32,6 +33,7 @@ from mpiddp.train import flight_recorder, resume
 from mpiddp.train.config import TrainConfig, out_dir, resume_args
 from mpiddp.train.data import open_data, prepare
 from mpiddp.train.data.source import Data
+from mpiddp.train.determinism import check_determinism
 from mpiddp.train.engine import build_model, choose_kernels
 from mpiddp.train.loop import TrainInputs, train
 from mpiddp.train.metrics import Summary, read_summary, table
@@ -75,6 +77,11 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         with coordinator.all_or_none():
             plan = make_plan(config, data, coordinator)
             model = build_model(config, data)
+        if config.check_determinism is not None:
+            choose_kernels(config)
+            inputs = TrainInputs(config, plan, data, model, Start(), coordinator, [0], device, run)
+            with default_group(coordinator, backend, device, timeout_s=config.timeout):
+                return check_determinism(inputs)
         start = resume.find(coordinator, config, data.contents, run)
         writer_ranks, owner = _open_run(run, config, coordinator, session.output)
         if owner is not None:

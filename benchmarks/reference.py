@@ -1,0 +1,292 @@
+"""Measure what the network costs a training, and what gives it back: the chart of docs/performance.md.
+
+    python -m benchmarks.reference --rounds 3        # about 10 minutes on 2 idle cores; as root
+
+The hosts of the test cluster get equal shares of this machine's cores, so that one host computes as fast
+beside three others as alone, and a loss is the network's. Their links are limited to 1 Gbit/s and to 100
+Mbit/s in each direction, or not at all. Each job is one of `mpiddp bench scaling`: weak scaling of a real
+training on synthetic images. All variants alternate in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.harness import start_benchmark
+from mpiddp.arguments import whole
+from mpiddp.bench import charts
+from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.jobs import JobFailed, Jobs, launch_command, note
+from mpiddp.bench.options import add_rounds, counts
+from mpiddp.bench.report import Spread, markdown, shown, spread
+from mpiddp.bench.result_lines import Result, read_results
+from mpiddp.bench.rounds import ratios, turns
+from mpiddp.errors import UserError
+from mpiddp.text import counted
+from mpiddp.train.architectures import ARCHITECTURES
+from tests import cluster
+from tests.cluster import cpus, links
+from tests.ranks import ROOT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LINKS = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}
+SLOWEST = "100 Mbit/s"
+ALONE, SHARED = "1 host", "2 workers on 1 host"
+PLAIN = "plain"
+REMEDIES = {
+    "accumulate 4": ("--grad-accum-steps=4",),
+    "bf16": ("--grad-compression=bf16",),
+    "accumulate 4, bf16": ("--grad-accum-steps=4", "--grad-compression=bf16"),
+    "powersgd": ("--grad-compression=powersgd",),
+}
+POWERSGD_FROM_STEP = 100  # mpiddp.train.parallel's, whose import would load torch
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kind of job. `mbit` limits the links of its hosts; None: no limit."""
+
+    hosts: int
+    workers_per_host: int = 1
+    mbit: int | None = None
+    training: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        return ",".join(f"node{index}:{self.workers_per_host}" for index in range(self.hosts))
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: int
+    hosts: tuple[int, ...]
+    cores: float
+    steps: int
+    warmup: int
+    arch: str
+    batch_size: int
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_rounds(parser, default=3)
+    parser.add_argument(
+        "--hosts", type=counts(2), default="2,4", metavar="2,4", help="numbers of hosts"
+    )
+    parser.add_argument(
+        "--cores", type=float, default=0.4, metavar="C", help="cores of each worker"
+    )
+    parser.add_argument(
+        "--steps", type=whole(1), default=20, metavar="K", help="steps to time in each job"
+    )
+    parser.add_argument(
+        "--warmup", type=whole(0), default=5, metavar="K", help="steps before the timed ones"
+    )
+    parser.add_argument(
+        "--arch", default="resnet20", choices=ARCHITECTURES, metavar="ARCH", help="model"
+    )
+    parser.add_argument(
+        "--batch-size", type=whole(2), default=32, metavar="K", help="images per worker and pass"
+    )
+
+
+def variants(sizes: tuple[int, ...]) -> dict[str, Variant]:
+    found = {ALONE: Variant(1), SHARED: Variant(1, workers_per_host=2)}
+    for link, mbit in LINKS.items():
+        found |= {_name(hosts, link): Variant(hosts, mbit=mbit) for hosts in sizes}
+    slowest = LINKS[SLOWEST]
+    remedies = {name: Variant(sizes[-1], 1, slowest, each) for name, each in REMEDIES.items()}
+    return {**found, **remedies}
+
+
+def _name(hosts: int, link: str) -> str:
+    return f"{counted(hosts, 'host')}, {link}"
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
+    if reason := cluster.why_not() or cpus.why_not():
+        raise UserError(f"{reason}.")
+    every = variants(options.hosts)
+    load = os.getloadavg()[0]
+    runs: dict[str, list[Result]] = {name: [] for name in every}
+    settings: Result = {}
+    with cluster.up(max(options.hosts)) as hosts:
+        for number, name in turns(list(every), options.rounds):
+            run = _run(hosts, every[name], options, jobs.timeout_s)
+            found = run.pop("settings")
+            settings = found if name == ALONE else settings
+            runs[name].append(run)
+            speed = f"{run['images_per_s']:,.0f} images/s"
+            note(f"reference: {name}, round {number} of {options.rounds}: {speed}")
+    return {
+        "settings": settings,
+        "load_before": load,
+        "num_cores": os.cpu_count(),
+        "cores_per_worker": options.cores,
+        "sizes": options.hosts,
+        "runs": runs,
+    }
+
+
+def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: float) -> Result:
+    """One job on the first hosts of the cluster.
+
+    Returns:
+        Its speed, its settings, and the bytes that each host sent during `wall_s`.
+
+    Raises:
+        JobFailed: it did not succeed within `timeout_s`.
+    """
+    used = hosts.hosts[: variant.hosts]
+    warmup = options.warmup + POWERSGD_FROM_STEP * ("powersgd" in " ".join(variant.training))
+    job = ["-m", "mpiddp", "bench-rank", "scaling", f"--steps={options.steps}"]
+    job += [f"--warmup={warmup}", f"--arch={options.arch}", f"--batch-size={options.batch_size}"]
+    command = [*launch_command("-H", variant.where), *job, "--backend=gloo", *variant.training]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        for host in used:
+            stack.enter_context(cpus.limited(host, options.cores * variant.workers_per_host))
+        if variant.mbit is not None:
+            stack.enter_context(links.limited(used, mbit=variant.mbit))
+        sent = [-links.sent_bytes(host) for host in used]
+        started = time.monotonic()
+        try:
+            done = used[0].run(
+                cpus.within(used[0], command), cwd=ROOT, env=env, timeout_s=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            raise JobFailed(1, f"a job did not end within {timeout_s:g} s.") from None
+        wall_s = time.monotonic() - started
+        sent = [before + links.sent_bytes(host) for before, host in zip(sent, used, strict=True)]
+    if done.returncode != 0:
+        raise JobFailed(done.returncode, done.stderr)
+    [run] = read_results(done.stdout.splitlines())
+    return {
+        "settings": run["settings"],
+        "images_per_s": run["global_batch_size"] * options.steps / run["total_s"],
+        "step_s": run["step_s"],
+        "num_steps": warmup + options.steps,
+        "sent_bytes": sent,
+        "wall_s": wall_s,
+    }
+
+
+def table(results: Results) -> str:
+    sizes, load = results["sizes"], results["load_before"]
+    shared = [ALONE, SHARED, *(_name(hosts, link) for hosts in sizes for link in LINKS)]
+    head = ["workers", "images/s", "of the ideal", "step p50 ms", "MB sent per host and step"]
+    remedies = {PLAIN: _name(sizes[-1], SLOWEST), **{name: name for name in REMEDIES}}
+    second = [f"{sizes[-1]} hosts, {SLOWEST}", "images/s", "of the ideal", "of plain", head[-1]]
+    return (
+        f"{_title(results)}\n\n"
+        f"{markdown(head, [_row(name, name, results) for name in shared])}\n\n"
+        f"{markdown(second, [_remedy(label, name, results) for label, name in remedies.items()])}\n\n"
+        f"Each worker has {results['cores_per_worker']:g} of this machine's {results['num_cores']} cores. "
+        f"Load before the first job: {load:.1f}. MB include the start of the job."
+    )
+
+
+def _row(label: str, name: str, results: Results) -> list[str]:
+    runs = results["runs"][name]
+    step = spread([1000 * sum(run["step_s"]) / len(run["step_s"]) for run in runs])
+    return [
+        label,
+        shown(_speed(name, results), ",.0f"),
+        f"{_efficiency(name, results)['median']:.0%}",
+        f"{step['median']:.0f}",
+        f"{_megabytes(name, results):.2f}",
+    ]
+
+
+def _remedy(label: str, name: str, results: Results) -> list[str]:
+    runs = results["runs"]
+    speeds = [[run["images_per_s"] for run in runs[each]] for each in (name, _plain(results))]
+    row = _row(label, name, results)
+    gain = spread(ratios(*speeds))["median"]
+    return [*row[:3], f"{gain:.2f}", row[4]]
+
+
+def _plain(results: Results) -> str:
+    return _name(results["sizes"][-1], SLOWEST)
+
+
+def _speed(name: str, results: Results) -> Spread:
+    return spread([run["images_per_s"] for run in results["runs"][name]])
+
+
+def _efficiency(name: str, results: Results) -> Spread:
+    """The speed per worker, by that of a worker alone in the same round."""
+    workers = variants(tuple(results["sizes"]))[name]
+    num_workers = workers.hosts * workers.workers_per_host
+    own = [run["images_per_s"] / num_workers for run in results["runs"][name]]
+    return spread(ratios(own, [run["images_per_s"] for run in results["runs"][ALONE]]))
+
+
+def _megabytes(name: str, results: Results) -> float:
+    runs = results["runs"][name]
+    return spread([max(run["sent_bytes"]) / run["num_steps"] / 1e6 for run in runs])["median"]
+
+
+def _title(results: Results) -> str:
+    settings: Mapping[str, object] = results["settings"]
+    return (
+        f"Weak scaling over hosts: {settings['arch']}, {settings['batch_size']} synthetic images per "
+        f"worker and pass, amp {settings['amp']}, gloo"
+    )
+
+
+def draw(results: Results, figure: Figure) -> None:
+    scaling, remedies = charts.axes(figure, columns=2)
+    _draw_scaling(results, scaling)
+    _draw_remedies(results, remedies)
+    figure.suptitle(
+        f"{_title(results)}\n{results['cores_per_worker']:g} cores for each worker; load of this machine "
+        f"before: {results['load_before']:.1f}",
+        fontsize=10,
+    )
+
+
+def _draw_scaling(results: Results, on: Axes) -> None:
+    sizes = [1, *results["sizes"]]
+    alone = _speed(ALONE, results)
+    ideal = [alone["median"] * hosts for hosts in sizes]
+    on.plot(sizes, ideal, "--", color="#222222", linewidth=1, label="ideal")
+    for link, colour in zip(LINKS, (charts.BLUE, charts.GREEN, charts.ORANGE), strict=True):
+        speeds = [alone, *(_speed(_name(hosts, link), results) for hosts in results["sizes"])]
+        medians = [speed["median"] for speed in speeds]
+        on.plot(sizes, medians, "o-", color=colour, markersize=5, label=link)
+        on.errorbar(sizes, medians, charts.whiskers(speeds), **charts.WHISKER)
+    shared = _speed(SHARED, results)["median"]
+    on.plot([2], [shared], "D", color=charts.PURPLE, markersize=6, label=SHARED)
+    on.set_xticks(sizes)
+    on.set_xlabel("hosts with one worker each")
+    on.set_ylabel("images/s over all workers")
+    on.set_ylim(bottom=0)
+    on.legend(frameon=False, fontsize=9)
+
+
+def _draw_remedies(results: Results, on: Axes) -> None:
+    names = {PLAIN: _plain(results), **{name: name for name in REMEDIES}}
+    speeds = [_speed(name, results) for name in names.values()]
+    ideal = _speed(ALONE, results)["median"] * results["sizes"][-1]
+    charts.bars(on, [name.replace(", ", ",\n") for name in names], {"reached": speeds}, "images/s")
+    on.axhline(ideal, linestyle="--", color="#222222", linewidth=1, label="ideal")
+    on.set_xlabel(f"{results['sizes'][-1]} hosts at {SLOWEST}")
+    charts.legend_above(on)
+
+
+BENCHMARK = Benchmark(
+    Options, _add_options, measure, table, draw, size=(11, 4.8), takes_hosts=False
+)
+
+if __name__ == "__main__":
+    start_benchmark("reference", "what the network costs, and what gives it back", BENCHMARK)

@@ -1,0 +1,234 @@
+"""Compare the parameters and the optimizers of all ranks bit by bit: DDP keeps them equal.
+
+    for step in range(1, STEPS + 1):
+        train_one_step()
+        if step % 100 == 0:
+            mpiddp.check_divergence(model, optimizer, step=step)
+
+A check gathers 8 bytes from each rank. Only if they differ do the ranks exchange the digest of each tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.runtime.digest import combine, digest_all
+from mpiddp.runtime.session import current
+from mpiddp.text import all_of, listed
+from mpiddp.world import World
+
+_HOST_BACKENDS = ("gloo", "mpi")  # their collectives take tensors of the CPU
+_MAX_NAMED = 4  # ranks in a sentence
+
+
+def check_divergence(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Check that all ranks hold the same bits. A collective: every rank of the group must call it.
+
+    Compared are the parameters, and the tensors of the optimizer's state. Left out are buffers, because
+    each rank has its own statistics of BatchNorm, and shards (DTensors, and the parameters of FSDP).
+
+    Args:
+        model: bare, or wrapped by DDP or torch.compile.
+        optimizer: None compares the parameters alone.
+        step: for the sentence of the error.
+        group: the ranks to compare; by default all.
+
+    Raises:
+        JobFailed: on all ranks. It names the ranks whose bits differ from those of the majority, and their
+            first tensor that differs. Without a majority, as with two ranks, it names all ranks.
+        UserError: there are several ranks and no process group.
+    """
+    if sentence := find_divergence(model, optimizer, step=step, group=group):
+        raise JobFailed(sentence)
+
+
+def find_divergence(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    step: int | None,
+    group: dist.ProcessGroup | None = None,
+) -> str:
+    """The error of `check_divergence`, on all ranks; "" if there is none."""
+    tensors = _replicated_tensors(model, optimizer) if _has_other_ranks(group) else {}
+    if not tensors:
+        return ""
+    digests = digest_all(tensors.values())
+    kinds = [f"{name} {each.dtype} {list(each.shape)}" for name, each in tensors.items()]
+    signature = int.from_bytes(sha256("\n".join(kinds).encode()).digest()[:8], "big", signed=True)
+    if len(set(_all_gather(combine(digests) ^ signature, group))) == 1:
+        return ""
+    ranks = _names(group)
+    kinds_of_ranks = [
+        text.split("\n") for text in _all_gather_text("\n".join(kinds), digests.device, group)
+    ]
+    if len(set(map(tuple, kinds_of_ranks))) > 1:
+        reason = _other_tensors(ranks, kinds_of_ranks)
+    else:
+        found = _all_gather(digests, group)
+        rows = [found[start : start + len(tensors)] for start in range(0, len(found), len(tensors))]
+        reason = differing_ranks(ranks, list(tensors), rows)
+    return f"{'' if step is None else f'step {step}: '}the ranks have diverged: {reason}."
+
+
+def differing_ranks(
+    ranks: Sequence[str], tensors: Sequence[str], digests: Sequence[Sequence[int]]
+) -> str:
+    """The ranks that differ, and their first tensor that does.
+
+    Args:
+        ranks: the names of N ranks.
+        tensors: the names of T tensors.
+        digests: of each rank and tensor: [N][T]. Not all ranks have the same.
+    """
+    usual = _majority([tuple(row) for row in digests])
+    if usual is None:
+        where = _where(tensors, [len(set(column)) > 1 for column in zip(*digests, strict=True)])
+        return f"{_groups(ranks, [tuple(row) for row in digests])} differ, first in {where}"
+    num_equal = sum(tuple(row) == usual for row in digests)
+    odd = [
+        f"{rank} differs from the {num_equal} ranks that agree, first in "
+        + _where(tensors, [own != right for own, right in zip(row, usual, strict=True)])
+        for rank, row in zip(ranks, digests, strict=True)
+        if tuple(row) != usual
+    ]
+    return listed(odd, _MAX_NAMED)
+
+
+def _where(tensors: Sequence[str], differs: Sequence[bool]) -> str:
+    first = tensors[differs.index(True)]
+    return f"{first} ({sum(differs)} of {len(tensors)} tensors)"
+
+
+def _majority(values: Sequence[Hashable]) -> Any:
+    """The value that more than half of the ranks have; None if there is none."""
+    value, count = Counter(values).most_common(1)[0]
+    return value if 2 * count > len(values) else None
+
+
+def _groups(ranks: Sequence[str], values: Sequence[Hashable]) -> str:
+    """The ranks by their values: "rank 0 and rank 1", "rank 0 = rank 1 and rank 2 = rank 3"."""
+    groups: dict[Hashable, list[str]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        groups.setdefault(value, []).append(rank)
+    names = [" = ".join(group) for group in groups.values()]
+    return all_of(names) if len(ranks) <= _MAX_NAMED else listed(names, _MAX_NAMED)
+
+
+def _other_tensors(ranks: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:
+    """The first difference of ranks that do not have the same tensors."""
+    usual = _majority([tuple(each) for each in kinds]) or tuple(kinds[0])
+    odd = next(index for index, each in enumerate(kinds) if tuple(each) != usual)
+    missing = [kind for kind in usual if kind not in set(kinds[odd])]
+    added = [kind for kind in kinds[odd] if kind not in set(usual)]
+    if missing:
+        what = f"lacks {missing[0]}"
+    elif added:
+        what = f"also has {added[0]}"
+    else:
+        what = "has its tensors in another order"
+    return (
+        f"{ranks[odd]} {what}, unlike other ranks. If the optimizer's state is sharded, check the model "
+        "alone"
+    )
+
+
+def _has_other_ranks(group: dist.ProcessGroup | None) -> bool:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(group) > 1
+    if World.from_env().world_size > 1:
+        raise UserError(
+            "mpiddp.check_divergence needs a process group of the ranks. Call "
+            "torch.distributed.init_process_group or mpiddp.init before it."
+        )
+    return False
+
+
+def _replicated_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Mapping[str, Tensor]:
+    """The parameters and the optimizer's state by name, without those of which each rank has a shard."""
+    sharded = _sharded_parameters(model)
+    tensors: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name = name.replace("_orig_mod.", "").removeprefix("module.")
+        if id(parameter) not in sharded:
+            tensors[name] = parameter
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) in sharded:
+                continue
+            name = names.get(id(parameter), f"parameter {place} of group {number}")
+            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            for key, tensor in _tensors_of(state):
+                tensors[f"{key} of {name}"] = tensor
+    return {name: each for name, each in tensors.items() if not hasattr(each, "to_local")}
+
+
+def _tensors_of(state: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dicts and lists, with the path of each: "momentum_buffer"."""
+    if isinstance(state, Tensor):
+        yield key, state
+    elif isinstance(state, Mapping):
+        for name in sorted(state, key=str):
+            yield from _tensors_of(state[name], f"{key}.{name}" if key else str(name))
+    elif isinstance(state, (list, tuple)):
+        for index, each in enumerate(state):
+            yield from _tensors_of(each, f"{key}[{index}]")
+
+
+def _sharded_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters in modules of FSDP, which are plain tensors."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: the model has no such module
+    if fsdp is None:
+        return set()
+    modules = (each for each in model.modules() if isinstance(each, fsdp.FullyShardedDataParallel))
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def _all_gather(values: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    """The values of all ranks, those of the first rank first: [N · len(values)]. One copy to the host."""
+    flat = values.reshape(-1)
+    if dist.get_backend(group) in _HOST_BACKENDS:
+        flat = flat.cpu()
+    gathered = flat.new_empty(dist.get_world_size(group) * len(flat))
+    dist.all_gather(list(gathered.split(len(flat))), flat, group=group)
+    numbers: list[int] = gathered.tolist()
+    return numbers
+
+
+def _all_gather_text(text: str, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:
+    own = text.encode()
+    sizes = _all_gather(torch.tensor([len(own)], device=device), group)
+    padded = torch.tensor(list(own.ljust(max(sizes), b"\0")), dtype=torch.uint8, device=device)
+    gathered = bytes(_all_gather(padded, group))
+    starts = range(0, len(gathered), max(sizes))
+    return [
+        gathered[start : start + size].decode() for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _names(group: dist.ProcessGroup | None) -> list[str]:
+    """The ranks of the group, with their hosts if they have joined: "rank 2 on node1"."""
+    coordinator = current().coordinator
+    hosts = coordinator.hostnames if coordinator is not None else ()
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return [
+        f"rank {rank} on {hosts[rank]}" if rank < len(hosts) else f"rank {rank}" for rank in ranks
+    ]
