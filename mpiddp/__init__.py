@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpiddp.checkpoints.script_run import log_metrics, run_dir
     from mpiddp.errors import JobFailed, UserError
     from mpiddp.runtime.announcement import announce
+    from mpiddp.runtime.device_mesh import mesh
     from mpiddp.runtime.process_group import init, process_group
     from mpiddp.runtime.script_steps import should_stop
     from mpiddp.runtime.session import saving
@@ -27,6 +28,7 @@ __all__ = [
     "announce",
     "init",
     "log_metrics",
+    "mesh",
     "process_group",
     "run_dir",
     "saving",
@@ -41,6 +43,7 @@ _MODULES = {
     "announce": "mpiddp.runtime.announcement",
     "init": "mpiddp.runtime.process_group",
     "log_metrics": "mpiddp.checkpoints.script_run",
+    "mesh": "mpiddp.runtime.device_mesh",
     "process_group": "mpiddp.runtime.process_group",
     "run_dir": "mpiddp.checkpoints.script_run",
     "saving": "mpiddp.runtime.session",
