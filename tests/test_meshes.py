@@ -508,7 +508,10 @@ def test_what_is_missing_for_a_figure(capsys: pytest.CaptureFixture[str]) -> Non
         ("--hosts 2 --hostfile /nonexistent", "not allowed with argument"),
         ("--hostfile /nonexistent", "/nonexistent not found."),
         ("--hosts 2 tp=8 tp=8", "tp is given twice: tp=8 and tp=8."),
-        ("--hosts 2 --tp 8", "unrecognized arguments: --tp"),
+        ("--hosts 2 --tp 8", "--tp: write it without dashes: tp=N"),
+        ("--hosts 2 --tp=8", "--tp=8: write it without dashes: tp=8"),
+        ("--hosts 2 tp 8", '"tp" is not a dimension and its size. Example: dp=32 tp=8 pp=2'),
+        ("--hosts 2 --tqp 8", "unrecognized arguments: --tqp"),
     ],
 )
 def test_bad_input_is_one_sentence(line: str, sentence: str) -> None:

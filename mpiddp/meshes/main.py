@@ -71,6 +71,12 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("output")
     add.add_argument("--all", action="store_true", help="print every host and every group")
     add.add_argument("--json", action="store_true", help="print one line of JSON, with every group")
+    for argument in argv:  # as many frameworks spell them
+        option, _, size = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and option in DIMENSIONS:
+            raise UserError(
+                f"{shown(argument)}: write it without dashes: {option}={shown(size) or 'N'}"
+            )
     return parser.parse_intermixed_args(argv)
 
 
