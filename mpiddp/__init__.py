@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpiddp.checkpoints.script_run import log_metrics, run_dir
     from mpiddp.errors import JobFailed, UserError
     from mpiddp.runtime.announcement import announce
+    from mpiddp.runtime.device_mesh import mesh
     from mpiddp.runtime.divergence import check_divergence
     from mpiddp.runtime.process_group import init, process_group
     from mpiddp.runtime.script_steps import should_stop
@@ -29,6 +30,7 @@ __all__ = [
     "check_divergence",
     "init",
     "log_metrics",
+    "mesh",
     "process_group",
     "run_dir",
     "saving",
@@ -44,6 +46,7 @@ _MODULES = {
     "check_divergence": "mpiddp.runtime.divergence",
     "init": "mpiddp.runtime.process_group",
     "log_metrics": "mpiddp.checkpoints.script_run",
+    "mesh": "mpiddp.runtime.device_mesh",
     "process_group": "mpiddp.runtime.process_group",
     "run_dir": "mpiddp.checkpoints.script_run",
     "saving": "mpiddp.runtime.session",

@@ -50,6 +50,8 @@ from mpiddp.launch.starters import detect, environment
 from mpiddp.launch.starters.mpi_args import check_mpi_args, parse_mpi_args
 from mpiddp.launch.supervise.control_server import Message
 from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.meshes import main as meshes
+from mpiddp.meshes.dimensions import parse_sizes
 from mpiddp.protocol import ANNOUNCED, MESSAGES
 from mpiddp.runtime import announcement
 from mpiddp.runtime.own_gpu import parse_cores
@@ -339,6 +341,20 @@ TRAIN_OPTIONS = (
         "--num-workers",
     ),
 )
+MESH_OPTIONS = (
+    *(
+        "--hosts",
+        "--gpus",
+        "-H",
+        "--hostfile",
+        "--params",
+        "--layers",
+        "--dtype",
+        "--json",
+        "--all",
+    ),
+    *("7e9", "7B", "1e99", "350M", "bf16", "dp=2", "tp=8", "-1", "--", "node1:4"),
+)
 INTERFACE = Interface("eth0", "10.0.0.1", "10.0.0.0/24")
 SUMMARY = dict.fromkeys(Summary.__dataclass_fields__, 1) | {"hosts": {"a": 1}}
 FACTS = {
@@ -423,6 +439,16 @@ PARSERS: dict[str, Parser] = {
         _options(options.parse),
         st.lists(st.sampled_from(TRAIN_OPTIONS) | text_of(*TRAIN_OPTIONS), max_size=6),
         (UserError, SystemExit),
+    ),
+    "mesh options": Parser(
+        _options(meshes.parse_options),
+        st.lists(st.sampled_from(MESH_OPTIONS) | text_of(*MESH_OPTIONS), max_size=6),
+        (UserError, SystemExit),
+    ),
+    "sizes of a mesh": Parser(
+        parse_sizes,
+        st.lists(text_of("dp", "tp", "pp", "=", ",", "8", "-1", " "), max_size=4),
+        (UserError,),
     ),
     "Slurm's nodelist": Parser(expand_nodelist, NODELIST, (ValueError,)),
     "Slurm's counts": Parser(expand_counts, COUNTS, (ValueError,)),

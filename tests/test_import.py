@@ -19,7 +19,7 @@ PACKAGE = ROOT / "mpiddp"
 # The launcher's modules. import-linter checks that they import no other module of mpiddp.
 LAUNCHER = sorted(
     path
-    for part in ("launch/**/*.py", "hosts/**/*.py", "*.py")
+    for part in ("launch/**/*.py", "hosts/**/*.py", "meshes/**/*.py", "*.py")
     for path in PACKAGE.glob(part)
     if path.name not in ("__init__.py", "__main__.py", "cli.py")
 )
@@ -33,6 +33,7 @@ LIGHT_MODULES = (
     "mpiddp.runtime.coordinator",
     "mpiddp.hosts.hostfile",
     "mpiddp.launch.main",
+    "mpiddp.meshes.main",
     "mpiddp.runtime.rendezvous",
     "mpiddp.runtime.run_script",
     "mpiddp.runtime.slurm_address",
@@ -55,7 +56,7 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 
 def test_public_names_are_loaded_on_first_use() -> None:
-    assert loaded("import mpiddp\nassert {'World', 'init'} <= set(mpiddp.__all__)") == set()
+    assert loaded("import mpiddp\nassert {'World', 'init', 'mesh'} <= set(mpiddp.__all__)") == set()
     assert loaded("from mpiddp import UserError, World") == set()
     use_all = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
     needed = loaded(use_all)

@@ -39,13 +39,12 @@ class RankInfo:
 
     @classmethod
     def of_this_process(cls, world: World) -> RankInfo:
-        boot_id = Path("/proc/sys/kernel/random/boot_id")
         return cls(
             rank=world.rank,
             local_rank=world.local_rank,
             local_world_size=world.local_world_size,
             hostname=world.hostname,
-            machine=boot_id.read_text().strip() if boot_id.exists() else "",
+            machine=machine_id(),
             interfaces=tuple(interfaces()),
             addresses=own_addresses(),
             own_address=_own_address(),
@@ -100,6 +99,12 @@ def _with_local_rank(info: RankInfo, on_its_host: Sequence[int]) -> RankInfo:
         local_rank=counted if info.local_rank is None else info.local_rank,
         local_world_size=size if info.local_world_size is None else info.local_world_size,
     )
+
+
+def machine_id() -> str:
+    """What distinguishes this machine from another one with the same name; "" where nothing does."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else ""
 
 
 def _own_address() -> str:
