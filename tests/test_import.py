@@ -35,7 +35,9 @@ LIGHT_MODULES = (
     "mpiddp.launch.main",
     "mpiddp.runtime.rendezvous",
     "mpiddp.runtime.run_script",
+    "mpiddp.runtime.run_function",
     "mpiddp.runtime.slurm_address",
+    "mpiddp.spawning.spawn",
     "mpiddp.train.main",
     "mpiddp.world",
 )

@@ -11,9 +11,10 @@ from types import CodeType, FunctionType
 
 import pytest
 
+from mpiddp.spawning.spawn import spawn
 from tests import cluster, mpis, ranks
 
-STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, mpis.mpirun_of)
+STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, mpis.mpirun_of, spawn)
 # The files that take longest, longest first. If a long file started last, one process would still run it
 # after the others have finished.
 LONGEST_FIRST = (
