@@ -117,8 +117,8 @@ def test_results_and_output_of_the_ranks_reach_the_cell(kernel: Kernel) -> None:
     lines = [re.sub(r"^\[rank (\d) \S+\]", r"[\1]", line) for line in shown.out.splitlines()]
     assert sorted(lines) == ["[0] out 0", "[1] out 1"]
     assert re.search(r"^\[rank 1 \S+\] err 1$", shown.err, re.MULTILINE)
-    changed = kernel.run("FACTOR = 100\nmpiddp.spawn(lambda: work(1), hosts='localhost:1')")
-    assert changed.result == "[1]", changed
+    changed = kernel.run("FACTOR = 100\nmpiddp.spawn(lambda: work(1), hosts='localhost:2')")
+    assert changed.result == "[1, 101]", changed
 
 
 def test_an_exception_of_a_rank_is_shown_with_the_line_of_the_cell(kernel: Kernel) -> None:

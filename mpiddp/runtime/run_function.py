@@ -10,6 +10,7 @@ import contextlib
 import io
 import linecache
 import pickle
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -128,7 +129,7 @@ class Caller:
             raise
 
     @contextlib.contextmanager
-    def _connected(self, kind: str) -> Iterator[Any]:
+    def _connected(self, kind: str) -> Iterator[socket.socket]:
         connection, _ = connect_to_launcher(self._address, self._secret, self._world, kind)
         with connection:
             notice_silence(connection, is_read_slowly=True)

@@ -58,7 +58,7 @@ def pickled_call(
         "cloudpickle": cloudpickle.__version__,
         "max_result_bytes": max_result_bytes,
         "sources": _sources(function),
-        "path": [str(Path(entry).absolute()) for entry in sys.path],
+        "path": [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)],
     }
     return Payload(facts, body)
 

@@ -38,7 +38,7 @@ from mpiddp.protocol import (
 )
 
 PROOF_TIMEOUT_S = 10.0
-PER_RANK = 4  # connections: its messages, its two streams, a function or its answer
+PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
