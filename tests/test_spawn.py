@@ -24,14 +24,15 @@ from typing import Any
 import pytest
 
 import mpiddp
+from mpiddp import spawn
 from mpiddp.checkpoints import directory
 from mpiddp.errors import JobFailed, RankFailed, UserError
 from mpiddp.hosts.processes import descendants
-from mpiddp.spawning.spawn import spawn
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ALL_OUTPUT, ROOT, clean_env, script
 
+pytestmark = pytest.mark.ranks  # most tests call spawn itself, no command
 HERE = socket.gethostname()
 TWO: dict[str, Any] = {"hosts": "localhost:2"}
 ONE: dict[str, Any] = {"hosts": ["localhost:1"]}

@@ -293,7 +293,6 @@ def test_a_payload_arrives(size: int) -> None:
     assert received(payload, limit=size) == payload
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("other", "error"),
     [

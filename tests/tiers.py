@@ -11,10 +11,9 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from mpiddp.spawning.spawn import spawn
 from tests import cluster, mpis, ranks
 
-STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, mpis.mpirun_of, spawn)
+STARTS_RANKS = (ranks.LAUNCH, ranks.find_mpirun, ranks.mpiddp, mpis.mpirun_of)
 # The files that take longest, longest first. If a long file started last, one process would still run it
 # after the others have finished.
 LONGEST_FIRST = (
@@ -29,6 +28,7 @@ LONGEST_FIRST = (
         "restarts",
         "own_script",
     ),
+    "spawn",
     *("resume", "training_input", "exactly_once", "launch_hosts", "network_of_a_job", "replicas"),
     *("joining", "failing_rank", "bench", "slurm_job", "rendezvous", "run_sh", "faulty_disks"),
     *("grid_engine_job", "local_ranks"),

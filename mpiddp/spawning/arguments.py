@@ -14,7 +14,7 @@ from mpiddp.errors import UserError
 from mpiddp.launch.option_parser import option_parser
 from mpiddp.text import did_you_mean
 
-Value: TypeAlias = "str | int | float | bool | Sequence[str] | None"
+Value: TypeAlias = str | int | float | bool | Sequence[str] | None
 
 # Options of the command line that mean nothing to a function, or have a parameter of their own.
 _LEFT_OUT = ("help", "dry-run", "hostfile", "npernode")

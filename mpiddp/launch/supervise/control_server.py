@@ -270,7 +270,8 @@ class ControlServer:
 
     def _hand_over(self, peer: _Peer, kind: str, facts: dict[str, Any]) -> Message:
         """Give a connection to whoever receives the message."""
-        rank, handed = self._rank_of(facts), {}
+        rank = self._rank_of(facts)
+        handed: dict[str, Any] = {}
         self._check_proof(peer, rank, facts, self._secret)
         if kind == "output":
             handed = {"stream": facts["stream"], "host": facts["host"]}
