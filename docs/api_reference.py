@@ -125,7 +125,10 @@ def build(folder: Path) -> None:
 
     for page in PAGES:
         loaded(page)
-    pdoc.render.configure(docformat="google", show_source=False, search=True)
+    version = vars(import_module(PAGES[0]))["__version__"]
+    pdoc.render.configure(
+        docformat="google", show_source=False, footer_text=f"{PAGES[0]} {version}"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # The pages of modules that are no part of the interface are left out.

@@ -1,13 +1,5 @@
 """`mpiddp.Checkpoints`: the checkpoints of `mpiddp train` for any script.
 
-    checkpoints = mpiddp.Checkpoints("runs/a", keep=2, every="10m")
-    if saved := checkpoints.resume():
-        saved.load_into(model=model, optimizer=optimizer)
-    for step in range(saved.step + 1 if saved else 1, 1001):
-        train_one_step()
-        if checkpoints.due(step):
-            checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
 Its folder is a run's folder, with the same layout as that of `mpiddp train --out`.
 """
 
@@ -62,6 +54,14 @@ class _Open:
 class Checkpoints:
     """Checkpoints of a script: written beside the training, verified when read, kept on every host.
 
+        checkpoints = mpiddp.Checkpoints("runs/a", keep=2, every="10m")
+        if saved := checkpoints.resume():
+            saved.load_into(model=model, optimizer=optimizer)
+        for step in range(saved.step + 1 if saved else 1, 1001):
+            train_one_step()
+            if checkpoints.due(step):
+                checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
     Every rank creates one, at the same point of the script, and every rank makes the same calls of its
     methods: a script without a launcher as well as one under mpiddp launch, mpirun, srun or torchrun.
     The errors below are raised on all ranks.
@@ -78,7 +78,8 @@ class Checkpoints:
     ) -> None:
         """
         Args:
-            folder: of the run: it gets checkpoints/, metrics.jsonl, and owner.json while the run writes.
+            folder: path of the run: it gets checkpoints/, metrics.jsonl, and owner.json while the run
+                writes.
             keep: number of valid checkpoints to keep.
             every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
                 only before a stop.
