@@ -18,8 +18,8 @@ PACKAGES = {
     "lightning": "2.6.6",
     "accelerate": "1.15.0",
     "transformers": "5.23.0",
-    "ipykernel": "0",
-    "jupyter_client": "0",
+    "ipykernel": "7.4.0",
+    "jupyter_client": "8.10.0",
 }
 
 
