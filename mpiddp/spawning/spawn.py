@@ -148,7 +148,7 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
         )
 
 
-def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
+def _checked_env(env: Mapping[Any, Any]) -> dict[str, str]:
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             given = f"{name!r}: {type(value).__name__}"  # a value may be a password
