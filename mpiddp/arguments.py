@@ -27,11 +27,15 @@ VERBS = {
     ),
 }
 
-# Verbs that other verbs start. No help lists them.
-INTERNAL_VERBS = {"bench-rank": "mpiddp.bench.ranks.main"}
+# Verbs that other verbs and mpiddp.spawn start. No help lists them.
+INTERNAL_VERBS = {
+    "bench-rank": "mpiddp.bench.ranks.main",
+    "launch-function": "mpiddp.launch.launch_function",
+    "run-function": "mpiddp.runtime.run_function",
+}
 
 # The verbs that every rank of a job runs. They join the job by themselves.
-RANK_VERBS = ("run", "train", "bench-rank")
+RANK_VERBS = ("run", "train", "bench-rank", "run-function")
 
 # rank verb: the module whose check_options(argv) checks its options before a job starts. It returns the
 # backend that the options request: "nccl", "gloo", or "auto" for nccl on GPUs.

@@ -19,21 +19,59 @@ STOPPED = 75  # EX_TEMPFAIL: stopped on request after a checkpoint; the same com
 INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 # package that an import may miss: the extra of this distribution that installs it
-EXTRA_OF = {"torch": "train", "numpy": "train", "mpi4py": "train", "PIL": "train"}
+EXTRA_OF = {
+    "torch": "train",
+    "numpy": "train",
+    "mpi4py": "train",
+    "PIL": "train",
+    "cloudpickle": "spawn",
+}
 
 
 class UserError(Exception):
     """Bad input, as one sentence: what was found, what was expected and how to fix it.
 
-    The command line prints it on stderr, once per job, and exits with code 2.
+    The command line prints it on stderr, once per job, and exits with code 2. A script may raise it too:
+    then all ranks end with code 2, and the job is not restarted.
     """
 
 
 class JobFailed(Exception):
     """What a machine, the network or another rank did to a job that has started, as one sentence.
 
-    Nobody gave bad input, so the exit code is 1, and `--max-restarts` restarts the job.
+    Nobody gave bad input, so the exit code is 1, and `--max-restarts` restarts the job. A script may raise
+    it too, with a sentence that says what has failed.
     """
+
+
+class RankFailed(JobFailed):
+    """A rank of `mpiddp.spawn` has failed, and it was the first. `__cause__` is its exception.
+
+    `__cause__` is None if the rank ended without an exception (a signal, `os._exit`, a host that is lost), or
+    if the exception cannot be pickled, or not be unpickled here.
+
+    Attributes:
+        rank: the rank that failed first, in [0, world_size).
+        hostname: the name of its host.
+        traceback: its own traceback as text, "" if it ended without an exception.
+    """
+
+    def __init__(self, sentence: str, rank: int, hostname: str, traceback: str = "") -> None:
+        """
+        Args:
+            sentence: the verdict of the launcher.
+            rank: the rank that failed first.
+            hostname: the name of its host.
+            traceback: its own traceback, which follows the sentence in `str()`.
+        """
+        super().__init__(sentence, rank, hostname, traceback)  # so that it can be pickled
+        self.rank = rank
+        self.hostname = hostname
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        sentence = str(self.args[0])
+        return f"{sentence}\n\n{self.traceback.rstrip()}" if self.traceback else sentence
 
 
 class NoAnswer(JobFailed):

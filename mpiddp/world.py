@@ -128,13 +128,28 @@ STALE = "these variables do not come from one launcher. Unset the stale ones."
 
 @dataclass(frozen=True)
 class World:
-    """This process's identity in the job. The fields that default to None become known later.
+    """This process's identity in the job.
 
-    rank in [0, world_size), local_rank in [0, local_world_size) among the ranks of this host.
-    node_rank in [0, num_nodes) numbers the hosts in the order of their lowest rank. It and the master
-    address are None until the ranks have joined, see `mpiddp.runtime.rendezvous`, and so are local_rank
-    and local_world_size under a launcher that does not set them. backend and device (torch's name for
-    it: "cuda:1", "cpu") are None until a process group exists, see `mpiddp.runtime.process_group`.
+    `mpiddp.init` and `mpiddp.process_group` return one with all of its fields set. In one that
+    `World.from_env` has read, the fields that become known later are None.
+
+    Attributes:
+        rank: of this process, in [0, world_size).
+        world_size: number of ranks in the job.
+        local_rank: of this process among the ranks of its host, in [0, local_world_size). None until the
+            ranks have joined, under a launcher that does not set it.
+        local_world_size: number of ranks on this host; None like `local_rank`.
+        launcher: what has started this process. `launcher.name` is "openmpi", "slurm" or another name of
+            `mpiddp.world.LAUNCHERS`, "none" without a launcher.
+        hostname: this host's own name.
+        node_rank: of this host, in [0, num_nodes). The hosts are numbered in the order of their lowest
+            rank. None until the ranks have joined.
+        num_nodes: number of hosts; None until the ranks have joined.
+        master_addr: the address of rank 0's store; None until the ranks have joined.
+        master_port: its port; None until the ranks have joined.
+        backend: "nccl", "gloo" or another backend of torch; None until there is a process group.
+        device: torch's name of this rank's device, such as "cuda:1" or "cpu"; None until there is a
+            process group.
     """
 
     rank: int
@@ -152,9 +167,13 @@ class World:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> World:
-        """The world of the innermost launcher found in `env` (default: os.environ).
+        """The world of the innermost launcher that has started this process.
 
-        Without any launcher this is rank 0 of 1, with `launcher.name == "none"`.
+        Without any launcher this is rank 0 of 1, with `launcher.name == "none"`. It communicates with no
+        other process.
+
+        Args:
+            env: the environment variables, by default os.environ.
 
         Raises:
             UserError: a launcher's variables are only partly set, are not whole numbers, contradict

@@ -1,4 +1,4 @@
-"""The training frameworks of the tests, installed beside the virtual environment, whose torch they use.
+"""Training frameworks, and Jupyter's kernel, beside the virtual environment, whose torch they use.
 
 python -m tests.frameworks install     # into .frameworks/, about 250 MB, without root
 python -m tests.frameworks             # lists the installed ones
@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / ".frameworks"
-PACKAGES = {"lightning": "2.6.6", "accelerate": "1.15.0", "transformers": "5.23.0"}
+PACKAGES = {
+    "lightning": "2.6.6",
+    "accelerate": "1.15.0",
+    "transformers": "5.23.0",
+    "ipykernel": "7.4.0",
+    "jupyter_client": "8.10.0",
+}
 
 
 def folder() -> Path:

@@ -258,7 +258,8 @@ def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher: Launcher, line
 
 def test_connections_without_a_valid_hello_are_dropped(launcher: Launcher) -> None:
     secret = launcher.server.settings[SECRET]
-    for kind in ("no proof", "other rank", "no rank", "garbage", "no hello", "number", "long"):
+    kinds = ("no proof", "other rank", "no rank", "garbage", "no hello", "number", "long")
+    for kind in (*kinds, "function", "answer"):
         with socket.create_connection(launcher.address) as stranger:
             launcher.receive_for(0.05)
             challenge = json.loads(stranger.recv(4096))["challenge"]
@@ -272,6 +273,8 @@ def test_connections_without_a_valid_hello_are_dropped(launcher: Launcher) -> No
                         "no hello": dumps("done"),
                         "number": b"7\n",
                         "long": b"x" * (LINE_LIMIT + 70_000),
+                        "function": dumps("function", rank=0, proof=""),
+                        "answer": dumps("answer", rank=0, proof=proof(secret, challenge, 1)),
                     }[kind]
                 )
             assert launcher.receive_until(lambda: launcher.connections == 0) == [], kind

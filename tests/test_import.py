@@ -36,7 +36,9 @@ LIGHT_MODULES = (
     "mpiddp.meshes.main",
     "mpiddp.runtime.rendezvous",
     "mpiddp.runtime.run_script",
+    "mpiddp.runtime.run_function",
     "mpiddp.runtime.slurm_address",
+    "mpiddp.spawning.spawn",
     "mpiddp.train.main",
     "mpiddp.world",
 )

@@ -211,7 +211,10 @@ def test_the_error_of_a_failed_step_names_it_and_the_fix(
     tree: Path, failed: subprocess.CompletedProcess[str]
 ) -> None:
     assert failed.returncode == 2
-    step = "install torch numpy mpi4py pillow setuptools pytest pytest-xdist hypothesis matplotlib"
+    packages = (
+        "torch numpy mpi4py pillow setuptools pytest pytest-xdist hypothesis matplotlib cloudpickle"
+    )
+    step = f"install {packages}"
     last = failed.stderr.splitlines()[-1]
     assert last.startswith(f"run.sh: failed to {step} (full output: {tree}/.venv/setup.log).")
     assert last.endswith("run the same command again; it continues from there.")

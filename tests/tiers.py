@@ -28,6 +28,7 @@ LONGEST_FIRST = (
         "restarts",
         "own_script",
     ),
+    "spawn",
     *("resume", "training_input", "exactly_once", "launch_hosts", "network_of_a_job", "replicas"),
     *("joining", "failing_rank", "bench", "slurm_job", "rendezvous", "run_sh", "faulty_disks"),
     *("grid_engine_job", "local_ranks", "device_mesh"),

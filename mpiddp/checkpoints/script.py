@@ -1,13 +1,5 @@
 """`mpiddp.Checkpoints`: the checkpoints of `mpiddp train` for any script.
 
-    checkpoints = mpiddp.Checkpoints("runs/a", keep=2, every="10m")
-    if saved := checkpoints.resume():
-        saved.load_into(model=model, optimizer=optimizer)
-    for step in range(saved.step + 1 if saved else 1, 1001):
-        train_one_step()
-        if checkpoints.due(step):
-            checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-
 Its folder is a run's folder, with the same layout as that of `mpiddp train --out`.
 """
 
@@ -16,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +17,7 @@ from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
 from mpiddp.checkpoints.open_run import open_run
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.replicas import receive
+from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.rng import restore_rng_states, rng_states
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save_schedule import SaveSchedule
@@ -47,41 +40,7 @@ from mpiddp.paths import named_by
 from mpiddp.protocol import RESTART_COUNT, RUN_DIR
 from mpiddp.runtime.session import current
 
-_MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTART_COUNT)
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint that a script resumes from. Tensors are on the CPU."""
-
-    step: int
-    state: dict[str, Any]  # as it was saved
-    per_rank: dict[str, Any] = field(default_factory=dict)  # of this rank; {} if it did not exist
-    world_size: int = 1  # of the job that saved it
-
-    def load_into(self, **objects: Any) -> None:
-        """Call `load_state_dict` of each object with the entry of the same name.
-
-            saved.load_into(model=model, optimizer=optimizer)
-
-        Raises:
-            UserError: the checkpoint has no such entry, or that of another model.
-        """
-        for name, target in objects.items():
-            if name not in self.state:
-                raise UserError(
-                    f"the checkpoint of step {self.step} has no {name!r}. "
-                    f"It has: {', '.join(map(repr, self.state))}."
-                )
-            try:
-                target.load_state_dict(self.state[name])
-            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
-                raise UserError(
-                    f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
-                    "Build the same as before, or name another folder."
-                ) from None
 
 
 @dataclass(frozen=True)
@@ -94,6 +53,14 @@ class _Open:
 
 class Checkpoints:
     """Checkpoints of a script: written beside the training, verified when read, kept on every host.
+
+        checkpoints = mpiddp.Checkpoints("runs/a", keep=2, every="10m")
+        if saved := checkpoints.resume():
+            saved.load_into(model=model, optimizer=optimizer)
+        for step in range(saved.step + 1 if saved else 1, 1001):
+            train_one_step()
+            if checkpoints.due(step):
+                checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
     Every rank creates one, at the same point of the script, and every rank makes the same calls of its
     methods: a script without a launcher as well as one under mpiddp launch, mpirun, srun or torchrun.
@@ -111,7 +78,8 @@ class Checkpoints:
     ) -> None:
         """
         Args:
-            folder: of the run: it gets checkpoints/, metrics.jsonl, and owner.json while the run writes.
+            folder: path of the run: it gets checkpoints/, metrics.jsonl, and owner.json while the run
+                writes.
             keep: number of valid checkpoints to keep.
             every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
                 only before a stop.
@@ -151,7 +119,11 @@ class Checkpoints:
                 this run has a checkpoint of its own. Of this run: later checkpoints are renamed. A
                 restart ignores the path once this run has a checkpoint.
 
+        Returns:
+            The step, and the states that were saved after it; None if the run has no checkpoint.
+
         Raises:
+            RuntimeError: it has been called before, or after the first `save`.
             UserError: no valid checkpoint there, or one of another script, program or config; another
                 run writes into the folder.
             JobFailed: a disk has failed.
@@ -200,6 +172,12 @@ class Checkpoints:
 
         Every rank must call this after every step, before or after `mpiddp.should_stop()`. All ranks get
         the same answer. A call takes microseconds.
+
+        Args:
+            step: the step that has just ended. It grows by one from call to call.
+
+        Raises:
+            TypeError, ValueError: the step is not a whole number, or below 0.
         """
         check_step(step)
         if self._schedule is None:
@@ -218,7 +196,7 @@ class Checkpoints:
         fails, the process ends with exit code 1. A step that is saved already is left as it is.
 
         Args:
-            step: grows from save to save.
+            step: the step that has just ended. It grows from save to save.
             state: what all ranks have in common, by name: tensors, numbers, strings, None, lists and
                 dicts of these. Of the ranks that share a file system, the lowest one's is saved.
             per_rank: the same of this rank alone, such as its position in its data. Random number
@@ -227,6 +205,7 @@ class Checkpoints:
         Raises:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
             ValueError: the step is earlier than the newest checkpoint.
+            RuntimeError: `close` has been called.
             UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
             JobFailed: the previous save has failed, and `on_save_error` is "stop"; or another run has
                 taken the folder.

@@ -42,6 +42,8 @@ class ScriptRun:
 def run_dir() -> Path:
     """The folder of this process's run: that of the first `mpiddp.Checkpoints`.
 
+    It may not exist yet: the first save, or `resume`, creates it.
+
     Raises:
         UserError: there is none yet.
     """
@@ -56,10 +58,11 @@ def log_metrics(step: int, **values: Any) -> None:
     that cannot be written causes a warning.
 
     Args:
-        values: numbers, strings, None, or tensors of one element, which a GPU has to compute first.
+        step: the step of the run to which the values belong, as `Checkpoints.save` counts them.
+        values: by name, numbers, strings, None, or tensors of one element, which a GPU has to compute first.
 
     Raises:
-        TypeError: a value of another type.
+        TypeError: a step or a value of another type.
         UserError: there is no `mpiddp.Checkpoints`, or its `resume` has not been called.
     """
     if isinstance(step, bool) or not isinstance(step, int):

@@ -20,6 +20,7 @@ from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.supervise.attempt import Outcome, attempt
+from mpiddp.launch.supervise.exchange import Exchange
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
@@ -55,20 +56,32 @@ class _Known:
         return _Known(merged, self.world_size if has_batch else world_size)
 
 
-def run(options: LaunchOptions, plan: Plan, started_at: float) -> Outcome:
-    """Run the job, and restart it after each failure, at most `--max-restarts` times."""
+def run(
+    options: LaunchOptions, plan: Plan, started_at: float, exchange: Exchange | None = None
+) -> Outcome:
+    """Run the job, and restart it after each failure, at most `--max-restarts` times.
+
+    Args:
+        exchange: of the function that every rank runs, if the job is no script.
+    """
     with queued_signals() as signals:
-        return _run(options, plan, started_at, signals)
+        return _run(options, plan, started_at, signals, exchange)
 
 
-def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: SignalQueue) -> Outcome:
+def _run(
+    options: LaunchOptions,
+    plan: Plan,
+    started_at: float,
+    signals: SignalQueue,
+    exchange: Exchange | None,
+) -> Outcome:
     began_at = time.monotonic() - (time.time() - started_at)
     known = _Known()
     in_a_row = 0  # failures without a step between them: the pause grows only for these
     run_id = os.urandom(8).hex()
     first = _numbered(plan.request, run_id, 0, options.when.max_restarts)
     limits = _limits(options, plan.starter, began_at)
-    outcome = attempt(plan.starter, first, limits, signals, _shown(options, first))
+    outcome = attempt(plan.starter, first, limits, signals, _shown(options, first), exchange)
     for restart in range(1, options.when.max_restarts + 1):
         if outcome.code != FAILED or outcome.stop_was_requested:
             break
@@ -84,8 +97,8 @@ def _run(options: LaunchOptions, plan: Plan, started_at: float, signals: SignalQ
         _log_restart(plan.request, known, restart, options.when.max_restarts)
         limits = _limits(options, plan.starter, began_at)
         request = _numbered(plan.request, run_id, restart, options.when.max_restarts)
-        resuming = _resuming(request, known)
-        outcome = attempt(plan.starter, resuming, limits, signals, _shown(options, request))
+        resuming, shown = _resuming(request, known), _shown(options, request)
+        outcome = attempt(plan.starter, resuming, limits, signals, shown, exchange)
     known = known.after(outcome.announcement, plan.request.world_size)
     return replace(outcome, announcement=known.announcement)
 

@@ -41,12 +41,13 @@ RANK_0_LEFT = "rank 0 left"  # a key that rank 0 sets before it closes the store
 class Refused(SystemExit):
     """All ranks leave together. `code` is 2 for bad input, 1 if a machine or the network is the reason.
 
-    Rank 0 has printed the reason, unless the launcher will print `sentence`.
+    Rank 0 has printed the `sentence`, unless the launcher will (`is_printed`).
     """
 
-    def __init__(self, code: int = BAD_INPUT, sentence: str = "") -> None:
+    def __init__(self, code: int, sentence: str, *, is_printed: bool = True) -> None:
         super().__init__(code)
         self.sentence = sentence
+        self.is_printed = is_printed
 
 
 class Coordinator:
@@ -153,7 +154,7 @@ class Coordinator:
         sentences = self._sentences(problems)
         if code == FAILED and self.has_launcher:
             self.leave()
-            raise Refused(code, "\n".join(sentences))
+            raise Refused(code, "\n".join(sentences), is_printed=False)
         printed = self.unique_prefix("printed")
         if self.world.rank == 0:
             for sentence in sentences:
@@ -163,7 +164,7 @@ class Coordinator:
         else:  # the first rank to exit makes mpirun kill rank 0, even in the middle of its sentence
             self.values.wait([printed], AGREE_TIMEOUT_S)
         self.leave()
-        raise Refused(code)
+        raise Refused(code, "\n".join(sentences))
 
     def claim_first_failure(self) -> bool:
         """Whether this rank is the first of the job to fail.

@@ -34,12 +34,18 @@ def process_group(
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
     keep_mpi: bool = False,
 ) -> Iterator[World]:
-    """The default process group of the job, under any launcher.
+    """The default process group of the job, under any launcher. A context manager.
+
+        with mpiddp.process_group() as world:
+            model = DistributedDataParallel(model.to(world.device))
+
+    All ranks must call it. Under `mpiddp launch` and `mpiddp run` they have joined already; else they join
+    first. The group is destroyed at the end of the body, and the ranks leave together.
 
     Args:
         world: the world of this process; by default read from the environment.
         backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
-        timeout_s: how long a collective may wait for a peer before the job fails.
+        timeout_s: how long a collective may wait for a peer before the job fails, in seconds.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Yields:
@@ -70,10 +76,21 @@ def init(
 ) -> World:
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
 
-    Returns the world that `process_group` yields, and raises the same exceptions.
-
     Under a plain mpirun, the other ranks learn how this rank ended only from `sys.exit` and uncaught
     errors. `process_group()` and `mpiddp launch` detect every end.
+
+    Args:
+        backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
+        timeout_s: how long a collective may wait for a peer before the job fails, in seconds.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+
+    Returns:
+        The world, with all of its fields set.
+
+    Raises:
+        UserError: inconsistent variables of launchers, a foreign MPI.
+        JobFailed: ranks that do not join.
+        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
     return enter_until_exit(group)

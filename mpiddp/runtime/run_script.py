@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     world = World.from_env()
     configure_process(world)
 
-    sys.excepthook = _script_excepthook
+    sys.excepthook = script_excepthook
     with reporting(world):
         _run(options, world)
     return 0
@@ -135,16 +135,22 @@ def _main_module(file: str) -> types.ModuleType:
     return main_module
 
 
-def _script_excepthook(
-    kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None
-) -> None:
-    """Print the script's traceback without the frames that lead to the script."""
+def script_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback without the frames that lead to the script; None if no other is left."""
     frame = traceback
     while frame is not None:
         file = frame.tb_frame.f_code.co_filename
         if not file.startswith("<frozen ") and Path(file).parent not in _OURS:
             break
         frame = frame.tb_next
+    return frame
+
+
+def script_excepthook(
+    kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None
+) -> None:
+    """Print the traceback of a script, or of a function, without the frames that lead to it."""
+    frame = script_frames(traceback)
     # A script that cannot be compiled has no frame. Any other error without one is a bug of mpiddp.
     trimmed = None if frame is None and isinstance(error, SyntaxError) else frame or traceback
     # The interpreter prints the error's own traceback, and ignores the third argument.

@@ -200,6 +200,8 @@ def saving() -> contextlib.AbstractContextManager[None]:
 
         with mpiddp.saving():
             torch.save(model.state_dict(), path)
+
+    Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints` needs none.
     """
     return current().saving()
 
@@ -264,7 +266,7 @@ def _drain(output: RankOutput) -> None:
 
 def _report_failure(channel: ControlClient, error: BaseException, stop: StopRequest) -> None:
     """Report to the launcher how this rank failed. A normal end is reported later."""
-    if isinstance(error, Refused) and error.sentence:
+    if isinstance(error, Refused) and not error.is_printed:
         channel.failed(FAILED, error.sentence, is_verdict=True)
     elif isinstance(error, SystemExit):
         if error.code and not stop.is_requested_end(error.code):

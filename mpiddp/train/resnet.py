@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from mpiddp.train.architectures import ARCHITECTURES, Architecture
 
+__all__ = ["ARCHS", "build_resnet"]
+
 
 def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, size, stride, padding=size // 2, bias=False)
@@ -85,9 +87,18 @@ class ResNet(nn.Module):
     """Images [N, in_channels, H, W] to logits [N, num_classes].
 
     Args:
-        depths: blocks in each stage; widths: channels of each stage before the block's expansion.
+        block: the kind of block, all of one kind.
+        depths: number of blocks in each stage.
+        widths: channels of each stage before the block's expansion.
+        num_classes: number of logits.
         stem: "imagenet" is a 7×7 convolution of stride 2 and a pool (H and W shrink to a quarter);
             "cifar" a 3×3 convolution that keeps the size, for images of about 32×32.
+        in_channels: channels of an image.
+        pad_shortcuts: a shortcut that changes the shape has no parameters (option A of He et al.), instead of
+            a 1×1 convolution (option B).
+
+    Raises:
+        ValueError: another stem.
     """
 
     def __init__(
@@ -142,7 +153,22 @@ def build_resnet(
     stem: str | None = None,
     in_channels: int = 3,
 ) -> ResNet:
-    """Build the architecture with fresh weights. None means the architecture's own default."""
+    """Build a ResNet with fresh weights: He et al.'s initialization, "Delving Deep into Rectifiers" (2015).
+
+    Args:
+        architecture: its blocks, as a row of `mpiddp.train.architectures.ARCHITECTURES`. The functions of
+            `ARCHS` have it already.
+        num_classes: number of logits; None for those of the data set that it was made for.
+        stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
+            "cifar" for about 32×32: a 3×3 convolution. None for that of its own data set.
+        in_channels: channels of an image.
+
+    Returns:
+        A module from images, float [N, in_channels, H, W], to logits [N, num_classes].
+
+    Raises:
+        ValueError: another stem.
+    """
     return ResNet(
         BLOCKS[architecture.block],
         architecture.depths,
@@ -159,3 +185,11 @@ BLOCKS: dict[str, type[BasicBlock] | type[Bottleneck]] = {
     "bottleneck": Bottleneck,
 }
 ARCHS = {name: partial(build_resnet, each) for name, each in ARCHITECTURES.items()}
+"""The functions that build a ResNet, by the names of `mpiddp train --arch`.
+
+    model = ARCHS["resnet18"](num_classes=10, stem="cifar")   # images [N, 3, 32, 32] to logits [N, 10]
+
+resnet18, 34, 50, 101 and 152 have torchvision's names and shapes, so its checkpoints load. resnet20, 32, 44,
+56 and 110 are the family for 32×32 images in section 4.2 of He et al., "Deep Residual Learning for Image
+Recognition" (2015).
+"""

@@ -21,22 +21,36 @@ from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.detect import RankStarter, with_own_folder
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
+from mpiddp.launch.supervise.exchange import Exchange
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement, JobState
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue
 from mpiddp.launch.supervise.supervisor import Limits, MpirunEnd, Supervisor
-from mpiddp.protocol import JOB, OUTPUT
+from mpiddp.protocol import JOB, OUTPUT, SECRET
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The rank that failed first, its own name of its host, and its error, "" if it has reported none."""
+
+    rank: int
+    host: str
+    error: str
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's exit code, the sentence that explains it, and how the job resumes."""
+    """The launcher's exit code, the sentence that explains it, and how the job resumes.
+
+    `first` is None unless a rank is known to be the first that failed.
+    """
 
     code: int
     sentence: str = ""
     announcement: Announcement = NOTHING_ANNOUNCED
     made_steps: bool = False
     stop_was_requested: bool = False
+    first: FirstFailure | None = None
 
     @property
     def resumes(self) -> bool:
@@ -47,13 +61,19 @@ class Outcome:
 
 
 def attempt(
-    starter: RankStarter, request: Request, limits: Limits, signals: SignalQueue, shown: Shown
+    starter: RankStarter,
+    request: Request,
+    limits: Limits,
+    signals: SignalQueue,
+    shown: Shown,
+    exchange: Exchange | None = None,
 ) -> Outcome:
     """Run the job to its end, and leave no process of it on any host that can be reached.
 
     Args:
         signals: stop requests.
         shown: the ranks whose output is shown.
+        exchange: of the function that every rank runs, if the job is no script.
     """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
     state = JobState(hosts)
@@ -69,13 +89,22 @@ def attempt(
             address = None if has_own_socket else request.control_address
             server = ControlServer(address, len(hosts), selector, clock.now)
             settings |= {**server.settings, OUTPUT: shown.ranks}
+            if exchange is not None:
+                exchange.begin(server.settings[SECRET], len(hosts))
         request = replace(
             request,
             settings={**request.settings, **settings},
             exports=tuple(sorted({*request.exports, *settings})),
         )
         supervisor = Supervisor(
-            selector, server, state, limits, clock, shown, runs_command=request.is_command
+            selector,
+            server,
+            state,
+            limits,
+            clock,
+            shown,
+            runs_command=request.is_command,
+            exchange=exchange,
         )
         with _private_folder(needed=bool(compose(starter, request).files)) as folder:
             command = compose(starter, replace(request, scratch=folder))
@@ -144,9 +173,13 @@ def _outcome_after_success(starter: RankStarter, end: MpirunEnd) -> Outcome:
 def _outcome_of_failure(
     starter: RankStarter, end: MpirunEnd, state: JobState, first: Message
 ) -> Outcome:
+    error = str(first.facts.get("error", ""))
+    # A verdict may name another rank.
+    is_verdict = first.facts.get("is_verdict", False)
+    failure = None if is_verdict else FirstFailure(first.rank, state.host_of(first.rank), error)
     if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Outcome(first.facts["code"], state.unprinted_error(first))
-    return Outcome(FAILED, state.sentence(first, _signal(starter, end.code)))
+        return Outcome(first.facts["code"], state.unprinted_error(first), first=failure)
+    return Outcome(FAILED, state.sentence(first, _signal(starter, end.code)), first=failure)
 
 
 def _has_reason(first: Message, state: JobState) -> bool:

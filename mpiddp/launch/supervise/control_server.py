@@ -23,6 +23,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol import (
     ADDRESS,
+    HANDED_OVER,
     LINE_LIMIT,
     SECRET,
     STREAMS,
@@ -46,11 +47,11 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 class Message:
     """A message from a rank, with its time by the server's clock, in seconds.
 
-    `kind` is one of the protocol's messages, "lost", "frames" or "output". "lost": the connection ended,
-    and facts["silent"] is whether the host stopped answering. "frames": a line of the stacks that a rank
-    writes from native code. "output": facts["connection"] brings facts["stream"] (1 or 2) of the rank on
-    facts["host"], and belongs to the receiver of this message. `from_script`: from the script of a
-    command, a process of its own.
+    `kind` is one of the protocol's messages, "lost", "frames", or one of HANDED_OVER. "lost": the
+    connection ended, and facts["silent"] is whether the host stopped answering. "frames": a line of the
+    stacks that a rank writes from native code. HANDED_OVER: facts["connection"] belongs to the receiver of
+    this message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
+    `from_script`: from the script of a command, a process of its own.
     """
 
     rank: int
@@ -255,28 +256,31 @@ class ControlServer:
             return [self._message(peer.rank, peer, "frames", {"text": line.decode()})]
         facts = json.loads(line)
         kind = facts.pop("type")
-        if not isinstance(kind, str) or (kind in ("hello", "output")) == (peer.rank is not None):
+        is_introduction = kind == "hello" or kind in HANDED_OVER
+        if not isinstance(kind, str) or is_introduction == (peer.rank is not None):
             raise ValueError(kind)
         if peer.rank is not None:
             if not is_valid(kind, facts):
                 raise ValueError(kind)
             return [self._message(peer.rank, peer, kind, facts)]
-        if kind == "output":
-            return [self._hand_over(peer, facts)]
+        if kind in HANDED_OVER:
+            return [self._hand_over(peer, kind, facts)]
         self._admit(peer, facts)
         return []
 
-    def _hand_over(self, peer: _Peer, facts: dict[str, Any]) -> Message:
-        """Give a connection that brings a rank's output to whoever receives the message."""
-        rank, stream, host = self._rank_of(facts), facts["stream"], facts["host"]
+    def _hand_over(self, peer: _Peer, kind: str, facts: dict[str, Any]) -> Message:
+        """Give a connection to whoever receives the message."""
+        rank = self._rank_of(facts)
+        handed: dict[str, Any] = {}
         self._check_proof(peer, rank, facts, self._secret)
-        if stream not in STREAMS or not isinstance(host, str):
-            raise ValueError(stream)
+        if kind == "output":
+            handed = {"stream": facts["stream"], "host": facts["host"]}
+            if handed["stream"] not in STREAMS or not isinstance(handed["host"], str):
+                raise ValueError(handed)
         peer.unsent += dumps("received")
         self._send(peer)  # at once: only the challenge was sent before
         self._forget(peer)
-        output = {"stream": stream, "host": host, "connection": peer.connection}
-        return Message(rank, "output", output, self._now())
+        return Message(rank, kind, {**handed, "connection": peer.connection}, self._now())
 
     def _admit(self, peer: _Peer, hello: dict[str, Any]) -> None:
         """Admit a rank, or the script of a rank. Raises ValueError if it does not belong to the job."""

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
+from mpiddp.launch.supervise.exchange import Exchange
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.launch.supervise.last_output import receive_last_output
 from mpiddp.launch.supervise.mpirun_process import ORPHANS_S, MpirunProcess
 from mpiddp.launch.supervise.output import Outputs, Shown
 from mpiddp.launch.supervise.signals import STOP_SIGNALS, SignalQueue, with_child_exits
-from mpiddp.protocol import CONFIRM_EVERY
+from mpiddp.protocol import CONFIRM_EVERY, HANDED_OVER
 
 # Time limits for:
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
@@ -63,7 +64,7 @@ class Supervisor:
     """One job. `server` is None if the ranks cannot reach this process; mpirun's exit code counts then.
 
     The times of `state` are those of `clock`. `runs_command`: the job is no Python script, and may never
-    make a step.
+    make a step. `exchange`: of the function that every rank of the job runs.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Supervisor:
         shown: Shown | None = None,
         *,
         runs_command: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         self._shown = shown or Shown()
+        self._exchange = exchange or Exchange()
         self._selector = selector
         self._server = server
         self._state = state
@@ -216,6 +219,9 @@ class Supervisor:
     def _on_message(self, message: Message) -> None:
         if message.kind == "output":
             self._outputs.add(rank=message.rank, **message.facts)
+            return
+        if message.kind in HANDED_OVER:
+            self._exchange.add(message)
             return
         self._state.note(message)
         if message.kind == "started" and self._stops and self._server is not None:

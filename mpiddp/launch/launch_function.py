@@ -1,0 +1,119 @@
+"""The launcher of `mpiddp.spawn`: like `mpiddp launch`, for a function of the process that started it.
+
+`mpiddp launch-function N` gets options and function over the socket with the file descriptor N, and sends
+the ranks' answers and the outcome back. When the caller is gone, the job stops as on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.launch import log
+from mpiddp.launch.options import LaunchOptions, parse_options
+from mpiddp.launch.plan import make_plan
+from mpiddp.launch.restarts import run
+from mpiddp.launch.starters.environment import left_out_hint
+from mpiddp.launch.supervise.attempt import Outcome
+from mpiddp.launch.supervise.exchange import Exchange
+from mpiddp.launch.supervise.output import open_closed_streams
+from mpiddp.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
+from mpiddp.text import all_of
+from mpiddp.world import leave_enclosing_job
+
+_JOB = ("-m", "mpiddp", "run-function")
+
+
+def main(argv: list[str]) -> int:
+    """Launch the job of the caller at the other end of the socket `argv[0]`. The exit codes are launch's."""
+    started_at = time.time()
+    open_closed_streams()
+    # The caller may ignore it, as a shell's background process does, and still send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    caller = socket.socket(fileno=int(argv[0]))
+    caller.set_inheritable(False)
+    try:
+        call = receive_payload(caller, "", TO_LAUNCHER)
+    except (OSError, ValueError):  # the caller has ended
+        return FAILED
+    threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
+    exchange = Exchange(Payload(call.facts["function"], call.body), call.facts["max_result_bytes"])
+    try:
+        outcome = _launch(call, exchange, started_at)
+    except UserError as error:
+        outcome = Outcome(BAD_INPUT, str(error))
+    except JobFailed as error:
+        outcome = Outcome(FAILED, str(error))
+    except KeyboardInterrupt:  # nothing has started yet
+        outcome = Outcome(INTERRUPTED, "interrupted.")
+    with contextlib.suppress(OSError):  # the caller has ended
+        _report(_final(outcome, exchange), exchange, caller)
+    return outcome.code
+
+
+def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
+    leave_enclosing_job(os.environ)
+    options = _with_variables(parse_options([*call.facts["options"], *_JOB]), call.facts["env"])
+    plan = make_plan(options, started_at, os.environ, may_wait=True)
+    options.output.check_ranks(plan.request.world_size)
+    if plan.request.control_address is None:
+        raise UserError(
+            f"mpiddp.spawn: no address of this machine is known that {plan.request.nodes[-1].name} can "
+            'reach, so no result could come back. Name one: interface="NAME"'
+        )
+    if hint := left_out_hint(options.how.exports, os.environ):
+        log.info(hint)
+    return run(options, plan, started_at, exchange)
+
+
+def _with_variables(options: LaunchOptions, env: dict[str, str]) -> LaunchOptions:
+    """The options with the variables of `env=`, which are on no command line."""
+    exports = (*options.how.exports, *(f"{name}={value}" for name, value in env.items()))
+    return replace(options, how=replace(options.how, exports=exports))
+
+
+def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
+    """The outcome, after a look at what the ranks have answered."""
+    refusals = [
+        answer.facts["sentence"]
+        for _, answer in sorted(exchange.answers.items())
+        if answer.facts["kind"] == "refusal"
+    ]
+    if outcome.code == BAD_INPUT:
+        error = outcome.first.error if outcome.first else ""
+        return replace(outcome, sentence=(*refusals, outcome.sentence or error)[0])
+    missing = [rank for rank in range(exchange.world_size) if rank not in exchange.answers]
+    if outcome.code in (DONE, STOPPED) and missing:
+        ranks = f"rank{'s' * (len(missing) > 1)} {all_of([str(rank) for rank in missing])}"
+        return replace(outcome, code=FAILED, sentence=f"{ranks} ended without a result.")
+    return outcome
+
+
+def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None:
+    """Send the caller the answers that it needs, and then the outcome."""
+    first = outcome.first
+    for rank, answer in sorted(exchange.answers.items()):
+        if outcome.code in (DONE, STOPPED) or (first and first.rank == rank):
+            facts = {**answer.facts, "rank": rank}
+            send_payload(caller, Payload(facts, answer.body), "", TO_CALLER)
+    final = {
+        "kind": "outcome",
+        "code": outcome.code,
+        "sentence": outcome.sentence,
+        "rank": first.rank if first else None,
+        "host": first.host if first else "",
+    }
+    send_payload(caller, Payload(final), "", TO_CALLER)
+
+
+def _end_with(caller: socket.socket) -> None:
+    """Stop the job when the caller has ended, however it did."""
+    with contextlib.suppress(OSError):
+        caller.recv(1)  # it sends nothing more
+    os.kill(os.getpid(), signal.SIGTERM)

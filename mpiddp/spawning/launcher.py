@@ -1,0 +1,157 @@
+"""The launcher of a function as a child process: what it prints, what it reports, and its end.
+
+It is a process of its own, because a launcher handles signals, adopts orphans and writes to the file
+descriptors 1 and 2, none of which belongs to a library. In a notebook sys.stdout is a stream of the cell.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import IO, Any, TextIO
+
+from mpiddp.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
+
+_CHUNK = 1 << 16  # bytes, the size of a pipe
+_TICK_S = 0.5  # between looks at whether the launcher has ended
+
+
+@dataclass
+class Report:
+    """What the launcher has sent: answers by rank, and the outcome, None if it was killed."""
+
+    answers: dict[int, Payload] = field(default_factory=dict)
+    outcome: dict[str, Any] | None = None
+    exit_code: int = 0
+    was_interrupted: bool = False
+
+
+def run_launcher(call: Payload, cwd: str | None) -> Report:
+    """Run a launcher with this call to its end, and show what it prints.
+
+    A SIGINT meanwhile goes to the launcher, which stops the job; a second one kills it. Nothing of the job is
+    left when this returns.
+
+    Raises:
+        OSError: the launcher cannot be started: no such folder, no process left.
+    """
+    report = Report()
+    ours, theirs = socket.socketpair()
+    # If anything fails here, the launcher finds its socket closed, and stops the job.
+    with ours:
+        with theirs:
+            launcher = _start(theirs.fileno(), cwd)
+        receiver = threading.Thread(target=_receive, args=(ours, report), daemon=True)
+        with _forwarded_interrupts(launcher, report):
+            with suppress(OSError):  # it has ended, and its last line says why
+                send_payload(ours, call, "", TO_LAUNCHER)
+            receiver.start()
+            _copy_output(launcher)
+            report.exit_code = launcher.wait()
+            receiver.join()
+    return report
+
+
+def _start(descriptor: int, cwd: str | None) -> subprocess.Popen[bytes]:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    return subprocess.Popen(
+        [sys.executable, "-m", "mpiddp", "launch-function", str(descriptor)],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=None if _is_descriptor(sys.stdout, 1) else subprocess.PIPE,
+        stderr=None if _is_descriptor(sys.stderr, 2) else subprocess.PIPE,
+        pass_fds=[descriptor],
+        start_new_session=True,  # a Ctrl-C reaches it once, from here
+    )
+
+
+def _is_descriptor(stream: TextIO | None, number: int) -> bool:
+    """Whether a text stream writes to this file descriptor, so that the launcher can use it itself."""
+    try:
+        return stream is not None and stream.fileno() == number
+    except (OSError, ValueError, AttributeError):  # that of a cell, of a test, of a closed file
+        return False
+
+
+@contextmanager
+def _forwarded_interrupts(launcher: subprocess.Popen[bytes], report: Report) -> Iterator[None]:
+    """Pass on a SIGINT instead of raising KeyboardInterrupt, which would leave the job alone."""
+
+    def forward(number: int, frame: object) -> None:
+        report.was_interrupted = True
+        launcher.send_signal(signal.SIGINT)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        yield
+        return
+    before = signal.signal(signal.SIGINT, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _receive(connection: socket.socket, report: Report) -> None:
+    with suppress(OSError, ValueError):  # the launcher has ended
+        while report.outcome is None:
+            payload = receive_payload(connection, "", TO_CALLER)
+            if payload.facts["kind"] == "outcome":
+                report.outcome = payload.facts
+            else:
+                report.answers[payload.facts["rank"]] = payload
+
+
+def _copy_output(launcher: subprocess.Popen[bytes]) -> None:
+    """Copy what the launcher prints to sys.stdout and sys.stderr, until it ends."""
+    with selectors.DefaultSelector() as selector:
+        for pipe, stream in ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr)):
+            if pipe is not None:
+                selector.register(pipe, selectors.EVENT_READ, _Copy(pipe, stream))
+        while selector.get_map():
+            ready = selector.select(_TICK_S)
+            for key, _ in ready:
+                if not key.data.pass_on():
+                    selector.unregister(key.fileobj)
+                    key.data.pipe.close()
+            if not ready and launcher.poll() is not None:  # another process has its pipes
+                break
+
+
+class _Copy:
+    """A pipe of the launcher and the stream to which its text goes."""
+
+    def __init__(self, pipe: IO[bytes], stream: TextIO | None) -> None:
+        self.pipe = pipe
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def pass_on(self) -> bool:
+        """Copy what is there. Whether there may be more."""
+        chunk = os.read(self.pipe.fileno(), _CHUNK)
+        text = self._decoder.decode(chunk, final=not chunk)
+        if self._stream is not None:
+            try:
+                _write(self._stream, text)
+            except (OSError, ValueError):  # its reader went away: the output is lost, not the job
+                self._stream = None
+        return bool(chunk)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError as error:
+        stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+    stream.flush()

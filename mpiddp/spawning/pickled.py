@@ -1,0 +1,179 @@
+"""The pickle of a function, with what it needs from the caller's own modules.
+
+cloudpickle pickles what `__main__` and a notebook define by value, and the rest by name. The other hosts have
+the installed packages, but not the caller's own files. So the modules of such files are pickled by value too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import linecache
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from mpiddp.errors import UserError, missing_package
+from mpiddp.payload import Payload
+
+_NEVER_LOOSE = frozenset({"__main__", "__mp_main__", "mpiddp", *sys.stdlib_module_names})
+
+_registry = threading.Lock()  # cloudpickle's is one for all threads
+
+
+def pickled_call(
+    function: Callable[..., Any], args: tuple[Any, ...], max_result_bytes: int
+) -> Payload:
+    """The function and its arguments for `mpiddp.runtime.run_function`, with what it has to know of them.
+
+    Raises:
+        UserError: cloudpickle is missing, or something cannot be pickled. The sentence names it.
+    """
+    try:
+        import cloudpickle
+    except ModuleNotFoundError as error:
+        if error.name != "cloudpickle":
+            raise
+        raise UserError(missing_package("mpiddp.spawn", "cloudpickle")) from None
+    name = name_of(function)
+    with _own_modules_by_value(cloudpickle):
+        try:
+            body = cloudpickle.dumps((function, args))
+        except Exception as error:
+            culprit = _culprit(function, args, cloudpickle.dumps)
+            raise UserError(
+                f"mpiddp.spawn cannot pickle {name}{culprit}: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. Create it within the function."
+            ) from error
+    facts = {
+        "name": name,
+        "python": sys.version_info[:2],
+        "cloudpickle": cloudpickle.__version__,
+        "max_result_bytes": max_result_bytes,
+        "sources": _sources(function),
+        "path": [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)],
+    }
+    return Payload(facts, body)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle of a rank without changing the caller's own classes.
+
+    cloudpickle sends a class of `__main__` by value, finds the caller's class again, and would set its
+    methods to those that came back, with copies of their global variables.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module.partition(".")[0] != "cloudpickle" or name != "_class_setstate":
+            return found
+        return lambda kind, state: kind if _is_defined_here(kind) else found(kind, state)
+
+
+def unpickled(body: bytes | bytearray) -> Any:
+    """The object of a rank's pickle. Raises any error that its classes do."""
+    return _Unpickler(io.BytesIO(body)).load()
+
+
+def _is_defined_here(kind: type) -> bool:
+    """Whether a loaded module has this class under its name."""
+    found: object = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function; of a partial one, that of its function; else the type's name."""
+    inner = _inner(function)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _sources(function: Callable[..., Any]) -> dict[str, str]:
+    """The lines of the function's file or cell, for tracebacks on hosts that do not have it."""
+    code = getattr(inspect.unwrap(_inner(function)), "__code__", None)
+    if code is None:
+        return {}
+    return {code.co_filename: "".join(linecache.getlines(code.co_filename))}
+
+
+@contextmanager
+def _own_modules_by_value(cloudpickle: ModuleType) -> Iterator[None]:
+    """In the body, cloudpickle pickles the caller's own modules by value."""
+    with _registry:
+        before = cloudpickle.list_registry_pickle_by_value()
+        added = [module for module in own_modules() if module.__name__ not in before]
+        for module in added:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in added:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def own_modules() -> list[ModuleType]:
+    """The loaded modules of Python files that no installed package contains."""
+    candidates = [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and module.__name__ == name and _is_loose(module)
+    ]
+    if not candidates:
+        return []
+    # An editable package is installed too, though its files are elsewhere.
+    installed = packages_distributions().keys()
+    return [module for module in candidates if _top_level(module) not in installed]
+
+
+def _is_loose(module: ModuleType) -> bool:
+    """Whether it is a Python file that lies in no folder of installed packages."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py") or _top_level(module) in _NEVER_LOOSE:
+        return False
+    return not {"site-packages", "dist-packages"} & set(Path(file).parts)
+
+
+def _top_level(module: ModuleType) -> str:
+    return module.__name__.partition(".")[0]
+
+
+def _culprit(
+    function: Callable[..., Any], args: tuple[Any, ...], dumps: Callable[[Any], bytes]
+) -> str:
+    """What of a call cannot be pickled, if it is an argument or a variable: ", its argument 1"."""
+    for number, arg in enumerate(args, start=1):
+        if not _is_picklable(arg, dumps):
+            return f", its argument {number} of {type(arg).__qualname__}"
+    inner = _inner(function)
+    if not isinstance(inner, FunctionType):
+        return ""
+    try:
+        variables = inspect.getclosurevars(inner)
+    except ValueError:  # a variable that has no value yet
+        return ""
+    for name, value in {**variables.globals, **variables.nonlocals}.items():
+        if not _is_picklable(value, dumps):
+            return f", its variable {name} of {type(value).__qualname__}"
+    return ""
+
+
+def _is_picklable(value: object, dumps: Callable[[Any], bytes]) -> bool:
+    try:
+        dumps(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,208 @@
+"""`mpiddp.spawn`: run a function in every rank of a job, from Python or a notebook.
+
+    results = mpiddp.spawn(train, 0.1, hosts="node1:4,node2:4")
+
+The caller starts a launcher (`mpiddp.launch.launch_function`), which starts the ranks
+(`mpiddp.runtime.run_function`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mpiddp.errors import (
+    BAD_INPUT,
+    DONE,
+    INTERRUPTED,
+    STOPPED,
+    JobFailed,
+    RankFailed,
+    UserError,
+)
+from mpiddp.payload import Payload
+from mpiddp.protocol import JOB
+from mpiddp.spawning.arguments import Value, launch_options
+from mpiddp.spawning.launcher import Report, run_launcher
+from mpiddp.spawning.pickled import name_of, pickled_call, unpickled
+from mpiddp.world import World, is_joined
+
+Result = TypeVar("Result")
+
+MAX_RESULT_BYTES = 64 << 20
+
+
+def spawn(
+    function: Callable[..., Result],
+    *args: Any,
+    hosts: str | Sequence[str] | None = None,
+    hostfile: str | os.PathLike[str] | None = None,
+    ranks: int | None = None,
+    ranks_per_host: int | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    max_result_bytes: int = MAX_RESULT_BYTES,
+    **options: Value,
+) -> list[Result]:
+    """Run `function(*args)` in every rank of a job, and return the results of all ranks: [world_size].
+
+        def train(lr):
+            with mpiddp.process_group() as world:
+                ...
+                return loss.item()
+
+        losses = mpiddp.spawn(train, 0.1, hosts="node1:4,node2:4")
+
+    It does what `mpiddp launch` does for a script: checks the hosts, starts the ranks with one mpirun, shows
+    their output with prefixes, and ends all ranks when one fails. In a notebook the output reaches the cell.
+    Within the function `mpiddp.init`, `mpiddp.Checkpoints` and the others work as in a script. Ctrl-C, or
+    the interruption of a cell, stops the job, and a second one kills it; no process is left behind.
+
+    The function, its closure and its arguments are pickled by cloudpickle, which `pip install
+    'mpiddp[spawn]'` brings. Lambdas, functions of a notebook and of `__main__` work. Modules of your own
+    files travel along; installed packages, and what the function itself imports, must be on every host.
+
+    Args:
+        function: it may return anything that can be pickled; tensors have to be on the CPU. `sys.exit()`
+            returns None.
+        args: its arguments, the same on every rank. `functools.partial` passes arguments by name.
+        hosts: hosts with their slots, as `-H`: "node1:4,node2:4" or ["node1:4", "node2:4"]. By default
+            those of `hostfile`, else of the scheduler's allocation, else this machine.
+        hostfile: path of a hostfile.
+        ranks: number of ranks, as `-n`. By default all slots.
+        ranks_per_host: number of ranks on each host, as `--npernode`.
+        env: environment variables of the ranks, beside those that `mpiddp launch` passes on.
+        cwd: the ranks' working folder, which every host must have. By default the caller's.
+        max_result_bytes: the most bytes that a rank's pickled result may have.
+        options: any other option of `mpiddp launch` by its long name: `timeout=120`, `max_restarts=2`,
+            `share_gpus=True`, `log_ranks="all"`, `env_file=["a", "b"]`.
+
+    Returns:
+        The results in the order of the ranks. A job that a stop request or `stop_after` has ended returns
+        what the function has returned then.
+
+    Raises:
+        RankFailed: a rank has failed; the exception of the first one is its `__cause__`.
+        JobFailed: the job has failed for another reason.
+        UserError: bad input; something cannot be pickled; a result is too large; cloudpickle or another
+            package is missing on a host; or this process is itself a rank, or a worker of multiprocessing.
+        TypeError: an unknown keyword, or an argument of another type.
+        KeyboardInterrupt: after Ctrl-C, once the job has ended.
+    """
+    _refuse_within_a_job(os.environ)
+    if not callable(function):
+        raise TypeError(f"mpiddp.spawn: expected a function, not {function!r}.")
+    if isinstance(max_result_bytes, bool) or not isinstance(max_result_bytes, int):
+        raise TypeError(
+            f"mpiddp.spawn: max_result_bytes: expected a whole number, not {max_result_bytes!r}."
+        )
+    arguments = launch_options(
+        hosts=hosts,
+        hostfile=hostfile,
+        ranks=ranks,
+        ranks_per_host=ranks_per_host,
+        others=options,
+    )
+    pickled = pickled_call(function, args, max_result_bytes)
+    facts = {
+        "options": arguments,
+        "env": _checked_env(env or {}),
+        "max_result_bytes": max_result_bytes,
+        "function": pickled.facts,
+    }
+    report = _run(Payload(facts, pickled.body), cwd)
+    if report.was_interrupted:
+        raise KeyboardInterrupt
+    _raise_failure(report)
+    return [
+        _result(rank, answer, name_of(function)) for rank, answer in sorted(report.answers.items())
+    ]
+
+
+def _refuse_within_a_job(env: Mapping[str, str]) -> None:
+    """Raise UserError in a rank, in a process that a rank has started, and in multiprocessing's children.
+
+    Each of them would start a job that starts it again.
+    """
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        raise UserError(
+            "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker. Call it "
+            'in the main process; in a script, below: if __name__ == "__main__":'
+        )
+    how = "mpiddp.spawn starts all ranks itself, but this process is already a part of a job"
+    if is_joined(env) or JOB in env:
+        raise UserError(f"{how} of mpiddp. Call it once, outside of the job.")
+    if "SLURM_PTY_PORT" in env:  # the only task with a terminal
+        return
+    try:
+        world = World.from_env(env)
+    except UserError:  # a part of some launcher's variables, which the ranks will not inherit
+        return
+    if world.world_size > 1:
+        raise UserError(
+            f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}). Start the script once, "
+            "with python."
+        )
+
+
+def _checked_env(env: Mapping[Any, Any]) -> dict[str, str]:
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            given = f"{name!r}: {type(value).__name__}"  # a value may be a password
+            raise TypeError(f"mpiddp.spawn: env: expected strings by name, not {given}.")
+    return dict(env)
+
+
+def _run(call: Payload, cwd: str | os.PathLike[str] | None) -> Report:
+    try:
+        return run_launcher(call, None if cwd is None else os.fspath(cwd))
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise UserError(f"mpiddp.spawn: {error.filename}: {error.strerror}.") from None
+    except OSError as error:
+        raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
+
+
+def _raise_failure(report: Report) -> None:
+    """Raise the outcome as an exception, unless the job has succeeded."""
+    outcome = report.outcome
+    if outcome is None:
+        raise JobFailed(
+            f"the launcher ended with exit code {report.exit_code} before it reported the outcome. Its last "
+            "lines say why, unless it was killed."
+        )
+    code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
+    if code in (DONE, STOPPED):
+        return
+    if code == BAD_INPUT:
+        raise UserError(sentence or "a rank has refused its input. Its line above says why.")
+    if code == INTERRUPTED:  # by another process's signal to the launcher
+        raise JobFailed(sentence)
+    if rank is None:
+        raise JobFailed(sentence)
+    answer = report.answers.get(rank, Payload({"kind": "none"}))
+    text = answer.facts.get("traceback", "")
+    raise RankFailed(sentence, rank, outcome["host"], text) from _cause(answer)
+
+
+def _cause(answer: Payload) -> BaseException | None:
+    """The exception of a rank, None if it cannot be unpickled here."""
+    if answer.facts["kind"] != "exception" or not answer.body:
+        return None
+    try:
+        error = unpickled(answer.body)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _result(rank: int, answer: Payload, name: str) -> Any:
+    try:
+        return unpickled(answer.body)
+    except Exception as error:
+        raise UserError(
+            f"the result of {name} from rank {rank} cannot be unpickled here: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Return plain values, or tensors on the CPU."
+        ) from error
