@@ -317,6 +317,7 @@ LAUNCH_OPTIONS = (
     ),
     *(
         "--min-hosts",
+        "--grow",
         "--stop-after",
         "--grace",
         "--hang-timeout",

@@ -26,6 +26,7 @@ LONGEST_FIRST = (
         "stop",
         "cifar10_learns",
         "restarts",
+        "growth",
         "own_script",
     ),
     *("resume", "training_input", "exactly_once", "launch_hosts", "network_of_a_job", "replicas"),

@@ -21,22 +21,30 @@ from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.detect import RankStarter, with_own_folder
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
+from mpiddp.launch.supervise.growing import HostWatch
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement, JobState
+from mpiddp.launch.supervise.limits import Limits
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue
-from mpiddp.launch.supervise.supervisor import Limits, MpirunEnd, Supervisor
+from mpiddp.launch.supervise.supervisor import MpirunEnd, Supervisor
 from mpiddp.protocol import JOB, OUTPUT
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's exit code, the sentence that explains it, and how the job resumes."""
+    """The launcher's exit code, the sentence that explains it, and how the job resumes.
+
+    `stop_was_requested`: by the user; with `is_at_once`, without a save. `grows`: by this launcher, to
+    restart on more hosts. The user's request takes precedence.
+    """
 
     code: int
     sentence: str = ""
     announcement: Announcement = NOTHING_ANNOUNCED
     made_steps: bool = False
     stop_was_requested: bool = False
+    is_at_once: bool = False
+    grows: bool = False
 
     @property
     def resumes(self) -> bool:
@@ -47,13 +55,19 @@ class Outcome:
 
 
 def attempt(
-    starter: RankStarter, request: Request, limits: Limits, signals: SignalQueue, shown: Shown
+    starter: RankStarter,
+    request: Request,
+    limits: Limits,
+    signals: SignalQueue,
+    shown: Shown,
+    watch: HostWatch | None = None,
 ) -> Outcome:
     """Run the job to its end, and leave no process of it on any host that can be reached.
 
     Args:
         signals: stop requests.
         shown: the ranks whose output is shown.
+        watch: looks for hosts; if it finds some, the job stops to restart on them.
     """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
     state = JobState(hosts)
@@ -75,7 +89,14 @@ def attempt(
             exports=tuple(sorted({*request.exports, *settings})),
         )
         supervisor = Supervisor(
-            selector, server, state, limits, clock, shown, runs_command=request.is_command
+            selector,
+            server,
+            state,
+            limits,
+            clock,
+            shown,
+            watch=watch,
+            runs_command=request.is_command,
         )
         with _private_folder(needed=bool(compose(starter, request).files)) as folder:
             command = compose(starter, replace(request, scratch=folder))
@@ -93,6 +114,8 @@ def attempt(
         announcement=state.announcement,
         made_steps=bool(state.steps),
         stop_was_requested=end.interrupted,
+        is_at_once=end.is_at_once,
+        grows=end.grows and not end.interrupted,
     )
     if outcome.code not in (DONE, BAD_INPUT, STOPPED) and starter.kind != "slurm":
         from mpiddp.launch.remote.orphans import kill_orphans
