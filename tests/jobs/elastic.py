@@ -36,14 +36,19 @@ class Step(NamedTuple):
     number: int
     samples: int  # over all ranks
     loss: float
+    at: float  # time.time()
 
 
 def read_steps(folder: Path) -> list[Step]:
     """The steps so far, in the order in which they were made."""
     file = folder / "steps"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    fields = [line.split() for line in lines if line.endswith("\n")]
-    return [Step(int(a), int(b), int(c), int(d), float(e)) for a, b, c, d, e in fields]
+    return [_parse(line) for line in lines if line.endswith("\n")]
+
+
+def _parse(line: str) -> Step:
+    restarts, ranks, number, samples, loss, at = line.split()
+    return Step(int(restarts), int(ranks), int(number), int(samples), float(loss), float(at))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,8 +98,9 @@ def main(folder: Path, max_ranks: int | None) -> int:
             weights = updated(weights, sums)
             if world.rank == 0:
                 samples, loss = int(sums[SIZE + 1]), float(sums[SIZE]) / GLOBAL_BATCH
+                made = Step(restarts, world.world_size, step, samples, loss, time.time())
                 with (folder / "steps").open("a") as file:
-                    file.write(f"{restarts} {world.world_size} {step} {samples} {loss}\n")
+                    file.write(" ".join(map(str, made)) + "\n")
             if checkpoints.due(step):
                 checkpoints.save(step, {"weights": weights})
             if sums[-1]:
