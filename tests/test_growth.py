@@ -232,16 +232,19 @@ def test_an_added_host_that_cannot_be_used_prevents_no_restart(
 def test_a_broken_list_is_one_warning_and_max_ranks_is_a_limit(
     hosts: Cluster, tmp_path: Path
 ) -> None:
-    with job(hosts, tmp_path, "node0 slots=1\n", "--grow", "1", most=2) as run:
+    with job(hosts, tmp_path, "node0 slots=1\n", "--grow", "1", most=3) as run:
         run.wait_for_ranks(1, restarts=0)
         run.list_hosts("")
         run.wait_for(f"mpiddp: {UNUSABLE}{run.folder}/hosts.txt lists no host.")
-        run.list_hosts("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
+        run.list_hosts("node0 slots=2\n")
         run.wait_for_ranks(2, restarts=1)
-        run.finish(grown=(1,))
-        assert {step.ranks for step in run.steps} == {1, 2}
+        run.list_hosts("node0 slots=2\nnode1 slots=4\nnode2 slots=4\n")
+        run.wait_for_ranks(3, restarts=2)
+        run.finish(grown=(1, 2))
         assert run.stderr.count(UNUSABLE) == 1
-        assert run.stderr.count(STOPPING) == 1
+        assert f"mpiddp: node0 has more slots{STOPPING}with 2 ranks.\n" in run.stderr
+        assert f"mpiddp: node1 can join{STOPPING}on 2 hosts.\n" in run.stderr
+        assert run.stderr.count(STOPPING) == 2
 
 
 @pytest.mark.parametrize("moment", ["slow_save", "slow_start"])

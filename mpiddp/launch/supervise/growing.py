@@ -71,7 +71,7 @@ class Growing:
 
     def on_message(self) -> None:
         """React to any message that the state has noted."""
-        if not self._has_begun and not self._state.missing:
+        if not self._has_begun and len(self._state.joining) == self._state.world_size:
             self._has_begun = True
             self._agenda.add(self._every_s, self._look)
 
