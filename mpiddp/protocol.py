@@ -152,7 +152,7 @@ VARIABLES = (
         RESTART_COUNT,
         "`launch`",
         "every rank",
-        "how often the job has been restarted; scripts find it in TORCHELASTIC_RESTART_COUNT",
+        "how often the job has been restarted, also to grow; scripts find it in TORCHELASTIC_RESTART_COUNT",
     ),
     Variable(
         MAX_RESTARTS,

@@ -319,6 +319,7 @@ LAUNCH_OPTIONS = (
     ),
     *(
         "--min-hosts",
+        "--grow",
         "--stop-after",
         "--grace",
         "--hang-timeout",

@@ -83,6 +83,14 @@ def test_launch_starts_two_ranks_on_each_host(batch: Slurm) -> None:
     assert PLACEMENT in done.stdout
 
 
+@pytest.mark.parametrize("option", ["--spares=1", "--grow=10m"])
+def test_an_option_that_needs_the_preflight_is_refused(batch: Slurm, option: str) -> None:
+    done = launch(batch, option, "-m", "platform")
+    assert done.returncode == 2, done.stdout
+    name = option.partition("=")[0]
+    assert done.stdout.startswith(f"{name}: inside a Slurm job, srun starts the ranks")
+
+
 def test_slurms_signal_before_the_time_limit_stops_the_job(batch: Slurm) -> None:
     """`#SBATCH --signal=B:USR1@60` sends it to the batch script, which has become the launcher."""
     out = batch.cluster.shared / "stopped"

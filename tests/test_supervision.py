@@ -7,6 +7,7 @@ python -m pytest tests/test_supervision.py
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from tests import cluster
 from tests.cluster import Cluster, Program
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
-from tests.ranks import ROOT, launch, script
+from tests.ranks import ROOT, clean_env, launch, script
 
 OTHERS = "The other ranks were stopped."
 MPIS = ("openmpi5", *PACKAGES)
@@ -243,6 +244,36 @@ def test_a_rank_that_hangs_when_others_are_done(tmp_path: Path) -> None:
     done = launch("-H", "localhost:2", "--hang-timeout", "4", path)
     assert done.returncode == 1
     assert "mpiddp: rank 0 on" in done.stderr
+    assert f'File "{path}", line 3, in <module>' in done.stderr
+    assert done.stderr.endswith("mpiddp: the job hung and was stopped.\n")
+
+
+# `mpiddp launch` that waits for the stacks of the ranks longer than any test takes.
+WAITS_FOR_STACKS = (
+    "import sys; from mpiddp import cli; from mpiddp.launch.supervise import watchdog\n"
+    f"watchdog.STACKS_S = {10 * PATIENCE_S}; sys.exit(cli.main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.quick
+def test_a_hang_is_reported_once_every_rank_has_sent_its_stacks(tmp_path: Path) -> None:
+    """A rank that has finished sends none."""
+    path = script(
+        tmp_path,
+        "import os, threading, mpiddp\n"
+        "mpiddp.should_stop()\n"
+        "if os.environ['RANK'] == '0': lock = threading.Lock(); lock.acquire(); lock.acquire()\n",
+    )
+    command = [sys.executable, "-c", WAITS_FOR_STACKS, "launch", "-H", "localhost:2"]
+    done = subprocess.run(
+        [*command, "--hang-timeout", "2", path],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 1, done.stderr
     assert f'File "{path}", line 3, in <module>' in done.stderr
     assert done.stderr.endswith("mpiddp: the job hung and was stopped.\n")
 

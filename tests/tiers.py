@@ -26,6 +26,7 @@ LONGEST_FIRST = (
         "stop",
         "cifar10_learns",
         "restarts",
+        "growth",
         "own_script",
     ),
     "spawn",

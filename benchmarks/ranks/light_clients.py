@@ -18,9 +18,9 @@ from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.supervise.attempt import attempt
+from mpiddp.launch.supervise.limits import Limits
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import queued_signals
-from mpiddp.launch.supervise.supervisor import Limits
 from mpiddp.protocol import ADDRESS, SECRET, dumps, proof
 
 STEPS = 5  # messages of progress of each rank

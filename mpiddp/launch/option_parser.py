@@ -151,6 +151,14 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="keep the last K hosts in reserve; each takes the place of a host that fails the preflight",
     )
+    add.add_argument(
+        "--grow",
+        dest="grow_s",
+        type=_duration("--grow"),
+        metavar="10m",
+        help="look so often for hosts that are back or new in the hostfile; save, and restart on them "
+        "(default: they join at the next restart)",
+    )
 
 
 def _add_ends(parser: argparse.ArgumentParser) -> None:

@@ -76,9 +76,10 @@ class How:
 
 @dataclass(frozen=True)
 class When:
-    """When the job ends, and how often it restarts."""
+    """When the job ends, and how often it restarts. `grow_s`: between two looks for more hosts."""
 
     max_restarts: int
+    grow_s: float | None
     stop_after_s: float | None
     grace_s: float
     save_grace_s: float
@@ -135,12 +136,15 @@ def parse_options(argv: list[str]) -> LaunchOptions:
     values.file_exports = tuple(export for file in files for export in file)
     values.mpi_args = parse_mpi_args(values.mpi_args)
     job = _job(values)
+    where, when = _part(Where, values), _part(When, values)
+    if when.grow_s is not None:
+        _check_growth(where)
     return LaunchOptions(
         job=job,
         backend=job.check_options(),
-        where=_part(Where, values),
+        where=where,
         how=_part(How, values),
-        when=_part(When, values),
+        when=when,
         output=_part(Output, values),
         dry_run=values.dry_run,
         report=values.report,
@@ -153,6 +157,21 @@ _Part = TypeVar("_Part", Where, How, When, Output)
 
 def _part(kind: type[_Part], values: argparse.Namespace) -> _Part:
     return kind(**{field.name: getattr(values, field.name) for field in fields(kind)})
+
+
+def _check_growth(where: Where) -> None:
+    """Raise UserError if --grow contradicts the other options."""
+    if where.local:
+        raise UserError("--grow with --local: no host can join this machine alone. Leave out one.")
+    if not where.check:
+        raise UserError(
+            "--grow needs the preflight, which finds the hosts that can join. Leave out --no-check."
+        )
+    if where.host_list is not None and not where.can_shrink:
+        raise UserError(
+            "--grow with -H: every host of the list takes part from the start, so none can join. Write the "
+            "list into a file for --hostfile, or allow missing hosts: --min-hosts H"
+        )
 
 
 def _job(values: argparse.Namespace) -> Job:

@@ -31,7 +31,13 @@ from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, i
 from mpiddp.launch.starters.environment import forwarded, parse_exports
 from mpiddp.launch.starters.mpi_args import check_mpi_args
 from mpiddp.launch.starters.shared import can_shield
-from mpiddp.launch.usable_hosts import check_hosts, find_hosts
+from mpiddp.launch.usable_hosts import (
+    Earlier,
+    Named,
+    UsableHosts,
+    check_hosts,
+    find_hosts,
+)
 from mpiddp.paths import check_program
 from mpiddp.protocol import GPUS
 
@@ -41,10 +47,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """One attempt at a job: the starter, and the request for it."""
+    """One attempt at a job: the starter, and the request for it.
+
+    `named`: the hosts that were to choose from. `found`: those that were chosen.
+    """
 
     starter: RankStarter
     request: Request
+    named: Named
+    found: UsableHosts
 
 
 def make_plan(
@@ -54,6 +65,7 @@ def make_plan(
     *,
     max_ranks: int | None = None,
     may_wait: bool = False,
+    earlier: Earlier | None = None,
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
@@ -61,6 +73,7 @@ def make_plan(
         started_at: when the user started the command, in seconds since 1970.
         max_ranks: an upper bound on the number of ranks, beside the options.
         may_wait: wait for hosts if the options request it. A restart has pauses of its own.
+        earlier: what earlier attempts say, None for the first one.
 
     Raises:
         UserError: bad input, or something that this machine lacks.
@@ -70,7 +83,7 @@ def make_plan(
     # Not resolved: the path of its python identifies a virtual environment.
     python = Path(sys.executable).absolute()
 
-    named, allocation = find_hosts(options.where, env)
+    named, allocation = earlier.named if earlier else find_hosts(options.where, env)
     transport = allocation.transport if allocation else SSH
     if may_wait and options.where.wait_s is not None and not options.dry_run:
         expected = [host for host in named.hosts if host.slots != 0]
@@ -80,15 +93,17 @@ def make_plan(
     check_mpi_args(starter, options.how.mpi_args)
     check_gpu_choice(named, exports)
     _check_spares(options.where, starter)
+    if options.when.grow_s is not None:
+        _check_growth(options.where, allocation, starter)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(named.hosts) > 1 and starter.kind != "slurm":
             log.info(f"{transport.name} reaches the other hosts")
 
     def preflight(hosts: Hosts) -> Mapping[Host, HostInfo]:
-        return _preflight(options, starter, python, hosts, env, requested, transport)
+        return _preflight(options, starter, python, hosts, env, requested, transport, earlier)
 
-    found = check_hosts(options.where, named, preflight)
+    found = check_hosts(options.where, named, preflight, earlier.enough if earlier else None)
     hosts = with_slots(
         options.where,
         found,
@@ -115,8 +130,10 @@ def make_plan(
     for name, value in _defaults(options.how, starter, python, nodes, network, env).items():
         settings.setdefault(name, value)
     return Plan(
-        starter,
-        Request(
+        starter=starter,
+        named=(named, allocation),
+        found=found,
+        request=Request(
             nodes=nodes,
             job=options.job.rank_command(python),
             folder=_working_folder(env),
@@ -158,6 +175,17 @@ def _check_spares(where: Where, starter: RankStarter) -> None:
         )
 
 
+def _check_growth(where: Where, allocation: Allocation | None, starter: RankStarter) -> None:
+    """Raise UserError if no host could ever join."""
+    if starter.kind == "slurm":
+        raise UserError(
+            "--grow: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them over "
+            "ssh instead: --mpirun PATH"
+        )
+    if allocation is None and not where.names_hosts:
+        raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
+
+
 def _preflight(
     options: LaunchOptions,
     starter: RankStarter,
@@ -166,6 +194,7 @@ def _preflight(
     env: Mapping[str, str],
     requested: RequestedInterface | None,
     transport: Transport,
+    earlier: Earlier | None,
 ) -> Mapping[Host, HostInfo]:
     """The preflight's results; {} if it does not run. Slurm checks its own hosts.
 
@@ -189,7 +218,13 @@ def _preflight(
         interface=requested.everywhere if requested else None,
         program=program,
     )
-    return preflight.check_hosts(used, requirements, transport)
+    return preflight.check_hosts(
+        used,
+        requirements,
+        transport,
+        known=earlier.info if earlier else {},
+        proven=earlier.used if earlier else (),
+    )
 
 
 def _explain(

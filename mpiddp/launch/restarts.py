@@ -1,8 +1,8 @@
-"""Restart a failed job from its newest checkpoint, on the hosts that are usable then.
+"""Restart a failed job from its newest checkpoint, on the hosts that are usable then, and a growing one.
 
 Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
-allow it, and takes part again once it answers. A restart receives the job's announcement (see
-`mpiddp.runtime.announcement`).
+allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops for
+them. A restart receives the job's announcement (see `mpiddp.runtime.announcement`).
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpiddp.errors import FAILED, INTERRUPTED, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError
 from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan, make_plan
+from mpiddp.launch.plan import Plan
+from mpiddp.launch.replan import Planner
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.supervise.attempt import Outcome, attempt
 from mpiddp.launch.supervise.exchange import Exchange
+from mpiddp.launch.supervise.growing import HostWatch, Look
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
+from mpiddp.launch.supervise.limits import Limits
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
-from mpiddp.launch.supervise.supervisor import Limits
 from mpiddp.protocol import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
-from mpiddp.text import all_of
+from mpiddp.text import all_of, duration
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 FOLDER_AWAY_S = 600.0  # longest wait for a working folder whose file server is away
@@ -59,68 +63,180 @@ class _Known:
 def run(
     options: LaunchOptions, plan: Plan, started_at: float, exchange: Exchange | None = None
 ) -> Outcome:
-    """Run the job, and restart it after each failure, at most `--max-restarts` times.
+    """Run the job, and restart it after each failure, at most `--max-restarts` times, and to grow.
 
     Args:
         exchange: of the function that every rank runs, if the job is no script.
     """
     with queued_signals() as signals:
-        return _run(options, plan, started_at, signals, exchange)
+        return _Job(options, plan, started_at, signals, exchange).run()
 
 
-def _run(
-    options: LaunchOptions,
-    plan: Plan,
-    started_at: float,
-    signals: SignalQueue,
-    exchange: Exchange | None,
-) -> Outcome:
-    began_at = time.monotonic() - (time.time() - started_at)
-    known = _Known()
-    in_a_row = 0  # failures without a step between them: the pause grows only for these
-    run_id = os.urandom(8).hex()
-    first = _numbered(plan.request, run_id, 0, options.when.max_restarts)
-    limits = _limits(options, plan.starter, began_at)
-    outcome = attempt(plan.starter, first, limits, signals, _shown(options, first), exchange)
-    for restart in range(1, options.when.max_restarts + 1):
-        if outcome.code != FAILED or outcome.stop_was_requested:
-            break
-        known = known.after(outcome.announcement, plan.request.world_size)
+class _Job:
+    """One job over all of its attempts."""
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        plan: Plan,
+        started_at: float,
+        signals: SignalQueue,
+        exchange: Exchange | None,
+    ) -> None:
+        self._options = options
+        self._exchange = exchange
+        self._signals = signals
+        self._planner = Planner(options, started_at, plan)
+        self._began_at = time.monotonic() - (time.time() - started_at)
+        self._run_id = os.urandom(8).hex()
+        self._known = _Known()
+        self._restarts = 0
+        self._failures = 0  # restarts that count
+        self._in_a_row = 0  # failures without a step between them: the pause grows only for these
+        self._before_growth: Plan | None = None  # until the attempt on more hosts makes a step
+        self._looks_for_hosts = options.when.grow_s is not None
+
+    def run(self) -> Outcome:
+        outcome = self._attempt()
+        while planned := self._plan_next(outcome):
+            outcome = planned if isinstance(planned, Outcome) else self._attempt()
+        return replace(outcome, announcement=self._known.announcement)
+
+    def _attempt(self) -> Outcome:
+        """Run the latest plan."""
+        plan, when = self._planner.plan, self._options.when
+        settings = {
+            RUN_ID: self._run_id,
+            RESTART_COUNT: str(self._restarts),
+            MAX_RESTARTS: str(when.max_restarts),
+        }
+        request = _resuming(_with_settings(plan.request, settings), self._known)
+        limits = _limits(self._options, plan.starter, self._began_at)
+        shown = _shown(self._options, request)
+        with self._watch() as watch:
+            outcome = attempt(
+                plan.starter, request, limits, self._signals, shown, self._exchange, watch
+            )
+        self._known = self._known.after(outcome.announcement, request.world_size)
+        if outcome.made_steps:
+            self._before_growth = None
+        if self._before_growth and outcome.code == INTERRUPTED and not outcome.is_at_once:
+            return _interrupted(is_saved=True)
+        return outcome
+
+    @contextmanager
+    def _watch(self) -> Iterator[HostWatch | None]:
+        """The process that looks for hosts during an attempt, if the options request it."""
+        if not self._looks_for_hosts or self._planner.plan.request.control_address is None:
+            yield None
+            return
+        from mpiddp.launch.growth import WatchProcess  # few jobs need it
+
+        with closing(WatchProcess(self._look)) as watch:
+            yield watch
+
+    def _look(self, max_ranks: int | None) -> Look:
+        known = self._known.announcement.max_ranks
+        return self._planner.look(max_ranks if known is None else known)
+
+    def _plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
+        """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
+        if outcome.stop_was_requested or outcome.code in (DONE, INTERRUPTED):
+            return None
+        if outcome.grows:
+            return self._grow(outcome)
+        if self._before_growth and outcome.code in (FAILED, BAD_INPUT):
+            return self._go_back(outcome, self._before_growth)
+        if outcome.code == FAILED and self._failures < self._options.when.max_restarts:
+            return self._restart(outcome)
+        return None
+
+    def _restart(self, outcome: Outcome) -> Plan | Outcome:
+        """Plan a restart after a failure."""
         log.info(outcome.sentence)
-        in_a_row = 1 if outcome.made_steps else in_a_row + 1
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(in_a_row - 1, 10), LONGEST_PAUSE_S)
-        planned = _plan_restart(options, started_at, known, signals, pause_s)
-        if isinstance(planned, Outcome):
-            outcome = planned
-            continue
-        plan = planned
-        _log_restart(plan.request, known, restart, options.when.max_restarts)
-        limits = _limits(options, plan.starter, began_at)
-        request = _numbered(plan.request, run_id, restart, options.when.max_restarts)
-        resuming, shown = _resuming(request, known), _shown(options, request)
-        outcome = attempt(plan.starter, resuming, limits, signals, shown, exchange)
-    known = known.after(outcome.announcement, plan.request.world_size)
-    return replace(outcome, announcement=known.announcement)
+        self._restarts += 1
+        self._failures += 1
+        self._in_a_row = 1 if outcome.made_steps else self._in_a_row + 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), LONGEST_PAUSE_S)
+        signals = self._signals
+        if stop_is_requested(signals, within_s=pause_s) or _is_interrupted_without_folder(signals):
+            return _interrupted(is_saved=False)
+        planned: Plan | Outcome
+        try:
+            planned = self._planner.next(self._known.announcement.max_ranks)
+        except UserError as error:  # a host may be usable after the next pause
+            planned = Outcome(FAILED, str(error))
+        if stop_is_requested(signals, within_s=0.0):
+            return _interrupted(is_saved=False)
+        if isinstance(planned, Plan):
+            count = f"restart {self._failures} of {self._options.when.max_restarts}"
+            self._log_restart(planned.request, f" ({count})")
+        return planned
+
+    def _grow(self, outcome: Outcome) -> Plan | Outcome:
+        """Plan a restart on the hosts that can join. It does not count, nor does a failure of the stop."""
+        self._restarts += 1
+        is_saved = outcome.code == STOPPED
+        if not is_saved:
+            log.info(f"{outcome.sentence} From now on, hosts join only at a restart.".lstrip())
+            self._looks_for_hosts = False
+        if self._must_stop() or _is_interrupted_without_folder(self._signals):
+            return _interrupted(is_saved=is_saved)
+        before = self._planner.plan
+        try:
+            self._planner.next(self._known.announcement.max_ranks)
+        except UserError as error:  # the hosts of before have just worked
+            log.info(str(error))
+        if self._must_stop():
+            return _interrupted(is_saved=is_saved)
+        plan = self._planner.plan
+        is_larger = plan.request.world_size > before.request.world_size
+        self._before_growth = before if is_larger else None
+        self._log_restart(plan.request)
+        return plan
+
+    def _go_back(self, outcome: Outcome, plan: Plan) -> Plan | Outcome:
+        """Return to the hosts before the growth, with which the job did not start. It does not count."""
+        self._restarts += 1
+        self._before_growth = None
+        if outcome.sentence:
+            log.info(outcome.sentence)
+        if self._must_stop():
+            return _interrupted(is_saved=True)
+        if avoided := self._planner.go_back(plan):
+            them, lines = ("it", "its line") if len(avoided) == 1 else ("them", "their lines")
+            log.info(
+                f"leaving out {all_of(avoided)} for {duration(self._planner.avoided_s)}, or until {lines} in "
+                f"the list of hosts change{'s' * (len(avoided) == 1)}: the job did not start with {them}."
+            )
+        self._log_restart(plan.request)
+        return plan
+
+    def _must_stop(self) -> bool:
+        """Whether the user has requested a stop, by a signal or by --stop-after."""
+        left_s = _stop_after_s(self._options, self._began_at)
+        return stop_is_requested(self._signals, within_s=0.0) or left_s == 0.0
+
+    def _log_restart(self, request: Request, count: str = "") -> None:
+        known = self._known
+        log.info(f"restarting on {all_of([node.name for node in request.nodes])}{count}.")
+        global_batch_size = known.announcement.global_batch_size
+        if global_batch_size is not None and request.world_size != known.world_size:
+            log.info(
+                f"{request.world_size} ranks instead of {known.world_size}; the global batch stays at "
+                f"{global_batch_size}."
+            )
 
 
-def _plan_restart(
-    options: LaunchOptions,
-    started_at: float,
-    known: _Known,
-    signals: SignalQueue,
-    pause_s: float,
-) -> Plan | Outcome:
-    """The plan for the hosts that are usable after the pause; an outcome if no attempt can start."""
-    interrupted = Outcome(INTERRUPTED, "interrupted before a restart.")
-    if stop_is_requested(signals, within_s=pause_s) or _is_interrupted_without_folder(signals):
-        return interrupted
-    planned: Plan | Outcome
-    try:
-        max_ranks = known.announcement.max_ranks
-        planned = make_plan(options, started_at, os.environ, max_ranks=max_ranks)
-    except UserError as error:  # a host may be usable after the next pause
-        planned = Outcome(FAILED, str(error))
-    return interrupted if stop_is_requested(signals, within_s=0.0) else planned
+def _interrupted(*, is_saved: bool) -> Outcome:
+    """The outcome of a job whose user requests a stop before a restart.
+
+    Args:
+        is_saved: it has lost no step, because it stopped after a checkpoint and has made none since.
+    """
+    if is_saved:
+        return Outcome(STOPPED, "stopped on request.")
+    return Outcome(INTERRUPTED, "interrupted before a restart.")
 
 
 def _is_interrupted_without_folder(signals: SignalQueue) -> bool:
@@ -138,25 +254,6 @@ def _is_interrupted_without_folder(signals: SignalQueue) -> bool:
         if stop_is_requested(signals, within_s=FIRST_PAUSE_S):
             return True
     return False
-
-
-def _log_restart(request: Request, known: _Known, restart: int, max_restarts: int) -> None:
-    hosts = all_of([node.name for node in request.nodes])
-    log.info(f"restarting on {hosts} (restart {restart} of {max_restarts}).")
-    global_batch_size = known.announcement.global_batch_size
-    if global_batch_size is not None and request.world_size != known.world_size:
-        log.info(
-            f"{request.world_size} ranks instead of {known.world_size}; the global batch stays at "
-            f"{global_batch_size}."
-        )
-
-
-def _numbered(request: Request, run_id: str, restart: int, max_restarts: int) -> Request:
-    """The request with the run's id and the number of this restart."""
-    return _with_settings(
-        request,
-        {RUN_ID: run_id, RESTART_COUNT: str(restart), MAX_RESTARTS: str(max_restarts)},
-    )
 
 
 def _with_settings(request: Request, settings: dict[str, str]) -> Request:
@@ -188,12 +285,22 @@ def _shown(options: LaunchOptions, request: Request) -> Shown:
 def _limits(options: LaunchOptions, starter: RankStarter, began_at: float) -> Limits:
     """The limits of one attempt. The clock of --stop-after starts at `began_at` (time.monotonic())."""
     when = options.when
-    stop_after_s = when.stop_after_s
-    if stop_after_s is not None:
-        stop_after_s = max(0.0, began_at + stop_after_s - time.monotonic())
     # srun may have to wait for other job steps to end.
     starts_in_s = max(START_TIMEOUT_S, 2 * (options.how.timeout_s or 0))
     start_timeout_s = None if starter.kind == "slurm" else starts_in_s
     return Limits(
-        when.grace_s, when.save_grace_s, start_timeout_s, stop_after_s, when.hang_timeout_s
+        grace_s=when.grace_s,
+        save_grace_s=when.save_grace_s,
+        start_timeout_s=start_timeout_s,
+        stop_after_s=_stop_after_s(options, began_at),
+        hang_timeout_s=when.hang_timeout_s,
+        grow_s=when.grow_s,
     )
+
+
+def _stop_after_s(options: LaunchOptions, began_at: float) -> float | None:
+    """What is left of --stop-after, in seconds."""
+    stop_after_s = options.when.stop_after_s
+    if stop_after_s is None:
+        return None
+    return max(0.0, began_at + stop_after_s - time.monotonic())

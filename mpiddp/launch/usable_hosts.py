@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -26,19 +26,38 @@ THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
 
+Named = tuple[Hosts, Allocation | None]  # the hosts that the user names, or those of an allocation
+
+
 @dataclass(frozen=True)
 class UsableHosts:
     """The hosts of the job, which passed the preflight, and its results; {} if it did not run.
 
-    `some_left_out`: the user named more hosts, not counting spares.
+    `some_left_out`: the user named more hosts, not counting spares. `left_out` are their names.
     """
 
     hosts: Hosts
     info: Mapping[Host, HostInfo]
     some_left_out: bool = False
+    left_out: tuple[str, ...] = ()
 
 
-def find_hosts(where: Where, env: Mapping[str, str]) -> tuple[Hosts, Allocation | None]:
+@dataclass(frozen=True)
+class Earlier:
+    """What the attempts so far say about the hosts of the next one.
+
+    named: the hosts to choose from. used: those of the latest attempt; the others must have their versions.
+    enough: the number of hosts of the first attempt, which suffices. info: results of the preflight that
+    are recent enough.
+    """
+
+    named: Named
+    used: tuple[Host, ...]
+    enough: int
+    info: Mapping[Host, HostInfo] = field(default_factory=dict)
+
+
+def find_hosts(where: Where, env: Mapping[str, str]) -> Named:
     """The hosts that the user names, else those of an allocation, which is returned too, else this machine.
 
     Raises:
@@ -83,41 +102,49 @@ def refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
 
 
 def check_hosts(
-    where: Where, hosts: Hosts, preflight: Callable[[Hosts], Mapping[Host, HostInfo]]
+    where: Where,
+    hosts: Hosts,
+    preflight: Callable[[Hosts], Mapping[Host, HostInfo]],
+    enough: int | None = None,
 ) -> UsableHosts:
     """The hosts that pass the preflight, without the spares that the job does not need.
 
     The last `--spares` hosts are spares. One takes the place of each unusable host; without enough of
     them, unusable hosts are left out, within --min-hosts and --min-ranks.
 
+    Args:
+        enough: the number of hosts with which the job has started. A host that was added since may be
+            left out whatever the options.
+
     Raises:
         UserError: too few hosts remain.
     """
     wanted = _wanted(where, hosts)
+    enough = wanted if enough is None else enough
     left_out: Mapping[Host, str] = {}
     try:
         info = preflight(hosts)
     except UnusableHosts as unusable:
         left_out = unusable.complaints
         left = tuple(host for host in hosts.hosts if host not in left_out)
-        least = (where.min_hosts or 1) if where.can_shrink else wanted
-        if _count_usable(left) < least:
+        least = (where.min_hosts or 1) if where.can_shrink else min(wanted, enough)
+        if count_usable(left) < least:
             raise
         hosts = replace(hosts, hosts=left)
         for complaint in left_out.values():
             log.info(f"leaving out a host: {complaint}")
         info = preflight(hosts)
-    some_left_out = _count_usable(hosts.hosts) < wanted
+    some_left_out = count_usable(hosts.hosts) < max(wanted, enough)
     hosts, spares = _without_spares(hosts, wanted)
     if spares:
         log.info(f"kept in reserve: {all_of([host.name for host in spares])}")
     used = {host: info[host] for host in hosts.hosts if host in info}
-    return UsableHosts(hosts, used, some_left_out)
+    return UsableHosts(hosts, used, some_left_out, tuple(host.name for host in left_out))
 
 
 def _wanted(where: Where, hosts: Hosts) -> int:
     """The number of hosts that the job has if enough of them can be used."""
-    usable = _count_usable(hosts.hosts)
+    usable = count_usable(hosts.hosts)
     wanted = usable - where.spares
     if wanted < 1:
         raise UserError(
@@ -139,6 +166,6 @@ def _without_spares(hosts: Hosts, wanted: int) -> tuple[Hosts, tuple[Host, ...]]
     return replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in spares)), spares
 
 
-def _count_usable(hosts: tuple[Host, ...]) -> int:
+def count_usable(hosts: tuple[Host, ...]) -> int:
     """The number of hosts that take ranks: those with slots=0 do not."""
     return sum(host.slots != 0 for host in hosts)

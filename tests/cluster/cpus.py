@@ -17,7 +17,9 @@ from tests.cluster.host import Arg, Host
 
 _CPU = Path("/sys/fs/cgroup/cpu")
 _PERIOD_US = 10_000
-_SHARES = 4 * 1024  # of four processes: beside others, a group counts as one process unless it has more
+_SHARES = (
+    4 * 1024
+)  # of four processes: beside others, a group counts as one process unless it has more
 _JOIN = 'echo 0 > "$0" && exec "$@"'  # 0 is the process that writes
 
 

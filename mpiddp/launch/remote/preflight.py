@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -70,22 +70,32 @@ class HostInfo:
 
 
 def check_hosts(
-    hosts: Sequence[Host], requirements: HostRequirements, transport: Transport = SSH
+    hosts: Sequence[Host],
+    requirements: HostRequirements,
+    transport: Transport = SSH,
+    *,
+    known: Mapping[Host, HostInfo] | None = None,
+    proven: Collection[Host] = (),
 ) -> dict[Host, HostInfo]:
     """Check that every host can be used, and that all have the same versions.
+
+    Args:
+        known: the results of hosts that need no new check.
+        proven: hosts that have run the job. Another one with other versions cannot be used.
 
     Raises:
         UnusableHosts: some hosts cannot be used.
         UserError: versions differ between the hosts.
     """
+    known = known or {}
     answers = run_on_hosts(
-        hosts,
+        [host for host in hosts if host not in known],
         requirements.python,
         probe_program(requirements),
         timeout_s=TIMEOUT_S,
         transport=transport,
     )
-    infos: dict[Host, HostInfo] = {}
+    infos = {host: known[host] for host in hosts if host in known}
     complaints: dict[Host, str] = {}
     for host, answer in answers.items():
         info = _read(host, answer)
@@ -98,6 +108,7 @@ def check_hosts(
             complaints[host] = complaint
         elif info:
             infos[host] = info
+    complaints |= _strangers(infos, proven, requirements)
     if complaints:
         raise UnusableHosts(complaints)
     if disagreements := _disagreements(infos.values(), requirements):
@@ -220,8 +231,23 @@ def _port(host: Host) -> str:
     return f"-p {host.port} " if host.port else ""
 
 
+def _strangers(
+    infos: Mapping[Host, HostInfo], proven: Collection[Host], requirements: HostRequirements
+) -> dict[Host, str]:
+    """The hosts with other versions than all of `proven` have, with a sentence for each."""
+    complaints = {}
+    judges = [info for host, info in infos.items() if host in proven]
+    if not judges or _disagreements(judges, requirements):
+        return {}
+    for host, info in infos.items():
+        if host not in proven and (found := _disagreements([*judges, info], requirements)):
+            complaints[host] = f"{host.name}: {found[0]}"
+    return complaints
+
+
 def _disagreements(infos: Iterable[HostInfo], requirements: HostRequirements) -> list[str]:
     """The version differences between hosts that can each be used alone."""
+    infos = tuple(infos)
     complaints = []
     for package in ("torch", "mpi4py"):
         versions = {info.host.name: getattr(info, package) or "missing" for info in infos}

@@ -22,10 +22,12 @@ from mpiddp.launch.starters.detect import RankStarter, with_own_folder
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.exchange import Exchange
+from mpiddp.launch.supervise.growing import HostWatch
 from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement, JobState
+from mpiddp.launch.supervise.limits import Limits
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue
-from mpiddp.launch.supervise.supervisor import Limits, MpirunEnd, Supervisor
+from mpiddp.launch.supervise.supervisor import MpirunEnd, Supervisor
 from mpiddp.protocol import JOB, OUTPUT, SECRET
 
 
@@ -43,6 +45,8 @@ class Outcome:
     """The launcher's exit code, the sentence that explains it, and how the job resumes.
 
     `first` is None unless a rank is known to be the first that failed.
+    `stop_was_requested`: by the user; with `is_at_once`, without a save. `grows`: by this launcher, to
+    restart on more hosts. The user's request takes precedence.
     """
 
     code: int
@@ -51,6 +55,8 @@ class Outcome:
     made_steps: bool = False
     stop_was_requested: bool = False
     first: FirstFailure | None = None
+    is_at_once: bool = False
+    grows: bool = False
 
     @property
     def resumes(self) -> bool:
@@ -67,6 +73,7 @@ def attempt(
     signals: SignalQueue,
     shown: Shown,
     exchange: Exchange | None = None,
+    watch: HostWatch | None = None,
 ) -> Outcome:
     """Run the job to its end, and leave no process of it on any host that can be reached.
 
@@ -74,6 +81,7 @@ def attempt(
         signals: stop requests.
         shown: the ranks whose output is shown.
         exchange: of the function that every rank runs, if the job is no script.
+        watch: looks for hosts; if it finds some, the job stops to restart on them.
     """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
     state = JobState(hosts)
@@ -103,6 +111,7 @@ def attempt(
             limits,
             clock,
             shown,
+            watch=watch,
             runs_command=request.is_command,
             exchange=exchange,
         )
@@ -122,6 +131,8 @@ def attempt(
         announcement=state.announcement,
         made_steps=bool(state.steps),
         stop_was_requested=end.interrupted,
+        is_at_once=end.is_at_once,
+        grows=end.grows and not end.interrupted,
     )
     if outcome.code not in (DONE, BAD_INPUT, STOPPED) and starter.kind != "slurm":
         from mpiddp.launch.remote.orphans import kill_orphans

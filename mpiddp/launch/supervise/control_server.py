@@ -6,30 +6,24 @@ job, or that violates the protocol, without any other effect.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
-import signal
-import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import UserError
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.launch.supervise.listener import Listener
+from mpiddp.launch.supervise.peer import Peer
 from mpiddp.protocol import (
     ADDRESS,
     HANDED_OVER,
     LINE_LIMIT,
     SECRET,
     STREAMS,
-    UNIX,
     UNPROVED_LINE_LIMIT,
-    URGENT,
     dumps,
     is_valid,
     notice_silence,
@@ -40,7 +34,6 @@ from mpiddp.protocol import (
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
-_UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
 @dataclass(frozen=True)
@@ -59,18 +52,6 @@ class Message:
     facts: dict[str, Any]
     at: float
     from_script: bool = False
-
-
-@dataclass(eq=False)
-class _Peer:
-    connection: socket.socket
-    challenge: str
-    since: float
-    rank: int | None = None
-    is_script: bool = False
-    buffer: bytes = b""
-    unsent: bytes = b""
-    was_interrupted: bool = False
 
 
 class ControlServer:
@@ -95,38 +76,21 @@ class ControlServer:
         self._selector = selector
         self._secret = os.urandom(16).hex()
         allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
-        self._folder: Path | None = None
-        if address is None:
-            self._folder = _private_folder()
-            path = self._folder / "control"
-            self._socket = socket.socket(socket.AF_UNIX)
-            self._socket.bind(str(path))
-            self._socket.listen(1024)
-            shown = f"{UNIX}{path}"
-        else:
-            self._socket = _listen(address)
-            host, port = self._socket.getsockname()[:2]
-            shown = f"{host}:{port}"
-        self._socket.setblocking(False)
-        self._peers: set[_Peer] = set()
-        self._strangers: dict[_Peer, None] = {}  # those without a proof, oldest first
-        self._by_rank: dict[int, _Peer] = {}
-        self._scripts: dict[
-            int, _Peer
-        ] = {}  # the scripts of ranks whose command is a process of its own
-        selector.register(self._socket, selectors.EVENT_READ, self)
+        self._listener = Listener(address)
+        self._peers: set[Peer] = set()
+        self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
+        self._by_rank: dict[int, Peer] = {}
+        # The scripts of ranks whose command is a process of its own.
+        self._scripts: dict[int, Peer] = {}
+        selector.register(self._listener.socket, selectors.EVENT_READ, self)
         # The environment variables that the ranks need.
-        self.settings = {ADDRESS: shown, SECRET: self._secret}
+        self.settings = {ADDRESS: self._listener.shown, SECRET: self._secret}
 
     def close(self) -> None:
         for peer in list(self._peers):
             self._drop(peer)
-        self._selector.unregister(self._socket)
-        self._socket.close()
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                (self._folder / "control").unlink()
-                self._folder.rmdir()
+        self._selector.unregister(self._listener.socket)
+        self._listener.close()
 
     @property
     def has_ranks(self) -> bool:
@@ -142,7 +106,7 @@ class ControlServer:
         if data is self:
             self._accept()
             return []
-        assert isinstance(data, _Peer)
+        assert isinstance(data, Peer)
         if data not in self._peers:  # dropped since the selector returned it
             return []
         if data.unsent:
@@ -191,42 +155,31 @@ class ControlServer:
         if peer := senders.get(message.rank):
             self._send_message(peer, "received")
 
-    def _script_of(self, rank: int) -> _Peer:
+    def _script_of(self, rank: int) -> Peer:
         """The process that runs the script of a connected rank: its own, or one within its command."""
         return self._scripts.get(rank, self._by_rank[rank])
 
-    def _send_message(self, peer: _Peer, kind: str, **facts: object) -> None:
+    def _send_message(self, peer: Peer, kind: str, **facts: object) -> None:
         peer.unsent += dumps(kind, **facts)
         self._send(peer)
 
     def interrupt(self, rank: int) -> None:
-        """Request the stacks of a rank that does not answer: an urgent byte makes its kernel signal it."""
-        peer = self._script_of(rank)
-        peer.was_interrupted = True
-        with contextlib.suppress(OSError):  # the next read fails too
-            if peer.connection.family == socket.AF_UNIX:
-                option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
-                pid, _, _ = _UCRED.unpack(peer.connection.getsockopt(*option, _UCRED.size))
-                os.kill(pid, signal.SIGURG)
-            else:
-                peer.connection.send(URGENT, socket.MSG_OOB)
+        """Request the stacks of a rank that does not answer: its kernel interrupts it."""
+        self._script_of(rank).interrupt()
 
     def drop_silent_hosts(self) -> list[Message]:
         """Drop the ranks whose hosts have not acknowledged what was sent to them."""
-        import fcntl
-
-        messages = []
-        if self._folder is not None:  # this host's own kernel always answers
+        if self._listener.is_local:  # this host's own kernel always answers
             return []
+        messages = []
         for peer in list(self._by_rank.values()):
-            unacknowledged = fcntl.ioctl(peer.connection, _SIOCOUTQ, bytes(4))
-            if any(unacknowledged):
+            if peer.is_silent:
                 messages += self._lose(peer, silent=True)
         return messages
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._socket.accept()
+            connection, _ = self._listener.socket.accept()
         except OSError:  # it has already closed
             return
         now = self._now()
@@ -240,14 +193,14 @@ class ControlServer:
             self._drop(oldest)
         connection.setblocking(False)
         notice_silence(connection)
-        peer = _Peer(connection, os.urandom(16).hex(), now)
+        peer = Peer(connection, os.urandom(16).hex(), now)
         self._peers.add(peer)
         self._strangers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         peer.unsent = dumps("challenge", challenge=peer.challenge)
         self._send(peer)
 
-    def _parse(self, peer: _Peer, line: bytes) -> list[Message]:
+    def _parse(self, peer: Peer, line: bytes) -> list[Message]:
         """Parse a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
         if len(line) > (LINE_LIMIT if peer.rank is not None else UNPROVED_LINE_LIMIT):
             raise ValueError("too long")
@@ -268,7 +221,7 @@ class ControlServer:
         self._admit(peer, facts)
         return []
 
-    def _hand_over(self, peer: _Peer, kind: str, facts: dict[str, Any]) -> Message:
+    def _hand_over(self, peer: Peer, kind: str, facts: dict[str, Any]) -> Message:
         """Give a connection to whoever receives the message."""
         rank = self._rank_of(facts)
         handed: dict[str, Any] = {}
@@ -282,7 +235,7 @@ class ControlServer:
         self._forget(peer)
         return Message(rank, kind, {**handed, "connection": peer.connection}, self._now())
 
-    def _admit(self, peer: _Peer, hello: dict[str, Any]) -> None:
+    def _admit(self, peer: Peer, hello: dict[str, Any]) -> None:
         """Admit a rank, or the script of a rank. Raises ValueError if it does not belong to the job."""
         rank, is_script = self._rank_of(hello), hello.get("is_script", False) is True
         if (rank in self._by_rank) is not is_script:  # a second rank, or a script without its rank
@@ -303,15 +256,15 @@ class ControlServer:
             raise ValueError(rank)
         return rank
 
-    def _check_proof(self, peer: _Peer, rank: int, facts: dict[str, Any], secret: str) -> None:
+    def _check_proof(self, peer: Peer, rank: int, facts: dict[str, Any], secret: str) -> None:
         # The time of this comparison reveals nothing: every connection has another challenge.
         if facts["proof"] != proof(secret, peer.challenge, rank):
             raise ValueError("no proof")
 
-    def _message(self, rank: int, peer: _Peer, kind: str, facts: dict[str, Any]) -> Message:
+    def _message(self, rank: int, peer: Peer, kind: str, facts: dict[str, Any]) -> Message:
         return Message(rank, kind, facts, self._now(), peer.is_script)
 
-    def _send(self, peer: _Peer) -> None:
+    def _send(self, peer: Peer) -> None:
         """Send as much as the connection accepts. The rest follows when it accepts more."""
         try:
             sent = peer.connection.send(peer.unsent)
@@ -323,46 +276,22 @@ class ControlServer:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         self._selector.modify(peer.connection, events, peer)
 
-    def _lose(self, peer: _Peer, *, silent: bool) -> list[Message]:
+    def _lose(self, peer: Peer, *, silent: bool) -> list[Message]:
         self._drop(peer)
         if peer.rank is None:
             return []
         return [self._message(peer.rank, peer, "lost", {"silent": silent})]
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         self._forget(peer)
         peer.connection.close()
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, peer: Peer) -> None:
         self._peers.discard(peer)
         self._strangers.pop(peer, None)
         if peer.rank is not None:
             del (self._scripts if peer.is_script else self._by_rank)[peer.rank]
         self._selector.unregister(peer.connection)
-
-
-def _listen(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, 0), family=family, backlog=1024)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on {address} of this machine ({error.strerror}). "
-            "Name another interface: --interface NAME"
-        ) from None
-
-
-def _private_folder() -> Path:
-    """A new folder that only this user can open. Its path is short, because a socket's has 107 bytes."""
-    folder = Path("/tmp", f"mpiddp-{os.urandom(8).hex()}")
-    try:
-        folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise UserError(f"cannot create a folder in /tmp ({error.strerror}).") from None
-    return folder
-
-
-_SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
 
 def _is_json(line: bytes) -> bool:

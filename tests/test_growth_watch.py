@@ -1,0 +1,141 @@
+"""The parts of --grow that need no other host: what it refuses, the process that looks, when it stops a job.
+
+Tests mpiddp/launch/growth.py, mpiddp/launch/supervise/growing.py.
+python -m pytest tests/test_growth_watch.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mpiddp.launch.supervise.agenda import Agenda
+from mpiddp.launch.supervise.awake_clock import AwakeClock
+from mpiddp.launch.supervise.control_server import Message
+from mpiddp.launch.supervise.growing import Growing, Look
+from mpiddp.launch.supervise.job_state import JobState
+from tests.patience import PATIENCE_S
+from tests.ranks import ROOT, clean_env, launch
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ("--local",),
+            "--grow with --local: no host can join this machine alone. Leave out one.\n",
+        ),
+        (
+            ("-H", "localhost:1,far.invalid:1"),
+            "--grow with -H: every host of the list takes part from the start, so none can join. Write "
+            "the list into a file for --hostfile, or allow missing hosts: --min-hosts H\n",
+        ),
+        (
+            ("-H", "localhost:1", "--min-hosts", "1", "--no-check"),
+            "--grow needs the preflight, which finds the hosts that can join. Leave out --no-check.\n",
+        ),
+        ((), "--grow: no hosts are named, so none can join. Name them: --hostfile FILE\n"),
+    ],
+)
+def test_a_job_that_can_never_grow(options: tuple[str, ...], sentence: str) -> None:
+    done = launch("--grow", "10m", *options, "-m", "platform")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+
+
+PROCESS = """
+import select, signal, os
+from contextlib import closing
+from mpiddp.launch.growth import WatchProcess
+from mpiddp.launch.supervise.growing import Look
+def look(most):
+    if most == 0: raise OSError("no disk")
+    if most is None: os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGINT)
+    return Look("node1 is back", f"on {most} hosts")
+def answers(watch):
+    select.select([watch], [], [])
+    return watch.receive()
+with closing(WatchProcess(look)) as watch:
+    assert watch.receive() == []
+    watch.ask(3)
+    assert answers(watch) == [Look("node1 is back", "on 3 hosts")]
+    watch.ask(0)
+    assert answers(watch) == [Look(problem="a look for hosts failed: OSError: no disk")]
+    watch.ask(None)
+    try: answers(watch)
+    except EOFError: print("ended", flush=True)
+    watch.ask(1)
+with closing(WatchProcess(lambda most: signal.pause())) as watch: watch.ask(1)
+try: os.waitpid(-1, 0)
+except ChildProcessError: print("no child", flush=True)
+"""
+
+
+def test_the_process_that_looks_for_hosts() -> None:
+    """It survives a Ctrl-C, reports its errors, and ends with its launcher even in mid-look."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.stdout, done.stderr) == ("ended\nno child\n", "")
+
+
+class Answers:
+    """Answers of a process that looks for hosts."""
+
+    def __init__(self, *looks: Look) -> None:
+        self.looks = list(looks)
+        self.asked: list[int | None] = []
+
+    def fileno(self) -> int:
+        raise AssertionError("nobody waits")
+
+    def ask(self, max_ranks: int | None) -> None:
+        self.asked.append(max_ranks)
+
+    def receive(self) -> list[Look]:
+        looks, self.looks = self.looks, []
+        return looks
+
+
+def test_a_job_says_once_why_it_does_not_grow() -> None:
+    state, agenda = JobState(["node0"]), Agenda(AwakeClock())
+    lines: list[str] = []
+    stops: list[str] = []
+    broken, back = Look(problem="broken"), Look("node1 is back", "on 2 hosts")
+    answers = Answers(broken, broken, back, back, broken)
+    growing = Growing(
+        answers,
+        1e-9,
+        state,
+        agenda,
+        log=lines.append,
+        stop=lambda: stops.append("stop"),
+        may_stop=lambda: True,
+    )
+    growing.on_message()
+    agenda.act()
+    assert answers.asked == []  # not before all ranks have joined
+    state.note(Message(0, "joining", {"timeout_s": 60}, 1.0))
+    growing.on_message()
+    agenda.act()
+    assert answers.asked == [None]
+    assert growing.receive()
+    why = "not every rank has called mpiddp.should_stop(), so the job continues without a restart."
+    assert lines == ["broken", f"node1 is back, but {why}", "broken"]
+    lines.clear()
+    state.note(Message(0, "supports_stop", {}, 1.0))
+    facts = {"resume_args": [], "global_batch_size": 12, "max_ranks": 3}
+    state.note(Message(0, "announce", facts, 1.0))
+    answers.looks = [back]
+    assert growing.receive()
+    assert (lines, stops) == (["node1 is back: stopping to restart on 2 hosts."], ["stop"])
+    agenda.act()
+    assert answers.asked[-1] == 3
