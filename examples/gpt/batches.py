@@ -2,7 +2,7 @@
 
     for step in packed(lengths, rows=4, ranks=2, width=512, seed=0):
         batch = collate(documents, step[rank])
-        loss = summed_loss(net(batch.tokens, batch.mask), batch.targets) / count(documents, step)
+        loss = summed_loss(net(batch.tokens, batch.mask), batch.targets) / count_targets(documents, step)
 
 A plan is a list of steps; a step has a list of rows for each rank; a row is a list of documents, by their
 numbers. Every document stands in a plan once. Plans depend on the lengths and the seed only, so every rank
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IGNORED = -1  # the target of a position that counts for no loss
+IGNORED = -1  # the target of a position that counts for no loss, as in model.py
 Row = list[int]  # documents
 Step = list[list[Row]]  # the rows of each rank
 
@@ -125,11 +125,6 @@ def block_diagonal(documents: Tensor) -> Tensor:
     return is_same.tril()
 
 
-def count(documents: Sequence[Tensor], step: Step) -> int:
+def count_targets(documents: Sequence[Tensor], step: Step) -> int:
     """The targets of a step over all ranks, by which each rank divides its summed loss."""
     return sum(len(documents[each]) - 1 for rows in step for row in rows for each in row)
-
-
-def positions(batch: Batch) -> int:
-    """The positions that are computed, padding included."""
-    return batch.tokens.numel()

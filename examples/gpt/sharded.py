@@ -30,7 +30,8 @@ LOG_EVERY = 5  # steps
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with mpiddp.process_group() as world:
-        train(parse(arguments), world)
+        if differences := train(parse(arguments), world):
+            report(differences)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -44,8 +45,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options.parse_args(arguments)
 
 
-def train(options: argparse.Namespace, world: mpiddp.World) -> None:
-    data_ranks = check(options, world.world_size)
+def train(options: argparse.Namespace, world: mpiddp.World) -> dict[str, float]:
+    """Train all steps. Returns the largest differences to the undivided model, if it is to compare."""
+    data_ranks = data_parallel_ranks(options, world.world_size)
     device = torch.device(world.device)
     text = load_text(options.text, options.context)
     shape = shape_of(options, len(text.characters))
@@ -89,12 +91,11 @@ def train(options: argparse.Namespace, world: mpiddp.World) -> None:
         optimizer.zero_grad(set_to_none=True)
         if step in (1, options.steps) or step % LOG_EVERY == 0:
             say(f"step {step:4}  loss {loss.item():.6f}")
-    if options.compare:
-        report(reference.result())
+    return reference.result() if options.compare else {}
 
 
-def check(options: argparse.Namespace, ranks: int) -> int:
-    """The number of data parallel ranks. Raises UserError if the ranks, model or batch do not divide."""
+def data_parallel_ranks(options: argparse.Namespace, ranks: int) -> int:
+    """Those that --tp and --pp leave. Raises UserError if ranks, model or batch cannot be divided."""
     tp, pp = options.tp, options.pp
     if options.fsdp and pp > 1:
         raise mpiddp.UserError(

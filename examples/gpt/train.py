@@ -29,6 +29,7 @@ import mpiddp
 LOG_EVERY = 20  # steps
 EVALUATED_AT_ONCE = 32  # windows; a matter of memory and speed, not of the result
 SAMPLED = 500  # characters
+PRECISIONS = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
 def main() -> None:
@@ -42,6 +43,9 @@ def parse() -> argparse.Namespace:
     add("--out", default="runs/gpt", metavar="DIR", help="folder of the run")
     add("--save-every", default="1m", metavar="T", help="200 (steps), 30s, 10m or 1h")
     add("--evaluate-every", type=whole(1), default=100, metavar="N", help="steps in between")
+    add(
+        "--precision", choices=("auto", *PRECISIONS), default="auto", help="of products of matrices"
+    )
     return options.parse_args()
 
 
@@ -57,10 +61,10 @@ def train(options: argparse.Namespace, world: mpiddp.World) -> None:
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     groups = parameter_groups(net, decay=0.1)
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
-    precision = precision_of(device)
+    precision = PRECISIONS.get(options.precision) or fastest_precision(device)
     scaler = torch.amp.GradScaler(device.type, enabled=precision is torch.float16)
     say(
-        f"{sum(each.numel() for each in net.parameters()):,} parameters in {precision_name(precision)}, "
+        f"{sum(each.numel() for each in net.parameters()):,} parameters, {precision}, "
         f"{len(text.train):,} characters of {text.name}, {len(text.characters)} different ones"
     )
 
@@ -141,7 +145,7 @@ def validation_loss(
     return nats / characters
 
 
-def precision_of(device: torch.device) -> torch.dtype:
+def fastest_precision(device: torch.device) -> torch.dtype:
     """The precision that is fastest there. A CPU multiplies small matrices in bf16 no faster than in fp32."""
     if device.type == "cpu":
         return torch.float32
@@ -156,10 +160,6 @@ def autocast(
     if precision is torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=precision)
-
-
-def precision_name(precision: torch.dtype) -> str:
-    return str(precision).removeprefix("torch.")
 
 
 def over_ranks(*values: float, device: torch.device) -> list[float]:
