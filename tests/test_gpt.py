@@ -1,6 +1,6 @@
 """examples/gpt/train.py learns, resumes with the same bits under every launcher, and refuses bad texts.
 
-Tests examples/gpt/train.py, data.py and options.py.
+Tests examples/gpt/train.py, data.py, options.py and curve.py.
 python -m pytest tests/test_gpt.py
 """
 
@@ -99,6 +99,16 @@ def test_it_ends_with_what_the_model_writes(whole: Path) -> None:
     whole_lines = sampled.splitlines()[1:-1]
     known = set(TEXT.splitlines())
     assert sum(line in known for line in whole_lines) > 0.6 * len(whole_lines), sampled
+
+
+def test_the_curve_of_a_run(whole: Path, tmp_path: Path) -> None:
+    script = str(ROOT / "examples/gpt/curve.py")
+    done = run([sys.executable, script, str(whole / "run"), "curve.png"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    for arguments in (["missing", "curve.png"], [str(whole / "run"), "curve.txt2"]):
+        done = run([sys.executable, script, *arguments], tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
 def test_a_stopped_training_resumes_with_the_same_bits(whole: Path, tmp_path: Path) -> None:

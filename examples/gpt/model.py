@@ -61,13 +61,12 @@ class GPT(nn.Module):
         What a block adds is scaled down by the number of additions, so that the sum's variance does not
         depend on the depth: Radford et al., 2019, section 2.3.
         """
+        for name, weight in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):
+                nn.init.normal_(weight, std=(2 * shape.layers * weight.shape[1]) ** -0.5)
+            elif weight.ndim > 1:
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         nn.init.normal_(self.token.weight, std=0.02)
-        for block in self.blocks:
-            for linear in (block.attention.qkv, block.mlp.up):
-                nn.init.normal_(linear.weight, std=shape.width**-0.5)
-            for linear in (block.attention.out, block.mlp.down):
-                std = (linear.in_features * 2 * shape.layers) ** -0.5
-                nn.init.normal_(linear.weight, std=std)
 
 
 class Block(nn.Module):
@@ -98,7 +97,8 @@ class Attention(nn.Module):
         qkv = heads.permute(3, 0, 2, 1, 4)  # [3, B, heads, T, head_size]
         (q, k), v = rotated(qkv[:2]), qkv[2]
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.out(seen.transpose(1, 2).reshape(batch, length, -1))
+        added: Tensor = self.out(seen.transpose(1, 2).reshape(batch, length, -1))
+        return added
 
 
 class MLP(nn.Module):
@@ -109,7 +109,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The square of ReLU: So et al., 2021, arXiv:2109.08668. On CPUs it is cheaper than GELU too.
-        return self.down(F.relu(self.up(x)).square())
+        added: Tensor = self.down(F.relu(self.up(x)).square())
+        return added
 
 
 def rotated(x: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def open_run(options: argparse.Namespace, text: Text) -> mpiddp.Checkpoints:
     try:
         return mpiddp.Checkpoints(options.out, every=options.save_every, config=config)
     except ValueError as error:
-        raise mpiddp.UserError(f"--save-every: {error}.") from None
+        raise mpiddp.UserError(f"--save-{error}.") from None  # "every: …"
 
 
 @torch.no_grad()
