@@ -120,8 +120,8 @@ def test_a_position_sees_its_document_up_to_itself() -> None:
     ]
 
 
-def test_packing_needs_the_fewest_positions_and_bucketing_fewer_than_padding() -> None:
-    documents = some_documents(60, seed=3)
+def test_packing_and_bucketing_need_fewer_positions_than_padding() -> None:
+    documents = some_documents(200, seed=3)
     lengths = [len(each) for each in documents]
 
     def positions(plan: str) -> int:
@@ -131,8 +131,9 @@ def test_packing_needs_the_fewest_positions_and_bucketing_fewer_than_padding() -
             collate(documents, rows, width).tokens.numel() for step in steps for rows in step
         )
 
-    assert positions("packed") < positions("bucketed") < positions("padded")
-    assert sum(lengths) - len(lengths) <= positions("packed")
+    needed = sum(lengths) - len(lengths)
+    assert needed <= positions("packed") < 1.05 * needed
+    assert needed < positions("bucketed") < 1.15 * needed < 1.3 * needed < positions("padded")
 
 
 def test_the_ranks_of_a_bucketed_step_have_rows_of_nearly_the_same_length() -> None:
