@@ -30,8 +30,6 @@ from mpiddp.bench.rounds import turns
 from mpiddp.runtime.process_group import process_group
 from mpiddp.world import World
 
-LAYERS = 3
-
 
 def main() -> None:
     options = rank_options(sys.argv[1:])
@@ -42,7 +40,7 @@ def main() -> None:
             for each in (entries() if options.texts == "entries" else paragraphs(entries()))
         ]
         torch.manual_seed(0)
-        net = GPT(Shape(len(text.characters), layers=LAYERS))
+        net = GPT(Shape(len(text.characters)))
         blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
         for number, variant in turns(VARIANTS, options.rounds, warmup=1):
             chosen = random.Random(number).sample(every, min(options.documents, len(every)))

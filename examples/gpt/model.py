@@ -26,7 +26,7 @@ class Shape:
     """The sizes of a GPT. `width` is a multiple of 2 × `heads`: rotary positions turn pairs of numbers."""
 
     vocabulary: int
-    layers: int = 4
+    layers: int = 3
     width: int = 128
     heads: int = 4
 

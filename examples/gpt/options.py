@@ -33,12 +33,12 @@ def parser(description: str, *, steps: int) -> Parser:
     add(
         "--batch-size",
         type=whole(1),
-        default=32,
+        default=16,
         metavar="N",
         help="windows of a step over all ranks",
     )
     add("--context", type=whole(1), default=128, metavar="N", help="characters of a window")
-    add("--layers", type=whole(1), default=4, metavar="N", help="blocks")
+    add("--layers", type=whole(1), default=3, metavar="N", help="blocks")
     add("--width", type=whole(2), default=128, metavar="N", help="numbers for each character")
     add("--heads", type=whole(1), default=4, metavar="N", help="attention heads of a block")
     add("--lr", type=positive, default=4e-3, metavar="X", help="highest learning rate of AdamW")

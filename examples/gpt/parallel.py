@@ -21,12 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 def divide(net: GPT, mesh: DeviceMesh, options: argparse.Namespace) -> nn.Module:
@@ -165,8 +161,7 @@ def clip_gradients(
     """
     is_copy = isinstance(part, Stage) and not part.is_first  # its table counts in the first stage
     counted = [each for each in part.parameters() if not (is_copy and each is part.table)]
-    norms = [undivided(torch.linalg.vector_norm(each.grad)) for each in counted]
-    square = torch.stack(norms).square().sum()
+    square = torch.stack([_squared_norm(each.grad) for each in counted]).sum()
     if stages is not None:
         dist.all_reduce(square, group=stages)
     norm = square.sqrt().item()
@@ -176,9 +171,27 @@ def clip_gradients(
     return norm
 
 
+def _squared_norm(gradient: Tensor) -> Tensor:
+    """Of the whole gradient: the sum over the ranks that have a part of it."""
+    square = _local(gradient).square().sum()
+    if isinstance(gradient, DTensor):
+        for dimension, placement in enumerate(gradient.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=gradient.device_mesh.get_group(dimension))
+    return square
+
+
 def undivided(tensor: Tensor) -> Tensor:
-    """The tensor on every rank that has a part of it. A collective of these ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole tensor on every rank that has a part of it. A collective of these ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dimension in range(
+        len(placements)
+    ):  # one gather after the other; torch warns of two in one
+        placements[dimension] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Train the GPT of train.py divided among ranks, and compare it with the undivided one.
 
-    mpiddp launch -H localhost:4 examples/gpt/sharded.py --tp 2 --compare      # 2 data parallel × 2 tensor parallel
-    mpiddp launch -H localhost:2 examples/gpt/sharded.py --fsdp --compare      # fully sharded data parallel
-    mpiddp launch -H localhost:2 examples/gpt/sharded.py --pp 2 --compare      # a pipeline of two stages
+    mpiddp launch -H localhost:4 examples/gpt/sharded.py --tp 2 --compare    # 2 × data, 2 × tensor parallel
+    mpiddp launch -H localhost:2 examples/gpt/sharded.py --fsdp --compare     # fully sharded data parallel
+    mpiddp launch -H localhost:2 examples/gpt/sharded.py --pp 2 --compare    # a pipeline of two stages
 
 The ranks that --tp and --pp leave over are data parallel. --tp goes with --pp and with --fsdp.
 """
