@@ -27,7 +27,7 @@ from tests.ranks import LAUNCH, ROOT, clean_env, mpirun, mpirun_command, own_lin
 from tests.training import records, unequal
 
 SCRIPT = str(ROOT / "examples/gpt/train.py")
-STEPS = 600
+STEPS = 400
 TINY = (
     "--layers=2",
     "--width=32",
@@ -73,7 +73,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an uninterrupted run of two ranks, with its text and its output."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "text").write_text(TEXT)
-    done = run(command(LAUNCHERS["mpiddp launch"], "--save-every=200"), folder)
+    done = run(command(LAUNCHERS["mpiddp launch"], "--save-every=100"), folder)
     assert (done.returncode, done.stderr) == (0, "")
     (folder / "stdout").write_text(done.stdout)
     return folder
@@ -84,8 +84,9 @@ def test_the_loss_falls_from_that_of_guessing(whole: Path) -> None:
     """The text is predictable but for a digit (2.3 nats) and one of two words (0.7), in 11 characters."""
     found = records(whole / "run")
     losses = [each["validation_loss"] for each in found if "validation_loss" in each]
-    assert [each["step"] for each in found] == list(range(20, STEPS + 1, 20))
-    assert losses[-1] < 0.6 < 1.0 < found[0]["loss"] < math.log(len(set(TEXT))) + 0.1
+    assert [each["step"] for each in found] == [1, *range(20, STEPS + 1, 20)]
+    assert found[0]["loss"] == pytest.approx(math.log(len(set(TEXT))), abs=0.1)
+    assert losses[-1] < 0.6
     assert len(losses) == STEPS // 100
     assert found[-1]["cpu_s"] > found[0]["cpu_s"] > 0
 
@@ -122,7 +123,7 @@ def test_a_stopped_training_resumes_with_the_same_bits(whole: Path, tmp_path: Pa
         _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, stderr
     (saved,) = directory.list_steps(tmp_path / "run/checkpoints")
-    assert 20 <= directory.step_of(saved) < STEPS
+    assert 1 <= directory.step_of(saved) < STEPS
     done = run(launched, tmp_path)
     assert done.returncode == 0, done.stderr
     assert unequal(weights(tmp_path / "run"), weights(whole / "run")) == []
@@ -141,7 +142,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_same_bits_under_every_launcher(whole: Path, tmp_path: Path, launcher: str) -> None:
-    """Each resumes from step 400 of the whole run."""
+    """Each resumes from step 300 of the whole run."""
     folder = without_last_checkpoint(whole, tmp_path)
     done = run(command(LAUNCHERS[launcher]), folder)
     assert done.returncode == 0, done.stderr
@@ -163,7 +164,7 @@ def without_last_checkpoint(whole: Path, tmp_path: Path) -> Path:
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / f"run/checkpoints/step_{STEPS:08d}")
     assert [each.name for each in directory.list_steps(folder / "run/checkpoints")] == [
-        "step_00000400"
+        "step_00000300"
     ]
     return folder
 
