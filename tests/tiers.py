@@ -33,6 +33,7 @@ LONGEST_FIRST = (
     *("resume", "training_input", "exactly_once", "launch_hosts", "network_of_a_job", "replicas"),
     *("joining", "failing_rank", "bench", "slurm_job", "rendezvous", "run_sh", "faulty_disks"),
     *("grid_engine_job", "local_ranks", "device_mesh"),
+    *("gpt", "gpt_sharded"),
     *("preflight", "cifar10_fetch", "saver", "test_hosts", "launch_options", "coordinator"),
     "control_channel",
 )
