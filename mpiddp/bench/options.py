@@ -32,6 +32,7 @@ _NOT_APPLICABLE = (
     "--save-every",
     "--keep",
     "--on-save-error",
+    "--per-rank-log",
 )
 
 

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from mpiddp.arguments import DefaultsShown, whole
+from mpiddp.arguments import DefaultsShown, Requests, whole
 from mpiddp.checkpoints.save_schedule import Interval, parse_interval
 from mpiddp.errors import UserError
 from mpiddp.runtime.arguments import RankParser
@@ -83,6 +83,7 @@ class TrainOptions:
     keep: int
     on_save_error: str
     log_every: int  # steps
+    per_rank_log: bool
     stop_at_step: int | None
 
 
@@ -105,13 +106,14 @@ def parse(argv: list[str]) -> TrainOptions:
     return options
 
 
-def check_options(argv: list[str]) -> str:
-    """Check the options before a job starts, and return the backend that they request.
+def check_options(argv: list[str]) -> Requests:
+    """Check the options before a job starts, and return what they request of the launcher.
 
     Raises:
         UserError: as `parse`.
     """
-    return parse(argv).backend or "auto"
+    options = parse(argv)
+    return Requests(options.backend or "auto", shows_all_ranks=options.per_rank_log)
 
 
 def _dashed(argument: str) -> str:
@@ -268,7 +270,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--sync-bn",
         action="store_true",
-        help="compute BatchNorm statistics over all ranks (GPUs only)",
+        help="compute BatchNorm statistics over all ranks",
     )
     add(
         "--channels-last",
@@ -341,6 +343,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         default=50,
         metavar="STEPS",
         help="steps between two log lines",
+    )
+    add(
+        "--per-rank-log",
+        action="store_true",
+        help='print "Local Rank: 0, Epoch: 0, Training ..." and the average step time on every rank',
     )
     add(
         "--stop-at-step",
