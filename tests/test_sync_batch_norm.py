@@ -14,20 +14,15 @@ import torch
 from torch import nn
 
 from mpiddp.train.sync_batch_norm import CpuSyncBatchNorm, synchronized
+from tests import tiny_data
 from tests.training import Ranks, contents, records, waiting_ranks
 
 # The ranks add up in another order than one process. Each of the three steps multiplies the error, since the
 # gradients of 19 layers of BatchNorm depend on it: in fp32 the weights then still agree to this.
 TOLERANCE = 2e-4
 TRAINING = (
-    *(
-        "--use-syn",
-        "--arch=resnet20",
-        "--global-batch-size=32",
-        "--epochs=1",
-        "--steps-per-epoch=3",
-    ),
-    *("--lr=0.05", "--amp=off", "--log-every=1", "--num-workers=0"),
+    *("--dataset=fashion-mnist", "--arch=resnet20", "--global-batch-size=32", "--epochs=1"),
+    *("--steps-per-epoch=3", "--lr=0.05", "--amp=off", "--log-every=1"),
 )
 
 
@@ -36,9 +31,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     yield from waiting_ranks(4, tmp_path_factory.mktemp("ranks"))
 
 
+def with_data(folder: Path) -> list[str | Path]:
+    """The options of the training, with images that depend on their number, unlike synthetic ones."""
+    if not (folder / "data").exists():
+        tiny_data.fashion_mnist(folder / "data", 100, 10)
+    return [*TRAINING, f"--data-dir={folder / 'data'}"]
+
+
 def trained(ranks: Ranks, folder: Path, count: int, *options: str) -> Path:
     run = folder / "-".join([str(count), *options])
-    (turn,) = ranks.run(count, folder, [["train", *TRAINING, *options, f"--out={run}"]])
+    (turn,) = ranks.run(count, folder, [[*with_data(folder), *options, f"--out={run}"]])
     assert turn.code == 0, turn.stderr
     return run
 
@@ -67,7 +69,7 @@ def losses(run: Path) -> list[float]:
 def test_a_run_resumes_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     whole = trained(ranks, tmp_path, 2, "--sync-bn")
     run = tmp_path / "resumed"
-    training = ["train", *TRAINING, "--sync-bn", f"--out={run}"]
+    training = [*with_data(tmp_path), "--sync-bn", f"--out={run}"]
     stopped, resumed = ranks.run(2, tmp_path, [[*training, "--stop-at-step=2"], training])
     assert (stopped.code, resumed.code) == (75, 0), resumed.stderr
     assert largest_difference(run, whole) == 0

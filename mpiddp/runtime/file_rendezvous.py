@@ -74,7 +74,7 @@ def _require_usable(path: Path, coordinator: Coordinator) -> None:
         if is_rank_0:
             mark.unlink(missing_ok=True)
     with coordinator.all_or_none():
-        if is_rank_0 and path.exists() and path.stat().st_size > 0:
+        if path.exists() and path.stat().st_size > 0:
             raise UserError(
                 f"{where}: the file is left over from an earlier job, and the ranks would read its values. "
                 f"Run: rm {path}"

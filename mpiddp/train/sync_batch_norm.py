@@ -18,7 +18,8 @@ _EXCEPT_CHANNELS = (0, 2, 3)  # of [N, C, H, W]
 def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
     """The model with BatchNorm over all ranks. Parameters, buffers and their names stay the same."""
     if device.type != "cpu":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
     for module in model.modules():
         if type(module) is nn.BatchNorm2d:
             module.__class__ = CpuSyncBatchNorm  # it differs in nothing but forward()
@@ -33,7 +34,9 @@ class CpuSyncBatchNorm(nn.BatchNorm2d):
         is_distributed = dist.is_available() and dist.is_initialized()
         if not self.training or not is_distributed or dist.get_world_size() == 1:
             return super().forward(images)
-        output, mean, variance, count = _Normalize.apply(images, self.weight, self.bias, self.eps)
+        output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
+            images, self.weight, self.bias, self.eps
+        )
         with torch.no_grad():
             assert self.running_mean is not None
             assert self.running_var is not None
