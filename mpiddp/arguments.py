@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 from mpiddp.errors import UserError
@@ -37,8 +38,16 @@ INTERNAL_VERBS = {
 # The verbs that every rank of a job runs. They join the job by themselves.
 RANK_VERBS = ("run", "train", "bench-rank", "run-function")
 
-# rank verb: the module whose check_options(argv) checks its options before a job starts. It returns the
-# backend that the options request: "nccl", "gloo", or "auto" for nccl on GPUs.
+
+@dataclass(frozen=True)
+class Requests:
+    """What the options of a rank verb request of the launcher."""
+
+    backend: str  # "nccl", "gloo", or "auto" for nccl on GPUs
+    shows_all_ranks: bool  # unless the user has named the ranks to show
+
+
+# rank verb: the module whose check_options(argv) checks its options before a job starts, and returns Requests
 OPTION_CHECKS = {"train": "mpiddp.train.options"}
 
 

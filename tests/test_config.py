@@ -140,9 +140,8 @@ def test_defaults_on_cpu_and_gpu() -> None:
     assert configured("--arch=resnet50", "--epochs=7").arch == "resnet50"
 
 
-def test_sync_bn_needs_gpus() -> None:
-    assert configured("--sync-bn", on_gpu=True).sync_bn
-    assert refusal("--sync-bn").startswith("--sync-bn needs GPUs")
+def test_sync_bn_needs_images_on_every_rank() -> None:
+    assert configured("--sync-bn").sync_bn
     assert refusal("--sync-bn", "--keep-tail").startswith("--keep-tail and --sync-bn are mutually")
 
 

@@ -101,7 +101,6 @@ CASES: dict[str, tuple[str, str]] = {
         "--backend=nccl",
         "--backend nccl needs a GPU, but torch .* sees none on .* Use --backend gloo, .*",
     ),
-    "sync-bn": ("--sync-bn --use-syn", "--sync-bn needs GPUs: .*"),
     "image size": (
         "--image-size=64",
         "--image-size applies to image folders only; cifar10 images are 32 pixels wide.",

@@ -34,6 +34,7 @@ _NOT_APPLICABLE = (
     "--on-save-error",
     "--check-determinism",
     "--check-divergence",
+    "--per-rank-log",
 )
 
 

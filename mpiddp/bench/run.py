@@ -75,7 +75,7 @@ def _jobs(
     ranks = ["-n", str(shared.n)] if shared.n else []
     if not benchmark.takes_hosts:
         ranks = ["-H", "localhost:1"]
-    backend = backend or check_options(training)
+    backend = backend or check_options(training).backend
     if backend == "gloo":  # ranks may share a GPU
         where = [*where, "--share-gpus"]
     launch_options = parse_options([*where, *ranks, "-m", "mpiddp", "bench-rank"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS
+from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, Requests
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Job:
         verb = self.command[1] if is_ours and len(self.command) > 1 else None
         return verb if verb in RANK_VERBS else None
 
-    def check_options(self) -> str | None:
-        """The backend that the job requests: "nccl", "gloo" or "auto"; None for any job but mpiddp's own.
+    def check_options(self) -> Requests | None:
+        """What the job's options request of the launcher; None for any job but mpiddp's own.
 
         The ranks themselves would report a wrong option only after they have joined.
 
@@ -36,8 +36,8 @@ class Job:
         module = OPTION_CHECKS.get(self.rank_verb or "")
         if module is None:
             return None
-        backend: str = import_module(module).check_options(list(self.command[2:]))
-        return backend
+        requests: Requests = import_module(module).check_options(list(self.command[2:]))
+        return requests
 
     def rank_command(self, python: Path) -> tuple[str, ...]:
         """The command of a rank: a rank verb unchanged, anything else through `mpiddp run`."""

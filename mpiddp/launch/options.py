@@ -15,6 +15,7 @@ from mpiddp.launch.job import Job
 from mpiddp.launch.option_parser import option_parser
 from mpiddp.launch.starters.mpi_args import parse_mpi_args
 from mpiddp.paths import is_python, named_by
+from mpiddp.protocol import DEFAULT_RANKS
 from mpiddp.text import listed, shown
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
@@ -136,12 +137,15 @@ def parse_options(argv: list[str]) -> LaunchOptions:
     values.file_exports = tuple(export for file in files for export in file)
     values.mpi_args = parse_mpi_args(values.mpi_args)
     job = _job(values)
+    requests = job.check_options()
+    if requests is not None and requests.shows_all_ranks and values.log_ranks == DEFAULT_RANKS:
+        values.log_ranks = "all"
     where, when = _part(Where, values), _part(When, values)
     if when.grow_s is not None:
         _check_growth(where)
     return LaunchOptions(
         job=job,
-        backend=job.check_options(),
+        backend=requests.backend if requests is not None else None,
         where=where,
         how=_part(How, values),
         when=when,

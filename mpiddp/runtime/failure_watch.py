@@ -58,6 +58,7 @@ class FailureWatch:
         self._values = coordinator.watched_values
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._previous_excepthook = sys.excepthook
+        self._has_printed = False  # the sentence of an error
 
     def start(self) -> None:
         sys.excepthook = self._excepthook
@@ -92,7 +93,7 @@ class FailureWatch:
     def refuse(self, error: UserError) -> None:
         """Bad input that is found while the job runs: print its sentence, and end all ranks with code 2."""
         if self._coordinator.claim_first_failure():
-            print_error(error)
+            self._print_once(error)
         else:
             self._wait_for_end()
         self.end_the_job(BAD_INPUT)
@@ -102,7 +103,7 @@ class FailureWatch:
         if not self._coordinator.claim_first_failure():
             self._wait_for_end()
         elif not self._has_launcher:
-            print_error(error)
+            self._print_once(error)
         self.end_the_job(FAILED)
 
     def _excepthook(
@@ -110,8 +111,15 @@ class FailureWatch:
     ) -> None:
         """Print the script's own traceback, then one line that names the rank that failed first.
 
-        The other ranks' errors about broken connections follow from it and would only hide it.
+        The other ranks' errors about broken connections follow from it and would only hide it. An error
+        that is a sentence needs no traceback. A launcher gets it from the previous hook.
         """
+        if isinstance(error, UserError) and not self._has_launcher:
+            self.refuse(error)
+            return
+        if isinstance(error, JobFailed) and not self._has_launcher:
+            self.fail(error)
+            return
         is_first = self._coordinator.claim_first_failure()
         if not is_first and isinstance(error, RuntimeError):
             self._wait_for_end()
@@ -119,6 +127,12 @@ class FailureWatch:
         if is_first:
             self._print_ending(f"failed: {kind.__name__}{f': {error}' if str(error) else ''}")
         self.end_the_job(FAILED)
+
+    def _print_once(self, error: Exception) -> None:
+        """Print the sentence. The hook and the end of the script may both have the error."""
+        if not self._has_printed:
+            self._has_printed = True
+            print_error(error)
 
     def _print_ending(self, ending: str) -> None:
         if self._has_launcher:

@@ -1,8 +1,8 @@
 """The log of a rank: `logging.getLogger("mpiddp")`, and the handlers that write its records.
 
 `log_to_console` prints the INFO records of rank 0 on stdout, and the warnings of every rank on stderr.
-`log_to_file` appends a logger's records to a file. No handler ever ends the run, neither when the reader
-of stdout is gone nor when the disk is full.
+`log_of_every_rank` prints on every rank's stdout. `log_to_file` appends a logger's records to a file. No
+handler ever ends the run, neither when the reader of stdout is gone nor when the disk is full.
 """
 
 from __future__ import annotations
@@ -55,6 +55,15 @@ def log_to_console(rank: int) -> None:
     log.handlers = [each for each in log.handlers if not isinstance(each, _ConsoleHandler)]
     handler = _ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(handler)
+
+
+def log_of_every_rank() -> logging.Logger:
+    """A logger for the few lines that every rank prints on stdout."""
+    logger = logging.getLogger("mpiddp.every_rank")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.handlers = [_ConsoleHandler(logging.INFO)]
+    return logger
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NoReturn, TypeVar
 
+from mpiddp.errors import JobFailed, UserError
+
 Value = TypeVar("Value")
 
 
@@ -32,8 +34,9 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         try:
             context.__exit__(type(error) if error else None, error, None)
         except SystemExit as end:
-            # The script has succeeded, but its last save has not. Python ignores the code of a handler.
-            if error is None or isinstance(error, SystemExit):
+            # Python ignores the code of a handler. The script has succeeded, but its last save has not; or
+            # its error is a sentence that has been printed.
+            if error is None or isinstance(error, (SystemExit, UserError, JobFailed)):
                 exit_now(end.code)
 
     atexit.register(leave)

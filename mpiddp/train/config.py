@@ -53,6 +53,7 @@ FREE_TO_CHANGE = frozenset(
         "keep",
         "on_save_error",
         "log_every",
+        "per_rank_log",
         "stop_at_step",
         "compile",
         "bucket_mb",
@@ -82,8 +83,6 @@ def resolve_defaults(
     Raises:
         UserError: the global batch cannot be split evenly, or the device does not support an option.
     """
-    if options.sync_bn and not on_gpu:
-        raise UserError("--sync-bn needs GPUs: torch has no SyncBatchNorm for CPUs. Leave it out.")
     defaults = ON_GPU if on_gpu else ON_CPU
     batch_size, global_batch_size = _resolve_batch(options, world.world_size, defaults.batch_size)
     epochs = options.epochs or defaults.epochs

@@ -21,6 +21,7 @@ from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sharding import Step
+from mpiddp.train.sync_batch_norm import synchronized
 
 SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much
 
@@ -52,8 +53,6 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
         load_weights(model, Path(config.weights))
     if config.batch_size == 1 and not config.sync_bn:
         _check_lone_image(model, data)
-    if config.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
 
 
@@ -105,7 +104,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def to_device(model: nn.Module, config: TrainConfig, device: torch.device) -> nn.Module:
-    """Move the model to the device, with its convolutions in the memory layout of the images."""
+    """Move the model to the device, with its convolutions in the memory layout of the images.
+
+    With --sync-bn its BatchNorm is that of the device over all ranks.
+    """
+    if config.sync_bn:
+        model = synchronized(model, device)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return model.to(device, memory_format=layout)  # type: ignore[call-overload, no-any-return]
 

@@ -33,6 +33,7 @@ from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_de
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import wrap
+from mpiddp.train.per_rank_log import PerRankLog
 from mpiddp.train.plan import Plan
 from mpiddp.train.saver import Saver
 
@@ -77,6 +78,7 @@ def train(inputs: TrainInputs) -> Summary | None:
     is_writer = coordinator.world.rank in inputs.writer_ranks
     records = Records(run.metrics if is_writer else None, progress.step)
     timer = StepTimer(device)
+    per_rank_log = PerRankLog(coordinator.world.local_rank, is_wanted=config.per_rank_log)
     images_of_steps: list[int] = []
     evaluation_batch = max(config.batch_size, default_batch_size(data.shape))
     score: Score | None = None
@@ -87,6 +89,7 @@ def train(inputs: TrainInputs) -> Summary | None:
         order = [numbers for step in steps for numbers in step.micro_batches]
         batches = prefetched(data.train.batches(order, epoch=epoch), device)
         loss_sum, num_images = torch.zeros((), device=device), 0
+        per_rank_log.epoch_begins(epoch)
         timer.resume()
 
         for step in steps:
@@ -119,6 +122,7 @@ def train(inputs: TrainInputs) -> Summary | None:
 
             if ends_epoch:
                 progress = Progress(progress.step, epoch + 1, 0)
+                per_rank_log.epoch_ends(timer.read()[-len(steps) :])
                 if data.test is not None:
                     score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
                     records.write(
@@ -151,6 +155,7 @@ def train(inputs: TrainInputs) -> Summary | None:
             if is_due or ends_epoch:
                 timer.resume()
 
+    per_rank_log.training_ends()
     if score is None and data.test is not None:  # resumed after the last step
         score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
     speed = measure_speed(timer, images_of_steps, device)

@@ -183,7 +183,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--sync-bn",
         action="store_true",
-        help="compute BatchNorm statistics over all ranks (GPUs only)",
+        help="compute BatchNorm statistics over all ranks",
     )
     add(
         "--channels-last",
@@ -256,6 +256,11 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         default=50,
         metavar="STEPS",
         help="steps between two log lines",
+    )
+    add(
+        "--per-rank-log",
+        action="store_true",
+        help='print "Local Rank: 0, Epoch: 0, Training ..." and the average step time on every rank',
     )
     add(
         "--stop-at-step",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpiddp.arguments import Requests
 from mpiddp.checkpoints.save_schedule import Interval
 from mpiddp.errors import UserError
 from mpiddp.train.option_parser import option_parser
@@ -58,6 +59,7 @@ class TrainOptions:
     keep: int
     on_save_error: str
     log_every: int  # steps
+    per_rank_log: bool
     stop_at_step: int | None
     check_determinism: int | None  # steps of each of its two runs
     check_divergence: int | None  # steps between two checks
@@ -87,13 +89,14 @@ def parse(argv: list[str]) -> TrainOptions:
     return options
 
 
-def check_options(argv: list[str]) -> str:
-    """Check the options before a job starts, and return the backend that they request.
+def check_options(argv: list[str]) -> Requests:
+    """Check the options before a job starts, and return what they request of the launcher.
 
     Raises:
         UserError: as `parse`.
     """
-    return parse(argv).backend or "auto"
+    options = parse(argv)
+    return Requests(options.backend or "auto", shows_all_ranks=options.per_rank_log)
 
 
 def _dashed(argument: str) -> str:

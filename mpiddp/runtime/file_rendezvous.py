@@ -1,0 +1,81 @@
+"""init_method="file://…": the ranks of a script meet in a file, so all hosts have to see the same one.
+
+With a file that another host does not see, a folder that is missing, or the leftover of an earlier job,
+torch's ranks wait without a message until the time limit of their process group. So the ranks look at the
+file together before torch opens it, and refuse together. torch has no hook for this: its handlers of URLs
+are in a dict, and `register_rendezvous_handler` accepts each scheme once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from mpiddp.errors import UserError
+from mpiddp.runtime.coordinator import Coordinator
+
+_TIMEOUT_S = 1800.0  # torch's own for a process group: a rank may still prepare its data
+
+Handler = Callable[..., Any]
+
+
+def check_file_rendezvous(coordinator: Coordinator) -> None:
+    """From now on, check the file of each init_method="file://…" before the ranks of the job use it."""
+    # `torch.distributed.rendezvous` is a function, which has the name of its module.
+    handlers: dict[str, Handler] = vars(import_module("torch.distributed.rendezvous"))[
+        "_rendezvous_handlers"
+    ]
+    use_file, pid = handlers["file"], os.getpid()
+
+    def check_and_use_file(url: str, **options: Any) -> Any:
+        parts = urlparse(url)
+        world_size = parse_qs(parts.query).get("world_size")
+        is_whole_job = world_size == [str(coordinator.world.world_size)]
+        if is_whole_job and parts.path and os.getpid() == pid:
+            _require_usable(Path(parts.path), coordinator)
+        return use_file(url, **options)
+
+    handlers["file"] = check_and_use_file
+
+
+def _require_usable(path: Path, coordinator: Coordinator) -> None:
+    """End all ranks unless all hosts see one new file at `path`. All ranks must call this."""
+    host, is_rank_0 = coordinator.world.hostname, coordinator.world.rank == 0
+    where = f"init_method file://{path}"
+    mark = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    try:
+        with coordinator.all_or_none(timeout_s=_TIMEOUT_S):
+            if not path.parent.is_dir():
+                raise UserError(
+                    f"{where}: the folder {path.parent} does not exist on {host}. "
+                    "Create it on a file system that all hosts share."
+                )
+            if is_rank_0:
+                try:
+                    mark.touch()
+                except OSError as error:
+                    raise UserError(
+                        f"{where}: {host} cannot write into {path.parent}: {error.strerror}."
+                    ) from None
+        name = coordinator.broadcast_json(mark.name)
+        with coordinator.all_or_none():
+            if not mark.with_name(name).exists():
+                raise UserError(
+                    f"{where}: {host} does not see what {coordinator.hostnames[0]} writes there, so the "
+                    "ranks would wait for each other. Name a file on a file system that all hosts share, "
+                    "or leave init_method out."
+                )
+    finally:
+        if is_rank_0:
+            mark.unlink(missing_ok=True)
+    with coordinator.all_or_none():
+        if path.exists() and path.stat().st_size > 0:
+            raise UserError(
+                f"{where}: the file is left over from an earlier job, and the ranks would read its values. "
+                f"Run: rm {path}"
+            )

@@ -1,0 +1,83 @@
+"""init_method="file://…": works on a shared folder, and is refused in one sentence elsewhere.
+
+Tests mpiddp/runtime/file_rendezvous.py.
+python -m pytest tests/test_file_rendezvous.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import cluster
+from tests.cluster import Cluster
+from tests.ranks import LAUNCH, ROOT, launch
+
+EXAMPLE = ROOT / "examples/pitfalls/file_init.py"
+SUM = "the ranks of 2 add up to 1\n"
+
+
+@pytest.mark.quick
+def test_a_new_file_works_and_one_of_an_earlier_job_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "store"
+    done = launch("-H", "localhost:2", str(EXAMPLE), str(file))
+    assert (done.returncode, done.stdout, done.stderr) == (0, SUM, "")
+    assert list(tmp_path.iterdir()) == []  # torch removes its file
+
+    file.write_text("of a job that was killed")
+    done = launch("-H", "localhost:2", "--max-restarts", "1", str(EXAMPLE), str(file))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"init_method file://{file}: the file is left over from an earlier job, and the ranks would read "
+        f"its values. Run: rm {file}\n"
+    )
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_empty_file_is_as_good_as_none(tmp_path: Path) -> None:
+    (tmp_path / "store").touch()
+    done = launch("-H", "localhost:2", str(EXAMPLE), str(tmp_path / "store"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, SUM, "")
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:2", str(EXAMPLE), str(tmp_path / "none/store"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        f"init_method file://{tmp_path}/none/store: the folder {tmp_path}/none does " in done.stderr
+    )
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(2) as standing:
+        yield standing
+
+
+def on_two_hosts(hosts: Cluster, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The example's result. Nothing is left in the folder of either host."""
+    for host in hosts.hosts:
+        host.path(folder).mkdir(exist_ok=True)
+    done = hosts["node0"].run(
+        [*LAUNCH, "-H", "node0:1,node1:1", str(EXAMPLE), str(folder / "store")],
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MPIDDP_PREFIX": "never"},
+    )
+    assert [list(host.path(folder).iterdir()) for host in hosts.hosts] == [[], []]
+    return done
+
+
+def test_hosts_that_share_the_folder_join(hosts: Cluster) -> None:
+    done = on_two_hosts(hosts, hosts.shared / "store-of-a-test")
+    assert (done.returncode, done.stdout) == (0, SUM), done.stderr
+
+
+def test_hosts_that_do_not_share_the_folder_are_refused(hosts: Cluster) -> None:
+    done = on_two_hosts(hosts, Path("/run/store-of-a-test"))
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "node1 does not see what node0 writes there, so the ranks would wait" in done.stderr
+    assert done.stderr.count("\n") == 1
