@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from mpiddp.checkpoints.script_arguments import (
 )
 from mpiddp.checkpoints.script_files import ScriptState
 from mpiddp.checkpoints.script_ranks import script_coordinator, tensor_group
+from mpiddp.checkpoints.script_resumed import Resumed
 from mpiddp.checkpoints.script_run import ScriptRun
 from mpiddp.checkpoints.search import Source, Start
 from mpiddp.checkpoints.snapshot import PinnedStaging
@@ -47,41 +48,7 @@ from mpiddp.paths import named_by
 from mpiddp.protocol import RESTART_COUNT, RUN_DIR
 from mpiddp.runtime.session import current
 
-_MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTART_COUNT)
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint that a script resumes from. Tensors are on the CPU."""
-
-    step: int
-    state: dict[str, Any]  # as it was saved
-    per_rank: dict[str, Any] = field(default_factory=dict)  # of this rank; {} if it did not exist
-    world_size: int = 1  # of the job that saved it
-
-    def load_into(self, **objects: Any) -> None:
-        """Call `load_state_dict` of each object with the entry of the same name.
-
-            saved.load_into(model=model, optimizer=optimizer)
-
-        Raises:
-            UserError: the checkpoint has no such entry, or that of another model.
-        """
-        for name, target in objects.items():
-            if name not in self.state:
-                raise UserError(
-                    f"the checkpoint of step {self.step} has no {name!r}. "
-                    f"It has: {', '.join(map(repr, self.state))}."
-                )
-            try:
-                target.load_state_dict(self.state[name])
-            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
-                raise UserError(
-                    f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
-                    "Build the same as before, or name another folder."
-                ) from None
 
 
 @dataclass(frozen=True)
@@ -164,7 +131,7 @@ class Checkpoints:
         self._refuse_foreign_folder()
         start = search.find(self._coordinator, self._run, self._source(path), self._read, _describe)
         saver = self._open_folder(group, start)
-        received = receive(
+        received, shards = receive(
             start, self._run, saver.writer_ranks, self._coordinator, group, timeout_s=PATIENCE_S
         )
         step = received.common.step if received else 0
@@ -177,7 +144,10 @@ class Checkpoints:
         own = received.own or {"rng": {}, "state": {}}
         with raised_by_all(self._coordinator):
             self._restore_rng(own["rng"])
-        return Resumed(step, received.common.state, own["state"], received.world_size)
+        state = received.common.state
+        if shards is not None:
+            state = shards.as_values({"state": state})["state"]
+        return Resumed(step, state, own["state"], received.world_size)
 
     @property
     def _local_rank(self) -> int:
@@ -220,7 +190,8 @@ class Checkpoints:
         Args:
             step: grows from save to save.
             state: what all ranks have in common, by name: tensors, numbers, strings, None, lists and
-                dicts of these. Of the ranks that share a file system, the lowest one's is saved.
+                dicts of these. Of the ranks that share a file system, the lowest one's is saved. Of a
+                DTensor, each rank saves its part; all ranks have to pass the same ones.
             per_rank: the same of this rank alone, such as its position in its data. Random number
                 generators are saved anyway.
 
@@ -252,8 +223,7 @@ class Checkpoints:
         own.wait()
         ranks = saver.gather({"rng": rng_states(self._local_rank), "state": copied})
         self._step = step
-        if saver.is_writer:
-            saver.start(step, {"step": step, "state": dict(state)}, ranks, self._write_files)
+        saver.start(step, {"step": step, "state": dict(state)}, ranks, self._write_files)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.
@@ -340,7 +310,8 @@ class Checkpoints:
 
     def _write_files(self, folder: Path, saved: Saved[dict[str, Any]]) -> dict[str, str]:
         common = ScriptState(**saved.common)
-        return script_files.write_files(folder, Saved(common, saved.ranks), self._config)
+        contents = Saved(common, saved.ranks, saved.is_sharded)
+        return script_files.write_files(folder, contents, self._config)
 
 
 def _describe(found: ScriptState) -> str:

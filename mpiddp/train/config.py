@@ -57,6 +57,7 @@ FREE_TO_CHANGE = frozenset(
         "bucket_mb",
         "channels_last",
         "deterministic",
+        "parallel",
     }
 )
 
@@ -98,6 +99,8 @@ def resolve_defaults(
         "global_batch_size": global_batch_size,
         "epochs": epochs,
         "amp": amp,
+        # fully_shard accepts contiguous parameters only.
+        "channels_last": options.channels_last and options.parallel == "ddp",
     }
     return TrainConfig(**{**vars(options), **resolved})
 

@@ -22,6 +22,7 @@ DATASETS = ("cifar10", "fashion-mnist", "image-folder")
 STEMS = ("auto", "imagenet", "cifar")
 AMP = ("auto", "bf16", "fp16", "off")
 COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
+PARALLEL = ("ddp", "fsdp", "hsdp")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
 
 
@@ -66,6 +67,8 @@ class TrainOptions:
     momentum: float
     weight_decay: float
     label_smoothing: float
+    clip_grad_norm: float | None
+    parallel: str
     sync_bn: bool
     amp: str
     channels_last: bool
@@ -102,7 +105,26 @@ def parse(argv: list[str]) -> TrainOptions:
             "--keep-tail and --sync-bn are mutually exclusive: some ranks may have no images in the "
             "last batch. Leave one out."
         )
+    if options.parallel != "ddp":
+        _check_sharded(options)
     return options
+
+
+def _check_sharded(options: TrainOptions) -> None:
+    """Raise UserError for the options that only DistributedDataParallel has."""
+    sharded = f"--parallel {options.parallel}"
+    if options.compile != "off":
+        raise UserError(
+            f"--compile and {sharded} are mutually exclusive: the shards are gathered between the "
+            "layers, outside of the compiled graph. Leave one out."
+        )
+    if options.grad_compression != "off":
+        raise UserError(
+            f"--grad-compression {options.grad_compression} is a hook of DistributedDataParallel, "
+            f"which {sharded} replaces. Leave one out."
+        )
+    if options.sync_bn:
+        raise UserError(f"--sync-bn and {sharded} are mutually exclusive. Leave one out.")
 
 
 def check_options(argv: list[str]) -> str:
@@ -126,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = RankParser(
         prog="mpiddp train",
         usage="%(prog)s [options]",
-        description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
+        description="Train a ResNet, as one rank of a job or alone. "
         "Options accept dashes and underscores alike.",
         allow_abbrev=False,
         formatter_class=DefaultsShown,
@@ -244,6 +266,12 @@ def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="probability spread over all classes",
     )
+    add(
+        "--clip-grad-norm",
+        type=_number(0, above=True),
+        metavar="NORM",
+        help="scale the gradients down to this norm over all parameters (default: no limit)",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -264,6 +292,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=AMP,
         default="auto",
         help="mixed precision; auto is bf16 if it is faster there",
+    )
+    add(
+        "--parallel",
+        choices=PARALLEL,
+        default="ddp",
+        help="ddp: a copy of the model on every rank; fsdp: shards of one copy over all ranks; "
+        "hsdp: shards within a host, a copy on every host",
     )
     add(
         "--sync-bn",
