@@ -35,6 +35,7 @@ class Options:
     arch: str
     stem: str
     image_size: int
+    parallel: str
     backend: str
     folder: str | None
 
@@ -57,6 +58,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default=32,
         metavar="PIXELS",
         help="width and height of the images",
+    )
+    parser.add_argument(
+        "--parallel", default="ddp", choices=("ddp", "fsdp"), help="a copy on every rank, or shards"
     )
     parser.add_argument(
         "--backend", default="gloo", choices=("gloo", "nccl"), help="backend of the process group"

@@ -28,7 +28,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpiddp.checkpoints.resumed import Resumed
+    from mpiddp.checkpoints.script_resumed import Resumed
     from mpiddp.checkpoints.script import Checkpoints
     from mpiddp.checkpoints.script_run import log_metrics, run_dir
     from mpiddp.errors import JobFailed, RankFailed, UserError
@@ -65,7 +65,7 @@ _MODULES = {
     "Checkpoints": "mpiddp.checkpoints.script",
     "JobFailed": "mpiddp.errors",
     "RankFailed": "mpiddp.errors",
-    "Resumed": "mpiddp.checkpoints.resumed",
+    "Resumed": "mpiddp.checkpoints.script_resumed",
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "announce": "mpiddp.runtime.announcement",

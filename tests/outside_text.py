@@ -32,6 +32,7 @@ from mpiddp.checkpoints.manifest import BrokenCheckpoint
 from mpiddp.checkpoints.owner import _Record
 from mpiddp.checkpoints.records import _step_of
 from mpiddp.checkpoints.save_schedule import parse_interval
+from mpiddp.checkpoints.shards import index
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, gpu_variables, slots
@@ -215,6 +216,11 @@ def _verify(content: bytes) -> None:
         directory.verify(folder)
 
 
+def _use_shards(content: bytes) -> None:
+    for name in index.parse(content).tensors:
+        assert index.name_of(index.path_of(name))
+
+
 def _read_state(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "state.json").write_bytes(content)
@@ -366,6 +372,16 @@ FACTS = {
 }
 STATE = {"progress": {"step": 1, "epoch": 0, "position": 0}, "config": {"lr": 0.1}, "data": "x"}
 MANIFEST = {"a.pt": {"bytes": 2, "sha256": sha256(b"12").hexdigest()}}
+SHARDS = {
+    "tensors": {
+        '["model", "a"]': {
+            "shape": [4],
+            "dtype": "float32",
+            "chunks": [{"offsets": [0], "sizes": [4], "rank": 0}],
+        }
+    },
+    "files": {"shard_00000.pt": {"bytes": 2, "sha256": sha256(b"12").hexdigest()}},
+}
 OWNER = {"run_id": "a", "host": "b", "machine": "c", "pid": 1, "started": "d", "renewals": 3}
 PROBE = {
     "has_folder": True,
@@ -506,6 +522,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "owner.json": Parser(_use_owner, json_like(OWNER)),
     "manifest.json": Parser(_verify, json_like(MANIFEST), (BrokenCheckpoint,)),
+    "shards.json": Parser(_use_shards, json_like(SHARDS), (BrokenCheckpoint,)),
     "state.json": Parser(_read_state, json_like(STATE), (UserError,)),
     "state.json of a script": Parser(_read_facts, json_like(FACTS), (UserError,)),
     "summary.json": Parser(read_summary, json_like(SUMMARY)),

@@ -197,6 +197,11 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
             "keeps no checkpoint. Leave it out.",
         ),
         (
+            ["step", "--parallel", "fsdp"],
+            "--parallel fsdp does not apply to mpiddp bench step, which measures "
+            "DistributedDataParallel. Leave it out.",
+        ),
+        (
             ["step", "--ark", "resnet18"],
             'mpiddp train: unrecognized arguments: --ark resnet18. Did you mean "--arch"? '
             "See: mpiddp train --help",

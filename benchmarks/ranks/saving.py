@@ -19,6 +19,7 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import resolve_defaults
+from mpiddp.train.copies import find_copies
 from mpiddp.train.engine import TrainState, backward, build_optimizer, to_device
 from mpiddp.train.options import parse
 from mpiddp.train.parallel import wrap
@@ -31,7 +32,12 @@ STEPS = 20
 
 def main() -> None:
     options = rank_options(sys.argv[1:])
-    training = parse([f"--arch={options.arch}", "--batch-size=64", f"--backend={options.backend}"])
+    training = parse(
+        [
+            *(f"--arch={options.arch}", "--batch-size=64", f"--backend={options.backend}"),
+            f"--parallel={options.parallel}",
+        ]
+    )
     with join() as coordinator:
         device = device_of(coordinator.world, options.backend)
         on_gpu = device.type != "cpu"
@@ -45,9 +51,10 @@ def main() -> None:
             labels = torch.randint(10, (64,), device=device)
             net = ARCHS[options.arch](num_classes=10, stem=options.stem)
             model = to_device(net, config, device)
+            copies = find_copies(config, coordinator)
+            ddp = wrap(model, config, (3, size, size), copies)
             optimizer = build_optimizer(model, config)
             scaler = torch.amp.GradScaler(device.type, enabled=False)
-            ddp = wrap(model, config, (3, size, size))
             root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.folder)))
             state = TrainState(model, optimizer, scaler)
             saver = Saver(root, [0], coordinator, state, config, "synthetic")

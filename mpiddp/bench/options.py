@@ -149,7 +149,11 @@ def name_of(prog: str) -> str:
 
 def _check_training(prog: str, training: list[str]) -> None:
     """Check the training options before the ranks start."""
-    parse_training(training)
+    if (parallel := parse_training(training).parallel) != "ddp":
+        raise UserError(
+            f"--parallel {parallel} does not apply to {prog}, which measures DistributedDataParallel. "
+            "Leave it out."
+        )
     for argument in training:
         if argument.partition("=")[0].replace("_", "-") in _NOT_APPLICABLE:
             raise UserError(

@@ -75,12 +75,12 @@ def list_steps(root: Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-def write(root: Path, step: int, write_files: WriteFiles) -> Path:
+def write(root: Path, step: int, write_files: WriteFiles, *, replaces_valid: bool = False) -> Path:
     """Write the checkpoint of `step` into `root`; `write_files` writes its files into a given folder.
 
-    A valid checkpoint of that step stays unchanged; a broken one is replaced. Only one process at a time
-    may write into `root`. `write_files` may return the SHA-256 of files that it has hashed already. Those
-    files are not read again.
+    A valid checkpoint of that step stays unchanged, unless `replaces_valid`; a broken one is replaced. Only
+    one process at a time may write into `root`. `write_files` may return the SHA-256 of files that it has
+    hashed already. Those files are not read again.
 
     Raises:
         OSError: the disk is full or read-only, … No incomplete checkpoint is left visible.
@@ -91,9 +91,19 @@ def write(root: Path, step: int, write_files: WriteFiles) -> Path:
         shutil.rmtree(
             leftover, ignore_errors=True
         )  # it may belong to another user, or be open over NFS
-    if final.exists() and is_valid(final):
+    if final.exists() and not replaces_valid and is_valid(final):
         return final
-    unfinished = _hidden(final)
+    write_folder(final, write_files)
+    return final
+
+
+def write_folder(final: Path, write_files: WriteFiles) -> None:
+    """Write a checkpoint that appears complete as the folder `final`, in the place of one of that name.
+
+    Raises:
+        OSError: as `write`.
+    """
+    unfinished = _new_hidden(final)
     unfinished.mkdir()
     try:
         known = write_files(unfinished) or {}
@@ -109,14 +119,13 @@ def write(root: Path, step: int, write_files: WriteFiles) -> Path:
         for path in unfinished.iterdir():
             _flush(path)
         _flush_folder(unfinished)
-        if final.exists():  # it is broken: a valid one has been returned above
+        if final.exists():
             _remove(final)
         unfinished.rename(final)
-        _flush_folder(root)
+        _flush_folder(final.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return final
 
 
 def verify(folder: Path) -> None:
@@ -152,10 +161,19 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def survey(root: Path) -> tuple[Path | None, list[tuple[int, str]]]:
-    """The newest valid checkpoint, and the step and the damage of every newer, broken one."""
+def survey(
+    root: Path, skip: Mapping[int, str] | None = None
+) -> tuple[Path | None, list[tuple[int, str]]]:
+    """The newest valid checkpoint, and the step and the damage of every newer, broken one.
+
+    Args:
+        skip: the damage of further checkpoints, by their steps.
+    """
     complaints = []
     for folder in reversed(list_steps(root)):
+        if skip and step_of(folder) in skip:
+            complaints.append((step_of(folder), skip[step_of(folder)]))
+            continue
         try:
             verify(folder)
         except BrokenCheckpoint as error:
@@ -207,14 +225,14 @@ def set_aside(root: Path, step: int) -> list[Path]:
 
 def _check(folder: Path, is_intact: Callable[[Path, Entry], bool]) -> None:
     try:
-        for name, entry in _listed(folder).items():
+        for name, entry in listed(folder).items():
             _check_file(folder / name, entry, is_intact)
     except BrokenCheckpoint as error:
         raise BrokenCheckpoint(f"checkpoint {folder.name}: {error}") from None
 
 
-def _listed(folder: Path) -> dict[str, Entry]:
-    """The manifest of the folder, verified."""
+def listed(folder: Path) -> dict[str, Entry]:
+    """The manifest of the folder, verified. Raises BrokenCheckpoint."""
     expected = _read_own(folder / COMPLETE)
     manifest = _read_own(folder / MANIFEST)
     if hashlib.sha256(manifest).hexdigest().encode() != expected:
@@ -258,13 +276,18 @@ def check_hashes(manifest: bytes, hashes: Mapping[str, str]) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint. Rename it first, so that a half-removed folder never looks like a checkpoint."""
-    doomed = folder.rename(_hidden(folder))
+    doomed = folder.rename(_new_hidden(folder))
     shutil.rmtree(doomed, ignore_errors=True)  # each save tries to remove the rest again
 
 
-def _hidden(folder: Path) -> Path:
+def hidden(root: Path, name: str) -> Path:
+    """A folder in `root` that is no checkpoint. The next save removes it."""
+    return root / f"{_UNFINISHED}{name}"
+
+
+def _new_hidden(folder: Path) -> Path:
     """A new hidden name, beside the folder, that no checkpoint has."""
-    return folder.with_name(f"{_UNFINISHED}{folder.name}-{os.urandom(4).hex()}")
+    return hidden(folder.parent, f"{folder.name}-{os.urandom(4).hex()}")
 
 
 def _sha256(path: Path) -> str:

@@ -1,10 +1,11 @@
-"""`mpiddp checkpoints`: list, verify and prune the checkpoints of a run.
+"""`mpiddp checkpoints`: list, verify, prune and convert the checkpoints of a run.
 
     mpiddp checkpoints list runs/a
     mpiddp checkpoints verify runs/a/checkpoints/step_00001000
     mpiddp checkpoints prune runs/a --keep 2
+    mpiddp checkpoints convert runs/a whole
 
-DIR is a run's folder, a folder of checkpoints, or one checkpoint. The command does not need torch.
+DIR is a run's folder, a folder of checkpoints, or one checkpoint. Only `convert` needs torch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main(argv: list[str]) -> int:
     with named_by(""):
         if options.verb == "prune":
             return _prune(Path(options.dir), options.keep)
+        if options.verb == "convert":
+            return _convert(Path(options.dir), Path(options.out))
         folders = _checkpoints(Path(options.dir))
         if options.verb == "list":
             for folder in folders:
@@ -70,6 +73,21 @@ def _prune(given: Path, keep: int) -> int:
     return 0
 
 
+def _convert(given: Path, out: Path) -> int:
+    """Convert a checkpoint, or the newest valid one of a run."""
+    from mpiddp.checkpoints.convert import convert  # needs torch
+
+    folders = _checkpoints(given)
+    folder = folders[0]
+    if len(folders) > 1:
+        newest, _ = directory.survey(folder.parent)
+        if newest is None:
+            raise UserError(f"{given} contains no valid checkpoint.")
+        folder = newest
+    print(f"checkpoint {folder.name}: written to {convert(folder, out)}")
+    return 0
+
+
 def _checkpoints(given: Path) -> list[Path]:
     if root := find_checkpoints(given):
         return directory.list_steps(root)
@@ -91,7 +109,7 @@ def _found(given: Path) -> str:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp checkpoints",
-        description="List, verify and prune checkpoints.",
+        description="List, verify, prune and convert checkpoints.",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -99,9 +117,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         ("list", "print name, size, time and state of each checkpoint"),
         ("verify", "verify every file against its SHA-256; exit code 1 if one is broken"),
         ("prune", "remove checkpoints older than the newest valid ones"),
+        ("convert", "write a sharded checkpoint as a whole one, or a whole one in shards"),
     ):
         verb = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         verb.add_argument("dir", metavar="DIR")
+        if name == "convert":
+            verb.add_argument("out", metavar="OUT", help="a new folder for the checkpoint")
         if name == "prune":
             verb.add_argument(
                 "--keep",

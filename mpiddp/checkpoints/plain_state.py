@@ -1,4 +1,4 @@
-"""The state that a script may save: whatever torch.load reads again with weights_only, as it was.
+"""The state that a script may save: whatever torch.load reads again with weights_only, and DTensors.
 
 Every value has exactly one of the types below. A subclass, such as numpy.float64 for a float, would be saved
 as code, and refused when it is read.
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mpiddp.checkpoints.shards.state import is_sharded
 
 _SCALARS = (int, float, bool, str, type(None))
 _DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiStepLR has a Counter
@@ -45,7 +47,9 @@ def check_state(name: str, value: object) -> None:
 
 def _check(value: Any, depth: int) -> None:
     kind = type(value)
-    if kind is Tensor or kind is torch.nn.Parameter:
+    if is_sharded(value):
+        _check_sharded(value)
+    elif kind is Tensor or kind is torch.nn.Parameter:
         _check_tensor(value)
     elif kind in _SCALARS:
         if kind is int and value.bit_length() > _MAX_BITS:
@@ -83,11 +87,15 @@ def _check_tensor(tensor: Tensor) -> None:
         raise _CannotBeSaved("cannot save a quantized tensor")
 
 
+def _check_sharded(tensor: Any) -> None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise _CannotBeSaved("cannot save a DTensor whose ranks hold summands: redistribute it")
+    _check_tensor(tensor.to_local())
+
+
 def _hint(value: object) -> str:
     """How to convert the value, as the end of a sentence."""
     if isinstance(value, Tensor):
-        if hasattr(value, "full_tensor"):  # a DTensor of FSDP has a part of the values
-            return ": gather it with full_tensor()"
         return ": convert it to a plain tensor"
     if hasattr(value, "dtype") and hasattr(value, "item"):  # of numpy
         is_array = getattr(value, "ndim", 0) > 0

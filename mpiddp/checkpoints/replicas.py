@@ -6,26 +6,26 @@ the files of the others. A host that lacks the newest checkpoint receives a copy
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.agreement import raised_by_all
 from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
+from mpiddp.checkpoints.file_chunks import chunks
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.checkpoints.saved import Received, TensorGroup, broadcast
 from mpiddp.checkpoints.search import Start
+from mpiddp.checkpoints.shards import index
+from mpiddp.checkpoints.shards.fetch import fetch_shards
+from mpiddp.checkpoints.shards.index import ShardIndex
+from mpiddp.checkpoints.shards.read import ShardFiles
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
-
-_CHUNK_BYTES = 16 << 20
 
 Common = TypeVar("Common")
 
@@ -39,6 +39,17 @@ def find_writer_ranks(coordinator: Coordinator, run: RunDir, *, timeout_s: float
         UserError: a host cannot write there.
         JobFailed: a host cannot write there, because its disk has failed.
     """
+    return sorted(set(find_writer_of_ranks(coordinator, run, timeout_s=timeout_s)))
+
+
+def find_writer_of_ranks(
+    coordinator: Coordinator, run: RunDir, *, timeout_s: float
+) -> tuple[int, ...]:
+    """For each rank the one that writes on its file system: [world_size]. All ranks must call this.
+
+    Raises:
+        UserError, JobFailed: as `find_writer_ranks`.
+    """
     own, out = "", run.path
     with raised_by_all(coordinator, timeout_s=timeout_s):
         if coordinator.world.local_rank == 0:
@@ -50,10 +61,12 @@ def find_writer_ranks(coordinator: Coordinator, run: RunDir, *, timeout_s: float
     marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
     seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
     # The lowest rank that a host sees writes for all hosts that see the same file system.
-    firsts = coordinator.all_gather_json(seen[0] if seen else None, timeout_s=timeout_s)
+    found = (coordinator.world.node_rank, seen[0] if seen else None)
+    firsts = coordinator.all_gather_json(found, timeout_s=timeout_s)
     if own:
         (out / own).unlink()
-    return [rank for rank, first in enumerate(firsts) if first == rank]
+    writer_of_node = {node: writer for node, writer in firsts if writer is not None}
+    return tuple(writer_of_node[node] for node, _ in firsts)
 
 
 def receive(
@@ -64,8 +77,11 @@ def receive(
     group: TensorGroup | None,
     *,
     timeout_s: float,
-) -> Received[Common] | None:
+) -> tuple[Received[Common] | None, ShardFiles | None]:
     """Send the checkpoint to resume from to every rank, and its files to the hosts that lack them.
+
+    Of a sharded one, the files of shards become available on every host until it saves. The copies of a
+    lost host are made again by the next save.
 
     A collective: every rank must call it.
 
@@ -73,58 +89,100 @@ def receive(
         group: None if the job has one rank.
 
     Returns:
-        The part of this rank; None if there is nothing to resume from.
+        The part of this rank; None if there is nothing to resume from. And the files of its sharded
+        tensors; None if it has none.
     """
     receivers = [rank for rank in start.lacking if rank in writer_ranks]
     if start.folder is not None and receivers:
         assert group is not None  # another rank has it
-        send_missing_checkpoint(
-            start.folder, start.holder, receivers, run, coordinator, group, timeout_s=timeout_s
-        )
-    return broadcast(start.saved, start.holder, group)
+        problems = [""]
+        if not start.holders:
+            problems += _send_checkpoint(start, receivers, run, coordinator, group, timeout_s)
+        problems += _send_records(start, receivers, run, coordinator, group, timeout_s)
+        problem = next((each for each in problems if each), "")
+        warn(coordinator, coordinator.all_gather_json(problem, timeout_s=timeout_s))
+    received = broadcast(start.saved, start.holder, group)
+    if not start.holders:
+        return received, None
+    files = fetch_shards(
+        broadcast_index(start, group),
+        start.holders,
+        run.checkpoints,
+        coordinator,
+        group,
+        timeout_s=timeout_s,
+    )
+    return received, files
 
 
-def send_missing_checkpoint(
-    folder: Path,
-    holder: int,
+def broadcast_index(start: Start[Common], group: TensorGroup | None) -> ShardIndex:
+    """The index of the sharded checkpoint, on every rank. A collective."""
+    box: list[ShardIndex | None] = [None]
+    if start.saved is not None and start.folder is not None:
+        box = [index.read(start.folder)]
+    if group is not None:
+        dist.broadcast_object_list(box, start.holder, group=group.group)
+    assert box[0] is not None, "the search has read it"
+    return box[0]
+
+
+def _send_checkpoint(
+    start: Start[Common],
     receivers: list[int],
     run: RunDir,
     coordinator: Coordinator,
     group: TensorGroup,
-    *,
     timeout_s: float,
-) -> None:
-    """Copy the checkpoint from which the run resumes, with its records, to the hosts that lack it.
+) -> list[str]:
+    """Copy the checkpoint from which the run resumes to the hosts that lack it. A collective.
 
     A host that cannot store the copy causes only a warning, because the training already has the
-    contents. This is a collective: every rank must call it.
-    """
-    is_receiver = coordinator.world.rank in receivers
-    records = RunDir.of_checkpoint(folder).metrics
-    own_files = _files(folder, records) if coordinator.world.rank == holder else []
-    files = coordinator.all_gather_json(own_files, timeout_s=timeout_s)[holder]
-    problem = ""
+    contents.
 
-    chunks = _chunks(holder, folder, files[:-1], group)
-    if is_receiver:
+    Returns:
+        The problems of this rank.
+    """
+    folder, holder = start.folder, start.holder
+    assert folder is not None
+    own_files = _files(folder) if coordinator.world.rank == holder else []
+    files = coordinator.all_gather_json(own_files, timeout_s=timeout_s)[holder]
+    problems = []
+    pieces = chunks(holder, folder, files, group)
+    if coordinator.world.rank in receivers:
         step = directory.step_of(folder)
         try:
-            directory.write(run.checkpoints, step, lambda f: _receive(f, chunks))
+            directory.write(run.checkpoints, step, lambda f: _receive(f, pieces))
         except (OSError, BrokenCheckpoint) as error:
-            problem = f"cannot keep a copy of {folder.name}: {error}"
-    for _ in chunks:  # every rank takes part in every broadcast
+            problems = [f"cannot keep a copy of {folder.name}: {error}"]
+    for _ in pieces:  # every rank takes part in every broadcast
         pass
+    return problems
 
-    copy = HashedFile(run.metrics) if is_receiver else None
-    for _, piece in _chunks(holder, records.parent, files[-1:], group):
+
+def _send_records(
+    start: Start[Common],
+    receivers: list[int],
+    run: RunDir,
+    coordinator: Coordinator,
+    group: TensorGroup,
+    timeout_s: float,
+) -> list[str]:
+    """Copy the records of the run to the hosts that lack them, as `_send_checkpoint`."""
+    assert start.folder is not None
+    records = RunDir.of_checkpoint(start.folder).metrics
+    is_holder = coordinator.world.rank == start.holder
+    own_size = records.stat().st_size if is_holder and records.exists() else 0
+    size = coordinator.all_gather_json(own_size, timeout_s=timeout_s)[start.holder]
+    copy = HashedFile(run.metrics) if coordinator.world.rank in receivers else None
+    for _, piece in chunks(start.holder, records.parent, [(records.name, size)], group):
         if copy is not None:
             copy.write(piece)
-    if copy is not None:
-        try:
+    try:
+        if copy is not None:
             copy.close()
-        except OSError as error:
-            problem = problem or f"cannot keep a copy of {run.metrics.name}: {error}"
-    warn(coordinator, coordinator.all_gather_json(problem, timeout_s=timeout_s))
+    except OSError as error:
+        return [f"cannot keep a copy of {run.metrics.name}: {error}"]
+    return []
 
 
 def warn(coordinator: Coordinator, problems: list[str]) -> None:
@@ -135,41 +193,17 @@ def warn(coordinator: Coordinator, problems: list[str]) -> None:
                 log.warning(f"warning: {host}: {problem}")
 
 
-def _files(folder: Path, records: Path) -> list[tuple[str, int]]:
-    """The names and sizes of the files to send: the manifest, the other files, and the records last.
+def _files(folder: Path) -> list[tuple[str, int]]:
+    """The names and sizes of the files to send, the manifest first.
 
     COMPLETE is not sent. The receiver writes it when all files have arrived.
     """
     contents = [path for path in folder.iterdir() if path.name != directory.COMPLETE]
     contents.sort(key=lambda path: (path.name != directory.MANIFEST, path.name))
-    return [
-        *((path.name, path.stat().st_size) for path in contents),
-        (records.name, records.stat().st_size if records.exists() else 0),
-    ]
+    return [(path.name, path.stat().st_size) for path in contents]
 
 
-def _chunks(
-    source: int, folder: Path, files: list[tuple[str, int]], group: TensorGroup
-) -> Iterator[tuple[str, memoryview]]:
-    """The pieces of each file, on every rank. Each step of this iterator is a broadcast."""
-    for name, size in files:
-        with contextlib.ExitStack() as stack:
-            is_source = dist.get_rank() == source
-            file = stack.enter_context((folder / name).open("rb")) if is_source and size else None
-            for start in range(0, size, _CHUNK_BYTES):
-                chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
-                if file is not None:
-                    file.readinto(_bytes_of(chunk))
-                on_device = chunk.to(group.device)
-                dist.broadcast(on_device, source, group=group.group)
-                yield name, _bytes_of(on_device.cpu())
-
-
-def _bytes_of(chunk: Tensor) -> memoryview:
-    return memoryview(chunk.numpy())  # type: ignore[arg-type]
-
-
-def _receive(folder: Path, chunks: Iterator[tuple[str, memoryview]]) -> dict[str, str]:
+def _receive(folder: Path, pieces: Iterator[tuple[str, memoryview]]) -> dict[str, str]:
     """Write the received pieces, and compare the files with the manifest, which arrives first.
 
     Raises:
@@ -178,7 +212,7 @@ def _receive(folder: Path, chunks: Iterator[tuple[str, memoryview]]) -> dict[str
     """
     manifest = b""
     open_files: dict[str, HashedFile] = {}
-    for name, piece in chunks:
+    for name, piece in pieces:
         if name == directory.MANIFEST:
             manifest += piece
         else:

@@ -30,6 +30,8 @@ class Saved(Generic[Common]):
 
     common: Common  # the same for all ranks
     ranks: Sequence[RankState]  # [world_size of the job that saved it]
+    # Whether `common` has None in the places of tensors that lie in files of shards.
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)

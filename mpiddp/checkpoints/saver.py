@@ -10,6 +10,7 @@ import errno
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,14 @@ from torch import Tensor
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
 from mpiddp.checkpoints.owner import RunOwner
-from mpiddp.checkpoints.replicas import warn
+from mpiddp.checkpoints.replicas import find_writer_of_ranks, warn
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.saved import RankState, Saved, TensorGroup
+from mpiddp.checkpoints.shards.hosts import Places
+from mpiddp.checkpoints.shards.index import SavedTensor
+from mpiddp.checkpoints.shards.saver import ShardSaver
+from mpiddp.checkpoints.shards.state import split
+from mpiddp.checkpoints.shards.write import NotSaved, ShardSave
 from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.coordinator import Coordinator
@@ -69,9 +76,9 @@ class Saver:
         self._is_valid: dict[Path, bool] = {}  # checkpoints that this process hashed or wrote
         self._pending: Future[str] | None = None
         self.is_writer = coordinator.world.rank in writer_ranks
-        if self.is_writer:
-            self._memory = PinnedStaging(expected)
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._memory = PinnedStaging(expected)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._shards: ShardSaver | None = None
 
     def gather(self, own: RankState) -> list[Any]:
         """Begin a save: wait for the previous one, and gather every rank's own state: [world_size].
@@ -93,9 +100,43 @@ class Saver:
         return states
 
     def start(self, step: int, common: Any, ranks: list[Any], write_files: WriteFiles) -> None:
-        """Copy the tensors of `common`, and write them in the thread. Only for writer ranks."""
-        saved = Saved(self._memory.copy(common), ranks)
-        self._pending = self._writer.submit(self._write, step, saved, write_files)
+        """Copy the tensors of `common`, and write them in the thread.
+
+        Only writer ranks need to call this, unless `common` holds sharded tensors: then it is a collective.
+        """
+        replicated, sharded = split(common)
+        if sharded:
+            self._start_shards(step, replicated, sharded, ranks, write_files)
+        elif self.is_writer:
+            saved = Saved(self._memory.copy(common), ranks)
+            self._pending = self._writer.submit(self._write, step, saved, write_files)
+
+    def _start_shards(
+        self,
+        step: int,
+        replicated: Any,
+        sharded: Mapping[str, Tensor],
+        ranks: list[Any],
+        write_files: WriteFiles,
+    ) -> None:
+        """Copy this rank's parts of the sharded tensors, and write them in the thread. A collective."""
+        if self._shards is None:
+            run = RunDir(self._root.parent, option="")
+            places = find_writer_of_ranks(self._coordinator, run, timeout_s=self._timeout_s)
+            self._shards = ShardSaver(
+                self._root,
+                Places(places),
+                self._coordinator,
+                self._group,
+                timeout_s=self._timeout_s,
+            )
+        own, layout = self._shards.plan(sharded)
+        copied = self._memory.copy((replicated if self.is_writer else None, own))
+        saved = Saved(copied[0], ranks, is_sharded=True)
+        save = partial(self._shards.begin, step, self._num_saves)
+        self._pending = self._writer.submit(
+            self._write_shards, save, step, saved, copied[1], layout, write_files
+        )
 
     def finish(self) -> None:
         """Wait for the last save. A collective: every rank must call it.
@@ -125,23 +166,56 @@ class Saver:
         with saving():
             return self._write_and_prune(step, saved, write_files)
 
+    def _write_shards(
+        self,
+        begin: Callable[[], ShardSave],
+        step: int,
+        saved: Saved[Any],
+        own: Mapping[str, Tensor],
+        layout: Mapping[str, SavedTensor],
+        write_files: WriteFiles,
+    ) -> str:
+        """Write this rank's part of the checkpoint, in the thread. Returns the error, or ""."""
+        with saving():
+            self._memory.wait()
+            save, folder, problem = begin(), None, ""
+            try:
+                folder = save.run(own, layout, lambda f: write_files(f, saved), self._check_owner)
+            except (NotSaved, JobFailed) as error:
+                problem = str(error)
+            except OSError as error:
+                problem = _save_error(
+                    error, self._root, step, _num_bytes([saved.common, *saved.ranks, dict(own)])
+                )
+            if self.is_writer and save.commit(folder) and folder is not None:
+                self._prune(folder)
+            return problem
+
+    def _check_owner(self) -> None:
+        """Raise JobFailed if another run has taken the folder."""
+        if self._owner is not None:
+            self._owner.check()
+
     def _write_and_prune(self, step: int, saved: Saved[Any], write_files: WriteFiles) -> str:
         self._memory.wait()
         try:
-            if self._owner is not None:
-                self._owner.check()
+            self._check_owner()
         except JobFailed as error:
             return str(error)
         try:
             folder = directory.write(self._root, step, lambda folder: write_files(folder, saved))
         except OSError as error:
             return _save_error(error, self._root, step, _num_bytes([saved.common, *saved.ranks]))
-        self._is_valid[folder] = True
+        self._prune(folder)
+        return ""
+
+    def _prune(self, written: Path) -> None:
+        """Remove checkpoints that are older than those to keep."""
+        self._is_valid[written] = True
         try:
             directory.prune(self._root, self._keep, counts_as_kept=self._is_intact)
         except OSError as error:  # the new checkpoint is complete anyway
             log.warning(f"warning: {self._root}: cannot remove old checkpoints: {error.strerror}.")
-        return ""
 
     def _is_intact(self, folder: Path) -> bool:
         """Hash a checkpoint the first time; afterwards, and for those written here, compare sizes only."""

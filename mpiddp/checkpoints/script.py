@@ -17,7 +17,6 @@ from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
 from mpiddp.checkpoints.open_run import open_run
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.replicas import receive
-from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.rng import restore_rng_states, rng_states
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save_schedule import SaveSchedule
@@ -32,6 +31,7 @@ from mpiddp.checkpoints.script_arguments import (
 )
 from mpiddp.checkpoints.script_files import ScriptState
 from mpiddp.checkpoints.script_ranks import script_coordinator, tensor_group
+from mpiddp.checkpoints.script_resumed import Resumed
 from mpiddp.checkpoints.script_run import ScriptRun
 from mpiddp.checkpoints.search import Source, Start
 from mpiddp.checkpoints.snapshot import PinnedStaging
@@ -136,7 +136,7 @@ class Checkpoints:
         self._refuse_foreign_folder()
         start = search.find(self._coordinator, self._run, self._source(path), self._read, _describe)
         saver = self._open_folder(group, start)
-        received = receive(
+        received, shards = receive(
             start, self._run, saver.writer_ranks, self._coordinator, group, timeout_s=PATIENCE_S
         )
         step = received.common.step if received else 0
@@ -149,7 +149,10 @@ class Checkpoints:
         own = received.own or {"rng": {}, "state": {}}
         with raised_by_all(self._coordinator):
             self._restore_rng(own["rng"])
-        return Resumed(step, received.common.state, own["state"], received.world_size)
+        state = received.common.state
+        if shards is not None:
+            state = shards.as_values({"state": state})["state"]
+        return Resumed(step, state, own["state"], received.world_size)
 
     @property
     def _local_rank(self) -> int:
@@ -198,7 +201,8 @@ class Checkpoints:
         Args:
             step: the step that has just ended. It grows from save to save.
             state: what all ranks have in common, by name: tensors, numbers, strings, None, lists and
-                dicts of these. Of the ranks that share a file system, the lowest one's is saved.
+                dicts of these. Of the ranks that share a file system, the lowest one's is saved. Of a
+                DTensor, each rank saves its part; all ranks have to pass the same ones.
             per_rank: the same of this rank alone, such as its position in its data. Random number
                 generators are saved anyway.
 
@@ -231,8 +235,7 @@ class Checkpoints:
         own.wait()
         ranks = saver.gather({"rng": rng_states(self._local_rank), "state": copied})
         self._step = step
-        if saver.is_writer:
-            saver.start(step, {"step": step, "state": dict(state)}, ranks, self._write_files)
+        saver.start(step, {"step": step, "state": dict(state)}, ranks, self._write_files)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.
@@ -319,7 +322,8 @@ class Checkpoints:
 
     def _write_files(self, folder: Path, saved: Saved[dict[str, Any]]) -> dict[str, str]:
         common = ScriptState(**saved.common)
-        return script_files.write_files(folder, Saved(common, saved.ranks), self._config)
+        contents = Saved(common, saved.ranks, saved.is_sharded)
+        return script_files.write_files(folder, contents, self._config)
 
 
 def _describe(found: ScriptState) -> str:

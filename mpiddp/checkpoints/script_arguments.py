@@ -8,6 +8,7 @@ from typing import Any
 
 from mpiddp.checkpoints.plain_state import check_state
 from mpiddp.checkpoints.save_schedule import Interval, parse_interval
+from mpiddp.checkpoints.shards.state import split
 
 
 def check_step(step: int) -> None:
@@ -21,6 +22,8 @@ def check_entries(name: str, entries: Mapping[str, Any]) -> None:
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
         raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
     check_state(name, dict(entries))
+    if name == "per_rank" and split(dict(entries))[1]:
+        raise TypeError("per_rank: cannot save a DTensor, which all ranks share. Save it in state.")
 
 
 def checked_keep(keep: int) -> int:

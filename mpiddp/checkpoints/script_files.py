@@ -3,6 +3,9 @@
 state.pt     the state that the script has saved
 ranks.pt     each rank's RNG states, and what the script saves for each rank
 state.json   the step, the number of ranks, and the script's configuration
+
+If the state has DTensors, replicated.pt has the rest of it in place of state.pt, see
+`mpiddp.checkpoints.shards`.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.checkpoints.saved import Saved
+from mpiddp.checkpoints.shards.index import INDEX
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
 from mpiddp.errors import UserError
 from mpiddp.paths import read_limited
 
 WRITTEN_BY = "mpiddp.Checkpoints"
+_STATE, _REPLICATED = "state", "replicated"
 _MAX_STATE_BYTES = 16 << 20
 
 
@@ -38,7 +43,8 @@ def write_files(
     Raises:
         OSError: a file cannot be written, for example because the disk is full.
     """
-    hashes = write_tensors(folder, {"state": saved.common.state, "ranks": list(saved.ranks)})
+    name = _REPLICATED if saved.is_sharded else _STATE
+    hashes = write_tensors(folder, {name: saved.common.state, "ranks": list(saved.ranks)})
     facts = {
         "written_by": WRITTEN_BY,
         "step": saved.common.step,
@@ -68,11 +74,13 @@ def read(folder: Path, config: Mapping[str, Any]) -> Saved[ScriptState]:
             f"{folder} was made with another config: {'; '.join(different)}. "
             "Use the same config, or name another folder."
         )
-    state, ranks = (_load(folder, name) for name in ("state", "ranks"))
+    is_sharded = (folder / INDEX).exists()
+    name = _REPLICATED if is_sharded else _STATE
+    state, ranks = (_load(folder, each) for each in (name, "ranks"))
     fits = isinstance(state, dict) and isinstance(ranks, list) and all(map(_is_rank, ranks))
     if not fits:
         raise UserError(f"{folder} was not written by {WRITTEN_BY}: it has other contents.")
-    return Saved(ScriptState(facts["step"], state), ranks)
+    return Saved(ScriptState(facts["step"], state), ranks, is_sharded)
 
 
 def _is_rank(contents: object) -> bool:

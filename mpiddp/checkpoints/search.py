@@ -16,6 +16,9 @@ from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
 from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints
 from mpiddp.checkpoints.saved import Saved
+from mpiddp.checkpoints.shards.fetch import Holder
+from mpiddp.checkpoints.shards.index import INDEX
+from mpiddp.checkpoints.shards.index import read as read_index
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import named_by
 from mpiddp.runtime.coordinator import Coordinator
@@ -50,6 +53,10 @@ class Start(Generic[Common]):
     lacking: tuple[int, ...] = ()  # one rank of each host whose run should have it but does not
     saved: Saved[Common] | None = None  # its contents, only on the holder
     goes_back: bool = False  # the user has named one of this run's own checkpoints
+    holders: tuple[
+        Holder, ...
+    ] = ()  # the hosts that have shards of it; empty if nothing is sharded
+    skips_newer: bool = False  # this run has newer checkpoints that are not complete
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ class _Found:
     problem: str = ""
     broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and problem
     goes_back: bool = False  # the user has named one of this run's own checkpoints
+    is_named: bool = False  # the user has named the checkpoint itself, not a folder of several
+    node: int | None = None  # the host's number
+    save: str = ""  # the hash of shards.json, the same on all hosts of a save; "" if there is none
+    lacks: list[str] = field(default_factory=list)  # the files of shards that are not on this host
 
 
 def find(
@@ -80,14 +91,7 @@ def find(
         UserError: `source` does not name a valid checkpoint that fits, or contradicts the contents of the
             run's folder.
     """
-    own: _Found | None = None
-    with raised_by_all(coordinator):
-        if coordinator.world.local_rank == 0:
-            with named_by(source.option if source.path else run.option):
-                own = _search(source, run)
-    gathered = coordinator.all_gather_json(asdict(own) if own else None, timeout_s=PATIENCE_S)
-    finds = {rank: _Found(**values) for rank, values in enumerate(gathered) if values}
-    holder = max(finds, key=lambda rank: (finds[rank].step, -rank))
+    own, finds, holder, incomplete = _search_all(coordinator, run, source)
     best = finds[holder]
     for sentence in _warnings(finds, best, coordinator):
         log.info(sentence)
@@ -107,9 +111,88 @@ def find(
     progress = coordinator.all_gather_json(described, timeout_s=PATIENCE_S)[holder]
     log.info(f"resuming from {folder}{where}: {progress}")
     lacking = [rank for rank, found in finds.items() if found.step < best.step]
+    holders = tuple(
+        Holder(rank, found.node, found.folder, frozenset(found.lacks))
+        for rank, found in finds.items()
+        if best.save and (found.step, found.save) == (best.step, best.save)
+    )
     is_newest = source.path is None and not source.must_be_new
     is_own = is_newest or (source.prefers_own and folder.parent == run.checkpoints)
-    return Start(holder, folder, tuple(lacking if is_own else ()), saved, best.goes_back)
+    return Start(
+        holder,
+        folder,
+        tuple(lacking if is_own else ()),
+        saved,
+        best.goes_back,
+        holders,
+        skips_newer=is_own and any(step > best.step for step in incomplete),
+    )
+
+
+def _search_all(
+    coordinator: Coordinator, run: RunDir, source: Source
+) -> tuple[_Found | None, dict[int, _Found], int, dict[int, str]]:
+    """Search all hosts for the newest checkpoint of which all parts are there.
+
+    Returns:
+        What this host has found; what each host has found, by rank; the rank that holds the checkpoint; and
+        the steps of newer checkpoints of which a part is missing, with that problem.
+    """
+    incomplete: dict[int, str] = {}
+    while True:
+        own: _Found | None = None
+        with raised_by_all(coordinator):
+            if coordinator.world.local_rank == 0:
+                with named_by(source.option if source.path else run.option):
+                    found = _with_shards(_search(source, run, incomplete))
+                    own = replace(found, node=coordinator.world.node_rank)
+        gathered = coordinator.all_gather_json(asdict(own) if own else None, timeout_s=PATIENCE_S)
+        finds = {rank: _Found(**values) for rank, values in enumerate(gathered) if values}
+        holder, missing = _newest_complete(finds)
+        if not missing:
+            return own, finds, holder, incomplete
+        newest = finds[holder]
+        problem = (
+            f"checkpoint {Path(newest.folder).name}: {missing} is on none of these hosts, or is of "
+            "another save"
+        )
+        if newest.is_named:
+            with raised_by_all(coordinator):
+                raise UserError(f"{source.named}: {problem}.")
+        incomplete[newest.step] = problem
+
+
+def _newest_complete(finds: dict[int, _Found]) -> tuple[int, str]:
+    """The rank that holds the newest checkpoint, and a file of it that no host has, or ""."""
+    newest = max(found.step for found in finds.values())
+    candidates = {rank: found for rank, found in finds.items() if found.step == newest}
+    missing = {}
+    for rank, found in candidates.items():
+        of_save = [set(each.lacks) for each in candidates.values() if each.save == found.save]
+        missing[rank] = min(set.intersection(*of_save), default="")
+    first = next(iter(missing))
+    rank = next((rank for rank, file in missing.items() if not file), first)
+    return rank, missing[rank]
+
+
+def _with_shards(found: _Found) -> _Found:
+    """Add the files of shards that this host lacks, if the checkpoint has any.
+
+    Raises:
+        UserError: its shards.json is foreign.
+    """
+    if not found.folder:
+        return found
+    folder = Path(found.folder)
+    try:
+        index = read_index(folder)
+        if index is None:
+            return found
+        files = directory.listed(folder)
+    except directory.BrokenCheckpoint as error:
+        raise UserError(f"{folder}: {error}.") from None
+    lacks = [name for name, entry in index.files.items() if files.get(name) != entry]
+    return replace(found, save=files[INDEX].sha256, lacks=lacks)
 
 
 def wait_for_run(run: RunDir, file: Path, coordinator: Coordinator, timeout_s: float) -> None:
@@ -150,7 +233,7 @@ def set_newer_aside(
     coordinator: Coordinator,
     writer_ranks: list[int],
 ) -> None:
-    """If the user names an older checkpoint of this run, rename the checkpoints of later steps.
+    """If the run resumes from an older checkpoint of its own, rename the checkpoints of later steps.
 
     Otherwise a restart would resume from the newest of them. All ranks must call this.
 
@@ -162,7 +245,7 @@ def set_newer_aside(
         UserError: they cannot be renamed.
     """
     root = run.checkpoints
-    if not start.goes_back:
+    if not (start.goes_back or start.skips_newer):
         return
     moved: list[Path] = []
     with raised_by_all(coordinator):
@@ -201,15 +284,18 @@ def _warnings(finds: dict[int, _Found], best: _Found, coordinator: Coordinator) 
     return list(sentences.values())
 
 
-def _search(source: Source, run: RunDir) -> _Found:
+def _search(source: Source, run: RunDir, skip: dict[int, str]) -> _Found:
     """Find the checkpoint of the source on this host; if it prefers its own, the newest of this run.
+
+    Args:
+        skip: the problems of checkpoints that no host can resume from, by their steps.
 
     Raises:
         UserError: the source is wrong, whatever the other hosts find.
     """
     root = run.checkpoints
     if source.prefers_own:
-        own = _newest(root, "")
+        own = _newest(root, "", skip)
         if own.folder or source.must_be_new:
             return own
     existing = directory.list_steps(root)
@@ -225,13 +311,13 @@ def _search(source: Source, run: RunDir) -> _Found:
     given = source.path
     if given is None:
         empty = f"{root} contains no valid checkpoint. Name {run.another}."
-        return _newest(root, empty if existing else "")
+        return _newest(root, empty if existing else "", skip)
     if not given.exists():
         return _Found(
             problem=f"{source.named} not found (looked in {Path.cwd()}). {source.expected}"
         )
     if checkpoints := find_checkpoints(given):
-        found = _newest(checkpoints, f"{source.named}: contains no valid checkpoint.")
+        found = _newest(checkpoints, f"{source.named}: contains no valid checkpoint.", skip)
     elif directory.is_checkpoint(given):
         found = _given(given, source)
     else:
@@ -245,8 +331,8 @@ def _search(source: Source, run: RunDir) -> _Found:
     return replace(found, goes_back=is_own)
 
 
-def _newest(root: Path, problem: str) -> _Found:
-    newest, broken = directory.survey(root)
+def _newest(root: Path, problem: str, skip: dict[int, str]) -> _Found:
+    newest, broken = directory.survey(root, skip)
     if newest is None:
         return _Found(problem=problem, broken=broken)
     return _Found(str(newest), directory.step_of(newest), broken=broken)
@@ -258,4 +344,4 @@ def _given(folder: Path, source: Source) -> _Found:
         directory.verify(folder)
     except directory.BrokenCheckpoint as error:
         return _Found(problem=f"{source.named}: {error}.")
-    return _Found(str(folder), step=0)
+    return _Found(str(folder), step=0, is_named=True)

@@ -35,6 +35,7 @@ Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
+_FIRST_FAILURE = "first failure"  # a key with the number of the rank that failed first
 RANK_0_LEFT = "rank 0 left"  # a key that rank 0 sets before it closes the store
 
 
@@ -175,10 +176,18 @@ class Coordinator:
         if self._is_first is None:
             try:
                 own = str(self.world.rank)
-                self._is_first = self.values.set_if_missing("first failure", own) == own
+                self._is_first = self.values.set_if_missing(_FIRST_FAILURE, own) == own
             except RuntimeError:  # rank 0 has ended, so it was first
                 self._is_first = self.world.rank == 0
         return self._is_first
+
+    def has_failed(self, values: SignedStore) -> bool:
+        """Whether a rank has failed, which ends the job.
+
+        Args:
+            values: the store over a connection of the calling thread.
+        """
+        return values.get(_FIRST_FAILURE) is not None
 
     def arrive(self, point: str) -> None:
         """Record that this rank is at `point`; at most once per point. Does not wait."""

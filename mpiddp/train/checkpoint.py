@@ -5,6 +5,9 @@
     ranks.pt     each rank's RNG states and own BatchNorm statistics
     state.json   step, epoch, position in the epoch, configuration, contents of the data set
 
+Of a sharded model, replicated.pt has what the first two hold without the shards, see
+`mpiddp.checkpoints.shards`.
+
 The learning rate and the order of the images are functions of step, epoch and position. One rank
 reads the checkpoint for all ranks, so the hosts need no shared file system.
 """
@@ -21,12 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from mpiddp.checkpoints.saved import Received, Saved
+from mpiddp.checkpoints.shards.index import INDEX
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
 from mpiddp.errors import UserError
 from mpiddp.paths import read_limited
 from mpiddp.train.config import TrainConfig, differences
 
-_TENSOR_FILES = ("model", "trainer", "ranks")
+_PARTS = ("model", "trainer")
+_REPLICATED = "replicated"
 _MAX_STATE_BYTES = 16 << 20
 
 
@@ -44,7 +49,7 @@ class Contents:
     """The part of a checkpoint that all ranks share, tensors on the CPU."""
 
     progress: Progress
-    model: dict[str, Tensor]
+    model: dict[str, Any]  # tensors; None in place of sharded ones
     trainer: dict[str, Any]  # the state_dicts of "optimizer" and "scaler"
 
 
@@ -60,9 +65,9 @@ def write_files(
         OSError: a file cannot be written, for example because the disk is full.
     """
     common = saved.common
-    hashes = write_tensors(
-        folder, {"model": common.model, "trainer": common.trainer, "ranks": list(saved.ranks)}
-    )
+    contents = {"model": common.model, "trainer": common.trainer}
+    files = {_REPLICATED: contents} if saved.is_sharded else contents
+    hashes = write_tensors(folder, {**files, "ranks": list(saved.ranks)})
     state = {"progress": asdict(common.progress), "config": config.as_json(), "data": data}
     (folder / "state.json").write_text(json.dumps(state, indent=1))
     return hashes
@@ -88,22 +93,41 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved[Contents]:
             "Use the same --data-dir, or start a new run from its weights: "
             f"--out OTHER --weights {folder / 'model.pt'}"
         )
-    contents = {}
-    for name in _TENSOR_FILES:
-        try:
-            contents[name] = load_tensors(folder / f"{name}.pt")
-        except OSError as error:
-            raise UserError(f"{folder}: {name}.pt cannot be read ({error.strerror}).") from None
-        except Unreadable as error:
-            raise UserError(
-                f"{folder}: {name}.pt was not written by mpiddp train: {error}."
-            ) from None
-        if not _IS_CONTENTS[name](contents[name]):
-            raise UserError(
-                f"{folder}: {name}.pt was not written by mpiddp train: it has other contents."
-            )
-    ranks = contents.pop("ranks")
-    return Saved(Contents(Progress(**state["progress"]), **contents), ranks)
+    is_sharded = (folder / INDEX).exists()
+    _check_parallel(folder, config, is_sharded=is_sharded)
+    contents: dict[str, Any] = {}
+    for name in (_REPLICATED, "ranks") if is_sharded else (*_PARTS, "ranks"):
+        contents[name] = _load(folder, name)
+    ranks, replicated = contents.pop("ranks"), contents.pop(_REPLICATED, {})
+    contents.update({name: replicated[name] for name in _PARTS if is_sharded})
+    return Saved(Contents(Progress(**state["progress"]), **contents), ranks, is_sharded)
+
+
+def _check_parallel(folder: Path, config: TrainConfig, *, is_sharded: bool) -> None:
+    """Raise UserError if the checkpoint is in the other form than the run's."""
+    if is_sharded == (config.parallel != "ddp"):
+        return
+    found = "holds the shards of a model" if is_sharded else "holds a whole model"
+    other = "--parallel fsdp" if is_sharded else "--parallel ddp"
+    raise UserError(
+        f"{folder} {found}, but this run has --parallel {config.parallel}. Use {other}, or convert it: "
+        f"mpiddp checkpoints convert {folder} OUT. Then resume with --resume OUT and another --out."
+    )
+
+
+def _load(folder: Path, name: str) -> Any:
+    """The contents of a file of tensors. Raises UserError if another program wrote it."""
+    try:
+        contents = load_tensors(folder / f"{name}.pt")
+    except OSError as error:
+        raise UserError(f"{folder}: {name}.pt cannot be read ({error.strerror}).") from None
+    except Unreadable as error:
+        raise UserError(f"{folder}: {name}.pt was not written by mpiddp train: {error}.") from None
+    if not _IS_CONTENTS[name](contents):
+        raise UserError(
+            f"{folder}: {name}.pt was not written by mpiddp train: it has other contents."
+        )
+    return contents
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -128,6 +152,13 @@ def _is_state_dict(contents: object) -> bool:
     )
 
 
+def _is_replicated(contents: object) -> bool:
+    if not isinstance(contents, dict) or not isinstance(contents.get("model"), dict):
+        return False
+    tensors = {name: each for name, each in contents["model"].items() if each is not None}
+    return _is_state_dict(tensors) and _is_trainer(contents.get("trainer"))
+
+
 def _is_trainer(contents: object) -> bool:
     return isinstance(contents, dict) and all(
         isinstance(contents.get(name), dict) for name in ("optimizer", "scaler")
@@ -147,6 +178,7 @@ _IS_CONTENTS: dict[str, Callable[[object], bool]] = {
     "model": _is_state_dict,
     "trainer": _is_trainer,
     "ranks": _is_list_of_ranks,
+    _REPLICATED: _is_replicated,
 }
 
 
@@ -161,6 +193,25 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
         momentum = held.get("momentum_buffer")
         if momentum is not None:
             held["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
+
+
+def sharded_like(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[tuple[Any, ...]], Tensor | None]:
+    """A function from the path of a tensor in `Contents` to a tensor that is sharded in the same way."""
+    of_model = model.state_dict()
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+
+    def like(path: tuple[Any, ...]) -> Tensor | None:
+        match path:
+            case ("model", str(name)):
+                return of_model.get(name)
+            case ("trainer", "optimizer", "state", int(index), _) if index < len(parameters):
+                parameter: Tensor = parameters[index]
+                return parameter
+        return None
+
+    return like
 
 
 def restore_rank(model: nn.Module, received: Received[Contents], world_size: int) -> None:

@@ -61,6 +61,7 @@ FREE_TO_CHANGE = frozenset(
         "deterministic",
         "check_determinism",
         "check_divergence",
+        "parallel",
     }
 )
 
@@ -100,6 +101,8 @@ def resolve_defaults(
         "global_batch_size": global_batch_size,
         "epochs": epochs,
         "amp": amp,
+        # fully_shard accepts contiguous parameters only.
+        "channels_last": options.channels_last and options.parallel == "ddp",
     }
     return TrainConfig(**{**vars(options), **resolved})
 

@@ -28,6 +28,7 @@ from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Batch
 from mpiddp.train.engine import TrainState, train_step
 from mpiddp.train.loop import TrainInputs, build_state
+from mpiddp.train.parallel import clear_gradients
 
 _GATHER_TIMEOUT_S = 600.0
 
@@ -128,6 +129,7 @@ def _train(inputs: TrainInputs) -> Trace | None:
         batches = recorder.record(prefetched(data.train.batches(order, epoch=epoch), inputs.device))
         for step in steps:
             recorder.end_step(train_step(state, ddp, batches, step, plan.lr(done), config))
+            clear_gradients(ddp, config)
             done += 1
             if should_stop():
                 return None
@@ -171,7 +173,8 @@ class Recorder:
                     self._add(Kind.OPTIMIZER, f"the {key} of {name}", value)
 
     def _add(self, kind: Kind, name: str, tensor: Tensor) -> None:
-        self._step[kind, self._counts[kind], name] = digest(tensor)
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # this rank's shard
+        self._step[kind, self._counts[kind], name] = digest(own)
         self._counts[kind] += 1
 
     def end_step(self, loss: Tensor) -> None:

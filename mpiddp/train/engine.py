@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Batch, Data
-from mpiddp.train.parallel import clear_gradients
+from mpiddp.train.parallel import is_sharded, reducing
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.sharding import Step
 from mpiddp.train.sync_batch_norm import synchronized
@@ -139,7 +140,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.momentum > 0,
-        fused=True,
+        fused=not is_sharded(model),
+        foreach=is_sharded(model),  # torch has no fused SGD for shards
     )
     if config.amp == "fp16" and config.momentum:
         # If fp16 overflows at the very first step, torch 2.13's fused SGD skips the step but keeps the
@@ -162,7 +164,7 @@ def train_step(
     lr: float,
     config: TrainConfig,
 ) -> Tensor:
-    """One step of the optimizer over the next batches of this rank.
+    """One step of the optimizer over the next batches of this rank. It leaves its gradients.
 
     Returns:
         The sum of the losses of this rank's images: a scalar on the device.
@@ -170,9 +172,10 @@ def train_step(
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     loss_sum = backward(ddp, batches, step, state.scaler, config)
+    if config.clip_grad_norm is not None:
+        clip_gradients(state, config.clip_grad_norm)
     state.scaler.step(state.optimizer)
     state.scaler.update()
-    clear_gradients(ddp, config)
     return loss_sum
 
 
@@ -190,19 +193,25 @@ def backward(
     """
     world_size = dist.get_world_size()
     loss_sum = torch.zeros((), device=next(ddp.parameters()).device)
+    averages = step.ddp_averages or is_sharded(ddp)
+    num_counted = len(step.micro_batches) - step.num_discarded
     for index, _ in enumerate(step.micro_batches):
         images, labels = next(batches)
-        reduces = step.ddp_averages and index == len(step.micro_batches) - 1
-        with contextlib.nullcontext() if reduces else ddp.no_sync():  # type: ignore[operator]
+        is_last = index == len(step.micro_batches) - 1
+        counts = index < num_counted
+        kept = contextlib.nullcontext() if counts else unchanged_buffers(ddp)
+        with kept, reducing(ddp, averages and is_last):
             with autocast(config, images.device):
                 logits = ddp(images)
                 loss = F.cross_entropy(
                     logits, labels, reduction="sum", label_smoothing=config.label_smoothing
                 )
-            # DDP takes the mean over the ranks; this makes it the mean over all images.
-            scaler.scale(loss * (world_size / step.num_images)).backward()
-        loss_sum += loss.detach()
-    if not step.ddp_averages:
+            # The ranks take the mean of their gradients; this makes it the mean over all images.
+            weight = world_size / step.num_images if counts else 0.0
+            scaler.scale(loss * weight).backward()
+        if counts:
+            loss_sum += loss.detach()
+    if not averages:
         scaler.scale(loss_sum)  # creates the scale at first use, even on a rank without images
         _average_gradients([p for p in ddp.parameters() if p.requires_grad])
     return loss_sum
@@ -225,9 +234,21 @@ def _average_gradients(parameters: list[nn.Parameter]) -> None:
         gradient.copy_(mean.view_as(gradient))
 
 
+def clip_gradients(state: TrainState, max_norm: float) -> None:
+    """Scale the gradients down to this norm over all parameters, of all shards. A collective if sharded."""
+    state.scaler.unscale_(state.optimizer)
+    parameters = [p for p in state.model.parameters() if p.grad is not None]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if hasattr(norm, "full_tensor"):  # a DTensor: each rank has the norm of its shards
+        norm = norm.full_tensor()
+    clip_grads_with_norm_(parameters, max_norm, norm)
+
+
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """The autocast of --amp. A sharded model has its own policy instead, see `fully_sharded.shard`."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}[config.amp]
-    return torch.autocast(device.type, dtype=dtype, enabled=config.amp != "off")
+    enabled = config.amp != "off" and config.parallel == "ddp"
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled)
 
 
 def computes_in_bf16(device: torch.device) -> bool:
@@ -263,6 +284,17 @@ def averaged_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _fill(own, saved)
+
+
+@contextlib.contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers after the body: BatchNorm's statistics."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in saved:
+            buffer.copy_(before)
 
 
 def _fill(buffers: list[Tensor], flat: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Source
 from mpiddp.train.engine import autocast, averaged_buffers
+from mpiddp.train.parallel import is_sharded, reshard
 from mpiddp.train.sharding import share_of
 
 BATCH_PIXELS = 500 * 32 * 32
@@ -45,15 +46,23 @@ def evaluate(
     """
     share = share_of(source.num_images, dist.get_rank(), dist.get_world_size())
     indices = list(torch.arange(share.start, share.stop).split(batch_size)) if share else []
+    num_counted = len(indices)
+    if is_sharded(model):  # each pass needs all ranks
+        largest_share = -(-source.num_images // dist.get_world_size())
+        most = -(-largest_share // batch_size)
+        indices += [torch.tensor([0])] * (most - num_counted)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, images
     model.eval()
     with averaged_buffers(model), autocast(config, device):
-        for images, labels in source.batches(indices, epoch=0):
+        for index, (images, labels) in enumerate(source.batches(indices, epoch=0)):
             logits = model(images)
+            if index >= num_counted:
+                continue
             totals[0] += (logits.argmax(1) == labels).sum()
             totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
             totals[2] += len(labels)
     model.train()
+    reshard(model)
     dist.all_reduce(totals)
     correct, loss, count = totals.tolist()
     return Score(correct / count, loss / count, int(count))

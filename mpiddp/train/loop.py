@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 
 import torch
@@ -19,6 +19,7 @@ from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save_schedule import SaveSchedule
 from mpiddp.checkpoints.saved import Received, TensorGroup
 from mpiddp.checkpoints.search import Start, set_newer_aside
+from mpiddp.checkpoints.shards.read import ShardFiles
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.script_steps import should_stop
@@ -26,16 +27,18 @@ from mpiddp.runtime.session import current
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig, resume_args
+from mpiddp.train.copies import Copies
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.data.source import Data
 from mpiddp.train.divergence import refuse_divergence
 from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_device, train_step
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
-from mpiddp.train.metrics import StepTimer, Summary, measure_speed
-from mpiddp.train.parallel import wrap
+from mpiddp.train.metrics import StepTimer, Summary, largest, measure_speed
+from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.per_rank_log import PerRankLog
 from mpiddp.train.plan import Plan
 from mpiddp.train.saver import Saver
+from mpiddp.train.tensor_bytes import TensorBytes, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class TrainInputs:
     device: torch.device
     run: RunDir
     owner: RunOwner | None = None  # of the run's folder, on the ranks that write there
+    copies: Copies = field(default_factory=list)  # the ranks of each copy of a sharded model
 
 
 def train(inputs: TrainInputs) -> Summary | None:
@@ -83,6 +87,7 @@ def train(inputs: TrainInputs) -> Summary | None:
     evaluation_batch = max(config.batch_size, default_batch_size(data.shape))
     score: Score | None = None
     train_loss: float | None = None
+    memory: TensorBytes | None = None
 
     for epoch in range(progress.epoch, config.epochs):
         steps = list(plan.shards.steps(epoch, progress.position))
@@ -96,6 +101,11 @@ def train(inputs: TrainInputs) -> Summary | None:
             lr = plan.lr(progress.step)
             loss_sum += train_step(state, ddp, batches, step, lr, config)
             num_images += step.num_images
+            if memory is None:
+                memory = tensor_bytes(model, state.optimizer)
+                if inputs.copies:
+                    log.info(f"parameters, gradients and momentum: {memory}")
+            clear_gradients(ddp, config)
             timer.tick()
             images_of_steps.append(step.num_images)
             progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)
@@ -176,38 +186,48 @@ def train(inputs: TrainInputs) -> Summary | None:
         step_time_p50_s=speed.step_time_p50_s,
         step_time_p95_s=speed.step_time_p95_s,
         wall_s=time.monotonic() - started_at,
+        parallel=config.parallel,
+        tensor_bytes_of_rank=largest(memory.of_rank if memory else 0, device) or None,
+        tensor_bytes_of_copy=memory.of_copy if memory else None,
     )
 
 
 def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
-    """Build the state of the training, fresh or from the checkpoint, and wrap its model in DDP.
+    """Build the state of the training, fresh or from the checkpoint, and wrap or shard its model.
 
     A collective: every rank must call it.
 
     Returns:
-        The state with the bare model, the model under DDP, and how far the training has come.
+        The state with the bare model, the model to call, and how far the training has come.
     """
     config, start, device = inputs.config, inputs.start, inputs.device
-    received = _receive_checkpoint(inputs)
+    received, shards = _receive_checkpoint(inputs)
     saved = received.common if received else None
     model = to_device(inputs.model, config, device)
+    wrapped = wrap(model, config, inputs.data.shape, inputs.copies)
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
     progress = saved.progress if saved else Progress()
     with inputs.coordinator.all_or_none():
         set_newer_aside(start, progress.step, inputs.run, inputs.coordinator, inputs.writer_ranks)
     if saved:
-        model.load_state_dict(saved.model)
-        checkpoint.restore_optimizer(optimizer, saved.trainer["optimizer"])
-        scaler.load_state_dict(saved.trainer["scaler"])
-    ddp = wrap(model, config, inputs.data.shape)
+        contents = {"model": saved.model, "trainer": saved.trainer}
+        with inputs.coordinator.all_or_none():
+            if shards is not None:
+                like = checkpoint.sharded_like(model, optimizer)
+                contents = shards.into(contents, like)
+        model.load_state_dict(contents["model"])
+        checkpoint.restore_optimizer(optimizer, contents["trainer"]["optimizer"])
+        scaler.load_state_dict(contents["trainer"]["scaler"])
     torch.manual_seed(config.seed + 1 + inputs.coordinator.world.rank)
     if received:
         checkpoint.restore_rank(model, received, inputs.coordinator.world.world_size)
-    return TrainState(model, optimizer, scaler), ddp, progress
+    return TrainState(model, optimizer, scaler), wrapped, progress
 
 
-def _receive_checkpoint(inputs: TrainInputs) -> Received[Contents] | None:
+def _receive_checkpoint(
+    inputs: TrainInputs,
+) -> tuple[Received[Contents] | None, ShardFiles | None]:
     """Send the checkpoint to resume from to every rank, and its files to the hosts that lack them.
 
     A collective: every rank must call it.

@@ -73,6 +73,10 @@ class Summary:
     step_time_p50_s: float | None
     step_time_p95_s: float | None
     wall_s: float
+    parallel: str = "ddp"
+    # Parameters, gradients and optimizer state: allocated on the rank that has most, and of one copy.
+    tensor_bytes_of_rank: int | None = None
+    tensor_bytes_of_copy: int | None = None
 
 
 def read_summary(content: bytes) -> Summary | None:
@@ -91,6 +95,13 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
     times: list[float] = all_ranks.tolist()
     return times
+
+
+def largest(number: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers. A collective: every rank must call it."""
+    all_ranks = torch.tensor(number, device=device)
+    dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
+    return int(all_ranks)
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ def table(summary: Summary, out: Path) -> str:
         "steps": f"{summary.steps:,} of {summary.global_batch_size} images",
         "images/s": f"{_or_dash(summary.images_per_s, ',.0f')} over all ranks",
         "step time": f"p50 {_ms(summary.step_time_p50_s)}, p95 {_ms(summary.step_time_p95_s)}",
+        "tensors": _tensors(summary),
         "train loss": _or_dash(summary.train_loss, ".4f"),
         "test accuracy": "no test set"
         if summary.test_accuracy is None
@@ -140,6 +152,16 @@ def table(summary: Summary, out: Path) -> str:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _tensors(summary: Summary) -> str:
+    """The memory of the training's state."""
+    of_rank, of_copy = summary.tensor_bytes_of_rank, summary.tensor_bytes_of_copy
+    if of_rank is None or of_copy is None:
+        return "-"
+    return (
+        f"{of_rank / 1e6:.1f} MB a rank ({summary.parallel}; one copy has {of_copy / 1e6:.1f} MB)"
+    )
 
 
 def _ms(seconds: float | None) -> str:

@@ -17,6 +17,7 @@ DATASETS = ("cifar10", "fashion-mnist", "image-folder")
 STEMS = ("auto", "imagenet", "cifar")
 AMP = ("auto", "bf16", "fp16", "off")
 COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
+PARALLEL = ("ddp", "fsdp", "hsdp")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
 
 CHECKED_STEPS = 10  # of --check-determinism
@@ -40,7 +41,7 @@ def option_parser() -> argparse.ArgumentParser:
     parser = RankParser(
         prog="mpiddp train",
         usage="%(prog)s [options]",
-        description="Train a ResNet with DistributedDataParallel, as one rank of a job or alone. "
+        description="Train a ResNet, as one rank of a job or alone. "
         "Options accept dashes and underscores alike.",
         allow_abbrev=False,
         formatter_class=DefaultsShown,
@@ -159,6 +160,12 @@ def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="probability spread over all classes",
     )
+    add(
+        "--clip-grad-norm",
+        type=_number(0, above=True),
+        metavar="NORM",
+        help="scale the gradients down to this norm over all parameters (default: no limit)",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +186,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=AMP,
         default="auto",
         help="mixed precision; auto is bf16 if it is faster there",
+    )
+    add(
+        "--parallel",
+        choices=PARALLEL,
+        default="ddp",
+        help="ddp: a copy of the model on every rank; fsdp: shards of one copy over all ranks; "
+        "hsdp: shards within a host, a copy on every host",
     )
     add(
         "--sync-bn",

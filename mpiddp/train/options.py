@@ -42,6 +42,8 @@ class TrainOptions:
     momentum: float
     weight_decay: float
     label_smoothing: float
+    clip_grad_norm: float | None
+    parallel: str
     sync_bn: bool
     amp: str
     channels_last: bool
@@ -86,7 +88,26 @@ def parse(argv: list[str]) -> TrainOptions:
             "--check-determinism starts from fresh weights, so --resume PATH does not apply. Leave it "
             "out; --weights FILE gives it weights."
         )
+    if options.parallel != "ddp":
+        _check_sharded(options)
     return options
+
+
+def _check_sharded(options: TrainOptions) -> None:
+    """Raise UserError for the options that only DistributedDataParallel has."""
+    sharded = f"--parallel {options.parallel}"
+    if options.compile != "off":
+        raise UserError(
+            f"--compile and {sharded} are mutually exclusive: the shards are gathered between the "
+            "layers, outside of the compiled graph. Leave one out."
+        )
+    if options.grad_compression != "off":
+        raise UserError(
+            f"--grad-compression {options.grad_compression} is a hook of DistributedDataParallel, "
+            f"which {sharded} replaces. Leave one out."
+        )
+    if options.sync_bn:
+        raise UserError(f"--sync-bn and {sharded} are mutually exclusive. Leave one out.")
 
 
 def check_options(argv: list[str]) -> Requests:

@@ -1,8 +1,10 @@
-"""The model under DistributedDataParallel: its buckets, and the compression of its gradients."""
+"""The model of all ranks: under DistributedDataParallel, with its buckets and the compression of its
+gradients; or sharded, see `fully_sharded`."""
 
 # No `from __future__ import annotations`: DDP checks its hook's annotations as types, not as strings.
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig
+from mpiddp.train.copies import Copies
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile
 POWERSGD_RANK = 4  # of the two matrices that approximate a gradient
@@ -22,8 +25,18 @@ POWERSGD_FROM_STEP = (
 )
 
 
-def wrap(model: nn.Module, config: TrainConfig, shape: tuple[int, int, int]) -> nn.Module:
-    """Wrap the model in DistributedDataParallel, freeze its buckets, and compile it with --compile."""
+def wrap(
+    model: nn.Module, config: TrainConfig, shape: tuple[int, int, int], copies: Copies | None = None
+) -> nn.Module:
+    """Shard the model over the ranks of each copy, in place. Without `copies`, wrap it in
+    DistributedDataParallel, freeze its buckets, and compile it with --compile.
+
+    A collective: every rank must call it.
+    """
+    if copies:
+        from mpiddp.train.fully_sharded import shard  # takes torch's DTensor along
+
+        return shard(model, config, copies)
     # Each rank keeps its own BatchNorm statistics while it trains; `engine.averaged_buffers` averages
     # them for an evaluation or a save. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -52,6 +65,30 @@ def check_compression(config: TrainConfig, device: torch.device) -> None:
             "--grad-compression powersgd over gloo fails when torch sees a GPU. Set "
             "CUDA_VISIBLE_DEVICES=, or use --grad-compression bf16."
         )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether every forward pass of the model is a collective."""
+    return hasattr(model, "set_requires_gradient_sync")  # of torch's FSDPModule
+
+
+@contextlib.contextmanager
+def reducing(model: nn.Module, reduces: bool) -> Iterator[None]:
+    """Run a forward and a backward pass in the body, which reduces the gradients over the ranks or not."""
+    if is_sharded(model):
+        model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+        model.set_is_last_backward(reduces)  # type: ignore[operator]
+        yield
+    else:
+        with contextlib.nullcontext() if reduces else model.no_sync():  # type: ignore[operator]
+            yield
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters that a forward pass without a backward pass has left."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def clear_gradients(ddp: nn.Module, config: TrainConfig) -> None:

@@ -45,6 +45,7 @@ def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan
         seed=config.seed,
         keep_tail=config.keep_tail,
         max_steps=config.steps_per_epoch,
+        equal_passes=config.parallel != "ddp",
     )
     warmup_epochs = config.warmup_epochs
     if warmup_epochs is None:

@@ -31,6 +31,7 @@ from mpiddp.runtime.stop_signals import listen_when_alone
 from mpiddp.text import counted
 from mpiddp.train import flight_recorder, resume
 from mpiddp.train.config import TrainConfig, out_dir, resume_args
+from mpiddp.train.copies import find_copies
 from mpiddp.train.data import open_data, prepare
 from mpiddp.train.data.source import Data
 from mpiddp.train.determinism import check_determinism
@@ -63,6 +64,8 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         log_to_console(world.rank)
         config, backend, device = resolve_rank_config(options, coordinator)
         _require_equal_settings(config, backend, coordinator)
+        with coordinator.all_or_none():
+            copies = find_copies(config, coordinator)
         if is_alone:
             log.info(
                 "no launcher: training alone, as rank 0 of 1. "
@@ -91,7 +94,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             os.environ.update(flight_recorder.settings(run.logs, os.environ))
         choose_kernels(config)
         inputs = TrainInputs(
-            config, plan, data, model, start, coordinator, writer_ranks, device, run, owner
+            config, plan, data, model, start, coordinator, writer_ranks, device, run, owner, copies
         )
         with (
             default_group(coordinator, backend, device, timeout_s=config.timeout),
@@ -165,9 +168,10 @@ def _open_run(
 
 def _headline(inputs: TrainInputs, backend: str) -> str:
     config, plan, world = inputs.config, inputs.plan, inputs.coordinator.world
+    how = f"{backend}, {config.parallel}" if inputs.copies else backend
     return (
         f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} "
-        f"over {backend}, {config.arch} on {inputs.data.name}, amp {config.amp}, global batch "
+        f"over {how}, {config.arch} on {inputs.data.name}, amp {config.amp}, global batch "
         f"{plan.shards.global_batch_size}, peak lr {plan.peak_lr:g} "
         f"(--lr {config.lr:g}{' scaled by batch/256' if config.lr_scaling else ''})"
     )

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from mpiddp.checkpoints import saver
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.saved import Saved, TensorGroup
@@ -16,6 +19,7 @@ from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.engine import TrainState, averaged_buffers
+from mpiddp.train.parallel import is_sharded
 
 
 class Saver:
@@ -44,7 +48,6 @@ class Saver:
         self._data = data
         self._coordinator = coordinator
         parameters = list(state.model.parameters())
-        is_writer = coordinator.world.rank in writer_ranks
         self._saver = saver.Saver(
             root,
             writer_ranks,
@@ -54,8 +57,7 @@ class Saver:
             must_succeed=config.on_save_error == "stop",
             timeout_s=config.timeout,
             owner=owner,
-            # The momentum is as large as the parameters.
-            expected=[*state.model.state_dict().values(), *parameters] if is_writer else (),
+            expected=_expected(state.model, is_writer=coordinator.world.rank in writer_ranks),
         )
 
     def save(self, progress: Progress) -> None:
@@ -69,12 +71,12 @@ class Saver:
         with self._exiting():
             ranks = self._saver.gather(checkpoint.rank_state(state.model))
         with averaged_buffers(state.model):
-            if self._saver.is_writer:
-                trainer = {
-                    "optimizer": state.optimizer.state_dict(),
-                    "scaler": state.scaler.state_dict(),
-                }
-                contents = {"model": state.model.state_dict(), "trainer": trainer}
+            trainer = {
+                "optimizer": state.optimizer.state_dict(),
+                "scaler": state.scaler.state_dict(),
+            }
+            contents = {"model": state.model.state_dict(), "trainer": trainer}
+            if self._saver.is_writer or is_sharded(state.model):
                 self._saver.start(
                     progress.step, {"progress": progress, **contents}, ranks, self._write_files
                 )
@@ -99,6 +101,15 @@ class Saver:
 
     def _write_files(self, folder: Path, saved: Saved[dict[str, Any]]) -> dict[str, str]:
         contents = Contents(**saved.common)
-        return checkpoint.write_files(
-            folder, Saved(contents, saved.ranks), self._config, self._data
-        )
+        saved_contents = Saved(contents, saved.ranks, saved.is_sharded)
+        return checkpoint.write_files(folder, saved_contents, self._config, self._data)
+
+
+def _expected(model: nn.Module, *, is_writer: bool) -> list[Tensor]:
+    """Tensors like those that this rank will save. The momentum is as large as the parameters."""
+    parameters: list[Any] = list(model.parameters())
+    if not is_sharded(model):
+        return [*model.state_dict().values(), *parameters] if is_writer else []
+    with torch.no_grad():
+        own = [parameter.to_local() for parameter in parameters]
+    return [*own, *own, *(model.buffers() if is_writer else ())]

@@ -21,6 +21,7 @@ class Step:
     micro_batches: tuple[Tensor, ...]  # int64 [≤ batch_size] each: indices of images
     num_images: int  # over all ranks
     ddp_averages: bool  # every rank has the same number of micro-batches, so DDP can average
+    num_discarded: int = 0  # micro-batches at the end that do not count
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Shards:
     Each rank gets its share of a global batch in `grad_accum_steps` micro-batches. If the division
     leaves a remainder, some micro-batches have one image less. With `keep_tail` the remaining images of
     the epoch form a last, smaller step; otherwise they are dropped.
+
+    With `equal_passes`, a rank that has fewer micro-batches than others in that step repeats two images, and
+    discards what it computes from them: each pass of a sharded model needs all ranks.
     """
 
     num_samples: int
@@ -40,6 +44,7 @@ class Shards:
     seed: int
     keep_tail: bool = False
     max_steps: int | None = None
+    equal_passes: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -84,7 +89,9 @@ class Shards:
             pieces[-2:] = [torch.cat(pieces[-2:])]
         first = self.rank * self.grad_accum_steps
         own = tuple(pieces[first : first + self.grad_accum_steps])
-        return Step(own, len(images), False)
+        most = min(self.grad_accum_steps, len(pieces))  # of rank 0
+        num_discarded = most - len(own) if self.equal_passes else 0
+        return Step((*own, *[images[:2]] * num_discarded), len(images), False, num_discarded)
 
 
 def share_of(num_samples: int, rank: int, world_size: int) -> range:

@@ -1,0 +1,184 @@
+"""Read sharded tensors, at any number of ranks: each rank reads the parts that it needs.
+
+torch's planner of distributed checkpoints finds the parts of saved tensors that a rank's own part overlaps.
+The files are those of `tensor_file`, which run no code.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpiddp.checkpoints.shards.index import (
+    SavedTensor,
+    ShardIndex,
+    file_of,
+    name_of,
+    path_of,
+)
+from mpiddp.checkpoints.shards.state import filled, mapped
+from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
+from mpiddp.errors import UserError
+
+# The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
+Like = Callable[[tuple[Any, ...]], Tensor | None]
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """The index of a checkpoint, and where this host has its files of shards."""
+
+    index: ShardIndex
+    folders: Mapping[str, Path]  # by the name of the file
+
+    def into(self, state: Any, like: Like) -> Any:
+        """The state with the sharded tensors in their places. Not a collective.
+
+        Raises:
+            UserError: a tensor has another shape than the saved one, or a file cannot be read.
+        """
+        targets = {name: self._target(name, like) for name in self.index.tensors}
+        self._read(targets)
+        return filled(state, targets)
+
+    def as_values(self, state: Any) -> Any:
+        """The state with a `ShardedValue` in the place of each sharded tensor."""
+        return filled(state, {name: ShardedValue(name, self) for name in self.index.tensors})
+
+    def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """The tensors of these names, each placed like the given one. Not a collective."""
+        targets = {
+            name: self._target(name, lambda _, t=tensor: t) for name, tensor in names.items()
+        }
+        self._read(targets)
+        return targets
+
+    def _target(self, name: str, like: Callable[..., Tensor | None]) -> Tensor:
+        saved = self.index.tensors[name]
+        dtype = getattr(torch, saved.dtype)
+        tensor = like(path_of(name))
+        if tensor is None:
+            return torch.empty(saved.shape, dtype=dtype)
+        if tuple(tensor.shape) != saved.shape:
+            where = ".".join(map(str, path_of(name)))
+            raise UserError(
+                f"{where} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}. "
+                "Build the same model as before."
+            )
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+
+    def _read(self, targets: dict[str, Tensor]) -> None:
+        """Fill the targets, one file after the other."""
+        from torch.distributed.checkpoint import DefaultLoadPlanner
+
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(targets, _metadata(self.index), is_coordinator=True)
+        chunks = {
+            (name, chunk.offsets): chunk
+            for name, saved in self.index.tensors.items()
+            for chunk in saved.chunks
+        }
+        items = defaultdict(list)
+        for item in planner.create_local_plan().items:
+            where = item.storage_index
+            chunk = chunks[where.fqn, tuple(where.offset or ())]
+            items[file_of(chunk.rank)].append((item, chunk))
+        for file, of_file in items.items():
+            contents = self._load(file)
+            for item, chunk in of_file:
+                part = contents.get(item.storage_index.fqn)
+                if not isinstance(part, Tensor) or tuple(part.shape) != chunk.sizes:
+                    raise UserError(f"{self.folders[file] / file} is not the file of this save.")
+                for dim, (start, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
+                    part = part.narrow(dim, start, length)
+                planner.resolve_tensor(item).detach().copy_(part)
+
+    def _load(self, file: str) -> dict[str, Any]:
+        if file not in self.folders:
+            raise UserError(f"{file} is missing here: each host keeps its own shards.")
+        path = self.folders[file] / file
+        try:
+            contents = load_tensors(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+        except Unreadable as error:
+            raise UserError(f"{path} was not written by mpiddp: {error}.") from None
+        if not isinstance(contents, dict):
+            raise UserError(f"{path} was not written by mpiddp: it has other contents.")
+        return contents
+
+
+@dataclass(frozen=True)
+class ShardedValue:
+    """A sharded tensor that is still in its files, in `Resumed.state` in place of the tensor."""
+
+    name: str
+    files: ShardFiles
+
+    @property
+    def _saved(self) -> SavedTensor:
+        return self.files.index.tensors[self.name]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._saved.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self._saved.dtype)
+        return found
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on the CPU. Not a collective. Raises UserError if a file cannot be read."""
+        return self.files.read({self.name: None})[self.name]
+
+
+def with_tensors(state: Any, like: Like) -> Any:
+    """The state with a tensor in the place of each `ShardedValue`. Not a collective.
+
+    Raises:
+        UserError: as `ShardFiles.into`.
+    """
+    names: dict[str, Tensor | None] = {}
+    places: dict[str, str] = {}  # the name of each value, by the name of its place in `state`
+    files: list[ShardFiles] = []
+
+    def find(path: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, ShardedValue):
+            names[value.name] = like(path)
+            places[name_of(path)] = value.name
+            files.append(value.files)
+        return value
+
+    mapped(state, find)
+    if not files:
+        return state
+    found = files[0].read(names)
+    return filled(state, {place: found[name] for place, name in places.items()})
+
+
+def _metadata(index: ShardIndex) -> Any:
+    """The index as torch's planner takes it."""
+    from torch.distributed.checkpoint import metadata as torchs
+
+    return torchs.Metadata(
+        {
+            name: torchs.TensorStorageMetadata(
+                torchs.TensorProperties(dtype=getattr(torch, saved.dtype)),
+                torch.Size(saved.shape),
+                [
+                    torchs.ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+                    for each in saved.chunks
+                ],
+            )
+            for name, saved in index.tensors.items()
+        }
+    )

@@ -1,0 +1,259 @@
+"""Save a checkpoint with shards: every rank writes its file, one rank of each file system completes it.
+
+All of this happens in the saving threads, from copies in host memory. The folder is hidden until every file
+of every rank lies on the disk, also on the host that keeps its copy. Then each file system gets its manifest,
+and the folder its name. If one rank cannot save, no file system shows the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.manifest import Entry
+from mpiddp.checkpoints.shards.exchange import Exchange, NoExchange
+from mpiddp.checkpoints.shards.hosts import Places, flush, transfer
+from mpiddp.checkpoints.shards.index import INDEX, SavedTensor, ShardIndex, file_of
+from mpiddp.checkpoints.tensor_file import write_tensors
+from mpiddp.errors import JobFailed
+
+
+class NotSaved(Exception):
+    """The checkpoint was given up on all ranks. The message is a sentence, "" on a rank that did its part."""
+
+
+class ShardSave:
+    """One save of one rank."""
+
+    def __init__(
+        self, root: Path, step: int, rank: int, places: Places, exchange: Exchange, group: Any
+    ) -> None:
+        """
+        Args:
+            root: the folder of checkpoints.
+            group: carries files between hosts; None if all share one file system.
+        """
+        self._root = root
+        self._step = step
+        self._rank = rank
+        self._places = places
+        self._exchange = exchange
+        self._group = group
+
+    @property
+    def _is_writer(self) -> bool:
+        return self._places.writer_of[self._rank] == self._rank
+
+    def run(
+        self,
+        tensors: Mapping[str, Tensor],
+        layout: Mapping[str, SavedTensor],
+        write_files: directory.WriteFiles,
+        check: Callable[[], None],
+    ) -> Path | None:
+        """Save this rank's parts of the sharded tensors, and on a writer rank complete the checkpoint.
+
+        Args:
+            tensors: this rank's parts by name, in host memory.
+            layout: where all parts of all tensors are.
+            write_files: writes the files that hold no shards, on a writer rank.
+            check: raises JobFailed if this run must not write into its folder any more.
+
+        Returns:
+            The checkpoint, on a writer rank.
+
+        Raises:
+            NotSaved: some rank could not save.
+            OSError, JobFailed: this rank could not complete the checkpoint.
+        """
+        try:
+            if self._is_writer:
+                return self._write_folder(tensors, layout, write_files, check)
+            self._write_shards(self._folder_of_writer(), tensors)
+        except NoExchange as error:
+            raise NotSaved(f"step {self._step} was not saved: {error}.") from None
+        return None
+
+    def commit(self, folder: Path | None) -> bool:
+        """Wait until every file system has the checkpoint. Only on writer ranks.
+
+        Args:
+            folder: the checkpoint; None if this rank could not complete it.
+
+        Returns:
+            Whether all have it, so that older ones may be removed.
+        """
+        exchange = self._exchange
+        try:
+            exchange.set(f"complete/{self._rank}", folder is not None)
+            if self._rank == 0:
+                all_have = exchange.get_all([f"complete/{rank}" for rank in self._places.writers])
+                exchange.set("complete", all(all_have))
+            return bool(exchange.get("complete"))
+        except NoExchange:
+            return False
+
+    def _folder_of_writer(self) -> Path | None:
+        name = self._exchange.get(f"folder/{self._places.writer_of[self._rank]}")
+        return self._root / name if name else None
+
+    def _write_folder(
+        self,
+        tensors: Mapping[str, Tensor],
+        layout: Mapping[str, SavedTensor],
+        write_files: directory.WriteFiles,
+        check: Callable[[], None],
+    ) -> Path:
+        has_begun = False
+
+        def write_all(folder: Path) -> Mapping[str, str]:
+            nonlocal has_begun
+            has_begun = True
+            return self._write_all(folder, tensors, layout, write_files)
+
+        try:
+            check()
+            return directory.write(self._root, self._step, write_all, replaces_valid=True)
+        except (OSError, JobFailed) as error:
+            if not has_begun:  # the other ranks wait for the folder
+                self._exchange.set(f"folder/{self._rank}", "")
+                with contextlib.suppress(NotSaved):
+                    self._write_shards(None, {}, error)
+                self._give_up()
+            raise
+
+    def _write_all(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        layout: Mapping[str, SavedTensor],
+        write_files: directory.WriteFiles,
+    ) -> Mapping[str, str]:
+        self._exchange.set(f"folder/{self._rank}", folder.name)
+        problem: OSError | None = None
+        hashes: dict[str, str] = {}
+        try:
+            hashes.update(write_files(folder) or {})
+        except OSError as error:
+            problem = error
+        try:
+            self._write_shards(folder, tensors, problem)
+        except NotSaved:
+            self._give_up()
+            if problem is not None:
+                raise problem from None
+            raise
+        files = self._verdict()
+        for name in self._files_here():
+            entry = files[name]
+            if (folder / name).stat().st_size != entry.bytes:  # a file server has not shown it yet
+                raise NotSaved(f"{self._root}: {name} of step {self._step} is incomplete.")
+            hashes[name] = entry.sha256
+        (folder / INDEX).write_text(ShardIndex(dict(layout), files).as_json())
+        return hashes
+
+    def _files_here(self) -> list[str]:
+        """The files of shards on this file system: those of its ranks, and the copies for other hosts."""
+        own = self._places.writer_of[self._rank]
+        ranks = range(len(self._places.writer_of))
+        receivers = [self._places.receiver_of(rank) for rank in ranks]
+        return [
+            file_of(rank)
+            for rank, receiver in zip(ranks, receivers, strict=True)
+            if own == self._places.writer_of[rank]
+            or (receiver is not None and own == self._places.writer_of[receiver])
+        ]
+
+    def _write_shards(
+        self,
+        folder: Path | None,
+        tensors: Mapping[str, Tensor],
+        problem: OSError | JobFailed | None = None,
+    ) -> None:
+        """Write this rank's file, exchange copies with other hosts, and report the result to rank 0.
+
+        Args:
+            folder: None if the writer rank of this file system has none.
+            problem: an earlier one of this rank.
+        """
+        entry: Entry | None = None
+        reason = "" if folder else "its file system has no folder"
+        try:
+            if problem is not None:
+                raise problem
+            if folder is not None:
+                entry = _write_file(folder, self._rank, tensors)
+        except (OSError, JobFailed) as error:
+            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        written = asdict(entry) if entry else None
+        self._exchange.set(f"written/{self._rank}", written)
+        if folder is not None and self._group is not None:
+            try:
+                self._copy(folder, entry)
+            except (OSError, RuntimeError) as error:
+                reason = reason or getattr(error, "strerror", None) or str(error).split("\n")[0]
+        self._exchange.set(f"done/{self._rank}", {"written": written, "problem": reason})
+        if folder is None and problem is None:
+            raise NotSaved("")  # the writer rank reports why
+        if reason:
+            raise NotSaved(
+                f"{self._root}: cannot write the checkpoint of step {self._step}: {reason}."
+            )
+
+    def _copy(self, folder: Path, own: Entry | None) -> None:
+        """Exchange copies with the ranks that have written their files."""
+        receiver = self._places.receiver_of(self._rank)
+        senders = self._places.senders_to(self._rank)
+        assert receiver is not None
+        of_receiver, *of_senders = self._exchange.get_all(
+            [f"written/{rank}" for rank in (receiver, *senders)]
+        )
+        if own is None:  # no rank sends to one that has failed, or waits for it
+            return
+        transfer(
+            folder,
+            (receiver, file_of(self._rank), own.bytes) if of_receiver else None,
+            [
+                (rank, Entry(**values))
+                for rank, values in zip(senders, of_senders, strict=True)
+                if values
+            ],
+            self._group,
+        )
+
+    def _give_up(self) -> None:
+        """On rank 0, tell the others that this rank could not save."""
+        with contextlib.suppress(NotSaved, NoExchange):
+            self._verdict()
+
+    def _verdict(self) -> dict[str, Entry]:
+        """The files of all ranks. Rank 0 gathers what the ranks report.
+
+        Raises:
+            NotSaved: a rank could not save.
+        """
+        exchange = self._exchange
+        if self._rank == 0:
+            ranks = range(len(self._places.writer_of))
+            reports = exchange.get_all([f"done/{rank}" for rank in ranks])
+            is_saved = not any(report["problem"] for report in reports)
+            files = {file_of(rank): reports[rank]["written"] for rank in ranks}
+            exchange.set("verdict", files if is_saved else None)
+        files = exchange.get("verdict")
+        if files is None:
+            raise NotSaved("")
+        return {name: Entry(**values) for name, values in files.items()}
+
+
+def _write_file(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> Entry:
+    """Write this rank's file, down to the disk."""
+    name = file_of(rank)
+    hashes = write_tensors(folder, {name.removesuffix(".pt"): dict(tensors)})
+    flush(folder / name)
+    return Entry((folder / name).stat().st_size, hashes[name])

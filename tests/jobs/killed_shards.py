@@ -1,0 +1,105 @@
+"""A sharded training of two ranks that saves at every step and is killed repeatedly at a random instant.
+
+    python -m tests.jobs.killed_shards ROOT KILLS
+
+One rank is killed first, the other a moment later. Afterwards the newest checkpoint in ROOT must be valid,
+have the shards of one save, and be at most one step older than the save in progress. The next training
+resumes from it. The ranks are forked, because importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.convert import convert
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.train.checkpoint import Progress
+from mpiddp.train.engine import TrainState
+from mpiddp.train.saver import Saver
+from mpiddp.world import World
+from tests.training import configured
+
+RANKS = 2
+IMPORTED = (DefaultLoadPlanner, DefaultSavePlanner)  # here, not in every child
+
+
+def save_forever(root: Path, start: int, port: int, number: int, rank: int, steps: int) -> None:
+    """Start a save at each step after `start`, and on rank 0 then write the step into the pipe `steps`."""
+    connection = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.PrefixStore(f"run{number}", connection)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    coordinator = Coordinator(World(rank, RANKS, rank, RANKS), store)
+    coordinator.hostnames = ("here",) * RANKS
+    model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = TrainState(model, optimizer, scaler)
+    saver = Saver(root, [0], coordinator, state, configured("--parallel=fsdp"), "no data")
+    for step in count(start + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(step)
+        saver.save(Progress(step))
+        if rank == 0:
+            os.write(steps, step.to_bytes(8, "little"))
+
+
+def main(root: Path, kills: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.optim.SGD([torch.zeros(1)])
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    draw = random.Random(kills)
+    step = in_mid_write = 0
+    (root / "checkpoints").mkdir(parents=True)
+    checkpoints = root / "checkpoints"
+    for number in range(kills):
+        read_end, write_end = os.pipe()
+        children = []
+        for rank in range(RANKS):
+            children.append(os.fork())
+            if children[-1] == 0:
+                save_forever(checkpoints, step, server.port, number, rank, write_end)
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as steps:
+            started = [steps.read(8) for _ in range(3)]
+            time.sleep(draw.uniform(0, 0.06))
+            for child in draw.sample(children, RANKS):
+                os.kill(child, signal.SIGKILL)
+                time.sleep(draw.choice((0, 0.01)))
+            for child in children:
+                os.waitpid(child, 0)
+            rest = steps.read()
+        last = int.from_bytes(rest[-8:] or started[-1], "little")
+        in_mid_write += any(checkpoints.glob(".unfinished-*"))
+
+        newest, broken = directory.survey(checkpoints)
+        assert newest is not None, f"kill {number}: no valid checkpoint"
+        assert broken == [], f"kill {number}: {broken}"
+        found = directory.step_of(newest)
+        assert last - 1 <= found <= last + 1, f"kill {number} at step {last} left step {found}"
+        whole = root / f"whole-{number}"
+        convert(newest, whole)
+        weights = torch.load(whole / "model.pt")
+        assert weights["0.weight"].shape == (300, 300)
+        assert bool((weights["0.weight"] == found).all()), f"kill {number}: another step's weights"
+        step = found
+    print(f"{kills} kills, {in_mid_write} in mid-write, step {step}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

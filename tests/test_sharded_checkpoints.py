@@ -1,0 +1,314 @@
+"""Checkpoints of sharded models: exact resume, other numbers of ranks, conversion, damage, kills.
+
+Tests mpiddp/checkpoints/shards/ and mpiddp/checkpoints/convert.py.
+python -m pytest tests/test_sharded_checkpoints.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.manifest import MANIFEST
+from mpiddp.checkpoints.shards.hosts import Places
+from mpiddp.cli import main
+from mpiddp.train.resnet import ARCHS
+from tests import tiny_data
+from tests.patience import PATIENCE_S
+from tests.ranks import ROOT, clean_env
+from tests.training import Command, Ranks, Turn, contents, records, unequal, waiting_ranks
+
+SAVE_ALL = ("--save-every=1", "--keep=99")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from waiting_ranks(4, tmp_path_factory.mktemp("pool"))
+
+
+def fashion(folder: Path, *options: str) -> Command:
+    """A command for two epochs over a few images, with augmentation."""
+    data = folder / "data"
+    if not data.exists():
+        tiny_data.fashion_mnist(data, 26, 11)
+    return [
+        "--dataset=fashion-mnist", f"--data-dir={data}", "--arch=resnet20", "--epochs=2", *options,
+    ]  # fmt: skip
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:08d}"
+
+
+def sharded(run: Path, step: int) -> dict[str, object]:
+    """All tensors of a sharded checkpoint, by the names of its files."""
+    return {file.name: torch.load(file) for file in step_folder(run, step).glob("*.pt")}
+
+
+def losses(run: Path) -> list[float]:
+    return [record["train_loss"] for record in records(run) if "train_loss" in record]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Resume
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "steps", "step"),
+    [
+        pytest.param(
+            2,
+            ["--amp=off", "--batch-size=3", "--grad-accum-steps=2", "--keep-tail", "--clip-grad-norm=1"],
+            6,
+            4,
+            marks=pytest.mark.quick,
+        ),
+        (3, ["--amp=bf16", "--batch-size=4"], 4, 1),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_has_the_same_shards_statistics_and_rng(
+    tmp_path: Path, pool: Ranks, ranks: int, options: list[str], steps: int, step: int
+) -> None:
+    command = fashion(tmp_path, *options, "--parallel=fsdp")
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    start = step_folder(whole, step)
+    ran = pool.run(
+        ranks,
+        tmp_path,
+        [[*command, *SAVE_ALL, "--out", whole], [*command, "--out", resumed, f"--resume={start}"]],
+    )
+    assert [turn.code for turn in ran] == [0, 0], ran[0].stderr + ran[1].stderr
+    assert f"resuming from {start}: step {step}, " in ran[1].stdout
+    assert "sharded checkpoints: one host holds every shard once." in ran[0].stdout
+    assert unequal(sharded(whole, steps), sharded(resumed, steps)) == []
+    assert unequal(sharded(whole, steps), sharded(whole, step)) != []  # the test can fail
+    assert names(start) == [
+        "COMPLETE", "manifest.json", "ranks.pt", "replicated.pt",
+        *(f"shard_{rank:05d}.pt" for rank in range(ranks)), "shards.json", "state.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saves", "resumes"),
+    [((2, "sharded"), (4, 3, 1)), ((4, "sharded"), (2,)), ((2, "whole"), (3,))],
+)
+def test_shards_load_at_any_number_of_ranks(
+    tmp_path: Path, pool: Ranks, saves: tuple[int, str], resumes: tuple[int, ...]
+) -> None:
+    """Into a model that is sharded, and into one that is not."""
+    job = ["-m", "tests.jobs.sharded_script"]
+    (ran,) = pool.run(saves[0], tmp_path, [[*job, "save", tmp_path / "run", saves[1]]])
+    assert ran.code == 0, ran.stderr
+    for ranks in resumes:
+        for parallel in ("sharded", "whole"):
+            folder = tmp_path / f"{ranks} {parallel}"
+            shutil.copytree(tmp_path / "run", folder)
+            (ran,) = pool.run(ranks, tmp_path, [[*job, "resume", folder, parallel]])
+            assert ran.code == 0, ran.stderr
+
+
+# A run that the tests below resume, convert and damage
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> tuple[Path, Command]:
+    """A run of two ranks with checkpoints of the steps 1, 2 and 3 of 6; and its command."""
+    folder = tmp_path_factory.mktemp("stopped")
+    command = fashion(folder, "--global-batch-size=8", "--log-every=1", "--amp=off")
+    stop: Command = ["--out", folder / "out", "--stop-at-step=3", *SAVE_ALL, "--parallel=fsdp"]
+    (ran,) = pool.run(2, folder, [[*command, *stop]])
+    assert (ran.code, ran.stderr) == (75, "")
+    return folder / "out", command
+
+
+def copied(stopped: tuple[Path, Command], to: Path) -> Path:
+    return Path(shutil.copytree(stopped[0], to))
+
+
+def resume(pool: Ranks, stopped: tuple[Path, Command], folder: Path, *options: str | Path) -> Turn:
+    (ran,) = pool.run(2, folder, [[*stopped[1], *map(str, options)]])
+    return ran
+
+
+def test_converted_checkpoints_have_the_same_tensors(
+    stopped: tuple[Path, Command], tmp_path: Path, pool: Ranks
+) -> None:
+    """To a whole one, with which DDP continues; and back."""
+    start = step_folder(stopped[0], 3)
+    assert main(["checkpoints", "convert", str(stopped[0]), str(tmp_path / "whole")]) == 0
+    directory.verify(tmp_path / "whole")
+    model = ARCHS["resnet20"](in_channels=1)
+    model.load_state_dict(torch.load(tmp_path / "whole" / "model.pt"))
+
+    ran = resume(
+        pool, stopped, tmp_path, f"--resume={tmp_path / 'whole'}", f"--out={tmp_path / 'ddp'}"
+    )
+    assert ran.code == 0, ran.stderr
+    fsdp = tmp_path / "fsdp"
+    ran = resume(pool, stopped, tmp_path, "--parallel=fsdp", f"--resume={start}", f"--out={fsdp}")
+    assert ran.code == 0, ran.stderr
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(fsdp), rel=1e-4)
+    assert [record["step"] for record in records(fsdp) if "train_loss" in record] == [4, 5, 6]
+
+    back, again = tmp_path / "back", tmp_path / "again"
+    assert main(["checkpoints", "convert", str(tmp_path / "whole"), str(back)]) == 0
+    directory.verify(back)
+    ran = resume(pool, stopped, tmp_path, "--parallel=fsdp", f"--resume={back}", f"--out={again}")
+    assert ran.code == 0, ran.stderr
+    assert unequal(sharded(fsdp, 6), sharded(again, 6)) == []
+
+
+def test_convert_refuses(
+    stopped: tuple[Path, Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(folder: Path, out: Path) -> str:
+        assert main(["checkpoints", "convert", str(folder), str(out)]) == 2
+        return capsys.readouterr().err
+
+    one, new = step_folder(stopped[0], 1), tmp_path / "new"
+    assert refusal(one, tmp_path) == f"{tmp_path} exists already. Name a new folder.\n"
+    lacks = shutil.copytree(one, tmp_path / "lacks")
+    (lacks / "shard_00001.pt").unlink()
+    assert "shard_00001.pt is missing" in refusal(lacks, new)
+    manifest(lacks)
+    assert "lacks shard_00001.pt: each host keeps the shards of two hosts" in refusal(lacks, new)
+    assert names(tmp_path) == ["lacks"]
+
+
+def manifest(folder: Path) -> None:
+    """Write the manifest of the files that are there, as a host does that has no other ones."""
+    kept = [path for path in folder.iterdir() if path.name not in (MANIFEST, directory.COMPLETE)]
+    entries = {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path.read_bytes()).hexdigest()}
+        for path in kept
+    }
+    (folder / MANIFEST).write_text(json.dumps(entries))
+    digest = sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    (folder / directory.COMPLETE).write_text(digest)
+    directory.verify(folder)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_checkpoint_in_the_other_form_is_refused(
+    stopped: tuple[Path, Command], tmp_path: Path, pool: Ranks, given: bool
+) -> None:
+    run, ddp = copied(stopped, tmp_path / "run"), tmp_path / "ddp"
+    ran = resume(pool, stopped, tmp_path, f"--out={ddp}", "--stop-at-step=1")
+    assert ran.code == 75, ran.stderr
+    for folder, parallel, found in (
+        (run, "ddp", "holds the shards of a model"),
+        (ddp, "fsdp", "holds a whole model"),
+    ):
+        before = names(folder / "checkpoints")
+        newest = folder / "checkpoints" / before[-1]
+        options = (
+            [f"--resume={newest}", f"--out={tmp_path / 'new'}"] if given else [f"--out={folder}"]
+        )
+        ran = resume(pool, stopped, tmp_path, f"--parallel={parallel}", *options)
+        other = "ddp" if parallel == "fsdp" else "fsdp"
+        assert ran.code == 2
+        assert (
+            f"{newest} {found}, but this run has --parallel {parallel}. Use --parallel {other}, or "
+            f"convert it: mpiddp checkpoints convert {newest} OUT. Then resume with --resume OUT and "
+            "another --out.\n"
+        ) in ran.stderr
+        assert names(folder / "checkpoints") == before
+        directory.verify(newest)
+    assert not (tmp_path / "new").exists()
+
+
+def flip_bit(folder: Path) -> str:
+    file = folder / "shard_00001.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return "shard_00001.pt does not match its SHA-256"
+
+
+def lose(folder: Path) -> str:
+    """As on a host that keeps the shards of other ranks only."""
+    (folder / "shard_00001.pt").unlink()
+    manifest(folder)
+    return "shard_00001.pt is on none of these hosts, or is of another save"
+
+
+def mix(folder: Path) -> str:
+    older = folder.with_name("step_00000002")
+    shutil.copy(older / "shard_00001.pt", folder / "shard_00001.pt")
+    manifest(folder)
+    return "shard_00001.pt is on none of these hosts, or is of another save"
+
+
+@pytest.mark.parametrize("damage", [flip_bit, lose, mix])
+def test_a_damaged_shard_makes_the_run_resume_from_the_older_checkpoint(
+    stopped: tuple[Path, Command], tmp_path: Path, pool: Ranks, damage: object
+) -> None:
+    run = copied(stopped, tmp_path / "run")
+    assert callable(damage)
+    problem = damage(step_folder(run, 3))
+    named = resume(
+        pool, stopped, tmp_path, "--parallel=fsdp", f"--resume={step_folder(run, 3)}",
+        f"--out={tmp_path / 'new'}",
+    )  # fmt: skip
+    assert named.code == 2
+    assert f"--resume {step_folder(run, 3)}: checkpoint step_00000003: {problem}.\n" in named.stderr
+    ran = resume(pool, stopped, tmp_path, "--parallel=fsdp", f"--out={run}", "--keep=99")
+    assert ran.code == 0, ran.stderr
+    assert (
+        f"checkpoint step_00000003: {problem}; resuming from step_00000002 (1 steps lost)."
+    ) in ran.stdout
+    assert unequal(sharded(run, 2), sharded(stopped[0], 2)) == []
+    if damage is not flip_bit:  # it is valid by itself, so it would count as the newest one
+        assert step_folder(run, 3).with_name("step_00000003.old-1").exists()
+    directory.verify(step_folder(run, 6))
+
+
+# The ring of hosts
+
+
+def test_every_shard_lies_on_two_file_systems() -> None:
+    """Hosts with 2, 2 and 1 ranks; ranks of hosts that share a file system; one file system."""
+    places = Places((0, 0, 2, 2, 4))
+    assert [places.receiver_of(rank) for rank in range(5)] == [2, 3, 4, 4, 0]
+    assert [places.senders_to(rank) for rank in range(5)] == [[4], [], [0], [1], [2, 3]]
+    for rank in range(5):
+        receiver = places.receiver_of(rank)
+        assert receiver is not None
+        assert places.writer_of[receiver] != places.writer_of[rank]
+    assert Places((0, 0, 0)).receiver_of(1) is None
+
+
+# Kills
+
+
+@pytest.mark.slow
+def test_50_kills_in_mid_save_lose_at_most_one_save(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.jobs.killed_shards", tmp_path / "run", "50"],
+        env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = re.fullmatch(r"50 kills, (\d+) in mid-write, step \d+\n", ran.stdout)
+    assert found is not None, ran.stdout
+    assert int(found[1]) > 5, "too few kills during a write"
+
+
+def test_a_run_of_ddp_still_writes_whole_checkpoints(
+    stopped: tuple[Path, Command], tmp_path: Path, pool: Ranks
+) -> None:
+    ran = resume(pool, stopped, tmp_path, f"--out={tmp_path / 'ddp'}", "--stop-at-step=1")
+    assert ran.code == 75, ran.stderr
+    assert contents(tmp_path / "ddp", 1)["model"].keys() == ARCHS["resnet20"]().state_dict().keys()

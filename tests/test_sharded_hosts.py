@@ -1,0 +1,121 @@
+"""Sharded models on several hosts: hsdp, and checkpoints of which each host holds a part.
+
+Tests mpiddp/train/copies.py and mpiddp/checkpoints/shards/.
+python -m pytest tests/test_sharded_hosts.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpiddp.checkpoints import directory
+from tests import cluster
+from tests.cluster import Cluster, Host
+from tests.ranks import ROOT
+from tests.training import records, summary
+
+PRIVATE = "/run/run-of-a-test"  # each host has its own
+MODEL = ["--arch=resnet20", "--amp=off", "--no-channels-last", "--epochs=1", "--log-every=1"]
+STEPS_50 = [*MODEL, "--use-syn", "--batch-size=4", "--steps-per-epoch=50", "--lr=0.1"]
+STEPS_8 = [*MODEL, "--use-syn", "--global-batch-size=24", "--steps-per-epoch=8", "--save-every=2"]
+TOLERANCE = 1e-5  # relative; the sums over the ranks are rounded in another order
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(3) as standing:
+        yield standing
+
+
+def train(hosts: Cluster, names: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    """`mpiddp launch -H NAMES -m mpiddp train OPTIONS…` on the first host."""
+    command = [sys.executable, "-m", "mpiddp", "launch", "-H", names, "-m", "mpiddp", "train"]
+    return hosts[names.split(":")[0]].run(
+        [*command, "--backend=gloo", *map(str, options)],
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.fspath(ROOT)},
+    )
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {each["step"]: each["train_loss"] for each in records(run) if "train_loss" in each}
+
+
+def shards(host: Host, step: int) -> list[str]:
+    """The files of shards in a checkpoint of a host, which is valid."""
+    folder = host.path(PRIVATE) / "checkpoints" / f"step_{step:08d}"
+    directory.verify(folder)
+    return sorted(path.name for path in folder.glob("shard_*"))
+
+
+def lose(host: Host) -> None:
+    shutil.rmtree(host.path(PRIVATE))
+
+
+def test_hsdp_shards_within_each_of_two_hosts(hosts: Cluster) -> None:
+    found = {}
+    for parallel in ("ddp", "hsdp"):
+        out = hosts.shared / parallel
+        ran = train(hosts, "node0:2,node1:2", *STEPS_50, f"--parallel={parallel}", f"--out={out}")
+        assert ran.returncode == 0, ran.stderr
+        found[parallel] = losses(out)
+    assert len(found["ddp"]) == 50
+    assert found["hsdp"] == pytest.approx(found["ddp"], rel=TOLERANCE)
+    memory = summary(hosts.shared / "hsdp")
+    half = memory["tensor_bytes_of_copy"] / 2  # on each of the two ranks of a host
+    assert memory["tensor_bytes_of_rank"] == pytest.approx(half, rel=0.1)
+
+
+def test_hsdp_refuses_hosts_with_different_numbers_of_ranks(hosts: Cluster) -> None:
+    out = hosts.shared / "unequal"
+    ran = train(hosts, "node0:2,node1:1", *STEPS_50, "--parallel=hsdp", f"--out={out}")
+    assert ran.returncode == 2, ran.stderr
+    assert (
+        "--parallel hsdp shards the model within a host, so every host needs the same number of "
+        "ranks; found 2 on node0 and 1 on node1. Give the hosts equal slots, or use --parallel fsdp."
+    ) in ran.stderr
+    assert not out.exists()
+
+
+def test_the_loss_of_a_host_loses_no_shard(hosts: Cluster) -> None:
+    """Three hosts that share nothing; then the others alone; then all again; then one alone."""
+    node0, node1, node2 = hosts.hosts
+    fsdp = [*STEPS_8, "--parallel=fsdp", f"--out={PRIVATE}"]
+    ran = train(hosts, "node0:1,node1:1,node2:1", *fsdp, "--stop-at-step=4")
+    assert ran.returncode == 75, ran.stderr
+    assert "one host holds" not in ran.stdout
+    for host, kept in ((node0, "02"), (node1, "01"), (node2, "12")):
+        assert shards(host, 4) == [f"shard_0000{rank}.pt" for rank in kept]
+
+    lose(node2)
+    ran = train(hosts, "node1:1,node0:1", *fsdp, "--stop-at-step=6")
+    assert ran.returncode == 75, ran.stderr
+    assert "step_00000004" in ran.stdout
+    assert "sending 2 files of shards to the hosts that lack them" in ran.stdout
+    for host in (node0, node1):
+        assert shards(host, 6) == ["shard_00000.pt", "shard_00001.pt"]
+        assert not list((host.path(PRIVATE) / "checkpoints").glob(".*"))
+
+    ran = train(hosts, "node0:1,node1:1,node2:1", *fsdp)
+    assert ran.returncode == 0, ran.stderr
+    assert "step_00000006" in ran.stdout
+    for host in hosts.hosts:
+        assert len(shards(host, 8)) == 2
+        assert list(losses(host.path(PRIVATE))) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+    lose(node1)
+    lose(node2)  # of step 8, node0 has the shards of two of three ranks; of step 6, all
+    ran = train(hosts, "node0:1", *fsdp)
+    assert ran.returncode == 0, ran.stderr
+    assert (
+        "checkpoint step_00000008: shard_00001.pt is on none of these hosts, or is of another save; "
+        "resuming from step_00000006 (2 steps lost)."
+    ) in ran.stdout
+    assert shards(node0, 8) == ["shard_00000.pt"]

@@ -1,0 +1,105 @@
+"""`mpiddp train --parallel fsdp|hsdp`: the losses of DDP, exact resume, tails, clipping, less memory.
+
+Tests mpiddp/train/fully_sharded.py.
+python -m pytest tests/test_sharded_training.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_data
+from tests.training import Command, Ranks, Turn, records, summary, waiting_ranks
+
+# The same convolutions for all: fully_shard takes contiguous parameters only.
+MODEL: Command = [
+    "--arch=resnet20",
+    "--amp=off",
+    "--no-channels-last",
+    "--epochs=1",
+    "--log-every=1",
+]
+STEPS_50: Command = [*MODEL, "--use-syn", "--batch-size=4", "--steps-per-epoch=50", "--lr=0.1"]
+TOLERANCE = 1e-5  # relative; the sums over the ranks are rounded in another order
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from waiting_ranks(4, tmp_path_factory.mktemp("pool"))
+
+
+def losses(run: Path) -> list[float]:
+    return [record["train_loss"] for record in records(run) if "train_loss" in record]
+
+
+def run_all(pool: Ranks, ranks: int, folder: Path, commands: dict[str, Command]) -> dict[str, Turn]:
+    """Run the commands, each with a folder of its own in `folder`. Each has to succeed."""
+    turns = pool.run(
+        ranks, folder, [[*command, "--out", folder / name] for name, command in commands.items()]
+    )
+    assert [turn.code for turn in turns] == [0] * len(turns), [turn.stderr for turn in turns]
+    return dict(zip(commands, turns, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), 4])
+def test_the_losses_of_50_steps_are_those_of_ddp(tmp_path: Path, pool: Ranks, ranks: int) -> None:
+    commands: dict[str, Command] = {
+        parallel: [*STEPS_50, f"--parallel={parallel}"] for parallel in ("ddp", "fsdp")
+    }
+    turns = run_all(pool, ranks, tmp_path, commands)
+    ddp, fsdp = (losses(tmp_path / name) for name in commands)
+    assert len(ddp) == 50
+    assert fsdp == pytest.approx(ddp, rel=TOLERANCE)
+    assert ddp[0] != pytest.approx(ddp[-1], rel=0.01)  # it has trained
+
+    found = summary(tmp_path / "fsdp")
+    one_copy = found["tensor_bytes_of_copy"]
+    assert one_copy == 3 * 4 * found["num_parameters"]  # parameters, gradients, momentum in fp32
+    assert found["tensor_bytes_of_rank"] < 1.1 * one_copy / ranks
+    assert f"{one_copy / 1e6:.1f} MB in one copy" in turns["fsdp"].stdout
+    of_ddp = summary(tmp_path / "ddp")
+    assert of_ddp["tensor_bytes_of_rank"] >= of_ddp["tensor_bytes_of_copy"] == one_copy
+    assert (of_ddp["parallel"], found["parallel"]) == ("ddp", "fsdp")
+
+
+def test_tails_accumulation_clipping_and_evaluation_are_those_of_ddp(
+    tmp_path: Path, pool: Ranks
+) -> None:
+    """In the tail of 7 images, the ranks have 4, 3, 0 and 0 of 4 passes; one rank has no test image."""
+    data = tiny_data.fashion_mnist(tmp_path / "data", 39, 3)
+    common: Command = [
+        *MODEL, "--dataset=fashion-mnist", f"--data-dir={data}", "--batch-size=1", "--stem=cifar",
+        "--grad-accum-steps=4", "--keep-tail", "--epochs=2", "--lr=0.1",
+    ]  # fmt: skip
+    commands: dict[str, Command] = {
+        "ddp": common,
+        "fsdp": [*common, "--parallel=fsdp"],
+        "clipped ddp": [*common, "--clip-grad-norm=0.5"],
+        "clipped fsdp": [*common, "--parallel=fsdp", "--clip-grad-norm=0.5"],
+    }
+    run_all(pool, 4, tmp_path, commands)
+    found = {name: losses(tmp_path / name) for name in commands}
+    assert len(found["ddp"]) == 2 * 3
+    for kind in ("", "clipped "):
+        assert found[f"{kind}fsdp"] == pytest.approx(found[f"{kind}ddp"], rel=1e-4)
+        ours, theirs = (summary(tmp_path / f"{kind}{parallel}") for parallel in ("fsdp", "ddp"))
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+    assert found["clipped ddp"] != pytest.approx(found["ddp"], rel=1e-3)  # clipping had an effect
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_trains_like_fp32(tmp_path: Path, pool: Ranks, amp: str) -> None:
+    common: Command = [*STEPS_50, "--steps-per-epoch=10"]
+    commands: dict[str, Command] = {
+        "fp32": [*common, "--parallel=fsdp"],
+        amp: [*common, "--parallel=fsdp", f"--amp={amp}"],
+        f"ddp {amp}": [*common, f"--amp={amp}"],
+    }
+    run_all(pool, 2, tmp_path, commands)
+    fp32, mixed, ddp = (losses(tmp_path / name) for name in commands)
+    assert mixed != fp32
+    assert mixed == pytest.approx(fp32, rel=0.05)
+    assert mixed == pytest.approx(ddp, rel=0.05)
