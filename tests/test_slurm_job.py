@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests import cluster
-from tests.cluster import Cluster, Layout, needs, slurm
+from tests.cluster import Cluster, Layout
 from tests.cluster.slurm import Slurm
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
@@ -47,14 +47,6 @@ def hosts() -> Iterator[Cluster]:
     layout = Layout(interfaces=("eth0", "ens5"), own_name_is_loopback=True, dead_network=True)
     with cluster.up_or_skip(3, layout=layout) as standing:
         (standing.shared / "show.py").write_text(SHOW)
-        yield standing
-
-
-@pytest.fixture(scope="module")
-def batch(hosts: Cluster) -> Iterator[Slurm]:
-    if reason := needs.why_no_slurm():
-        pytest.skip(reason)
-    with slurm.up(hosts) as standing:
         yield standing
 
 
