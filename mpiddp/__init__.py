@@ -28,8 +28,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpiddp.checkpoints.script_resumed import Resumed
     from mpiddp.checkpoints.script import Checkpoints
+    from mpiddp.checkpoints.script_resumed import Resumed
     from mpiddp.checkpoints.script_run import log_metrics, run_dir
     from mpiddp.errors import JobFailed, RankFailed, UserError
     from mpiddp.runtime.announcement import announce

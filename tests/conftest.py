@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiers
+from tests.cluster import Cluster, slurm
+from tests.cluster.slurm import Slurm
 from tests.data_cache import official_batches
 
 
@@ -23,6 +25,13 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
     """A temporary folder for copies of the data set. pytest would keep it for three runs."""
     yield tmp_path
     shutil.rmtree(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def batch(hosts: Cluster) -> Iterator[Slurm]:
+    """A Slurm on the hosts of the module, which its fixture `hosts` starts."""
+    with slurm.up_or_skip(hosts) as standing:
+        yield standing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -35,7 +35,7 @@ from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.shards import index
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
-from mpiddp.hosts import formats, gpu_variables, slots
+from mpiddp.hosts import formats, gpu_tools, gpu_variables, slots
 from mpiddp.hosts.allocation import SCHEDULERS, find_allocation
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
@@ -431,6 +431,20 @@ PARSERS: dict[str, Parser] = {
         lambda text: gpu_variables.read(text, 0),
         text_of("[", "]", "{", "}", '"CUDA_VISIBLE_DEVICES"', ":", '"0"', "null", ",", "1"),
         (ValueError,),
+    ),
+    "nvidia-smi's list of GPUs": Parser(
+        lambda text: gpu_tools.addresses_by_uuid(text, text),
+        text_of(
+            *(
+                "GPU 0: H200 (UUID: ",
+                "  MIG 1g.18gb Device 0: (UUID: ",
+                "GPU-1",
+                "MIG-1",
+                ")",
+                "\n",
+            ),
+            *(", ", "00000000:18:00.0", "GPU-1, FFFFFFFF:9A:00.0\n", " ", "(UUID: "),
+        ),
     ),
     "the kernel's list of cores": Parser(
         parse_cores, text_of("0", "-", ",", "12", "9" * 5000, "999999999"), (ValueError,)

@@ -1,6 +1,7 @@
 """A rank in a container that has Python and torch, and neither an MPI nor mpi4py.
 
-bubblewrap (Debian's package) stands for Apptainer and the like. MPIDDP_TEST_TORCH may name a folder with
+bubblewrap (Debian's package) stands for Apptainer and the like, Podman with runc for Docker. Podman starts
+from a folder, so it needs no image. MPIDDP_TEST_TORCH may name a folder with
 another version of torch: python -m pip install --target FOLDER torch==2.9.1 numpy
 
 Tests docs/containers.md.
@@ -9,13 +10,17 @@ python -m pytest tests/test_containers.py
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -46,36 +51,66 @@ INIT = PLAIN.replace(
 )
 
 
-def container(folder: Path, text: str, site: Path = SITE) -> list[str]:
+def container(folder: Path, text: str, site: Path = SITE, runtime: str = "bubblewrap") -> list[str]:
     """The command of a script in a container, whose root has the packages of `site` except an MPI's."""
+    (folder / "script.py").write_text(text)
+    binds = {"/usr": "/usr", sys.base_prefix: sys.base_prefix, str(folder): "/job"}
+    for entry in site.iterdir():
+        if not entry.name.startswith(_LEFT_OUT):
+            binds[str(entry)] = f"/site/{entry.name}"
+    binds[str(ROOT / "mpiddp")] = "/site/mpiddp"
+    python = str(Path(sys.base_prefix, "bin", "python3"))
+    return [*RUNTIMES[runtime](folder, binds), python, "/job/script.py"]
+
+
+def _bubblewrap(folder: Path, binds: Mapping[str, str]) -> list[str]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         pytest.skip("bubblewrap is not installed. Run: apt-get install bubblewrap")
-    (folder / "script.py").write_text(text)
-    binds = [("/usr", "/usr"), (sys.base_prefix, sys.base_prefix), (str(folder), "/job")]
-    binds += [
-        (f"/{name}", f"/{name}") for name in ("lib", "lib64", "bin") if Path("/", name).exists()
-    ]
-    for entry in site.iterdir():
-        if not entry.name.startswith(_LEFT_OUT):
-            binds.append((str(entry), f"/site/{entry.name}"))
-    binds.append((str(ROOT / "mpiddp"), "/site/mpiddp"))
-    arguments = [each for bind in binds for each in ("--ro-bind", *bind)]
-    python = str(Path(sys.base_prefix, "bin", "python3"))
+    binds = {**binds, **{f"/{name}": f"/{name}" for name in _LINKS if Path("/", name).exists()}}
+    arguments = [each for bind in binds.items() for each in ("--ro-bind", *bind)]
     # A /tmp, a /proc and processes of its own; the network of the host.
-    arguments += [
-        "--dev",
-        "/dev",
-        "--proc",
-        "/proc",
-        "--tmpfs",
-        "/tmp",
-        "--unshare-pid",
-        "--chdir",
-        "/",
-    ]
-    arguments += ["--setenv", "PYTHONPATH", "/site", "--setenv", "PATH", "/usr/bin:/bin"]
-    return [bwrap, *arguments, "--", python, "/job/script.py"]
+    arguments += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-pid"]
+    arguments += ["--chdir", "/"]
+    arguments += [each for name in ENV for each in ("--setenv", name, ENV[name])]
+    return [bwrap, *arguments, "--"]
+
+
+def _podman(folder: Path, binds: Mapping[str, str]) -> list[str]:
+    if os.geteuid() != 0 or not all(map(shutil.which, ("podman", "runc"))):
+        pytest.skip("Podman needs root here. Run: apt-get install podman runc")
+    storage = folder.with_name(f"{folder.name}-podman")
+    root = storage / "root"
+    for name in ("dev", "etc", "proc", "sys", "tmp", "usr"):
+        (root / name).mkdir(parents=True)
+    for name in _LINKS:
+        if Path("/", name).exists():
+            (root / name).symlink_to(f"usr/{name}")
+    run = tempfile.mkdtemp(prefix="podman-")  # Podman takes 50 characters at most
+    atexit.register(shutil.rmtree, run, ignore_errors=True)
+    podman = ["podman", "--root", str(storage / "storage"), "--runroot", run]
+    podman += ["--storage-driver", "vfs", "--cgroup-manager", "cgroupfs", "--runtime", "runc"]
+    # Its default limits are more than root may set in some containers, in which the tests may run.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limits = ("--ulimit", f"nofile={files}:{files}", "--ulimit", "nproc=4096:4096")
+    options = ["--rm", "--network", "host", "--ipc", "host", "--log-driver", "none", *limits]
+    options += ["--env-host", "--init"] if shutil.which("catatonit") else ["--env-host"]
+    options += [each for name in ENV for each in ("--env", f"{name}={ENV[name]}")]
+    options += [each for bind in binds.items() for each in ("--volume", f"{':'.join(bind)}:ro")]
+    works = subprocess.run(
+        [*podman, "run", *options, "--rootfs", str(root), "/usr/bin/true"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    if works.returncode != 0:
+        pytest.skip(f"Podman runs no container here: {works.stderr.strip()}")
+    return [*podman, "run", *options, "--rootfs", str(root)]
+
+
+_LINKS = ("lib", "lib64", "bin")
+ENV = {"PYTHONPATH": "/site", "PATH": "/usr/bin:/bin"}
+RUNTIMES = {"bubblewrap": _bubblewrap, "podman": _podman}
 
 
 def launch_in(command: list[str], mpi: str = "openmpi5") -> Done:
@@ -91,10 +126,12 @@ def launch_in(command: list[str], mpi: str = "openmpi5") -> Done:
 
 
 @pytest.mark.parametrize(
-    ("text", "mpi"), [(PLAIN, mpi) for mpi in ("openmpi5", *PACKAGES)] + [(INIT, "openmpi5")]
+    ("text", "mpi", "runtime"),
+    [(PLAIN, mpi, "bubblewrap") for mpi in ("openmpi5", *PACKAGES)]
+    + [(INIT, "openmpi5", "bubblewrap"), (INIT, "openmpi5", "podman")],
 )
-def test_ranks_in_containers_without_mpi(tmp_path: Path, text: str, mpi: str) -> None:
-    done = launch_in(container(tmp_path, text), mpi)
+def test_ranks_in_containers_without_mpi(tmp_path: Path, text: str, mpi: str, runtime: str) -> None:
+    done = launch_in(container(tmp_path, text, runtime=runtime), mpi)
     assert done.returncode == 0, done.stderr
     version = importlib.metadata.version("torch")
     assert sorted(done.stdout.splitlines()) == [f"{r} of 2: 3, {version}" for r in range(2)]
@@ -113,9 +150,10 @@ def test_another_torch_than_the_hosts(tmp_path: Path, text: str) -> None:
     assert found[0][1] == found[1][1] != importlib.metadata.version("torch")
 
 
-def test_a_stop_in_containers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_stop_in_containers(tmp_path: Path, runtime: str) -> None:
     """The request reaches the script over its own connection, whatever stands in between."""
-    command = container(tmp_path, SCRIPT)
+    command = container(tmp_path, SCRIPT, runtime=runtime)
     with start([*LAUNCH, *LONG_GRACE, "-H", "localhost:2", "--", *command]) as job:
         job.send_signal(signal.SIGTERM)
         stdout, stderr = job.communicate(timeout=PATIENCE_S)

@@ -6,7 +6,9 @@ python -m tests.frameworks install; python -m pytest tests/test_frameworks.py
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +57,22 @@ def test_lightning_under_a_raw_mpirun(tmp_path: Path) -> None:
     env = frameworks.environment("lightning")
     command = ("-m", "mpiddp", "run", LIGHTNING, str(tmp_path), "2", "1")
     check_lightning(mpirun(2, *command, env=env), tmp_path)
+
+
+def test_lightning_within_a_command(tmp_path: Path) -> None:
+    """`mpiddp launch -- python train.py`: the ranks' processes join, and Lightning runs in their children."""
+    env = frameworks.environment("lightning")
+    command = (sys.executable, LIGHTNING, str(tmp_path), "2", "1")
+    check_lightning(launch("-n", "2", "--", *command, **env), tmp_path)
+
+
+def test_lightning_within_a_command_on_two_hosts(hosts: Cluster) -> None:
+    env = frameworks.environment("lightning")
+    out = hosts.shared / "lightning-command"
+    line = shlex.join([sys.executable, LIGHTNING, str(out), "1", "2"])
+    command = [*LAUNCH, "-H", "node0:1,node1:1", "--", "bash", "-c", f"{line}; exit $?"]
+    done = hosts["node0"].run(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"})
+    check_lightning(done, out)
 
 
 def test_lightning_refuses_one_device_under_two_ranks(tmp_path: Path) -> None:

@@ -21,18 +21,33 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.gpu_tools import gpu_addresses, gpu_names
 from mpiddp.hosts.nodes import Node
 from mpiddp.launch.gpu_choice import gpu_table, variables_of_ranks
-from mpiddp.runtime.own_gpu import bind_to_gpu, choose_gpus, gpu_address, near_cores, parse_cores
-from mpiddp.world import World
+from mpiddp.runtime.own_gpu import (
+    GpuUnknown,
+    bind_to_gpu,
+    choose_gpus,
+    gpu_address,
+    near_cores,
+    parse_cores,
+)
+from mpiddp.world import LAUNCHERS, World
 from tests import cluster
 from tests.cluster import Cluster
 from tests.ranks import LAUNCH, ROOT, launch, script
 
 HOST = socket.gethostname()
 
-# nvidia-smi's -L and --query-gpu; amd-smi's and rocm-smi's, ROCm's documentation; XPU Manager's user guide.
+# Sources: NVIDIA's MIG User Guide for nvidia-smi -L, "nvidia-smi --help-query-gpu", ROCm's documentation of
+# amd-smi and rocm-smi, XPU Manager's user guide.
 NVIDIA = """
 case "$1" in
--L) echo "GPU 0: NVIDIA H200 (UUID: GPU-1)"; echo "GPU 1: NVIDIA H200 (UUID: GPU-2)" ;;
+-L)
+  echo "GPU 0: NVIDIA H200 (UUID: GPU-18ac)"
+  echo "  MIG 1g.18gb     Device  0: (UUID: MIG-aa01)"
+  echo "  MIG 1g.18gb     Device  1: (UUID: MIG-aa02)"
+  echo "GPU 1: NVIDIA H200 (UUID: GPU-19ac)"
+  echo "  MIG 1g.18gb     Device  0: (UUID: MIG-bb01)" ;;
+--query-gpu=uuid,pci.bus_id)
+  echo "GPU-18ac, 00000000:18:00.0"; echo "GPU-19ac, 00000000:9A:00.0" ;;
 *) echo 00000000:18:00.0; echo 00000000:9A:00.0 ;;
 esac
 """
@@ -165,35 +180,93 @@ def test_cores_near_a_gpu(affinity: set[int], sysfs: Path) -> None:
     assert near_cores("0000:ff:00.0", sysfs) == set()
 
 
+FIRST, SECOND = "0000:18:00.0", "0000:9a:00.0"
+
+
 @pytest.mark.parametrize(
     ("env", "local_rank", "address"),
     [
-        ({}, 1, "b"),
-        ({"CUDA_VISIBLE_DEVICES": "2,0"}, 0, "c"),
-        ({"CUDA_VISIBLE_DEVICES": "2,0"}, 1, "a"),
-        ({"HIP_VISIBLE_DEVICES": "1"}, 0, "b"),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, 1, None),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-1"}, 0, None),
-        ({"CUDA_VISIBLE_DEVICES": "7"}, 0, None),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 0, None),
+        ({}, 1, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, 0, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, 1, FIRST),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 0, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-19ac,GPU-18ac"}, 0, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-19ac, GPU-18ac"}, 1, FIRST),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-18"}, 0, FIRST),  # CUDA takes its beginning, too
+        ({"CUDA_VISIBLE_DEVICES": "MIG-aa02,MIG-bb01"}, 0, FIRST),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-aa02,MIG-bb01"}, 1, SECOND),
     ],
 )
-def test_the_gpu_of_a_local_rank(env: dict[str, str], local_rank: int, address: str | None) -> None:
-    assert gpu_address(["a", "b", "c"], env, local_rank) == address
+def test_the_gpu_of_a_local_rank(
+    tmp_path: Path, env: dict[str, str], local_rank: int, address: str
+) -> None:
+    env = env | {"PATH": tool(tmp_path, "nvidia-smi", NVIDIA)}
+    assert gpu_address(World(local_rank, 2, local_rank, 2), env) == address
 
 
-@pytest.mark.parametrize(("local_rank", "index"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("visible", "reason"),
+    [
+        ("7", "its GPU is not known"),
+        ("9" * 5000, "its GPU is not known"),
+        ("", "its GPU is not known"),
+        ("-1", "its GPU is not known"),
+        ("GPU-2", "nvidia-smi lists no GPU with the UUID GPU-2 of CUDA_VISIBLE_DEVICES"),
+        ("GPU-1", "nvidia-smi lists several GPUs with the UUID GPU-1 of CUDA_VISIBLE_DEVICES"),
+        ("MIG-\x1b", "nvidia-smi lists no GPU with the UUID MIG-\\x1b of CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_gpu_that_no_tool_lists(tmp_path: Path, visible: str, reason: str) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": visible, "PATH": tool(tmp_path, "nvidia-smi", NVIDIA)}
+    with pytest.raises(GpuUnknown) as unknown:
+        gpu_address(World(0, 2, 0, 2), env)
+    assert str(unknown.value) == reason
+
+
+def test_a_rank_that_sees_its_own_gpu_alone(tmp_path: Path) -> None:
+    """srun --gpus-per-task=1 shows each rank one GPU; mpirun shows the ranks of a host the same."""
+    path = tool(tmp_path, "nvidia-smi", NVIDIA)
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-19ac", "PATH": path}
+    srun = next(launcher for launcher in LAUNCHERS if launcher.name == "slurm")
+    assert gpu_address(World(1, 2, 1, 2, srun), env) == SECOND
+    with pytest.raises(GpuUnknown, match="CUDA_VISIBLE_DEVICES=GPU-19ac has no GPU for it"):
+        gpu_address(World(1, 2, 1, 2), env)
+    with pytest.raises(GpuUnknown, match="its GPU is not known"):  # before the ranks are counted
+        gpu_address(World(1, 2, None, None), {"PATH": path})
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "index"),
+    [(None, 0, 0), (None, 1, 1), ("GPU-19ac,GPU-18ac", 0, 1), ("MIG-aa02", 0, 0)],
+)
 def test_bind_gpu_binds_a_rank_to_the_cores_near_its_gpu(
     affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    local_rank: int, index: int,
+    visible: str | None, local_rank: int, index: int,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", NVIDIA))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     bind_to_gpu(World(local_rank, 2, local_rank, 2), sysfs)
     assert os.sched_getaffinity(0) == affinity  # not without --bind gpu
     monkeypatch.setenv("MPIDDP_BIND", "gpu")
     bind_to_gpu(World(local_rank, 2, local_rank, 2), sysfs)
     assert os.sched_getaffinity(0) == {sorted(affinity)[index]}
+
+
+def test_a_rank_whose_gpu_is_not_listed_says_so(
+    affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", NVIDIA))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-77")
+    monkeypatch.setenv("MPIDDP_BIND", "gpu")
+    bind_to_gpu(World(3, 4, 0, 1), sysfs)
+    assert os.sched_getaffinity(0) == affinity
+    assert capsys.readouterr().out == (
+        f"rank 3 on {HOST} is not bound: nvidia-smi lists no GPU with the UUID GPU-77 of "
+        "CUDA_VISIBLE_DEVICES\n"
+    )
 
 
 def test_a_rank_without_a_gpu_stays_where_it_is_and_says_so(tmp_path: Path) -> None:

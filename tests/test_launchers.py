@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests import cluster
-from tests.cluster import Cluster, needs, slurm
+from tests.cluster import Cluster
 from tests.cluster.slurm import Slurm
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
@@ -40,14 +40,6 @@ MESSAGES = [
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Cluster]:
     with cluster.up_or_skip(2) as standing:
-        yield standing
-
-
-@pytest.fixture(scope="module")
-def batch(hosts: Cluster) -> Iterator[Slurm]:
-    if reason := needs.why_no_slurm():
-        pytest.skip(reason)
-    with slurm.up(hosts) as standing:
         yield standing
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import cluster
-from tests.cluster import Cluster, needs, slurm
+from tests.cluster import Cluster
 from tests.cluster.slurm import Slurm
 from tests.mpis import PACKAGES, mpirun_of
 from tests.ranks import LAUNCH, ROOT, launch, script
@@ -188,14 +188,6 @@ def test_a_folder_that_one_host_cannot_write_ends_the_job(hosts: Cluster) -> Non
     assert done.returncode == 2, done.stderr
     sentences = [line for line in done.stderr.splitlines() if "only_a_file" in line]
     assert sentences == ["--log-dir /run/tmp/only_a_file: File exists."]
-
-
-@pytest.fixture(scope="module")
-def batch(hosts: Cluster) -> Iterator[Slurm]:
-    if reason := needs.why_no_slurm():
-        pytest.skip(reason)
-    with slurm.up(hosts) as standing:
-        yield standing
 
 
 def test_lines_are_whole_under_srun(batch: Slurm) -> None:

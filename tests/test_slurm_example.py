@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import cluster
-from tests.cluster import Cluster, needs, slurm
+from tests.cluster import Cluster, slurm
 from tests.cluster.slurm import Slurm
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
@@ -33,9 +33,8 @@ def hosts() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def batch(hosts: Cluster) -> Iterator[Slurm]:
-    if reason := needs.why_no_slurm():
-        pytest.skip(reason)
-    with slurm.up(hosts, credentials_s=20) as standing:
+    """Its credentials expire soon, because a job that is requeued waits for that."""
+    with slurm.up_or_skip(hosts, credentials_s=20) as standing:
         yield standing
 
 

@@ -2,13 +2,14 @@
 
 Each host's own name resolves to 127.0.1.1, one of its networks is dead, and the interface names differ.
 
-Tests mpiddp/runtime/slurm_address.py.
+Tests mpiddp/runtime/slurm_address.py; run_command.py under srun.
 python -m pytest tests/test_slurm_job.py
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests import cluster
-from tests.cluster import Cluster, Layout, needs, slurm
+from tests.cluster import Cluster, Layout
 from tests.cluster.slurm import Slurm
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
@@ -37,6 +38,13 @@ names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "GLOO_SOCKET_IFNAME", "MASTER_ADDR"
 print("shown", *(os.environ[name] for name in names), flush=True)
 dist.destroy_process_group()
 """
+SHOW_INIT = """
+import mpiddp, torch, torch.distributed as dist
+world = mpiddp.init(backend="gloo")
+total = torch.tensor([world.rank])
+dist.all_reduce(total)
+print("shown", world.rank, world.local_rank, world.node_rank, total.item(), flush=True)
+"""
 TWO_EACH = ("-N2", "--ntasks-per-node=2")
 PLACEMENT = "4 on 2 hosts (node0 2, node1 2)"
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -47,14 +55,7 @@ def hosts() -> Iterator[Cluster]:
     layout = Layout(interfaces=("eth0", "ens5"), own_name_is_loopback=True, dead_network=True)
     with cluster.up_or_skip(3, layout=layout) as standing:
         (standing.shared / "show.py").write_text(SHOW)
-        yield standing
-
-
-@pytest.fixture(scope="module")
-def batch(hosts: Cluster) -> Iterator[Slurm]:
-    if reason := needs.why_no_slurm():
-        pytest.skip(reason)
-    with slurm.up(hosts) as standing:
+        (standing.shared / "show_init.py").write_text(SHOW_INIT)
         yield standing
 
 
@@ -120,6 +121,60 @@ def test_scancel_lets_the_ranks_save(batch: Slurm) -> None:
     done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
     assert "stopped at step" in done.stdout
     assert len(list((out / "checkpoints").glob("step_*"))) == 1
+
+
+# --- any command ---
+
+
+def test_the_variables_of_a_command(batch: Slurm) -> None:
+    """torchrun's, and none by which an MPI program would join the job step."""
+    text = "echo shown $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE; env"
+    done = launch(batch, "--", "sh", "-c", text)
+    assert done.returncode == 0, done.stdout
+    assert shown(done.stdout) == [f"shown {n} {n % 2} {n // 2} 4 2" for n in range(4)]
+    assert not re.search(r"^(OMPI|PMI|PMIX)\w*=", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", ["show.py", "show_init.py"])
+def test_a_script_within_a_command(batch: Slurm, script: str) -> None:
+    """It forms a process group by itself, or with mpiddp.init()."""
+    command = f"{shlex.join([sys.executable, str(batch.cluster.shared / script)])}; exit $?"
+    done = launch(batch, "--", "bash", "-c", command)
+    assert done.returncode == 0, done.stdout
+    placed = [line.split()[1:4] for line in shown(done.stdout)]
+    assert placed == [[str(n), str(n % 2), str(n // 2)] for n in range(4)]
+    if script == "show_init.py":
+        assert all(line.endswith(" 6") for line in shown(done.stdout))
+
+
+def test_the_end_of_one_command_ends_the_job(batch: Slurm) -> None:
+    done = launch(batch, "--", "sh", "-c", "[ $RANK = 3 ] && exit 5; sleep 1014")
+    assert done.returncode == 1, done.stdout
+    assert "mpiddp: rank 3 on node1 ended first, with exit code 5." in done.stdout
+    left = [each.command for host in batch.cluster.hosts for each in host.processes()]
+    assert "sleep 1014" not in left
+
+
+def test_a_stop_is_one_sigterm_for_a_command(batch: Slurm) -> None:
+    folder = batch.cluster.shared / "ready"
+    folder.mkdir()
+    text = (
+        f'trap "echo shown $RANK TERM; exit 75" TERM; touch {folder}/$RANK; '
+        "while :; do sleep 0.1; done"
+    )
+    command = shlex.join([MPIDDP, "launch", "--grace", "600", "--", "bash", "-c", text])
+    are_ready = " && ".join(f"[ -e {folder}/{rank} ]" for rank in range(4))
+    script = (
+        f"#!/bin/sh\n(until {are_ready}; do sleep 0.2; done\n"
+        f'scancel --batch --signal=USR1 "$SLURM_JOB_ID") &\nexec {command}\n'
+    )
+    done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
+    assert done.returncode == 75, done.stdout
+    assert shown(done.stdout) == [f"shown {rank} TERM" for rank in range(4)]
+    assert "mpiddp: to resume: mpiddp launch " in done.stdout
+
+
+# --- other starts inside of an allocation ---
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "mpich", "intelmpi"])

@@ -19,9 +19,7 @@ from tests.cluster.slurm import Slurm
 
 @pytest.fixture(scope="module")
 def two_hosts() -> Iterator[Slurm]:
-    if reason := needs.why_no_slurm():
-        pytest.skip(reason)
-    with cluster.up(2) as hosts, slurm.up(hosts) as standing:
+    with cluster.up_or_skip(2) as hosts, slurm.up_or_skip(hosts) as standing:
         yield standing
 
 

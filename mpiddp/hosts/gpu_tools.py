@@ -81,19 +81,61 @@ def gpu_addresses(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> l
     for tool in TOOLS:
         found = _found(tool.program, tool.address_arguments, tool.address, path, timeout_s)
         if found:
-            # nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough.
-            domains = [address.partition(":") for address in found]
-            return [f"{int(domain, 16):04x}:{rest.lower()}" for domain, _, rest in domains]
+            return [_in_sysfs(address) for address in found]
     return []
+
+
+def gpu_uuids(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
+    """The PCI address of each GPU of NVIDIA by its UUID, and by those of its MIG devices.
+
+    {} if they are not known.
+    """
+    arguments = (("-L",), ("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"))
+    listing, table = (_answer("nvidia-smi", each, path, timeout_s) for each in arguments)
+    return addresses_by_uuid(listing or "", table or "")
+
+
+def addresses_by_uuid(listing: str, table: str) -> dict[str, str]:
+    """The PCI addresses by UUID in what nvidia-smi prints.
+
+    Args:
+        listing: of `-L`. The MIG devices of a GPU stand below it, each with a UUID of its own.
+        table: a line "GPU-…, 00000000:18:00.0" for each GPU.
+    """
+    rows = re.findall(rf"^(GPU-[^,\s]+), *({_ADDRESS})$", table, re.MULTILINE)
+    addresses = {uuid: _in_sysfs(address) for uuid, address in rows}
+    found = dict(addresses)
+    address: str | None = None  # of the GPU that was listed last
+    devices = re.findall(r"^[ \t]*(GPU|MIG)\b.*\(UUID: ([^)\s]+)\)[ \t]*$", listing, re.MULTILINE)
+    for kind, uuid in devices:
+        if kind == "GPU":
+            address = addresses.get(uuid)
+        elif address is not None:
+            found[uuid] = address
+    return found
+
+
+def _in_sysfs(address: str) -> str:
+    """nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough."""
+    domain, _, rest = address.partition(":")
+    return f"{int(domain, 16):04x}:{rest.lower()}"
 
 
 def _found(
     program: str, arguments: tuple[str, ...], pattern: str, path: str | None, timeout_s: float
 ) -> list[str] | None:
     """What `pattern` finds in the program's output; [] without the program, None without an answer."""
+    answer = _answer(program, arguments, path, timeout_s)
+    return None if answer is None else re.findall(pattern, answer, re.MULTILINE)
+
+
+def _answer(
+    program: str, arguments: tuple[str, ...], path: str | None, timeout_s: float
+) -> str | None:
+    """The program's output; "" without the program, None without an answer."""
     found = shutil.which(program, path=path)
     if found is None:
-        return []
+        return ""
     try:
         done = subprocess.run(
             [found, *arguments],
@@ -105,4 +147,4 @@ def _found(
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return re.findall(pattern, done.stdout, re.MULTILINE)
+    return done.stdout

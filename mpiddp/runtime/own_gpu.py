@@ -7,11 +7,11 @@ the cores of the NUMA node to which the kernel says that its GPU is attached.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpu_tools import gpu_addresses
+from mpiddp.hosts.gpu_tools import gpu_addresses, gpu_uuids
 from mpiddp.hosts.gpu_variables import VISIBLE, read
 from mpiddp.protocol import BIND, GPUS, PLACEMENT, VERBOSE
 from mpiddp.runtime.placement import expected_hosts
@@ -45,6 +45,10 @@ def _host_number(placement: str, rank: int) -> int:
     return list(dict.fromkeys(hosts)).index(hosts[rank])
 
 
+class GpuUnknown(Exception):
+    """Why the GPU of a rank is not known, as the end of a sentence."""
+
+
 def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
     """With `--bind gpu`, bind this process to the cores of its GPU's NUMA node.
 
@@ -54,34 +58,61 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
         return
     # nvidia-smi numbers GPUs by PCI address, CUDA by speed unless this is set.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    address = None
-    if world.local_rank is not None:  # some launchers do not say it before the ranks have joined
-        address = gpu_address(gpu_addresses(), os.environ, world.local_rank)
-    cores = near_cores(address, sysfs) & os.sched_getaffinity(0) if address else set()
-    if cores:
-        os.sched_setaffinity(0, cores)
-        sentence = f"is bound to {counted(len(cores), 'core')} near GPU {address}"
-    elif address:
-        sentence = f"is not bound: the kernel names no NUMA node of GPU {address}"
-    else:
-        sentence = "is not bound: its GPU is not known"
+    cores: set[int] = set()
+    try:
+        address = gpu_address(world, os.environ)
+        cores = near_cores(address, sysfs) & os.sched_getaffinity(0)
+        if cores:
+            os.sched_setaffinity(0, cores)
+            sentence = f"is bound to {counted(len(cores), 'core')} near GPU {address}"
+        else:
+            sentence = f"is not bound: the kernel names no NUMA node of GPU {address}"
+    except GpuUnknown as reason:
+        sentence = f"is not bound: {reason}"
     if os.environ.get(VERBOSE) or not cores:
         print(f"rank {world.rank} on {world.hostname} {sentence}", flush=True)
 
 
-def gpu_address(addresses: list[str], env: Mapping[str, str], local_rank: int) -> str | None:
-    """The PCI address of the GPU with this number among the visible ones; None if it is not known.
+def gpu_address(world: World, env: Mapping[str, str]) -> str:
+    """The PCI address of this rank's GPU: of the visible ones, the one with its local rank.
 
-    Args:
-        addresses: of all GPUs of the host, in the order of their numbers.
+    Numbers and UUIDs make a GPU visible. A UUID may be cut short, if one GPU alone begins with it. Source:
+    "CUDA Environment Variables" in CUDA's programming guide.
+
+    Raises:
+        GpuUnknown: the GPU is not among those that the vendor's tool lists.
     """
-    chosen = next((env[name] for name in VISIBLE if name in env), None)
-    visible = [str(n) for n in range(len(addresses))] if chosen is None else chosen.split(",")
-    if local_rank >= len(visible):
-        return None
-    number = visible[local_rank].strip()
-    # A UUID, or a part of a GPU, has no number here.
-    return addresses[int(number)] if number.isdecimal() and int(number) < len(addresses) else None
+    path = env.get("PATH")
+    name = next((name for name in VISIBLE if name in env), None)
+    if name is None:
+        return _own(gpu_addresses(path), world, "its GPU is not known")
+    value = f"{name}={shown(env[name])}"
+    entry = _own(env[name].split(","), world, f"{value} has no GPU for it").strip()
+    if not entry.startswith(("GPU-", "MIG-")):
+        return _numbered(entry, gpu_addresses(path))
+    uuids = gpu_uuids(path)
+    matching = {address for uuid, address in uuids.items() if uuid.startswith(entry)}
+    if len(matching) != 1:
+        count = "several GPUs" if matching else "no GPU"
+        raise GpuUnknown(f"nvidia-smi lists {count} with the UUID {shown(entry)} of {name}")
+    return matching.pop()
+
+
+def _own(visible: Sequence[str], world: World, otherwise: str) -> str:
+    """The rank's own of the visible GPUs, the one that `process_group.device_of` chooses."""
+    if len(visible) == 1 and world.launcher.hides_gpus:
+        return visible[0]
+    # Some launchers do not set the local rank, which is not counted before the ranks have joined.
+    if world.local_rank is None or world.local_rank >= len(visible):
+        raise GpuUnknown(otherwise)
+    return visible[world.local_rank]
+
+
+def _numbered(number: str, addresses: Sequence[str]) -> str:
+    try:
+        return addresses[parse_whole(number, high=len(addresses))]
+    except ValueError:
+        raise GpuUnknown("its GPU is not known") from None
 
 
 def near_cores(address: str, sysfs: Path = _SYSFS) -> set[int]:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster import needs
 from tests.cluster.host import Arg, Host
 from tests.cluster.state import Cluster
 from tests.patience import PATIENCE_S
@@ -125,6 +126,17 @@ def up(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Iterator
         for host in cluster.hosts:
             host.kill_processes()
             host.run(["rm", "-rf", *_FOLDERS])
+
+
+@contextmanager
+def up_or_skip(cluster: Cluster, *, credentials_s: int = 120) -> Iterator[Slurm]:
+    """`up` for a pytest fixture. Skips its tests if this machine has no Slurm."""
+    import pytest  # here, because the command line must work without pytest
+
+    if reason := needs.why_no_slurm():
+        pytest.skip(reason)
+    with up(cluster, credentials_s=credentials_s) as standing:
+        yield standing
 
 
 def start(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Slurm:
