@@ -42,13 +42,14 @@ if TYPE_CHECKING:
 LINKS = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}
 SLOWEST = "100 Mbit/s"
 ALONE, SHARED = "1 host", "2 workers on 1 host"
-PLAIN = "plain"
+PLAIN, POWERSGD = "plain", "powersgd"
 REMEDIES = {
     "accumulate 4": ("--grad-accum-steps=4",),
     "bf16": ("--grad-compression=bf16",),
     "accumulate 4, bf16": ("--grad-accum-steps=4", "--grad-compression=bf16"),
-    "powersgd": ("--grad-compression=powersgd",),
+    POWERSGD: ("--grad-compression=powersgd",),
 }
+DISCARDED = 2  # all-reduces before the first step, which fix DDP's buckets
 POWERSGD_FROM_STEP = 100  # mpiddp.train.parallel's, whose import would load torch
 
 
@@ -147,7 +148,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         JobFailed: it did not succeed within `timeout_s`.
     """
     used = hosts.hosts[: variant.hosts]
-    warmup = options.warmup + POWERSGD_FROM_STEP * ("powersgd" in " ".join(variant.training))
+    warmup = options.warmup + POWERSGD_FROM_STEP * (variant.training == REMEDIES[POWERSGD])
     job = ["-m", "mpiddp", "bench-rank", "scaling", f"--steps={options.steps}"]
     job += [f"--warmup={warmup}", f"--arch={options.arch}", f"--batch-size={options.batch_size}"]
     command = [*launch_command("-H", variant.where), *job, "--backend=gloo", *variant.training]
@@ -183,7 +184,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
 def table(results: Results) -> str:
     sizes, load = results["sizes"], results["load_before"]
     shared = [ALONE, SHARED, *(_name(hosts, link) for hosts in sizes for link in LINKS)]
-    head = ["workers", "images/s", "of the ideal", "step p50 ms", "MB sent per host and step"]
+    head = ["workers", "images/s", "of the ideal", "step ms", "MB sent per host and all-reduce"]
     remedies = {PLAIN: _name(sizes[-1], SLOWEST), **{name: name for name in REMEDIES}}
     second = [f"{sizes[-1]} hosts, {SLOWEST}", "images/s", "of the ideal", "of plain", head[-1]]
     return (
@@ -203,7 +204,7 @@ def _row(label: str, name: str, results: Results) -> list[str]:
         shown(_speed(name, results), ",.0f"),
         f"{_efficiency(name, results)['median']:.0%}",
         f"{step['median']:.0f}",
-        f"{_megabytes(name, results):.2f}",
+        _megabytes(name, results),
     ]
 
 
@@ -231,9 +232,13 @@ def _efficiency(name: str, results: Results) -> Spread:
     return spread(ratios(own, [run["images_per_s"] for run in results["runs"][ALONE]]))
 
 
-def _megabytes(name: str, results: Results) -> float:
+def _megabytes(name: str, results: Results) -> str:
+    """What a host sends for an all-reduce. PowerSGD's warm-up is not compressed, so it has no figure."""
+    if name == POWERSGD:
+        return "-"
     runs = results["runs"][name]
-    return spread([max(run["sent_bytes"]) / run["num_steps"] / 1e6 for run in runs])["median"]
+    sent = [max(run["sent_bytes"]) / (run["num_steps"] + DISCARDED) / 1e6 for run in runs]
+    return f"{spread(sent)['median']:.2f}"
 
 
 def _title(results: Results) -> str:
@@ -280,6 +285,7 @@ def _draw_remedies(results: Results, on: Axes) -> None:
     ideal = _speed(ALONE, results)["median"] * results["sizes"][-1]
     charts.bars(on, [name.replace(", ", ",\n") for name in names], {"reached": speeds}, "images/s")
     on.axhline(ideal, linestyle="--", color="#222222", linewidth=1, label="ideal")
+    on.set_ylim(0, 1.06 * max(ideal, *(speed["high"] for speed in speeds)))
     on.set_xlabel(f"{results['sizes'][-1]} hosts at {SLOWEST}")
     charts.legend_above(on)
 

@@ -108,6 +108,19 @@ def test_the_layout_in_memory_does_not_count() -> None:
     assert number(torch.empty(0)) == 0
 
 
+@pytest.mark.parametrize("num_integers", [0, 1, BLOCK, 3 * BLOCK, 3 * BLOCK + 7])
+def test_the_number_of_blocks_at_once_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, num_integers: int
+) -> None:
+    """A GPU takes more at once than a CPU."""
+    tensor = torch.randn(num_integers)
+    found = set()
+    for at_once in (1, 2, 64):
+        monkeypatch.setitem(module._BLOCKS_AT_ONCE, "cpu", at_once)
+        found.add(number(tensor))
+    assert len(found) == 1
+
+
 def test_the_number_of_threads_does_not_count() -> None:
     tensor = torch.randn(3 * BLOCK)
     before, threads = number(tensor), torch.get_num_threads()
