@@ -126,8 +126,7 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
 
     Each of them would start a job that starts it again.
     """
-    multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+    if _is_child_of_multiprocessing():
         raise UserError(
             "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker. Call it "
             'in the main process; in a script, below: if __name__ == "__main__":'
@@ -146,6 +145,15 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
             f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}). Start the script once, "
             "with python."
         )
+
+
+def _is_child_of_multiprocessing() -> bool:
+    multiprocessing = sys.modules.get("multiprocessing")
+    if multiprocessing is None:
+        return False
+    # A child that is started by "spawn" first runs the caller's script again. It has no parent yet then.
+    is_starting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return is_starting or multiprocessing.parent_process() is not None
 
 
 def _checked_env(env: Mapping[Any, Any]) -> dict[str, str]:
