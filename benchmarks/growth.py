@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from dataclasses import astuple, dataclass
 from statistics import median
 
@@ -20,6 +21,7 @@ from mpiddp.bench.report import markdown
 from tests import cluster
 from tests.cluster import Cluster, faults
 from tests.jobs.elastic import Step, read_steps
+from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "elastic.py")
@@ -53,8 +55,8 @@ def _measure(hosts: Cluster) -> Growth:
     folder = hosts.shared / f"job-{os.urandom(4).hex()}"
     with faults.no_sshd(hosts["node1"]):
         job = launch(hosts, folder, OPENMPI5, "node0:1,node1:1", OPTIONS, [SCRIPT, str(folder)])
-        job.wait_until(lambda: bool(_steps(job, 0)), "its first step")
-    job.wait_until(lambda: bool(_steps(job, 1)), "its growth")
+        _wait_for_step(job, 0)
+    _wait_for_step(job, 1)
     (folder / "finish").touch()
     code = job.end()
     assert code == 0, job.output()
@@ -67,6 +69,15 @@ def _measure(hosts: Cluster) -> Growth:
     )
     shutil.rmtree(folder)
     return growth
+
+
+def _wait_for_step(job: Job, restarts: int) -> None:
+    """Wait for the first step after so many restarts. Raises TimeoutError if there is none."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not _steps(job, restarts):
+        if time.monotonic() > deadline or job.launcher.poll() is not None:
+            raise TimeoutError(f"no step after {restarts} restarts:\n{job.output()}")
+        time.sleep(0.05)
 
 
 def _steps(job: Job, restarts: int) -> list[Step]:
