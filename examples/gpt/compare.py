@@ -14,9 +14,9 @@ TOLERANCE = 1e-5
 class Reference:
     """Trains the undivided model on the whole batch of every step, and records the largest differences.
 
-    All of them are relative: of the loss in any step; of a parameter's gradient in the first step, as the norm
-    of the difference by the norm; and of a parameter after the last step, in the same way. Roundings add up
-    from step to step, so the weights of a long training differ more.
+    All of them are relative: of the loss in any step; of a parameter's gradient in the first step, as the
+    norm of the difference by the norm; and of a parameter after the last step, in the same way. Roundings
+    add up from step to step, so the weights of a long training differ more.
 
     Args:
         net: the undivided model, with the weights that the divided one began with.
