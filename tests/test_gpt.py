@@ -118,7 +118,7 @@ def test_a_stopped_training_resumes_with_the_same_bits(whole: Path, tmp_path: Pa
     with subprocess.Popen(
         launched, env=clean_env(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:  # fmt: skip
-        wait_for(tmp_path / "run/metrics.jsonl")
+        wait_for_steps(tmp_path / "run/metrics.jsonl")
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, stderr
@@ -133,9 +133,10 @@ def test_a_stopped_training_resumes_with_the_same_bits(whole: Path, tmp_path: Pa
     ]
 
 
-def wait_for(path: Path) -> None:
+def wait_for_steps(path: Path) -> None:
+    """Wait for the second record. Before the first step ends, a stop would end the ranks at once."""
     deadline = time.monotonic() + PATIENCE_S
-    while not path.exists() or not path.read_text():
+    while not path.exists() or path.read_text().count("\n") < 2:
         assert time.monotonic() < deadline, path
         time.sleep(0.02)
 

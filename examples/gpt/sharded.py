@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    options = parser("Train a small GPT that is divided among the ranks.", steps=20)
+    options = parser("Train a small GPT that is divided among the ranks.", steps=10)
     add = options.add_argument
     add("--tp", type=whole(1), default=1, metavar="N", help="ranks that share heads and MLPs")
     add("--pp", type=whole(1), default=1, metavar="N", help="ranks that share the blocks")
