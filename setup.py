@@ -24,7 +24,7 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13, 14)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Clustering",
         "Typing :: Typed",
