@@ -44,6 +44,15 @@ def test_every_python_that_setup_py_claims_has_passed() -> None:
     assert pythons[True] >= {claimed[0], claimed[-1]}
 
 
+def test_the_oldest_versions_that_setup_py_claims_have_passed() -> None:
+    (oldest,) = re.findall(r"TRAIN = \[(.*)\]", (ROOT / "setup.py").read_text())
+    rows = [row for row in documented() if row["versions"] == "oldest"]
+    for package, version in re.findall(r'"(\w+)>=([\d.]+)"', oldest):
+        if package in SHOWN:
+            found = [row for row in rows if f"{row[package]}.".startswith(f"{version}.")]
+            assert any(row["result"].startswith("passed ") for row in found), (package, version)
+
+
 def test_the_table_has_what_failed_and_what_was_not_built(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     assert results.newest(file) == {}
