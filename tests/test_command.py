@@ -149,7 +149,10 @@ WRAPPERS = {
     "env": ["env", "ADDED=1"],
     "nice": ["nice", "-n", "1"],
     "timeout": ["timeout", "600"],
+    "stdbuf": ["stdbuf", "-oL"],
+    "taskset": ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))],
     "setsid": ["setsid", "--wait"],
+    "sh": ["sh", "-c", '"$0" "$@"'],
     "bash": ["bash", "-c", '"$@"; exit $?', "bash"],
     "numactl": ["numactl", "--cpunodebind=0"],
     "strace": ["strace", "-f", "-o", "/dev/null"],
@@ -168,6 +171,15 @@ def test_a_wrapper(name: str) -> None:
     done = launch(*TWO, "--", *WRAPPERS[name], *command)
     assert sorted(done.stdout.split("\n")) == ["", "0 of 2", "1 of 2"], done.stderr
     assert f"rank 1 on {gethostname()} ended first, with exit code 1. {OTHERS}" in done.stderr
+
+
+def test_a_wrapper_script(tmp_path: Path) -> None:
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text('#!/bin/sh\nexport ADDED=1\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    done = launch(*TWO, "--", str(wrapper), "sh", "-c", "echo $ADDED $RANK")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "1 0", "1 1"]
 
 
 def test_a_killed_rank_leaves_no_process() -> None:

@@ -39,29 +39,33 @@ class Options:
 
 def main() -> int:
     options = _options()
+    wheel = environments.build_wheel(options.build_timeout)
+    pythons = dict.fromkeys(environments.claimed_pythons(wheel), "") | dict(options.python)
+    planned = [
+        Environment(version, kind, path) for kind in KINDS for version, path in pythons.items()
+    ]
     if not options.table:
-        _run(options)
+        for environment in planned:
+            _run(environment, wheel, options)
     results = newest(options.out)
-    print(table(results))
+    print(table([results.get(each.name, _not_run(each)) for each in planned]))
     return int(any(result.state == "failed" for result in results.values()))
 
 
-def _run(options: Options) -> None:
-    """Try every environment that has not passed yet."""
-    wheel = environments.build_wheel(options.build_timeout)
-    pythons = dict.fromkeys(environments.claimed_pythons(wheel), "") | dict(options.python)
-    known = newest(options.out)
-    for kind in KINDS:
-        for version, path in pythons.items():
-            environment = Environment(version, kind, path)
-            is_known = environment.name in known and known[environment.name].state == "passed"
-            if is_known or options.only not in environment.name:
-                continue
-            _note(f"{environment.name}: installing …")
-            result = _try(environment, wheel, options)
-            append(options.out, result)
-            reason = f": {result.reason}" if result.reason else ""
-            _note(f"{environment.name}: {result.state} after {duration(result.seconds)}{reason}")
+def _run(environment: Environment, wheel: Path, options: Options) -> None:
+    """Try the environment, unless it has passed before."""
+    known = newest(options.out).get(environment.name)
+    if options.only not in environment.name or (known is not None and known.state == "passed"):
+        return
+    _note(f"{environment.name}: installing …")
+    result = _try(environment, wheel, options)
+    append(options.out, result)
+    reason = f": {result.reason}" if result.reason else ""
+    _note(f"{environment.name}: {result.state} after {duration(result.seconds)}{reason}")
+
+
+def _not_run(environment: Environment) -> Result:
+    return Result(environment.version, environment.kind.name, "not run yet")
 
 
 def _try(environment: Environment, wheel: Path, options: Options) -> Result:

@@ -96,11 +96,25 @@ def build_wheel(timeout_s: float) -> Path:
 
 def claimed_pythons(wheel: Path) -> list[str]:
     """The versions of Python ("3.13") in the wheel's classifiers."""
+    classifiers = _metadata(wheel, "Classifier")
+    return [each.rpartition(" ")[2] for each in classifiers if each.startswith(_CLASSIFIER)]
+
+
+def _metadata(wheel: Path, field: str) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith("/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
-    classifiers = [str(each) for each in metadata.get_all("Classifier") or []]
-    return [each.rpartition(" ")[2] for each in classifiers if each.startswith(_CLASSIFIER)]
+    return [str(each) for each in metadata.get_all(field) or []]
+
+
+def requirements(wheel: Path, extras: str) -> list[str]:
+    """mpiddp with these extras, and what they require: "lowest-direct" is of what the command names."""
+    found = {f"mpiddp[{extras}] @ {wheel.as_uri()}": None}
+    for line in _metadata(wheel, "Requires-Dist"):
+        requirement, _, marker = line.partition(";")
+        if any(f'extra == "{extra}"' in marker for extra in extras.split(",")):
+            found[requirement.strip()] = None
+    return list(found)
 
 
 def make(environment: Environment, wheel: Path, timeout_s: float) -> None:
@@ -116,9 +130,9 @@ def make(environment: Environment, wheel: Path, timeout_s: float) -> None:
         shutil.rmtree(environment.folder, ignore_errors=True)
         wanted = environment.path or environment.version
         _uv("venv", "--python", wanted, environment.folder, timeout_s=timeout_s)
-    package = f"mpiddp[{environment.kind.extras}] @ {wheel.as_uri()}"
+    packages = requirements(wheel, environment.kind.extras)
     options = ("--only-binary=:all:", "--reinstall-package=mpiddp", *environment.kind.options)
-    _uv("pip", "install", "--python", python, *options, package, timeout_s=timeout_s)
+    _uv("pip", "install", "--python", python, *options, *packages, timeout_s=timeout_s)
 
 
 def _uv(*arguments: str | Path, timeout_s: float) -> None:

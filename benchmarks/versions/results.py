@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,8 @@ LONGEST_REASON = 200
 class Result:
     """What came of one environment.
 
-    `state` is "passed", "failed" or "not built". `checks` has the seconds of each check that passed.
+    `state` is "passed", "failed", "not built" or "not run yet". `checks` has the seconds of each check that
+    passed.
     """
 
     python: str  # 3.13
@@ -49,10 +50,10 @@ def newest(file: Path) -> dict[str, Result]:
     return {result.name: result for result in results}
 
 
-def table(results: Mapping[str, Result]) -> str:
-    """A row for each environment, in the order in which they were tried first."""
+def table(results: Iterable[Result]) -> str:
+    """A row for each environment."""
     rows = []
-    for result in results.values():
+    for result in results:
         versions = [result.packages.get(package, "-") for package in SHOWN.values()]
         rows.append([result.full_python or result.python, result.kind, *versions, _outcome(result)])
     return markdown(["Python", "versions", *SHOWN, "result"], rows)
@@ -64,4 +65,4 @@ def _outcome(result: Result) -> str:
     reason = result.reason.replace("|", "\\|")
     if len(reason) > LONGEST_REASON:
         reason = f"{reason[:LONGEST_REASON]}…"
-    return f"{result.state}: {reason}"
+    return f"{result.state}: {reason}" if reason else result.state
