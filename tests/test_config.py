@@ -256,7 +256,7 @@ def test_options_that_change_the_weights_may_not_differ() -> None:
         "arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "keep_tail",
         "epochs", "steps_per_epoch", "lr", "lr_scaling", "schedule", "warmup_epochs", "momentum",
         "weight_decay", "label_smoothing", "sync_bn", "amp", "grad_compression",
-        "seed",
+        "seed", "clip_grad_norm",
     }  # fmt: skip
 
 
@@ -266,6 +266,25 @@ def test_a_run_that_broken_images_ended_may_resume_and_skip_them() -> None:
     assert older.pop("skip_broken") == 0
     assert differences(older, config) == []
     assert "--skip-broken" in refusal("--skip-broken=-1")
+
+
+def test_a_config_from_before_clipping_is_no_difference() -> None:
+    older = saved(configured())
+    del older["clip_grad_norm"], older["parallel"]
+    assert differences(older, configured()) == []
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
+def test_what_only_ddp_has_is_refused_for_shards(parallel: str) -> None:
+    sharded = f"--parallel={parallel}"
+    assert refusal("--compile", sharded) == (
+        f"--compile and --parallel {parallel} are mutually exclusive: the shards are gathered between "
+        "the layers, outside of the compiled graph. Leave one out."
+    )
+    assert f"which --parallel {parallel} replaces" in refusal("--grad-compression=bf16", sharded)
+    assert "mutually exclusive" in refusal("--sync-bn", sharded)
+    assert "greater than 0" in refusal("--clip-grad-norm=0")
+    assert not configured(sharded).channels_last
 
 
 def test_an_option_that_an_older_config_lacks_is_a_difference() -> None:

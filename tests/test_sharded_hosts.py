@@ -23,9 +23,10 @@ from tests.training import records, summary
 
 PRIVATE = "/run/run-of-a-test"  # each host has its own
 MODEL = ["--arch=resnet20", "--amp=off", "--no-channels-last", "--epochs=1", "--log-every=1"]
-STEPS_50 = [*MODEL, "--use-syn", "--batch-size=4", "--steps-per-epoch=50", "--lr=0.1"]
+STEPS_50 = [*MODEL, "--use-syn", "--batch-size=4", "--steps-per-epoch=50", "--lr=0.001"]
 STEPS_8 = [*MODEL, "--use-syn", "--global-batch-size=24", "--steps-per-epoch=8", "--save-every=2"]
-TOLERANCE = 1e-5  # relative; the sums over the ranks are rounded in another order
+# Relative. The sums of four ranks are rounded in another order, and a larger learning rate magnifies that.
+TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,8 @@ class Exchange:
             while True:
                 left_s = deadline - time.monotonic()
                 found = self._values.wait(keys, min(_SLICE_S, max(left_s, 0.0)))
-                if len(found) == len(keys):
+                # Of two hosts, each is the other's receiver and sender: a key may stand there twice.
+                if len(found) == len(set(keys)):
                     return [json.loads(found[key]) for key in keys]
                 if self._coordinator.has_failed(self._values):
                     raise NoExchange("another rank has failed")
