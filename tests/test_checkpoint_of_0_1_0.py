@@ -48,6 +48,11 @@ def test_config_json_is_the_same_as_in_0_1_0(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     written, kept = (json.loads((each / "config.json").read_text()) for each in (out, RUN))
     assert written.pop("out") == str(out)
-    assert written.pop("skip_broken") == 0  # 0.1.0 had no such option
+    later = {
+        "skip_broken": 0,
+        "clip_grad_norm": None,
+        "parallel": "ddp",
+    }  # 0.1.0 had no such options
+    assert {name: written.pop(name) for name in later} == later
     del kept["out"]
     assert written == kept
