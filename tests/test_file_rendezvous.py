@@ -30,7 +30,7 @@ def test_a_new_file_works_and_one_of_an_earlier_job_is_refused(tmp_path: Path) -
     file.write_text("of a job that was killed")
     done = launch("-H", "localhost:2", "--max-restarts", "1", str(EXAMPLE), str(file))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    assert done.stderr.startswith(  # mpirun may add its own lines
         f"init_method file://{file}: the file is left over from an earlier job, and the ranks would read "
         f"its values. Run: rm {file}\n"
     )

@@ -201,7 +201,7 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requested", "hosts", "sentence"),
+    ("requested", "hosts_of_ranks", "sentence"),
     [
         (
             "dp=32 tp=8 pp=2",
@@ -246,8 +246,8 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_fit(requested: str, hosts: list[str], sentence: str) -> None:
-    assert refusal(lambda: resolve(parse_sizes(requested.split()), hosts)) == sentence
+def test_sizes_that_do_not_fit(requested: str, hosts_of_ranks: list[str], sentence: str) -> None:
+    assert refusal(lambda: resolve(parse_sizes(requested.split()), hosts_of_ranks)) == sentence
 
 
 @FIXED
