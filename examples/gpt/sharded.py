@@ -20,7 +20,6 @@ from model import GPT, Shape, learning_rate, parameter_groups
 from options import parser, require_divisible, shape_of, whole
 from parallel import clip_gradients, divide, make_backward, sum_gradients, sum_table
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mpiddp
 
@@ -53,7 +52,8 @@ def train(options: argparse.Namespace, world: mpiddp.World) -> dict[str, float]:
     shape = shape_of(options, len(text.characters))
     require_same_text(text)
 
-    mesh = make_mesh(device, dp=data_ranks, tp=options.tp, pp=options.pp)
+    # Tensor parallel ranks exchange most: they are on one host.
+    mesh = mpiddp.mesh(dp=data_ranks, tp=options.tp, pp=options.pp)
     stages = mesh.get_group("pp") if options.pp > 1 else None
     net = build(shape, options.seed, device)
     table = net.token.weight.shape
@@ -127,11 +127,6 @@ def data_parallel_ranks(options: argparse.Namespace, ranks: int) -> int:
         require_divisible(options.batch_size, parts, "microbatches of all data parallel ranks")
     require_divisible(options.batch_size, data_ranks, "data parallel ranks")
     return data_ranks
-
-
-def make_mesh(device: torch.device, *, dp: int, tp: int, pp: int) -> DeviceMesh:
-    """The ranks as a grid. Tensor parallel ranks are neighbours: they exchange most, within a host."""
-    return init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def build(shape: Shape, seed: int, device: torch.device) -> GPT:

@@ -8,19 +8,12 @@ import task
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
 
 import mpiddp
-
-WHOLE = StateDictOptions(full_state_dict=True)  # every tensor as a whole, on every rank
 
 
 def main() -> None:
@@ -48,14 +41,8 @@ def main() -> None:
     config = {"series": "fsdp", "batch_size": options.batch_size, "samples": options.samples}
     checkpoints = mpiddp.Checkpoints(options.out, every=options.save_every, config=config)
     if saved := checkpoints.resume():
-        # Each rank takes its part of the whole tensors, at any number of ranks.
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=saved.state["model"],
-            optim_state_dict=saved.state["optimizer"],
-            options=WHOLE,
-        )
+        # Each rank reads its own parts, also if there were more ranks or fewer when they were saved.
+        saved.load_into(model=model, optimizer=optimizer)
     for epoch in range(saved.step + 1 if saved else 1, options.total_epochs + 1):
         sampler.set_epoch(epoch)  # the order of an epoch depends on its number alone
         loss_sum = torch.zeros((), device=device)
@@ -69,11 +56,11 @@ def main() -> None:
         dist.all_reduce(loss_sum)
         if rank == 0:
             print(f"epoch {epoch}: loss {loss_sum.item() / len(loader) / ranks:.6f}", flush=True)
-        # Every rank calls save(), and one rank of each file system writes. due() is true before a stop.
+        # Every rank calls save(). due() is true before a stop.
         if checkpoints.due(epoch) or epoch == options.total_epochs:
-            # The parts become whole tensors, so this is a collective too.
-            model_state, optimizer_state = get_state_dict(model, optimizer, options=WHOLE)
-            checkpoints.save(epoch, {"model": model_state, "optimizer": optimizer_state})
+            # Each rank saves its own parts.
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpoints.save(epoch, states)
         # After SIGTERM or Ctrl-C all ranks end after the same epoch.
         if mpiddp.should_stop():
             return
