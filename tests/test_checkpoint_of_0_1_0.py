@@ -48,11 +48,14 @@ def test_config_json_is_the_same_as_in_0_1_0(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     written, kept = (json.loads((each / "config.json").read_text()) for each in (out, RUN))
     assert written.pop("out") == str(out)
-    later = {
+    later = {  # 0.1.0 had no such options
         "skip_broken": 0,
         "clip_grad_norm": None,
         "parallel": "ddp",
-    }  # 0.1.0 had no such options
+        "per_rank_log": False,
+        "check_determinism": None,
+        "check_divergence": None,
+    }
     assert {name: written.pop(name) for name in later} == later
     del kept["out"]
     assert written == kept
