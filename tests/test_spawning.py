@@ -81,10 +81,10 @@ def test_wrong_keywords_are_type_errors(others: dict[str, Any], error: str) -> N
     assert error in str(raised.value)
 
 
-@pytest.mark.parametrize("hosts", [["node1,node2"], [""], [4]])
-def test_a_host_of_a_list_is_one_host(hosts: list[Any]) -> None:
+@pytest.mark.parametrize("listed", [["node1,node2"], [""], [4]])
+def test_a_host_of_a_list_is_one_host(listed: list[Any]) -> None:
     with pytest.raises(UserError, match=r"is not a host with its slots\. Example: "):
-        launch_options(**{**NONE, "hosts": hosts}, others={})
+        launch_options(**{**NONE, "hosts": listed}, others={})
 
 
 @pytest.mark.parametrize(
