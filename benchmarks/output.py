@@ -26,7 +26,7 @@ from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import counts
 from mpiddp.bench.report import markdown
 from mpiddp.launch.starters.detect import with_own_folder
-from mpiddp.protocol import OUTPUT_PROCESS
+from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests.ranks import clean_env
 
 PRINTING = str(Path(__file__).with_name("ranks") / "printing.py")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.slurm_nodelist import expand_counts
-from mpiddp.protocol import ANNOUNCED, GPUS, RUN_DIR, RUN_ID
+from mpiddp.protocol.variables import ANNOUNCED, GPUS, RUN_DIR, RUN_ID
 from mpiddp.text import parse_whole, shown
 
 

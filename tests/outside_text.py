@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
 
-from mpiddp import protocol
 from mpiddp.bench.options import counts, size_bytes
 from mpiddp.checkpoints import directory, manifest, script_files
 from mpiddp.checkpoints.manifest import BrokenCheckpoint
@@ -53,7 +52,8 @@ from mpiddp.launch.supervise.control_server import Message
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.meshes import main as meshes
 from mpiddp.meshes.dimensions import parse_sizes
-from mpiddp.protocol import ANNOUNCED, MESSAGES
+from mpiddp.protocol.messages import MESSAGES, is_valid, recorded_error
+from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime import announcement
 from mpiddp.runtime.own_gpu import parse_cores
 from mpiddp.runtime.placement import expected_hosts
@@ -195,7 +195,7 @@ def _use_message(line: bytes) -> None:
         return
     kind = facts.pop("type")
     assert isinstance(kind, str) or MESSAGES[kind]
-    if not protocol.is_valid(kind, facts):
+    if not is_valid(kind, facts):
         return
     state = JobState(["a", "b"])
     state.note(Message(0, kind, facts, 1.0))
@@ -531,7 +531,7 @@ PARSERS: dict[str, Parser] = {
         _use_message, st.sampled_from(SAMPLE_MESSAGES).flatmap(json_like), NOT_A_MESSAGE
     ),
     "@record's file": Parser(
-        _in_a_file(lambda path: protocol.recorded_error(str(path))),
+        _in_a_file(lambda path: recorded_error(str(path))),
         json_like({"message": {"message": "x"}}),
     ),
     "owner.json": Parser(_use_owner, json_like(OWNER)),

@@ -19,7 +19,7 @@ from socket import gethostname
 
 import pytest
 
-from mpiddp.protocol import OUTPUT_PROCESS
+from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script

@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.launch.supervise.control_server import ControlServer, Message
-from mpiddp.protocol import ADDRESS, LINE_LIMIT, SECRET, dumps, proof
+from mpiddp.protocol.messages import LINE_LIMIT, dumps, proof
+from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.train.determinism import Difference, Kind, Place, first_difference
+from mpiddp.train.determinism import Difference, Kind, TensorKey, first_difference
 from mpiddp.train.options import parse
 from tests import tiny_data
 from tests.ranks import mpiddp
@@ -113,11 +113,11 @@ def test_the_first_difference_names_its_cause(
 # The comparison
 
 
-def place(kind: Kind, number: int, name: str) -> Place:
+def key(kind: Kind, number: int, name: str) -> TensorKey:
     return kind, number, name
 
 
-LOSS, GRADIENT = place(Kind.LOSS, 0, "the loss"), place(Kind.GRADIENT, 0, "the gradient of a")
+LOSS, GRADIENT = key(Kind.LOSS, 0, "the loss"), key(Kind.GRADIENT, 0, "the gradient of a")
 
 
 def test_the_first_difference_is_the_first_in_time() -> None:

@@ -44,9 +44,9 @@ def test_every_bit_counts(dtype: torch.dtype) -> None:
     tensor = made(dtype, 3, 2)
     bits = 1 if dtype is torch.bool else 8 * tensor.element_size()
     size = 8 * tensor.element_size()
-    places = [size * element + bit for element in range(6) for bit in range(bits)]
-    found = {number(flipped(tensor, bit)) for bit in places}
-    assert len(found) == len(places)
+    positions = [size * element + bit for element in range(6) for bit in range(bits)]
+    found = {number(flipped(tensor, bit)) for bit in positions}
+    assert len(found) == len(positions)
     assert number(tensor) not in found
 
 

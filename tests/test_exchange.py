@@ -17,8 +17,9 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.supervise.control_server import ControlServer
 from mpiddp.launch.supervise.exchange import Exchange
-from mpiddp.payload import Payload, send_payload
-from mpiddp.protocol import ADDRESS, ANSWER, GO, SECRET
+from mpiddp.protocol.messages import ANSWER, GO
+from mpiddp.protocol.payload import Payload, send_payload
+from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.coordinator import Refused
 from mpiddp.runtime.launcher_connection import connect_to_launcher
 from mpiddp.runtime.run_function import Caller

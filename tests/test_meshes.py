@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from mpiddp.errors import UserError
 from mpiddp.meshes import main
 from mpiddp.meshes.dimensions import check_sizes, parse_sizes, resolve
-from mpiddp.meshes.layout import Layout, place
+from mpiddp.meshes.layout import Layout, lay_out
 from mpiddp.meshes.patterns import compact, shortened
 from mpiddp.meshes.report import bytes_text
 from mpiddp.meshes.traffic import Training, traffic
@@ -94,22 +94,22 @@ def check(layout: Layout) -> None:
 @given(cases())
 def test_any_placement_gets_every_rank_once_and_tp_inside_hosts(case: Case) -> None:
     for hosts in (block(case.counts), in_turn(case.counts), case.shuffled):
-        layout = place(hosts, case.sizes)
+        layout = lay_out(hosts, case.sizes)
         check(layout)
-        assert place(list(hosts), dict(case.sizes)) == layout  # on every rank
+        assert lay_out(list(hosts), dict(case.sizes)) == layout  # on every rank
 
 
 @FIXED
 @given(cases())
 def test_the_names_of_the_hosts_do_not_matter(case: Case) -> None:
     renamed = [f"z{9 - int(host[1:])}" for host in case.shuffled]
-    assert place(renamed, case.sizes).ranks == place(case.shuffled, case.sizes).ranks
+    assert lay_out(renamed, case.sizes).ranks == lay_out(case.shuffled, case.sizes).ranks
 
 
 @FIXED
 @given(cases())
 def test_ranks_in_the_order_of_the_hosts_keep_their_order(case: Case) -> None:
-    assert place(block(case.counts), case.sizes).ranks == tuple(range(sum(case.counts)))
+    assert lay_out(block(case.counts), case.sizes).ranks == tuple(range(sum(case.counts)))
 
 
 @FIXED
@@ -117,7 +117,7 @@ def test_ranks_in_the_order_of_the_hosts_keep_their_order(case: Case) -> None:
 def test_ranks_that_mpirun_places_get_ascending_groups_inside_hosts(case: Case) -> None:
     """Of the dimensions from the fastest on, those that divide every host send nothing over the network."""
     for hosts in (block(case.counts), in_turn(case.counts)):
-        layout = place(hosts, case.sizes)
+        layout = lay_out(hosts, case.sizes)
         assert layout.is_ascending
         width = 1
         for name in reversed(list(case.sizes)):
@@ -139,7 +139,7 @@ def test_the_links_of_equal_hosts_do_not_depend_on_how_mpirun_deals_out_the_rank
     dp = min(total - tp, max(cuts))
     sizes = {"pp": 1 << (total - tp - dp), "dp": 1 << dp, "tp": 1 << tp}
     counts = [1 << gpus] * (1 << hosts)
-    layouts = [place(ordered, sizes) for ordered in (block(counts), in_turn(counts))]
+    layouts = [lay_out(ordered, sizes) for ordered in (block(counts), in_turn(counts))]
     for name in sizes:
         spans = [
             sorted(
@@ -153,14 +153,14 @@ def test_the_links_of_equal_hosts_do_not_depend_on_how_mpirun_deals_out_the_rank
 
 def test_groups_where_rank_arithmetic_is_wrong() -> None:
     hosts = ["a", "b", "a", "b", "a", "a"]
-    layout = place(hosts, {"dp": 3, "tp": 2})
+    layout = lay_out(hosts, {"dp": 3, "tp": 2})
     assert layout.groups("tp") == [(0, 2), (1, 3), (4, 5)]
     assert layout.groups("dp") == [(0, 1, 4), (2, 3, 5)]
     assert layout.coordinates_at(3) == (1, 1)
 
 
 def test_a_rankfile_can_prevent_ascending_groups() -> None:
-    layout = place(["a", "b", "b", "a"], {"dp": 2, "tp": 2})
+    layout = lay_out(["a", "b", "b", "a"], {"dp": 2, "tp": 2})
     assert layout.groups("tp") == [(0, 3), (1, 2)]
     assert not layout.is_ascending
 
@@ -168,7 +168,7 @@ def test_a_rankfile_can_prevent_ascending_groups() -> None:
 def test_tp_across_hosts() -> None:
     hosts = block([4, 2])
     sizes = resolve({"tp": 3}, hosts, tp_across_hosts=True)
-    assert place(hosts, sizes, tp_across_hosts=True).groups("tp") == [(0, 1, 2), (3, 4, 5)]
+    assert lay_out(hosts, sizes, tp_across_hosts=True).groups("tp") == [(0, 1, 2), (3, 4, 5)]
 
 
 # --- sizes ---
@@ -268,7 +268,7 @@ def test_the_nearest_sizes_fit(counts: list[int], requested: dict[str, int]) -> 
         sentence = str(error)
     if whole := re.search(r"; ((?:[a-z_]+=[0-9]+ ?)+) fits\.$", sentence):
         sizes = resolve(parse_sizes(whole[1].split()), hosts)
-        check(place(hosts, sizes))
+        check(lay_out(hosts, sizes))
     elif of_tp := re.search(r"; (tp=\d+) (?:or tp=\d+ do|does)\.$", sentence):
         resolve(parse_sizes([of_tp[1], "dp=-1"]), hosts)
     else:
@@ -322,7 +322,7 @@ def of(layout: Layout, training: Training) -> dict[str, tuple[float, float]]:
 
 def test_the_traffic_of_64_hosts() -> None:
     """By hand, from the formulas of docs/mesh.md."""
-    layout = place(HOSTS, {"pp": 2, "dp": 32, "tp": 8})
+    layout = lay_out(HOSTS, {"pp": 2, "dp": 32, "tp": 8})
     found = of(layout, GPT)
     activations = 4096 * 4096 * 2  # one sample in bf16
     assert found["tp"] == (pytest.approx(4 * (2 * 7 / 8) * activations * 16 * 16), 0)
@@ -333,7 +333,7 @@ def test_the_traffic_of_64_hosts() -> None:
 
 def test_a_ring_crosses_each_hosts_network_once() -> None:
     """Two hosts of two GPUs, all of them in one group: in each host one GPU sends inside, one outside."""
-    (sent,) = traffic(place(block([2, 2]), {"dp": 4}), Training(params=100, value_bytes=4))
+    (sent,) = traffic(lay_out(block([2, 2]), {"dp": 4}), Training(params=100, value_bytes=4))
     volume = 2 * 3 / 4 * 400
     assert sent.inside == {0: volume, 2: volume}
     assert sent.network == {"h0": volume, "h1": volume}
@@ -342,24 +342,24 @@ def test_a_ring_crosses_each_hosts_network_once() -> None:
 def test_ranks_in_turn_send_as_much_as_ranks_host_by_host() -> None:
     sizes = {"dp": 2, "tp": 2}
     training = Training(params=1e6, layers=2, hidden=64, seq=8)
-    found = [of(place(hosts([2, 2]), sizes), training) for hosts in (block, in_turn)]
+    found = [of(lay_out(hosts([2, 2]), sizes), training) for hosts in (block, in_turn)]
     assert found[0] == found[1]
     assert found[0]["tp"][1] == 0 < found[0]["dp"][1]
 
 
 def test_a_stage_between_two_others_sends_both_ways() -> None:
     training = Training(layers=3, hidden=10, seq=10, micro_batches=2)
-    (sent,) = traffic(place(block([1, 1, 1]), {"pp": 3}), training)
+    (sent,) = traffic(lay_out(block([1, 1, 1]), {"pp": 3}), training)
     assert sent.network == {"h0": 400, "h1": 800, "h2": 400}
 
 
 def test_sharded_data_parallelism() -> None:
     training = Training(params=800, value_bytes=2, micro_batches=2)
-    layout = place(block([4, 4]), {"dp_replicate": 2, "dp_shard": 4})
+    layout = lay_out(block([4, 4]), {"dp_replicate": 2, "dp_shard": 4})
     found = of(layout, training)
     assert found["dp_shard"] == (pytest.approx(2 * 3 * 3 / 4 * 1600), 0)
     assert found["dp_replicate"] == (0, pytest.approx(4 * 2 * (2 * 1 / 2) * 1600 / 4))
-    everything = place(block([4, 4]), {"dp": 8})
+    everything = lay_out(block([4, 4]), {"dp": 8})
     plain = of(everything, Training(params=800))["dp"]
     sharded = of(everything, Training(params=800, fsdp=True))["dp"]
     assert [later / first for later, first in zip(sharded, plain, strict=True)] == pytest.approx(

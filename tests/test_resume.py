@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory
-from mpiddp.protocol import RESTART_COUNT
+from mpiddp.protocol.variables import RESTART_COUNT
 from tests import tiny_data
 from tests.data_cache import fetched_cifar10
 from tests.ranks import clean_env, mpiddp

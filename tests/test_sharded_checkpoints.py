@@ -20,7 +20,7 @@ import torch
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.manifest import MANIFEST
-from mpiddp.checkpoints.shards.hosts import Places
+from mpiddp.checkpoints.shards.hosts import FileSystems
 from mpiddp.cli import main
 from mpiddp.train.resnet import ARCHS
 from tests import tiny_data
@@ -281,14 +281,14 @@ def test_a_damaged_shard_makes_the_run_resume_from_the_older_checkpoint(
 
 def test_every_shard_lies_on_two_file_systems() -> None:
     """Hosts with 2, 2 and 1 ranks; ranks of hosts that share a file system; one file system."""
-    places = Places((0, 0, 2, 2, 4))
-    assert [places.receiver_of(rank) for rank in range(5)] == [2, 3, 4, 4, 0]
-    assert [places.senders_to(rank) for rank in range(5)] == [[4], [], [0], [1], [2, 3]]
+    file_systems = FileSystems((0, 0, 2, 2, 4))
+    assert [file_systems.receiver_of(rank) for rank in range(5)] == [2, 3, 4, 4, 0]
+    assert [file_systems.senders_to(rank) for rank in range(5)] == [[4], [], [0], [1], [2, 3]]
     for rank in range(5):
-        receiver = places.receiver_of(rank)
+        receiver = file_systems.receiver_of(rank)
         assert receiver is not None
-        assert places.writer_of[receiver] != places.writer_of[rank]
-    assert Places((0, 0, 0)).receiver_of(1) is None
+        assert file_systems.writer_of[receiver] != file_systems.writer_of[rank]
+    assert FileSystems((0, 0, 0)).receiver_of(1) is None
 
 
 # Kills

@@ -98,7 +98,12 @@ def test_tails_accumulation_clipping_and_evaluation_are_those_of_ddp(
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_mixed_precision_trains_like_fp32(tmp_path: Path, pool: Ranks, amp: str) -> None:
-    common: Command = [*STEPS_50, "--steps-per-epoch=10", "--lr=0.1"]
+    """With fp16, the gradient scaler starts too high, and skips the step in which a gradient overflows.
+
+    From there on, the training is a step behind that in fp32: the learning rate is small enough that this
+    does not change the losses much. DDP skips the same step.
+    """
+    common: Command = [*STEPS_50, "--steps-per-epoch=10", "--lr=0.01"]
     commands: dict[str, Command] = {
         "fp32": [*common, "--parallel=fsdp"],
         amp: [*common, "--parallel=fsdp", f"--amp={amp}"],
@@ -107,5 +112,5 @@ def test_mixed_precision_trains_like_fp32(tmp_path: Path, pool: Ranks, amp: str)
     run_all(pool, 2, tmp_path, commands)
     fp32, mixed, ddp = (losses(tmp_path / name) for name in commands)
     assert mixed != fp32
-    assert mixed == pytest.approx(fp32, rel=0.05)
-    assert mixed == pytest.approx(ddp, rel=0.05)
+    assert mixed == pytest.approx(fp32, rel=0.03)
+    assert mixed == pytest.approx(ddp, rel=1e-3)

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.launch.supervise.screen import Screen, Source
-from mpiddp.protocol import LONGEST_LINE, is_shown
+from mpiddp.protocol.messages import LONGEST_LINE, is_shown
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
 

@@ -1,6 +1,6 @@
 """The parts of `mpiddp.spawn` that need no ranks: its options, pickles, payloads, refusals and errors.
 
-Tests mpiddp/spawning/, mpiddp/payload.py, mpiddp/runtime/run_function.py.
+Tests mpiddp/spawning/, mpiddp/protocol/payload.py, mpiddp/runtime/run_function.py.
 python -m pytest tests/test_spawning.py
 """
 
@@ -24,7 +24,7 @@ import pytest
 
 import mpiddp
 from mpiddp.errors import RankFailed, UserError
-from mpiddp.payload import Payload, receive_payload, send_payload
+from mpiddp.protocol.payload import Payload, receive_payload, send_payload
 from mpiddp.runtime import run_function
 from mpiddp.spawning import launcher, pickled
 from mpiddp.spawning.arguments import launch_options

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.faults.job import Job
-from mpiddp.protocol import ADDRESS, LINE_LIMIT
+from mpiddp.protocol.messages import LINE_LIMIT
+from mpiddp.protocol.variables import ADDRESS
 
 # Sends each text (given as an expression) on a new connection. A last connection sends half a line and
 # stays open while the job runs.

@@ -21,7 +21,8 @@ from mpiddp.launch.supervise.attempt import attempt
 from mpiddp.launch.supervise.limits import Limits
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import queued_signals
-from mpiddp.protocol import ADDRESS, SECRET, dumps, proof
+from mpiddp.protocol.messages import dumps, proof
+from mpiddp.protocol.variables import ADDRESS, SECRET
 
 STEPS = 5  # messages of progress of each rank
 RANKS_PER_HOST = 8

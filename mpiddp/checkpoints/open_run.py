@@ -12,7 +12,7 @@ from mpiddp.checkpoints.agreement import raised_by_all
 from mpiddp.checkpoints.owner import RunOwner, own
 from mpiddp.checkpoints.replicas import find_writer_ranks
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
-from mpiddp.protocol import RUN_ID
+from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 

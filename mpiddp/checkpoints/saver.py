@@ -23,7 +23,7 @@ from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.replicas import find_writer_of_ranks, warn
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.saved import RankState, Saved, TensorGroup
-from mpiddp.checkpoints.shards.hosts import Places
+from mpiddp.checkpoints.shards.hosts import FileSystems
 from mpiddp.checkpoints.shards.index import SavedTensor
 from mpiddp.checkpoints.shards.saver import ShardSaver
 from mpiddp.checkpoints.shards.state import split
@@ -122,10 +122,10 @@ class Saver:
         """Copy this rank's parts of the sharded tensors, and write them in the thread. A collective."""
         if self._shards is None:
             run = RunDir(self._root.parent, option="")
-            places = find_writer_of_ranks(self._coordinator, run, timeout_s=self._timeout_s)
+            writer_of = find_writer_of_ranks(self._coordinator, run, timeout_s=self._timeout_s)
             self._shards = ShardSaver(
                 self._root,
-                Places(places),
+                FileSystems(writer_of),
                 self._coordinator,
                 self._group,
                 timeout_s=self._timeout_s,

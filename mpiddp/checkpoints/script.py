@@ -37,7 +37,7 @@ from mpiddp.checkpoints.search import Source, Start
 from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
-from mpiddp.protocol import RESTART_COUNT, RUN_DIR
+from mpiddp.protocol.variables import RESTART_COUNT, RUN_DIR
 from mpiddp.runtime.session import current
 
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTART_COUNT)

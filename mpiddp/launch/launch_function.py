@@ -23,7 +23,7 @@ from mpiddp.launch.starters.environment import left_out_hint
 from mpiddp.launch.supervise.attempt import Outcome
 from mpiddp.launch.supervise.exchange import Exchange
 from mpiddp.launch.supervise.output import open_closed_streams
-from mpiddp.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
+from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
 from mpiddp.text import all_of
 from mpiddp.world import leave_enclosing_job
 

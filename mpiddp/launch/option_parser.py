@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.protocol import DEFAULT_RANKS, LOG_RANKS, MAX_TIMEOUT_S, PREFIX
+from mpiddp.protocol.messages import DEFAULT_RANKS
+from mpiddp.protocol.variables import LOG_RANKS, MAX_TIMEOUT_S, PREFIX
 from mpiddp.text import MAX_DURATION_DAYS, parse_duration, parse_whole, shown
 
 
@@ -232,7 +233,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _ranks(text: str) -> str:
-    """The ranks of --log-ranks, for `mpiddp.protocol.is_shown`."""
+    """The ranks of --log-ranks, for `mpiddp.protocol.messages.is_shown`."""
     if text in ("all", "none", DEFAULT_RANKS):
         return text
     try:

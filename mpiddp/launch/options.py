@@ -15,7 +15,7 @@ from mpiddp.launch.job import Job
 from mpiddp.launch.option_parser import option_parser
 from mpiddp.launch.starters.mpi_args import parse_mpi_args
 from mpiddp.paths import is_python, named_by
-from mpiddp.protocol import DEFAULT_RANKS
+from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.text import listed, shown
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"

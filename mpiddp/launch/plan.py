@@ -39,7 +39,7 @@ from mpiddp.launch.usable_hosts import (
     find_hosts,
 )
 from mpiddp.paths import check_program
-from mpiddp.protocol import GPUS
+from mpiddp.protocol.variables import GPUS
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo

@@ -29,7 +29,7 @@ from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.supervise.limits import Limits
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
-from mpiddp.protocol import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
+from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
 from mpiddp.text import all_of, duration
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

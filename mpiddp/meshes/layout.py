@@ -1,6 +1,6 @@
 """Which ranks form the groups of a mesh. A pure function of the ranks' hosts; needs no torch.
 
-    place(["node1", "node2", "node1", "node2"], {"dp": 2, "tp": 2})  ->  ranks (0, 2, 1, 3)
+    lay_out(["node1", "node2", "node1", "node2"], {"dp": 2, "tp": 2})  ->  ranks (0, 2, 1, 3)
 
 Here mpirun has dealt the ranks out to two hosts in turn. Groups of consecutive ranks, (0, 1) and (2, 3),
 would send every all-reduce of a layer over the network; (0, 2) and (1, 3) are inside a host.
@@ -70,7 +70,7 @@ class Layout:
         return math.prod(self.sizes[faster] for faster in names[names.index(name) + 1 :])
 
 
-def place(
+def lay_out(
     hosts: Sequence[str], sizes: Mapping[str, int], *, tp_across_hosts: bool = False
 ) -> Layout:
     """The layout of a mesh on these hosts. Every rank computes the same one.

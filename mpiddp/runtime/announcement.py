@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from mpiddp.errors import UserError
-from mpiddp.protocol import ANNOUNCED, is_argument
+from mpiddp.protocol.messages import is_argument
+from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.session import current
 from mpiddp.text import shown
 

@@ -1,7 +1,8 @@
 """A rank's end of the control channel: it reports to the launcher, and acts on the launcher's messages.
 
 A rank does not report over stdout, which belongs to the script, or by mpirun's exit code, which cannot
-be trusted. `mpiddp.protocol` defines the messages, and how both ends prove that they belong to one job.
+be trusted. `mpiddp.protocol.messages` defines the messages, and how both ends prove that they belong to
+one job.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpiddp.protocol import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps, notice_silence
+from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps, notice_silence
 from mpiddp.runtime.launcher_connection import NO_MESSAGE, connect_to_launcher
 from mpiddp.runtime.native_stacks import write_stack_on_urgent_byte
 from mpiddp.world import World

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mpiddp.errors import BAD_INPUT, UserError, print_error
 from mpiddp.meshes.dimensions import check_sizes, resolve
-from mpiddp.meshes.layout import Layout, place
+from mpiddp.meshes.layout import Layout, lay_out
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.master_address import machine_id
 from mpiddp.runtime.session import current
@@ -148,7 +148,7 @@ def _layout(answers: Sequence[dict[str, Any]]) -> Layout:
     hosts = _labels([(answer["host"], answer["hostname"]) for answer in answers])
     sizes, across = answers[0]["sizes"], answers[0]["tp_across_hosts"]
     sizes = resolve(sizes, hosts, unit="rank", tp_across_hosts=across)
-    layout = place(hosts, sizes, tp_across_hosts=across)
+    layout = lay_out(hosts, sizes, tp_across_hosts=across)
     if not layout.is_ascending and not _KEEPS_ORDER:
         raise UserError(
             f"torch {torch.__version__} sorts the ranks of a group, and as the ranks of these "

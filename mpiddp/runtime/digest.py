@@ -82,9 +82,9 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """The weight of each place of a block, odd and the same on every device: int64 [BLOCK]."""
-    places = torch.arange(1, BLOCK + 1, device=device)
-    return _mix(_mix(places)) | 1
+    """The weight of each position in a block, odd and the same on every device: int64 [BLOCK]."""
+    positions = torch.arange(1, BLOCK + 1, device=device)
+    return _mix(_mix(positions)) | 1
 
 
 def _mix(numbers: Tensor) -> Tensor:

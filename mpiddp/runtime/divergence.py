@@ -171,10 +171,10 @@ def _replicated_tensors(
         if id(parameter) not in sharded:
             tensors[name] = parameter
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for place, parameter in enumerate(group["params"]):
+        for index, parameter in enumerate(group["params"]):
             if id(parameter) in sharded:
                 continue
-            name = names.get(id(parameter), f"parameter {place} of group {number}")
+            name = names.get(id(parameter), f"parameter {index} of group {number}")
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
             for key, tensor in _tensors_of(state):
                 tensors[f"{key} of {name}"] = tensor

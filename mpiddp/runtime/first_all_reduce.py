@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.errors import UserError
-from mpiddp.protocol import LAUNCHED_AT, VERBOSE
+from mpiddp.protocol.variables import LAUNCHED_AT, VERBOSE
 from mpiddp.text import shown
 from mpiddp.world import World
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from mpiddp.errors import BAD_INPUT, FAILED, CommandFailed, JobFailed, UserError
-from mpiddp.protocol import ERROR_FILE, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
+from mpiddp.protocol.variables import ERROR_FILE, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
 from mpiddp.runtime.command.torch_store import serve_commands
 from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch

@@ -1,4 +1,4 @@
-"""Connect to the launcher, and prove that this rank belongs to its job: see `mpiddp.protocol`."""
+"""Connect to the launcher, and prove that this rank belongs to its job: see `mpiddp.protocol.messages`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol import LINE_LIMIT, UNIX, dumps, proof
+from mpiddp.protocol.messages import LINE_LIMIT, UNIX, dumps, proof
 from mpiddp.runtime.native_stacks import without_urgent_bytes
 from mpiddp.world import World
 
@@ -48,7 +48,7 @@ def connect_to_launcher(
             problem = error
             if time.monotonic() > deadline:
                 break
-            time.sleep(_RETRY_S)  # strangers may have taken all places
+            time.sleep(_RETRY_S)  # strangers may hold all connections
     host, _, port = address.rpartition(":")
     where = f"at {host} port {port}" if not address.startswith(UNIX) else f"on {address}"
     raise JobFailed(

@@ -16,7 +16,7 @@ from typing import Any
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve
-from mpiddp.protocol import INTERFACE, NETWORKS
+from mpiddp.protocol.variables import INTERFACE, NETWORKS
 from mpiddp.world import World
 
 LOOPBACK = "127.0.0.1"

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 
-from mpiddp.protocol import URGENT
+from mpiddp.protocol.messages import URGENT
 
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # linux/fcntl.h
 

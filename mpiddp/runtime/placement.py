@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mpiddp.hosts.gpu_variables import VISIBLE
 from mpiddp.hosts.hostfile import MAX_SLOTS
-from mpiddp.protocol import PLACEMENT
+from mpiddp.protocol.variables import PLACEMENT
 from mpiddp.runtime.master_address import RankInfo
 from mpiddp.text import parse_whole, shown
 

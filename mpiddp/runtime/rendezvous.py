@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import probe
-from mpiddp.protocol import RUN_ID
+from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.finalized_mpi import forbid_mpi4py
 from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen, requested_interface
 from mpiddp.world import World

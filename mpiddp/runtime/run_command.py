@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import DONE, STOPPED, CommandFailed, UserError
 from mpiddp.paths import check_program
-from mpiddp.protocol import ADDRESS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET, script_secret
+from mpiddp.protocol.messages import script_secret
+from mpiddp.protocol.variables import ADDRESS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET
 from mpiddp.runtime.command.guardian import AGENT_STORE, Guardian
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join

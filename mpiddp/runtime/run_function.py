@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError, missing_package
-from mpiddp.payload import Payload, receive_payload, send_payload
-from mpiddp.protocol import ANSWER, FUNCTION, GO, notice_silence
+from mpiddp.protocol.messages import ANSWER, FUNCTION, GO, notice_silence
+from mpiddp.protocol.payload import Payload, receive_payload, send_payload
 from mpiddp.runtime.coordinator import Refused
 from mpiddp.runtime.launcher_connection import connect_to_launcher
 from mpiddp.runtime.process_setup import configure_process

@@ -11,7 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from mpiddp.protocol import ERROR_FILE, MAX_RESTARTS, RESTART_COUNT, RUN_ID
+from mpiddp.protocol.variables import ERROR_FILE, MAX_RESTARTS, RESTART_COUNT, RUN_ID
 from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.world import World
 

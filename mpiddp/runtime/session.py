@@ -30,7 +30,8 @@ from mpiddp.errors import (
     package_we_lack,
 )
 from mpiddp.hosts.versions import package_version
-from mpiddp.protocol import ADDRESS, ERROR_FILE, SCRIPT_SECRET, SECRET, recorded_error
+from mpiddp.protocol.messages import recorded_error
+from mpiddp.protocol.variables import ADDRESS, ERROR_FILE, SCRIPT_SECRET, SECRET
 from mpiddp.runtime.control_client import ControlClient, connect
 from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mpiddp.errors import UserError
-from mpiddp.protocol import PLACEMENT, REPORT, VERBOSE
+from mpiddp.protocol.variables import PLACEMENT, REPORT, VERBOSE
 from mpiddp.runtime.coordinator import AGREE_TIMEOUT_S, Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.placement import RankPlacement, misplaced, table

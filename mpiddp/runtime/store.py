@@ -24,7 +24,7 @@ from mpiddp.hosts.sockets import (
     resolve_own,
     wait_for,
 )
-from mpiddp.protocol import RUN_ID
+from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.master_address import LOOPBACK, RankInfo, check_interface, requested_interface
 from mpiddp.runtime.rendezvous import RendezvousResult

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, TextIO
 
-from mpiddp.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
+from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _TICK_S = 0.5  # between looks at whether the launcher has ended

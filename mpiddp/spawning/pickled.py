@@ -21,7 +21,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from mpiddp.errors import UserError, missing_package
-from mpiddp.payload import Payload
+from mpiddp.protocol.payload import Payload
 
 _NEVER_LOOSE = frozenset({"__main__", "__mp_main__", "mpiddp", *sys.stdlib_module_names})
 

@@ -22,8 +22,8 @@ from mpiddp.errors import (
     RankFailed,
     UserError,
 )
-from mpiddp.payload import Payload
-from mpiddp.protocol import JOB
+from mpiddp.protocol.payload import Payload
+from mpiddp.protocol.variables import JOB
 from mpiddp.spawning.arguments import Value, launch_options
 from mpiddp.spawning.launcher import Report, run_launcher
 from mpiddp.spawning.pickled import name_of, pickled_call, unpickled

@@ -45,8 +45,8 @@ class Kind(IntEnum):
     OPTIMIZER = 6
 
 
-Place = tuple[Kind, int, str]  # a kind, the number of the tensor within it, and its name
-Trace = list[dict[Place, int]]  # the digests of each step
+TensorKey = tuple[Kind, int, str]  # a kind, the number of the tensor within it, and its name
+Trace = list[dict[TensorKey, int]]  # the digests of each step
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def check_determinism(inputs: TrainInputs) -> int:
 def first_difference(first: Trace, second: Trace) -> Difference | None:
     """The first digest of `first` that `second` does not have, by step and by order in the step."""
     for step, (a, b) in enumerate(zip(first, second, strict=True), start=1):
-        different = [place for place in sorted(a.keys() | b.keys()) if a.get(place) != b.get(place)]
+        different = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
         if different:
             kind, number, name = different[0]
             return Difference(step, kind, number, name, len(different), len(a.keys() | b.keys()))
@@ -145,9 +145,9 @@ class Recorder:
         self._model, self._optimizer = state.model, state.optimizer
         self._optimizer.register_step_pre_hook(self._before_update)
         self._optimizer.register_step_post_hook(self._after_update)
-        self._step: dict[Place, Tensor] = {}
+        self._step: dict[TensorKey, Tensor] = {}
         self._counts: Counter[Kind] = Counter()  # tensors of this step
-        self._digests: list[tuple[list[Place], Tensor]] = []
+        self._digests: list[tuple[list[TensorKey], Tensor]] = []
 
     def record(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches."""
@@ -185,9 +185,7 @@ class Recorder:
 
     def read(self) -> Trace:
         """The digests of all steps. On a GPU this waits for the last one."""
-        return [
-            dict(zip(places, digests.tolist(), strict=True)) for places, digests in self._digests
-        ]
+        return [dict(zip(keys, digests.tolist(), strict=True)) for keys, digests in self._digests]
 
 
 def _hint(where: Difference, config: TrainConfig, device: torch.device) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mpiddp.checkpoints import search
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.search import Source, Start
-from mpiddp.protocol import RESTART_COUNT
+from mpiddp.protocol.variables import RESTART_COUNT
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpiddp import cli
-from mpiddp.protocol import RESTART_COUNT
+from mpiddp.protocol.variables import RESTART_COUNT
 from tests.jobs.diverging import flip
 
 

@@ -15,7 +15,7 @@ import time
 
 from mpiddp.launch.supervise.control_server import ControlServer
 from mpiddp.launch.supervise.output import Outputs, Shown
-from mpiddp.protocol import OUTPUT
+from mpiddp.protocol.variables import OUTPUT
 from tests.patience import PATIENCE_S
 
 RANK = """

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -84,8 +84,9 @@ def main(what: str, rank: str, step: str, *options: str) -> None:
         noise.steps += 1
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(rank_module, "open_data", open_noisy_data))
-        stack.enter_context(mock.patch.object(determinism, "build_state", build_and_count))
+        patches = stack.enter_context(pytest.MonkeyPatch.context())
+        patches.setattr(rank_module, "open_data", open_noisy_data)
+        patches.setattr(determinism, "build_state", build_and_count)
         stack.callback(register_module_forward_hook(after_forward).remove)
         stack.callback(register_optimizer_step_pre_hook(before_update).remove)
         code = cli.main(["train", *options])

@@ -25,7 +25,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Places:
+class FileSystems:
     """The writer rank of each rank's file system: [world_size]. All ranks have the same."""
 
     writer_of: tuple[int, ...]

@@ -38,7 +38,7 @@ class ShardFiles:
     folders: Mapping[str, Path]  # by the name of the file
 
     def into(self, state: Any, like: Like) -> Any:
-        """The state with the sharded tensors in their places. Not a collective.
+        """The state with the sharded tensors in their value_names. Not a collective.
 
         Raises:
             UserError: a tensor has another shape than the saved one, or a file cannot be read.
@@ -148,13 +148,13 @@ def with_tensors(state: Any, like: Like) -> Any:
         UserError: as `ShardFiles.into`.
     """
     names: dict[str, Tensor | None] = {}
-    places: dict[str, str] = {}  # the name of each value, by the name of its place in `state`
+    value_names: dict[str, str] = {}  # the name of each value, by the name of its path in `state`
     files: list[ShardFiles] = []
 
     def find(path: tuple[Any, ...], value: Any) -> Any:
         if isinstance(value, ShardedValue):
             names[value.name] = like(path)
-            places[name_of(path)] = value.name
+            value_names[name_of(path)] = value.name
             files.append(value.files)
         return value
 
@@ -162,7 +162,7 @@ def with_tensors(state: Any, like: Like) -> Any:
     if not files:
         return state
     found = files[0].read(names)
-    return filled(state, {place: found[name] for place, name in places.items()})
+    return filled(state, {path: found[name] for path, name in value_names.items()})
 
 
 def _metadata(index: ShardIndex) -> Any:

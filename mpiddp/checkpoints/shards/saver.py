@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpiddp.checkpoints.saved import TensorGroup
 from mpiddp.checkpoints.shards.exchange import Exchange
-from mpiddp.checkpoints.shards.hosts import Places
+from mpiddp.checkpoints.shards.hosts import FileSystems
 from mpiddp.checkpoints.shards.index import SavedTensor
 from mpiddp.checkpoints.shards.plan import ShardPlan, plan_shards
 from mpiddp.checkpoints.shards.write import ShardSave
@@ -27,7 +27,7 @@ class ShardSaver:
     def __init__(
         self,
         root: Path,
-        places: Places,
+        file_systems: FileSystems,
         coordinator: Coordinator,
         group: TensorGroup | None,
         *,
@@ -37,7 +37,7 @@ class ShardSaver:
 
         Args:
             root: the folder of checkpoints.
-            places: the file systems that the ranks see there.
+            file_systems: the file systems that the ranks see there.
             group: of all ranks; None if the job has one.
         """
         self._root = root
@@ -48,9 +48,9 @@ class ShardSaver:
         self._prefix = coordinator.unique_prefix("shards")
         self._values = coordinator.values.clone()
         self._previous: Exchange | None = None
-        self._places = places
+        self._file_systems = file_systems
         self._copies: Any = None  # the process group of the copies
-        if len(places.writers) > 1:
+        if len(file_systems.writers) > 1:
             timeout = timedelta(seconds=timeout_s)
             self._copies = dist.new_group(backend="gloo", timeout=timeout)
         elif (coordinator.world.num_nodes or 1) == 1 and coordinator.world.world_size > 1:
@@ -77,7 +77,7 @@ class ShardSaver:
         )
         self._previous = exchange
         rank = self._coordinator.world.rank
-        return ShardSave(self._root, step, rank, self._places, exchange, self._copies)
+        return ShardSave(self._root, step, rank, self._file_systems, exchange, self._copies)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.manifest import Entry
 from mpiddp.checkpoints.shards.exchange import Exchange, NoExchange
-from mpiddp.checkpoints.shards.hosts import Places, flush, transfer
+from mpiddp.checkpoints.shards.hosts import FileSystems, flush, transfer
 from mpiddp.checkpoints.shards.index import INDEX, SavedTensor, ShardIndex, file_of
 from mpiddp.checkpoints.tensor_file import write_tensors
 from mpiddp.errors import JobFailed
@@ -32,7 +32,13 @@ class ShardSave:
     """One save of one rank."""
 
     def __init__(
-        self, root: Path, step: int, rank: int, places: Places, exchange: Exchange, group: Any
+        self,
+        root: Path,
+        step: int,
+        rank: int,
+        file_systems: FileSystems,
+        exchange: Exchange,
+        group: Any,
     ) -> None:
         """
         Args:
@@ -42,13 +48,13 @@ class ShardSave:
         self._root = root
         self._step = step
         self._rank = rank
-        self._places = places
+        self._file_systems = file_systems
         self._exchange = exchange
         self._group = group
 
     @property
     def _is_writer(self) -> bool:
-        return self._places.writer_of[self._rank] == self._rank
+        return self._file_systems.writer_of[self._rank] == self._rank
 
     def run(
         self,
@@ -93,14 +99,16 @@ class ShardSave:
         try:
             exchange.set(f"complete/{self._rank}", folder is not None)
             if self._rank == 0:
-                all_have = exchange.get_all([f"complete/{rank}" for rank in self._places.writers])
+                all_have = exchange.get_all(
+                    [f"complete/{rank}" for rank in self._file_systems.writers]
+                )
                 exchange.set("complete", all(all_have))
             return bool(exchange.get("complete"))
         except NoExchange:
             return False
 
     def _folder_of_writer(self) -> Path | None:
-        name = self._exchange.get(f"folder/{self._places.writer_of[self._rank]}")
+        name = self._exchange.get(f"folder/{self._file_systems.writer_of[self._rank]}")
         return self._root / name if name else None
 
     def _write_folder(
@@ -160,14 +168,14 @@ class ShardSave:
 
     def _files_here(self) -> list[str]:
         """The files of shards on this file system: those of its ranks, and the copies for other hosts."""
-        own = self._places.writer_of[self._rank]
-        ranks = range(len(self._places.writer_of))
-        receivers = [self._places.receiver_of(rank) for rank in ranks]
+        own = self._file_systems.writer_of[self._rank]
+        ranks = range(len(self._file_systems.writer_of))
+        receivers = [self._file_systems.receiver_of(rank) for rank in ranks]
         return [
             file_of(rank)
             for rank, receiver in zip(ranks, receivers, strict=True)
-            if own == self._places.writer_of[rank]
-            or (receiver is not None and own == self._places.writer_of[receiver])
+            if own == self._file_systems.writer_of[rank]
+            or (receiver is not None and own == self._file_systems.writer_of[receiver])
         ]
 
     def _write_shards(
@@ -208,8 +216,8 @@ class ShardSave:
 
     def _copy(self, folder: Path, own: Entry | None) -> None:
         """Exchange copies with the ranks that have written their files."""
-        receiver = self._places.receiver_of(self._rank)
-        senders = self._places.senders_to(self._rank)
+        receiver = self._file_systems.receiver_of(self._rank)
+        senders = self._file_systems.senders_to(self._rank)
         assert receiver is not None
         of_receiver, *of_senders = self._exchange.get_all(
             [f"written/{rank}" for rank in (receiver, *senders)]
@@ -240,7 +248,7 @@ class ShardSave:
         """
         exchange = self._exchange
         if self._rank == 0:
-            ranks = range(len(self._places.writer_of))
+            ranks = range(len(self._file_systems.writer_of))
             reports = exchange.get_all([f"done/{rank}" for rank in ranks])
             is_saved = not any(report["problem"] for report in reports)
             files = {file_of(rank): reports[rank]["written"] for rank in ranks}

@@ -14,7 +14,7 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.nodes import Node, is_this_host
 from mpiddp.hosts.ssh import run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.protocol import JOB
+from mpiddp.protocol.variables import JOB
 
 TIMEOUT_S = 8.0
 

@@ -28,7 +28,7 @@ from mpiddp.launch.supervise.limits import Limits
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue
 from mpiddp.launch.supervise.supervisor import MpirunEnd, Supervisor
-from mpiddp.protocol import JOB, OUTPUT, SECRET
+from mpiddp.protocol.variables import JOB, OUTPUT, SECRET
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,9 @@ from typing import Any
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.supervise.listener import Listener
 from mpiddp.launch.supervise.peer import Peer
-from mpiddp.protocol import (
-    ADDRESS,
+from mpiddp.protocol.messages import (
     HANDED_OVER,
     LINE_LIMIT,
-    SECRET,
     STREAMS,
     UNPROVED_LINE_LIMIT,
     dumps,
@@ -30,6 +28,7 @@ from mpiddp.protocol import (
     proof,
     script_secret,
 )
+from mpiddp.protocol.variables import ADDRESS, SECRET
 
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams

@@ -15,8 +15,8 @@ import socket
 import threading
 
 from mpiddp.launch.supervise.control_server import Message
-from mpiddp.payload import Payload, receive_payload, send_payload
-from mpiddp.protocol import ANSWER, FUNCTION, GO, notice_silence
+from mpiddp.protocol.messages import ANSWER, FUNCTION, GO, notice_silence
+from mpiddp.protocol.payload import Payload, receive_payload, send_payload
 
 
 class Exchange:

@@ -77,8 +77,8 @@ def _last_line(state: JobState, rank: int) -> str:
             "code."
         )
     frames = _main_frames(state.stacks[rank]["text"])
-    file, place, code = [frame for frame in frames if not frame[0].startswith("<frozen ")][-1]
-    return f"in {file}, {place}: {code}"
+    file, line, code = [frame for frame in frames if not frame[0].startswith("<frozen ")][-1]
+    return f"in {file}, {line}: {code}"
 
 
 def _main_frames(text: str) -> list[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.launch.supervise.control_server import Message
-from mpiddp.protocol import recorded_error
+from mpiddp.protocol.messages import recorded_error
 from mpiddp.text import escaped
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the

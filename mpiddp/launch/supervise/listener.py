@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from mpiddp.errors import UserError
-from mpiddp.protocol import UNIX
+from mpiddp.protocol.messages import UNIX
 
 
 class Listener:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from mpiddp.errors import UserError
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all
 from mpiddp.launch.supervise.output import OutputCopy
-from mpiddp.protocol import OUTPUT_PROCESS
+from mpiddp.protocol.messages import OUTPUT_PROCESS
 
 ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
 KILL_S = 5.0  # time for killed processes to end, unless a disk or a driver blocks them

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mpiddp.launch.supervise.screen import Screen, Source
-from mpiddp.protocol import DEFAULT_RANKS, FRAME, LONGEST_LINE, STREAMS, is_shown
+from mpiddp.protocol.messages import DEFAULT_RANKS, FRAME, LONGEST_LINE, STREAMS, is_shown
 from mpiddp.text import escaped
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
@@ -33,7 +33,7 @@ def open_closed_streams() -> None:
 
 @dataclass(frozen=True)
 class Shown:
-    """The ranks whose output is shown, see `mpiddp.protocol.is_shown`, and whether their number is."""
+    """The ranks whose output is shown, see `protocol.messages.is_shown`, and whether their number is."""
 
     ranks: str = DEFAULT_RANKS
     has_prefix: bool = False

@@ -9,7 +9,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from mpiddp.protocol import URGENT
+from mpiddp.protocol.messages import URGENT
 
 _UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 
 from mpiddp.launch import log
-from mpiddp.protocol import LONGEST_LINE
+from mpiddp.protocol.messages import LONGEST_LINE
 
 _QUIET_S = 1.0
 _ERASED = b"\r\x1b[K"  # the terminal's last line

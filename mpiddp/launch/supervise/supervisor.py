@@ -24,7 +24,7 @@ from mpiddp.launch.supervise.output import Outputs, Shown
 from mpiddp.launch.supervise.signals import STOP_SIGNALS, SignalQueue, with_child_exits
 from mpiddp.launch.supervise.stopping import Stopping
 from mpiddp.launch.supervise.watchdog import Watchdog
-from mpiddp.protocol import CONFIRM_EVERY, HANDED_OVER
+from mpiddp.protocol.messages import CONFIRM_EVERY, HANDED_OVER
 
 # Time limits for:
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from mpiddp.protocol import notice_silence
+from mpiddp.protocol.messages import notice_silence
 
 _LONGEST = 64 << 20  # bytes of a request or an answer: a value of every rank
 _CHUNK = 1 << 16

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mpiddp.protocol import OPEN_S, OUTPUT_PROCESS, STREAMS, is_shown
+from mpiddp.protocol.messages import OPEN_S, OUTPUT_PROCESS, STREAMS, is_shown
 from mpiddp.runtime.output.stream import OutputStream
 from mpiddp.world import World
 
@@ -47,7 +47,7 @@ def run(
     """Be the output process of a rank, in a process forked from it.
 
     Args:
-        selection: the ranks that the launcher shows, see `mpiddp.protocol.is_shown`.
+        selection: the ranks that the launcher shows, see `mpiddp.protocol.messages.is_shown`.
         sources: the file descriptor of each stream.
         control: the rank's messages, see `mpiddp.runtime.output.rank_output`.
         rank: a file descriptor that is readable when the rank has ended.

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from mpiddp.errors import JobFailed
 from mpiddp.paths import named_by
-from mpiddp.protocol import LOG_DIR, OUTPUT, STREAMS
+from mpiddp.protocol.messages import STREAMS
+from mpiddp.protocol.variables import LOG_DIR, OUTPUT
 from mpiddp.runtime.output.process import DRAIN, DRAINED, FILES, run
 from mpiddp.world import World
 

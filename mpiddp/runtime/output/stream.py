@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol import FRAME, LONGEST_LINE, STREAMS, notice_silence
+from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS, notice_silence
 from mpiddp.runtime.launcher_connection import connect_to_launcher
 from mpiddp.world import World
 

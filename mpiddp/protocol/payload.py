@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from _blake2 import blake2b  # hashlib would load OpenSSL, see `mpiddp.protocol.proof`
+from _blake2 import blake2b  # hashlib would load OpenSSL, see `mpiddp.protocol.messages.proof`
 from dataclasses import dataclass
 from typing import Any
 
