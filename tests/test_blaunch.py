@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import cluster
 from tests.cluster import Cluster
 from tests.mpis import mpirun_of
 from tests.ranks import ROOT
+from tests.stand_ins import two_hosts_with
 
 BLAUNCH = """\
 #!/bin/sh
@@ -25,19 +25,12 @@ BLAUNCH = """\
 echo "$1" >> "${0%/*}/calls"
 exec /usr/bin/ssh "$@"
 """
-NO_SSH = "#!/bin/sh\necho 'ssh is not allowed here' >&2; exit 1\n"
 SHOW = "import os; print('shown', os.environ['RANK'], os.environ['GROUP_RANK'], flush=True)"
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Cluster]:
-    with cluster.up_or_skip(2) as standing:
-        folder = standing.shared / "bin"
-        folder.mkdir()
-        for name, text in (("blaunch", BLAUNCH), ("ssh", NO_SSH)):
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        (standing.shared / "show.py").write_text(SHOW)
+    with two_hosts_with("blaunch", BLAUNCH, SHOW) as standing:
         yield standing
 
 

@@ -31,11 +31,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 def fashion(folder: Path, *options: str) -> Command:
     """A command for two epochs of three steps with augmentation, and a tail of two images."""
-    data = tiny_data.fashion_mnist(folder / "data", 26, 11)
-    return [
-        "--dataset=fashion-mnist", f"--data-dir={data}", "--arch=resnet20", "--epochs=2",
-        "--global-batch-size=8", "--keep-tail", *options,
-    ]  # fmt: skip
+    return tiny_data.two_epochs(folder, "--global-batch-size=8", "--keep-tail", *options)
 
 
 @pytest.mark.parametrize(

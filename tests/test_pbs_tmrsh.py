@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import cluster
 from tests.cluster import Cluster
 from tests.mpis import mpirun_of
 from tests.ranks import ROOT
+from tests.stand_ins import two_hosts_with
 
 PBS_TMRSH = f"""\
 #!{sys.executable}
@@ -30,7 +30,6 @@ with open(os.path.join(folder, "calls"), "a") as calls, open(os.path.join(folder
     ssh = ["/usr/bin/ssh", "-n", host, "exec " + shlex.join(program)]
     sys.exit(subprocess.run(ssh, stdout=output, stderr=output).returncode)
 """
-NO_SSH = "#!/bin/sh\necho 'ssh is not allowed here' >&2; exit 1\n"
 SHOW = """
 import os, socket, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -43,13 +42,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Cluster]:
-    with cluster.up_or_skip(2) as standing:
-        folder = standing.shared / "bin"
-        folder.mkdir()
-        for name, text in (("pbs_tmrsh", PBS_TMRSH), ("ssh", NO_SSH)):
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        (standing.shared / "show.py").write_text(SHOW)
+    with two_hosts_with("pbs_tmrsh", PBS_TMRSH, SHOW) as standing:
         (standing.shared / "nodes").write_text("node0\nnode1\n")
         yield standing
 

@@ -16,9 +16,9 @@ import torch
 
 from mpiddp.checkpoints import directory
 from mpiddp.protocol.variables import RESTART_COUNT
-from tests import tiny_data
 from tests.data_cache import fetched_cifar10
 from tests.ranks import clean_env, mpiddp
+from tests.tiny_data import two_epochs
 from tests.training import (
     Command,
     Ranks,
@@ -30,23 +30,12 @@ from tests.training import (
     waiting_ranks,
 )
 
-NUM_TRAIN, NUM_TEST = 26, 11
 SAVE_ALL = ("--save-every=1", "--keep=99")
 
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     yield from waiting_ranks(4, tmp_path_factory.mktemp("pool"))
-
-
-def fashion(folder: Path, *options: str) -> Command:
-    """A command for two epochs over a few images, with augmentation."""
-    data = folder / "data"
-    if not data.exists():
-        tiny_data.fashion_mnist(data, NUM_TRAIN, NUM_TEST)
-    return [
-        "--dataset=fashion-mnist", f"--data-dir={data}", "--arch=resnet20", "--epochs=2", *options,
-    ]  # fmt: skip
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -76,7 +65,7 @@ def steps_recorded(run: Path) -> list[int]:
 def test_a_resumed_run_has_the_same_weights_momentum_statistics_and_rng(
     tmp_path: Path, pool: Ranks, ranks: int, options: list[str], steps: int
 ) -> None:
-    command = fashion(tmp_path, *options)
+    command = two_epochs(tmp_path, *options)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     step = random.Random(f"{ranks} {options}").randrange(1, steps)
     start = step_folder(whole, step)
@@ -95,12 +84,12 @@ def test_a_resumed_run_has_the_same_weights_momentum_statistics_and_rng(
 def test_go_on_prefers_the_runs_own_checkpoints_to_resume(tmp_path: Path, pool: Ranks) -> None:
     """A restart adds --go-on: before the run's first save --resume applies, afterwards its own."""
     older, run = tmp_path / "older", tmp_path / "run"
-    command = [*fashion(tmp_path, "--batch-size=4"), "--resume", older, "--go-on"]
+    command = [*two_epochs(tmp_path, "--batch-size=4"), "--resume", older, "--go-on"]
     ran = pool.run(
         2,
         tmp_path,
         [
-            [*fashion(tmp_path, "--batch-size=4"), "--out", older, "--stop-at-step=2"],
+            [*two_epochs(tmp_path, "--batch-size=4"), "--out", older, "--stop-at-step=2"],
             [*command, "--out", run, "--stop-at-step=4"],
             [*command, "--out", run],
             [*command, "--resume=never", "--out", run],
@@ -146,7 +135,7 @@ def test_resume_on_cifar10_across_the_end_of_an_epoch(tmp_path: Path, pool: Rank
 def stopped(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> tuple[Path, Command]:
     """A run of two ranks, stopped at step 2 of 6. An epoch has three steps."""
     folder = tmp_path_factory.mktemp("stopped")
-    command = fashion(folder, "--global-batch-size=8", "--log-every=2")
+    command = two_epochs(folder, "--global-batch-size=8", "--log-every=2")
     stop: Command = ["--out", folder / "out", "--stop-at-step=2", "--save-every=1"]
     (ran,) = pool.run(2, folder, [[*command, *stop]])
     assert (ran.code, ran.stderr) == (75, "")

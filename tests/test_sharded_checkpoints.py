@@ -23,9 +23,9 @@ from mpiddp.checkpoints.manifest import MANIFEST
 from mpiddp.checkpoints.shards.hosts import FileSystems
 from mpiddp.cli import main
 from mpiddp.train.resnet import ARCHS
-from tests import tiny_data
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
+from tests.tiny_data import two_epochs
 from tests.training import Command, Ranks, Turn, contents, records, unequal, waiting_ranks
 
 SAVE_ALL = ("--save-every=1", "--keep=99")
@@ -34,16 +34,6 @@ SAVE_ALL = ("--save-every=1", "--keep=99")
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     yield from waiting_ranks(4, tmp_path_factory.mktemp("pool"))
-
-
-def fashion(folder: Path, *options: str) -> Command:
-    """A command for two epochs over a few images, with augmentation."""
-    data = folder / "data"
-    if not data.exists():
-        tiny_data.fashion_mnist(data, 26, 11)
-    return [
-        "--dataset=fashion-mnist", f"--data-dir={data}", "--arch=resnet20", "--epochs=2", *options,
-    ]  # fmt: skip
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -82,7 +72,7 @@ def names(folder: Path) -> list[str]:
 def test_a_resumed_run_has_the_same_shards_statistics_and_rng(
     tmp_path: Path, pool: Ranks, ranks: int, options: list[str], steps: int, step: int
 ) -> None:
-    command = fashion(tmp_path, *options, "--parallel=fsdp")
+    command = two_epochs(tmp_path, *options, "--parallel=fsdp")
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     start = step_folder(whole, step)
     ran = pool.run(
@@ -127,7 +117,7 @@ def test_shards_load_at_any_number_of_ranks(
 def stopped(tmp_path_factory: pytest.TempPathFactory, pool: Ranks) -> tuple[Path, Command]:
     """A run of two ranks with checkpoints of the steps 1, 2 and 3 of 6; and its command."""
     folder = tmp_path_factory.mktemp("stopped")
-    command = fashion(folder, "--global-batch-size=8", "--log-every=1", "--amp=off")
+    command = two_epochs(folder, "--global-batch-size=8", "--log-every=1", "--amp=off")
     stop: Command = ["--out", folder / "out", "--stop-at-step=3", *SAVE_ALL, "--parallel=fsdp"]
     (ran,) = pool.run(2, folder, [[*command, *stop]])
     assert (ran.code, ran.stderr) == (75, "")

@@ -25,6 +25,16 @@ def fashion_mnist(folder: Path, num_train: int, num_test: int) -> Path:
     return folder
 
 
+def two_epochs(folder: Path, *options: str) -> list[str | Path]:
+    """Options of `mpiddp train` for two epochs over 26 images with augmentation, and 11 test images."""
+    data = folder / "data"
+    if not data.exists():
+        fashion_mnist(data, 26, 11)
+    return [
+        "--dataset=fashion-mnist", f"--data-dir={data}", "--arch=resnet20", "--epochs=2", *options,
+    ]  # fmt: skip
+
+
 def image_folder(folder: Path, num_train: int, num_test: int) -> Path:
     """Write train/CLASS/*.jpg and val/CLASS/*.jpg, with these numbers of images in each of 3 classes."""
     draw = np.random.default_rng(0)
