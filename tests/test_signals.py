@@ -21,7 +21,7 @@ from tests import cluster
 from tests.cluster import Cluster
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
-from tests.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, clean_env, script
+from tests.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, clean_env, launch, script
 from tests.test_stop import LONG_GRACE, SCRIPT, piped, start
 
 SLOW_SAVE = """
@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader
 class Numbers:
     def __len__(self): return 10**9
     def __getitem__(self, i): time.sleep(0.002); return i
-mpiddp.should_stop()
-loader = iter(DataLoader(Numbers(), num_workers=2))
+loader = iter(DataLoader(Numbers(), num_workers=2))  # before the rank says that it can stop
 next(loader)
+mpiddp.should_stop()
 print("ready\\n", end="", flush=True)
 while not mpiddp.should_stop():
     next(loader)
@@ -171,6 +171,52 @@ def test_a_second_request_still_ends_an_mpirun_that_is_shielded_from_sigterm(
         job.send_signal(signal.SIGINT)
         stdout, _ = job.communicate(timeout=PATIENCE_S)
     assert (job.returncode, stdout) == (130, "")
+
+
+CHILDREN = """
+import multiprocessing, os, subprocess, time, mpiddp
+fork = multiprocessing.get_context("fork")
+def answer(pipe):
+    while True:
+        pipe.send(pipe.recv())
+def start():
+    ours, others = fork.Pipe()
+    child = fork.Process(target=answer, args=(others,), daemon=True)
+    child.start()
+    ours.send("")
+    ours.recv()
+    return child, ours
+def sigterm_of_a_stranger(pid):
+    subprocess.run(["kill", "-TERM", str(pid)], check=True)
+def is_pending(pid):
+    lines = open(f"/proc/{pid}/status").read().splitlines()
+    return any(line.startswith("ShdPnd") and int(line.split()[1], 16) for line in lines)
+child, _ = start()
+sigterm_of_a_stranger(child.pid)
+child.join()
+print("while the rank cannot stop:", child.exitcode)
+child, pipe = start()
+mpiddp.should_stop()
+sigterm_of_a_stranger(child.pid)
+while is_pending(child.pid):
+    time.sleep(0.01)
+for _ in range(100):
+    pipe.send("")
+    pipe.recv()
+child.terminate()
+child.join()
+print("by the rank:", child.exitcode)
+program = subprocess.Popen(["sleep", "1000"], preexec_fn=os.setsid)
+program.terminate()
+print("a program:", program.wait())
+"""
+
+
+def test_a_child_leaves_sigterm_to_a_rank_that_can_stop(tmp_path: Path) -> None:
+    """Also a child from before the rank could; and a program that the rank executes ends as always."""
+    done = launch("-H", "localhost:1", script(tmp_path, CHILDREN))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "while the rank cannot stop: -15\nby the rank: -15\na program: -15\n"
 
 
 FAILS = """

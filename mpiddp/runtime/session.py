@@ -32,6 +32,7 @@ from mpiddp.errors import (
 from mpiddp.hosts.versions import package_version
 from mpiddp.protocol.messages import recorded_error
 from mpiddp.protocol.variables import ADDRESS, ERROR_FILE, SCRIPT_SECRET, SECRET
+from mpiddp.runtime.child_signals import leave_sigterm_to_rank
 from mpiddp.runtime.control_client import ControlClient, connect
 from mpiddp.runtime.coordinator import Coordinator, Refused
 from mpiddp.runtime.failure_watch import FailureWatch
@@ -166,6 +167,7 @@ def _connect_script(session: Session) -> None:
         session.is_unjoined_script = True
         faulthandler.enable(2)
         atexit.register(_report_success, session)
+        leave_sigterm_to_rank()
         sys.excepthook = partial(_report_uncaught, session, sys.excepthook)
 
 
@@ -239,6 +241,7 @@ def reporting(world: World) -> Iterator[Session]:
         versions={"python": sys.version.split()[0], **versions},
     )
     atexit.register(_report_success, session)  # before those of the script, so it runs after them
+    leave_sigterm_to_rank()
     if session.output is not None and world.launcher.name == "slurm":
         atexit.register(_drain, session.output)
     try:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from mpiddp.runtime.child_signals import obey_only
 from mpiddp.runtime.stop_request import StopRequest
 
 
@@ -30,19 +29,19 @@ def handle_sigterm(stop: StopRequest) -> None:
     """Treat SIGTERM as a request to stop, unless the script has its own handler.
 
     systemd, batch systems and container runtimes send it to every process of a job at once. The launcher
-    gets it too, and limits the time. Children that this process forks, such as a DataLoader's workers,
-    leave a stranger's SIGTERM to their rank.
+    gets it too, and limits the time. For the children of this process, see `child_signals`.
     """
     main_thread = threading.main_thread() is threading.current_thread()
     if main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         handler = partial(_on_signal, stop)
         signal.signal(signal.SIGTERM, handler)
-        os.register_at_fork(after_in_child=partial(_leave_to_rank, handler))
+        os.register_at_fork(after_in_child=partial(_end_by_sigterm, handler))
 
 
-def _leave_to_rank(handler: Callable[[int, Any], None]) -> None:
+def _end_by_sigterm(handler: Callable[[int, Any], None]) -> None:
+    """In a forked child, which is no rank, let SIGTERM have its default effect."""
     if signal.getsignal(signal.SIGTERM) is handler:
-        obey_only(os.getppid())
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def unblock_sigusr1() -> None:
