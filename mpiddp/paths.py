@@ -17,10 +17,11 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import escaped
 
 # The errors of a path that is wrong. Any other has its cause in a machine: a disk, a file server.
-WRONG_PATH = frozenset(
+_WRONG_PATH = frozenset(
     {
         errno.EACCES,
         errno.EEXIST,
+        errno.EFBIG,
         errno.EINVAL,
         errno.EISDIR,
         errno.ELOOP,
@@ -35,9 +36,29 @@ WRONG_PATH = frozenset(
 _FIRST_LINE = 4096  # bytes that show what a file is
 
 
+def cause_of(error: OSError, *, has_run: bool = False) -> type[UserError] | type[JobFailed]:
+    """UserError if the path is wrong, JobFailed if a machine failed.
+
+    Args:
+        has_run: an earlier attempt has written there. Then a file system that is read-only is no wrong path,
+            but a disk that failed.
+    """
+    if error.errno == errno.EROFS and has_run:
+        return JobFailed
+    return UserError if error.errno in _WRONG_PATH else JobFailed
+
+
+def read_error(file: str, error: OSError) -> UserError | JobFailed:
+    """Why `file` cannot be read, as one sentence."""
+    return cause_of(error)(f"{file} cannot be read ({error.strerror}).")
+
+
 @contextlib.contextmanager
-def named_by(option: str) -> Iterator[None]:
+def named_by(option: str, *, has_run: bool = False) -> Iterator[None]:
     """Raise an error of a file in the body as one sentence that begins with `option`, "" for none.
+
+    Args:
+        has_run: see `cause_of`.
 
     Raises:
         UserError: the path is wrong.
@@ -48,9 +69,8 @@ def named_by(option: str) -> Iterator[None]:
     except OSError as error:
         if error.filename is None or error.strerror is None:  # not an error of a file
             raise
-        kind = UserError if error.errno in WRONG_PATH else JobFailed
         sentence = f"{option} {os.fsdecode(error.filename)}: {error.strerror}."
-        raise kind(sentence.lstrip()) from None
+        raise cause_of(error, has_run=has_run)(sentence.lstrip()) from None
 
 
 def read_limited(path: Path, limit: int) -> bytes:

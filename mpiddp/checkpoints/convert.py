@@ -34,8 +34,8 @@ from mpiddp.checkpoints.shards.index import (
 from mpiddp.checkpoints.shards.read import ShardFiles
 from mpiddp.checkpoints.shards.state import mapped
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import WRONG_PATH, read_limited
+from mpiddp.errors import UserError
+from mpiddp.paths import cause_of, read_error, read_limited
 
 _MAX_STATE_BYTES = 16 << 20
 _REPLICATED = "replicated"
@@ -69,7 +69,7 @@ def convert(folder: Path, out: Path) -> str:
     except BrokenCheckpoint as error:
         raise UserError(f"{folder}: {error}.") from None
     except OSError as error:
-        raise UserError(f"{folder}: {INDEX} cannot be read ({error.strerror}).") from None
+        raise read_error(f"{folder}: {INDEX}", error) from None
     kind = _SCRIPT if _is_of_script(folder) else _TRAIN
     if index is None and kind is _SCRIPT:
         raise UserError(
@@ -83,8 +83,7 @@ def convert(folder: Path, out: Path) -> str:
             out.absolute(), lambda new: _write(new, folder, kind, contents, shards=index is None)
         )
     except OSError as error:
-        failure = UserError if error.errno in WRONG_PATH else JobFailed
-        raise failure(f"{out} cannot be written: {error.strerror}.") from None
+        raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
     if index is None:
         return f"{out}: in shards, for any number of ranks"
     return f"{out}: whole, with {', '.join(f'{name}.pt' for name in kind.files)}"
@@ -133,7 +132,7 @@ def _load(folder: Path, name: str) -> Any:
     try:
         return load_tensors(folder / f"{name}.pt")
     except OSError as error:
-        raise UserError(f"{folder}: {name}.pt cannot be read ({error.strerror}).") from None
+        raise read_error(f"{folder}: {name}.pt", error) from None
     except Unreadable as error:
         raise UserError(f"{folder}: {name}.pt was not written by mpiddp: {error}.") from None
 

@@ -17,8 +17,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mpiddp.checkpoints.manifest import MANIFEST, MAX_BYTES, BrokenCheckpoint, Entry, parse
-from mpiddp.paths import read_limited
+from mpiddp.checkpoints.manifest import (
+    MANIFEST,
+    MAX_BYTES,
+    BrokenCheckpoint,
+    Entry,
+    UnreadableCheckpoint,
+    parse,
+)
+from mpiddp.errors import JobFailed
+from mpiddp.paths import cause_of, read_limited
 
 COMPLETE = "COMPLETE"
 _NAME = re.compile(r"step_([0-9]{8,18})")
@@ -163,21 +171,21 @@ def is_whole(folder: Path) -> bool:
 
 def survey(
     root: Path, skip: Mapping[int, str] | None = None
-) -> tuple[Path | None, list[tuple[int, str]]]:
+) -> tuple[Path | None, list[tuple[int, BrokenCheckpoint]]]:
     """The newest valid checkpoint, and the step and the damage of every newer, broken one.
 
     Args:
         skip: the damage of further checkpoints, by their steps.
     """
-    complaints = []
+    complaints: list[tuple[int, BrokenCheckpoint]] = []
     for folder in reversed(list_steps(root)):
         if skip and step_of(folder) in skip:
-            complaints.append((step_of(folder), skip[step_of(folder)]))
+            complaints.append((step_of(folder), BrokenCheckpoint(skip[step_of(folder)])))
             continue
         try:
             verify(folder)
         except BrokenCheckpoint as error:
-            complaints.append((step_of(folder), str(error)))
+            complaints.append((step_of(folder), error))
             continue
         return folder, complaints
     return None, complaints
@@ -228,7 +236,7 @@ def _check(folder: Path, is_intact: Callable[[Path, Entry], bool]) -> None:
         for name, entry in listed(folder).items():
             _check_file(folder / name, entry, is_intact)
     except BrokenCheckpoint as error:
-        raise BrokenCheckpoint(f"checkpoint {folder.name}: {error}") from None
+        raise type(error)(f"checkpoint {folder.name}: {error}") from None
 
 
 def listed(folder: Path) -> dict[str, Entry]:
@@ -247,7 +255,7 @@ def _read_own(path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise BrokenCheckpoint("the save was never completed") from None
     except OSError as error:
-        raise BrokenCheckpoint(f"{path.name} cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
 
 
 def _check_file(path: Path, entry: Entry, is_intact: Callable[[Path, Entry], bool]) -> None:
@@ -259,7 +267,12 @@ def _check_file(path: Path, entry: Entry, is_intact: Callable[[Path, Entry], boo
         if not is_intact(path, entry):
             raise BrokenCheckpoint(f"{path.name} does not match its SHA-256")
     except OSError as error:  # a bad sector, or a file server that is gone
-        raise BrokenCheckpoint(f"{path.name} cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> BrokenCheckpoint:
+    kind = UnreadableCheckpoint if cause_of(error) is JobFailed else BrokenCheckpoint
+    return kind(f"{path.name} cannot be read: {error.strerror}")
 
 
 def check_hashes(manifest: bytes, hashes: Mapping[str, str]) -> None:

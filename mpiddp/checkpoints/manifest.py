@@ -23,6 +23,10 @@ class BrokenCheckpoint(Exception):
     """The folder is not a valid checkpoint. The message names the damage."""
 
 
+class UnreadableCheckpoint(BrokenCheckpoint):
+    """A machine failed: a disk, or a file server. The folder may be a valid checkpoint."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One file: its size, and its SHA-256 in hex digits."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.checkpoints import directory
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import WRONG_PATH
+from mpiddp.paths import cause_of
+from mpiddp.protocol.variables import is_restart
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,15 @@ class RunDir:
 
 def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:
     """Why the run's folder cannot be written: a wrong path, or a machine that failed."""
-    if error.errno in WRONG_PATH:
+    if cause_of(error, has_run=_has_run(run)) is UserError:
         return UserError(f"{run.named} cannot be written: {error.strerror}. Name another folder.")
     return JobFailed(f"{run.named} cannot be written: {error.strerror}.")
+
+
+def _has_run(run: RunDir) -> bool:
+    with contextlib.suppress(OSError):
+        return is_restart(os.environ) or run.metrics.exists()
+    return True
 
 
 def find_checkpoints(given: Path) -> Path | None:

@@ -37,10 +37,8 @@ from mpiddp.checkpoints.search import Source, Start
 from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
-from mpiddp.protocol.variables import RESTART_COUNT, RUN_DIR
+from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.session import current
-
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTART_COUNT)
 
 
 @dataclass(frozen=True)
@@ -313,9 +311,8 @@ class Checkpoints:
     def _source(self, path: str | os.PathLike[str] | None) -> Source:
         if path is None:
             return Source()
-        is_restart = any(os.environ.get(name, "0") != "0" for name in _RESTARTS)
         is_own = Path(path).resolve().parent == self._run.checkpoints.resolve()
-        return Source(path=Path(path), prefers_own=is_restart or not is_own)
+        return Source(path=Path(path), prefers_own=is_restart(os.environ) or not is_own)
 
     def _read(self, folder: Path) -> Saved[ScriptState]:
         return script_files.read(folder, self._config)

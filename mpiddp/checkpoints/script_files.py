@@ -19,8 +19,8 @@ from typing import Any
 from mpiddp.checkpoints.saved import Saved
 from mpiddp.checkpoints.shards.index import INDEX
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
-from mpiddp.errors import UserError
-from mpiddp.paths import read_limited
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import cause_of, read_error, read_limited
 
 WRITTEN_BY = "mpiddp.Checkpoints"
 _STATE, _REPLICATED = "state", "replicated"
@@ -60,6 +60,7 @@ def read(folder: Path, config: Mapping[str, Any]) -> Saved[ScriptState]:
 
     Raises:
         UserError: another program has written it, or it was made with another configuration.
+        JobFailed: a disk has failed.
     """
     facts = _read_facts(folder)
     saved_config = facts["config"]
@@ -93,13 +94,13 @@ def _load(folder: Path, name: str) -> Any:
     try:
         return load_tensors(folder / f"{name}.pt")
     except OSError as error:
-        raise UserError(f"{folder}: {name}.pt cannot be read ({error.strerror}).") from None
+        raise read_error(f"{folder}: {name}.pt", error) from None
     except Unreadable as error:
         raise UserError(f"{folder}: {name}.pt was not written by {WRITTEN_BY}: {error}.") from None
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
-    """The contents of state.json. Raises UserError if another program wrote it."""
+    """The contents of state.json. Raises UserError if another program wrote it, JobFailed for a disk."""
     writer = ""
     try:
         facts: dict[str, Any] = json.loads(read_limited(folder / "state.json", _MAX_STATE_BYTES))
@@ -107,7 +108,10 @@ def _read_facts(folder: Path) -> dict[str, Any]:
         if is_ours and type(facts["step"]) is int and 0 <= facts["step"] < 1 << 53:
             return facts
         writer = "mpiddp train" if "progress" in facts else ""
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except OSError as error:
+        if cause_of(error) is JobFailed:
+            raise read_error(f"{folder}: state.json", error) from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
     reason = f"{writer} wrote it" if writer else "its state.json is missing or foreign"
     raise UserError(f"{folder} is not a checkpoint of {WRITTEN_BY}: {reason}. Name another folder.")

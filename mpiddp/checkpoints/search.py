@@ -14,13 +14,14 @@ from typing import Generic, TypeVar
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
+from mpiddp.checkpoints.manifest import UnreadableCheckpoint
 from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints
 from mpiddp.checkpoints.saved import Saved
 from mpiddp.checkpoints.shards.fetch import Holder
 from mpiddp.checkpoints.shards.index import INDEX
 from mpiddp.checkpoints.shards.index import read as read_index
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import named_by
+from mpiddp.paths import cause_of, named_by
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
@@ -66,6 +67,7 @@ class _Found:
     folder: str = ""
     step: int = -1
     problem: str = ""
+    has_failed: bool = False  # the problem is a machine's
     broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and problem
     goes_back: bool = False  # the user has named one of this run's own checkpoints
     is_named: bool = False  # the user has named the checkpoint itself, not a folder of several
@@ -90,6 +92,7 @@ def find(
     Raises:
         UserError: `source` does not name a valid checkpoint that fits, or contradicts the contents of the
             run's folder.
+        JobFailed: a disk has failed, and no host has a checkpoint that can be read.
     """
     own, finds, holder, incomplete = _search_all(coordinator, run, source)
     best = finds[holder]
@@ -98,7 +101,7 @@ def find(
     if not best.folder:
         with raised_by_all(coordinator):
             if own and own.problem:
-                raise UserError(own.problem)
+                raise (JobFailed if own.has_failed else UserError)(own.problem)
         return Start()
 
     folder = Path(best.folder)
@@ -242,7 +245,7 @@ def set_newer_aside(
         writer_ranks: the ranks that write into the run's folder.
 
     Raises:
-        UserError: they cannot be renamed.
+        UserError, JobFailed: they cannot be renamed.
     """
     root = run.checkpoints
     if not (start.goes_back or start.skips_newer):
@@ -253,9 +256,8 @@ def set_newer_aside(
             try:
                 moved = directory.set_aside(root, step)
             except OSError as error:
-                raise UserError(
-                    f"{root}: cannot rename the newer checkpoints: {error.strerror}."
-                ) from None
+                sentence = f"{root}: cannot rename the newer checkpoints: {error.strerror}."
+                raise cause_of(error, has_run=True)(sentence) from None
     for folder in moved:
         log.info(f"renamed to {folder.name}: its step is later than the one this run resumes from")
 
@@ -296,7 +298,7 @@ def _search(source: Source, run: RunDir, skip: dict[int, str]) -> _Found:
     root = run.checkpoints
     if source.prefers_own:
         own = _newest(root, "", skip)
-        if own.folder or source.must_be_new:
+        if own.folder or own.has_failed or source.must_be_new:
             return own
     existing = directory.list_steps(root)
     if source.must_be_new:
@@ -332,10 +334,14 @@ def _search(source: Source, run: RunDir, skip: dict[int, str]) -> _Found:
 
 
 def _newest(root: Path, problem: str, skip: dict[int, str]) -> _Found:
-    newest, broken = directory.survey(root, skip)
-    if newest is None:
-        return _Found(problem=problem, broken=broken)
-    return _Found(str(newest), directory.step_of(newest), broken=broken)
+    newest, errors = directory.survey(root, skip)
+    broken = [(step, str(error)) for step, error in errors]
+    if newest is not None:
+        return _Found(str(newest), directory.step_of(newest), broken=broken)
+    for _, error in errors:
+        if isinstance(error, UnreadableCheckpoint):
+            return _Found(problem=f"{root}: {error}.", has_failed=True, broken=broken)
+    return _Found(problem=problem, broken=broken)
 
 
 def _given(folder: Path, source: Source) -> _Found:
@@ -343,5 +349,6 @@ def _given(folder: Path, source: Source) -> _Found:
     try:
         directory.verify(folder)
     except directory.BrokenCheckpoint as error:
-        return _Found(problem=f"{source.named}: {error}.")
+        has_failed = isinstance(error, UnreadableCheckpoint)
+        return _Found(problem=f"{source.named}: {error}.", has_failed=has_failed)
     return _Found(str(folder), step=0, is_named=True)

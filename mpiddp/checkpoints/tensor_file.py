@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints.directory import HashedFile
+from mpiddp.errors import JobFailed
+from mpiddp.paths import cause_of
 
 # The exceptions of torch.load on thousands of files with changed, missing or random bytes.
 _DAMAGED = (
@@ -57,7 +59,7 @@ def load_tensors(path: Path) -> Any:
     """The tensors, containers and numbers in the file. The tensors are on the CPU.
 
     Raises:
-        OSError: the file is missing or must not be read.
+        OSError: the file is missing, must not be read, or lies on a disk that fails.
         Unreadable: the file is damaged, of another format, or contains code.
     """
     with path.open("rb") as file, warnings.catch_warnings():
@@ -65,6 +67,8 @@ def load_tensors(path: Path) -> Any:
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
         except _DAMAGED as error:
+            if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
+                raise  # not of the bytes, which make torch seek to no position at most
             if code := re.search(r"GLOBAL (\S+)", str(error)):
                 raise Unreadable(f"it contains code ({code[1]}), which is refused") from None
             if isinstance(error, pickle.UnpicklingError):

@@ -13,10 +13,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.text import parse_whole, shown
 
+# The answers of a name server that knows the name to be wrong. Any other is a failure of the network.
+_WRONG_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 PROBE_TIMEOUT_S = 2.0
 OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
 
@@ -40,13 +42,17 @@ def resolve(name: str) -> str:
     """The address of a host, given its name or its address. IPv4 takes precedence over IPv6.
 
     Raises:
-        UserError: the name cannot be resolved.
+        UserError: there is no such name.
+        JobFailed: no name server answers.
     """
     try:
         answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # UnicodeError for an invalid name such as "a..b"
+    except (OSError, UnicodeError) as error:  # UnicodeError for an invalid name such as "a..b"
+        sentence = f"{name}: cannot be resolved from {socket.gethostname()}"
+        if isinstance(error, OSError) and error.errno not in _WRONG_NAME:
+            raise JobFailed(f"{sentence}: {error.strerror}.") from None
         raise UserError(
-            f"{name}: cannot be resolved from {socket.gethostname()}. Add it to DNS or /etc/hosts, "
+            f"{sentence}. Add it to DNS or /etc/hosts, "
             "or set MASTER_ADDR to an address of the host where rank 0 runs."
         ) from None
     *_, address = min(answers, key=lambda answer: answer[0])
@@ -58,6 +64,7 @@ def resolve_own(name: str) -> str:
 
     Raises:
         UserError: it has no such address.
+        JobFailed: no name server answers.
     """
     address = resolve(name)
     if not ipaddress.ip_address(address).is_loopback:

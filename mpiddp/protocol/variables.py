@@ -5,6 +5,7 @@ python -m mpiddp.protocol.variables
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
@@ -21,6 +22,12 @@ OUTPUT, LOG_DIR = "MPIDDP_OUTPUT", "MPIDDP_LOG_DIR"
 LOG_RANKS, PREFIX = "MPIDDP_LOG_RANKS", "MPIDDP_PREFIX"
 
 MAX_TIMEOUT_S = 100_000_000  # 3 years; MPIDDP_TIMEOUT is below
+
+
+def is_restart(env: Mapping[str, str]) -> bool:
+    """Whether an earlier attempt of this job has run, under mpiddp launch or torchrun."""
+    counts = (RESTART_COUNT, "TORCHELASTIC_RESTART_COUNT")
+    return any(env.get(name, "0") != "0" for name in counts)
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,7 @@ def choose(infos: Sequence[RankInfo], env: Mapping[str, str]) -> Candidates:
 
     Raises:
         UserError: no address fits. Only rank 0 calls this, and sends the error to the others.
+        JobFailed: no name server answers.
     """
     ranks_of_hosts: dict[tuple[str, str], list[int]] = {}  # in the order of their lowest ranks
     for rank, info in enumerate(infos):

@@ -123,11 +123,11 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
             listeners = listen(chosen_by_rank_0)
             ports = [listener.getsockname()[1] for listener in listeners]
             offer |= {"candidates": asdict(chosen_by_rank_0), "ports": ports}
-        except UserError as error:
-            offer = {"problem": str(error)}
+        except (UserError, JobFailed) as error:
+            offer = {"problem": str(error), "is_failure": isinstance(error, JobFailed)}
     offer = json.loads(comm.bcast(json.dumps(offer)))
     if "problem" in offer:
-        raise UserError(offer["problem"])
+        raise (JobFailed if offer["is_failure"] else UserError)(offer["problem"])
     candidates, ports = Candidates.from_json(offer["candidates"]), offer["ports"]
 
     is_prober = world.rank in candidates.probers

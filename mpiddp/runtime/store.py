@@ -74,7 +74,7 @@ def find_by_address(world: World, timeout_s: float) -> tuple[World, socket.socke
 
     Raises:
         UserError: no address, or an address that rank 0 cannot listen on.
-        JobFailed: no answer in `timeout_s`.
+        JobFailed: no answer of rank 0 in `timeout_s`, or of a name server.
     """
     env = os.environ
     port = port_in(env)

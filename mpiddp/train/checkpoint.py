@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from mpiddp.checkpoints.saved import Received, Saved
 from mpiddp.checkpoints.shards.index import INDEX
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
-from mpiddp.errors import UserError
-from mpiddp.paths import read_limited
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import cause_of, read_error, read_limited
 from mpiddp.train.config import TrainConfig, differences
 
 _PARTS = ("model", "trainer")
@@ -78,6 +78,7 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved[Contents]:
 
     Raises:
         UserError: another program wrote it, or it was made with another configuration or other data.
+        JobFailed: a disk has failed.
     """
     state = _read_state(folder)
     different = differences(state["config"], config)
@@ -116,11 +117,11 @@ def _check_parallel(folder: Path, config: TrainConfig, *, is_sharded: bool) -> N
 
 
 def _load(folder: Path, name: str) -> Any:
-    """The contents of a file of tensors. Raises UserError if another program wrote it."""
+    """The contents of a file of tensors. Raises as `_read_state`."""
     try:
         contents = load_tensors(folder / f"{name}.pt")
     except OSError as error:
-        raise UserError(f"{folder}: {name}.pt cannot be read ({error.strerror}).") from None
+        raise read_error(f"{folder}: {name}.pt", error) from None
     except Unreadable as error:
         raise UserError(f"{folder}: {name}.pt was not written by mpiddp train: {error}.") from None
     if not _IS_CONTENTS[name](contents):
@@ -131,7 +132,7 @@ def _load(folder: Path, name: str) -> Any:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    """The contents of state.json. Raises UserError if another program wrote it."""
+    """The contents of state.json. Raises UserError if another program wrote it, JobFailed for a disk."""
     try:
         state: dict[str, Any] = json.loads(read_limited(folder / "state.json", _MAX_STATE_BYTES))
         progress = asdict(Progress(**state["progress"])).values()
@@ -139,7 +140,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
             type(each) is int and 0 <= each < 1 << 63 for each in progress
         ):
             return state
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except OSError as error:
+        if cause_of(error) is JobFailed:
+            raise read_error(f"{folder}: state.json", error) from None
+    except (ValueError, LookupError, TypeError, RecursionError):
         pass
     raise UserError(
         f"{folder} is not a checkpoint of mpiddp train: its state.json is missing or foreign."

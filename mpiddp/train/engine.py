@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
+from mpiddp.paths import cause_of
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.parallel import is_sharded, reducing
@@ -74,11 +75,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
     Raises:
         UserError: no such file, not a state_dict, or one of another architecture.
+        JobFailed: a disk has failed.
     """
     try:
         weights = load_tensors(path)
     except OSError as error:
-        raise UserError(f"--weights {path}: {error.strerror} (looked in {Path.cwd()}).") from None
+        sentence = f"--weights {path}: {error.strerror} (looked in {Path.cwd()})."
+        raise cause_of(error)(sentence) from None
     except Unreadable as error:
         raise UserError(f"--weights {path}: {error}. Expected a state_dict.") from None
     if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):

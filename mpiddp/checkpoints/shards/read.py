@@ -25,6 +25,7 @@ from mpiddp.checkpoints.shards.index import (
 from mpiddp.checkpoints.shards.state import filled, mapped
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
+from mpiddp.paths import read_error
 
 # The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
 Like = Callable[[tuple[Any, ...]], Tensor | None]
@@ -41,7 +42,8 @@ class ShardFiles:
         """The state with the sharded tensors in their value_names. Not a collective.
 
         Raises:
-            UserError: a tensor has another shape than the saved one, or a file cannot be read.
+            UserError: a tensor has another shape than the saved one, or a file is of another program.
+            JobFailed: a disk has failed.
         """
         targets = {name: self._target(name, like) for name in self.index.tensors}
         self._read(targets)
@@ -108,7 +110,7 @@ class ShardFiles:
         try:
             contents = load_tensors(path)
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+            raise read_error(str(path), error) from None
         except Unreadable as error:
             raise UserError(f"{path} was not written by mpiddp: {error}.") from None
         if not isinstance(contents, dict):

@@ -21,7 +21,7 @@ from pathlib import Path
 from mpiddp.errors import JobFailed
 from mpiddp.paths import named_by
 from mpiddp.protocol.messages import STREAMS
-from mpiddp.protocol.variables import LOG_DIR, OUTPUT
+from mpiddp.protocol.variables import LOG_DIR, OUTPUT, is_restart
 from mpiddp.runtime.output.process import DRAIN, DRAINED, FILES, run
 from mpiddp.world import World
 
@@ -71,7 +71,7 @@ class RankOutput:
         """
         if self.log_dir is None:
             return None
-        with named_by("--log-dir"):
+        with named_by("--log-dir", has_run=is_restart(os.environ)):
             return self.log_to(self.log_dir)
 
     def drain(self) -> None:

@@ -1,0 +1,106 @@
+"""What a disk or a file server does to a job that has started is no bad input: the exit code is 1, not 2.
+
+Tests mpiddp/paths.py, mpiddp/checkpoints/search.py. A link to /proc/self/mem is a file that cannot be read
+(EIO), as on a bad sector.
+python -m pytest tests/test_failing_disk.py
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mpiddp.checkpoints import directory, script_files
+from mpiddp.checkpoints.run_dir import RunDir, unwritable
+from mpiddp.checkpoints.shards.index import Chunk, SavedTensor, ShardIndex
+from mpiddp.checkpoints.shards.read import ShardFiles
+from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.protocol.variables import RESTART_COUNT
+from mpiddp.train import checkpoint
+from mpiddp.train.engine import load_weights
+from tests.ranks import mpiddp
+from tests.training import configured
+
+BAD_SECTOR = Path("/proc/self/mem")
+EIO = os.strerror(errno.EIO)
+SHARD = "shard_00000.pt"
+TENSOR = SavedTensor((1,), "float32", (Chunk((0,), (1,), 0),))
+TRAIN = ("train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--steps-per-epoch=1")
+
+
+def test_a_read_error_within_torch_load_is_that_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=EIO):
+        load_tensors(BAD_SECTOR)
+    (tmp_path / "file").write_bytes(b"no tensors")
+    with pytest.raises(Unreadable):
+        load_tensors(tmp_path / "file")
+
+
+def _shards(folder: Path) -> object:
+    index = ShardIndex({'["a"]': TENSOR}, {})
+    return ShardFiles(index, {SHARD: folder}).read({'["a"]': None})
+
+
+@pytest.mark.parametrize(
+    ("file", "read"),
+    [
+        ("state.json", lambda folder: checkpoint.read(folder, configured(), "")),
+        ("model.pt", lambda folder: checkpoint._load(folder, "model")),
+        ("state.json", lambda folder: script_files.read(folder, {})),
+        ("state.pt", lambda folder: script_files._load(folder, "state")),
+        (SHARD, _shards),
+        ("weights", lambda folder: load_weights(nn.Linear(1, 1), folder / "weights")),
+    ],
+)
+def test_a_file_on_a_disk_that_fails_is_no_bad_input(
+    tmp_path: Path, file: str, read: Callable[[Path], object]
+) -> None:
+    (tmp_path / file).symlink_to(BAD_SECTOR)
+    with pytest.raises(JobFailed, match=EIO):
+        read(tmp_path)
+    (tmp_path / file).unlink()
+    with pytest.raises(UserError):  # it is missing
+        read(tmp_path)
+
+
+def _unreadable_checkpoint(out: Path) -> Path:
+    folder = directory.write(
+        RunDir(out).checkpoints, 7, lambda f: torch.save({}, f / "model.pt") or None
+    )
+    (folder / "COMPLETE").unlink()
+    (folder / "COMPLETE").symlink_to(BAD_SECTOR)
+    return folder
+
+
+@pytest.mark.parametrize("resume", ["auto", "{folder}", "{out}", "never --go-on"])
+def test_a_run_whose_checkpoints_cannot_be_read_now_may_be_restarted(
+    tmp_path: Path, resume: str
+) -> None:
+    """It neither starts anew nor says that there is no checkpoint."""
+    out = tmp_path / "out"
+    folder = _unreadable_checkpoint(out)
+    option = f"--resume={resume.format(folder=folder, out=out)}".split()
+    done = mpiddp(*TRAIN, "--out", str(out), *option)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        f"checkpoint step_00000007: COMPLETE cannot be read: {EIO}."
+    )
+
+
+def test_a_disk_that_becomes_read_only_under_a_run_is_no_wrong_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, error = RunDir(tmp_path), OSError(errno.EROFS, os.strerror(errno.EROFS))
+    assert isinstance(unwritable(run, error), UserError)
+    monkeypatch.setenv(RESTART_COUNT, "1")
+    assert isinstance(unwritable(run, error), JobFailed)
+    monkeypatch.delenv(RESTART_COUNT)
+    run.metrics.touch()
+    assert isinstance(unwritable(run, error), JobFailed)
