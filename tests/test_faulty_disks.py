@@ -76,7 +76,8 @@ def test_a_full_disk(host: Host) -> None:
         lines = ran.stderr.splitlines()
         assert lines[0] == f"warning: node0: {sentence}"
         assert lines[-1] == sentence.replace("step 3", "step 5")
-        assert len(lines) == 3
+        assert lines[-2] == "warning: 3 of 5 saves failed."
+        assert len(lines) == 4
         assert valid(host) == ["step_00000001", "step_00000002"]
 
         host.run(["mount", "-o", f"remount,size={int(4 * CHECKPOINT_MB)}m", SAVES], check=True)
@@ -152,6 +153,26 @@ def test_a_disk_that_is_completely_full_and_has_space_again(host: Host) -> None:
     assert steps[:2] == [1, 2]
     assert steps[-1] >= recorded + 5
     assert len(steps) == len(set(steps)) < steps[-1], "no record was lost: the disk was not full"
+
+
+def test_a_disk_that_is_read_only_when_a_run_resumes(host: Host) -> None:
+    """A run that exists had a disk that it could write, so code 1: another attempt may succeed."""
+    command = [*COMMAND, "--steps-per-epoch=3", "--keep=3"]
+    with disk(host, 20, at=OUT):
+        assert host.run(command, env=ENV, cwd=ROOT).returncode == 0
+        host.run(["mount", "-o", "remount,ro", OUT], check=True)
+        ran = host.run(command, env=ENV, cwd=ROOT)
+        sentence = f"--out {OUT} cannot be written: Read-only file system.\n"
+        assert (ran.returncode, ran.stderr) == (1, sentence)
+        ran = host.run([*COMMAND[:-1], f"--out={OUT}/new"], env=ENV, cwd=ROOT)
+        assert ran.returncode == 2, ran.stderr
+    with disk(host, 20):
+        assert host.run(command, env=ENV, cwd=ROOT).returncode == 0
+        host.run(["mount", "-o", "remount,ro", SAVES], check=True)
+        back = [*command, f"--resume={SAVES}/step_00000001"]
+        ran = host.run(back, env=ENV, cwd=ROOT)
+        sentence = f"{SAVES}: cannot rename the newer checkpoints: Read-only file system.\n"
+        assert (ran.returncode, ran.stderr) == (1, sentence)
 
 
 def wait_for_step(host: Host, step: int) -> None:

@@ -145,9 +145,11 @@ class Saver:
             JobFailed: the save has failed. This does not depend on `must_succeed`, because the last
                 checkpoint would be lost.
         """
-        self._wait_for_save(must_succeed=True)
-        if self._num_failed:
-            log.warning(f"warning: {self._num_failed} of {self._num_saves} saves failed.")
+        try:
+            self._wait_for_save(must_succeed=True)
+        finally:
+            if self._num_failed and self._coordinator.world.rank == 0:
+                log.warning(f"warning: {self._num_failed} of {self._num_saves} saves failed.")
 
     def _wait_for_save(self, *, must_succeed: bool) -> None:
         """Wait for the save in flight, and send its result to all ranks."""
