@@ -526,6 +526,7 @@ def test_a_script_whose_last_save_fails_does_not_succeed(tmp_path: Path) -> None
     code, stdout, stderr = end_of(tmp_path, "full")
     assert (code, stdout) == (1, "ends\n")
     assert stderr.startswith(
+        "warning: 1 of 2 saves failed.\n"
         f"no space left for a checkpoint in {tmp_path}/run/checkpoints: step 2"
     )
     assert stderr.endswith("step_00000001 is kept.\n")
