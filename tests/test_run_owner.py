@@ -206,6 +206,50 @@ def test_of_many_that_want_a_dead_owners_folder_one_gets_it(run: RunDir) -> None
     assert [path.name for path in run.path.iterdir()] == []
 
 
+FULL_DISK = """
+import os, resource, sys, threading
+from pathlib import Path
+from mpiddp.checkpoints import owner
+from mpiddp.checkpoints.run_dir import RunDir
+run = RunDir(Path(sys.argv[1]))
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+def set_space(is_full):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if is_full else hard, hard))
+def own():
+    return owner.own(run, "run", on_wait=sys.exit)
+set_space(is_full=True)
+try:
+    own()
+except OSError:
+    print(os.listdir(run.path))
+set_space(is_full=False)
+owner.RENEW_S = 0.01
+attempts = threading.Semaphore(0)
+beside = owner._beside
+def counted(path):
+    attempts.release()
+    return beside(path)
+owner._beside = counted
+held = own()
+set_space(is_full=True)
+for _ in range(9):
+    attempts.acquire()
+set_space(is_full=False)
+held.check()
+held.release()
+print(os.listdir(run.path))
+"""
+
+
+def test_a_full_disk_leaves_no_files_behind(run: RunDir) -> None:
+    """Neither a temporary file of each renewal, nor an empty owner.json, for which a restart would wait."""
+    command = [sys.executable, "-c", FULL_DISK, str(run)]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.stdout, done.stderr) == ("[]\n[]\n", "")
+
+
 # --- trainings ---
 
 

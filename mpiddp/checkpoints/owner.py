@@ -166,10 +166,15 @@ def _taken(run: RunDir, other: _Record) -> UserError:
 def _create(path: Path, record: _Record) -> bool:
     """Create the file. False if it exists."""
     try:
-        with path.open("xb") as file:
-            file.write(record.encoded())
+        file = path.open("xb")
     except FileExistsError:
         return False
+    try:
+        with file:
+            file.write(record.encoded())
+    except OSError:  # a full disk: a restart would wait for the owner whom the empty file may have
+        _try(path.unlink)
+        raise
     return True
 
 
@@ -209,8 +214,12 @@ def _claim(path: Path, expected: bytes) -> Path:
 
 def _write(path: Path, record: _Record) -> None:
     temporary = _beside(path)
-    temporary.write_bytes(record.encoded())
-    temporary.rename(path)
+    try:
+        temporary.write_bytes(record.encoded())
+        temporary.rename(path)
+    except OSError:  # a full disk: each renewal would leave such a file
+        _try(temporary.unlink)
+        raise
 
 
 def _beside(path: Path) -> Path:
