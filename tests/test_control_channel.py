@@ -79,9 +79,9 @@ class Launcher:
         return self.kinds
 
     @contextmanager
-    def rank(self, code: str) -> Iterator[subprocess.Popen[str]]:
+    def rank(self, code: str, before: str = "") -> Iterator[subprocess.Popen[str]]:
         with subprocess.Popen(
-            [sys.executable, "-c", RANK, code],
+            [sys.executable, "-c", before + RANK, code],
             env=clean_env(self.server.settings),
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -228,6 +228,31 @@ def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
         stderr = rank.communicate(timeout=PATIENCE_S)[1]
     where = f"rank 1 on {socket.gethostname()} cannot reach the launcher at {host} port 1 "
     assert where in stderr.splitlines()[-1]
+
+
+IMPATIENT = """
+from mpiddp.runtime import launcher_connection
+launcher_connection.CONNECT_TIMEOUT_S = launcher_connection._ATTEMPT_S = 0.2
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None])
+def test_a_rank_waits_for_a_launcher_that_is_stopped(address: str | None) -> None:
+    """Its kernel has accepted the connection, which stands for longer than the time to connect."""
+    launcher = Launcher(address)
+    with launcher.rank("pass", before=IMPATIENT) as rank:
+        assert launcher.selector.select(PATIENCE_S)  # the connection
+        time.sleep(2)
+        assert rank.poll() is None
+        assert (1, "done") in launcher.receive_for(PATIENCE_S, until="done")
+        assert rank.wait(PATIENCE_S) == 0
+    launcher.server.close()
+    launcher = Launcher(address)
+    with launcher.rank("pass", before=IMPATIENT) as rank:
+        assert launcher.selector.select(PATIENCE_S)
+        launcher.server.close()  # as by the end of a launcher that is stopped
+        stderr = rank.communicate(timeout=PATIENCE_S)[1]
+    assert "cannot reach the launcher " in stderr
 
 
 def test_a_port_of_the_launcher_that_is_none(launcher: Launcher) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps, notice_silence
+from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps
 from mpiddp.runtime.launcher_connection import NO_MESSAGE, connect_to_launcher
 from mpiddp.runtime.native_stacks import write_stack_on_urgent_byte
 from mpiddp.world import World
@@ -149,7 +149,6 @@ def connect(
     """
     facts = {"is_script": True} if is_script else {}
     connection, incoming = connect_to_launcher(address, secret, world, "hello", **facts)
-    notice_silence(connection)
     return ControlClient(connection, incoming, world, request_stop, secret, exit_now)
 
 

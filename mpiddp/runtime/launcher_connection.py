@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol.messages import LINE_LIMIT, UNIX, dumps, proof
+from mpiddp.protocol.messages import LINE_LIMIT, UNIX, dumps, notice_silence, proof
 from mpiddp.runtime.native_stacks import without_urgent_bytes
 from mpiddp.world import World
 
-CONNECT_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 30.0  # in which no connection to the launcher stands
 _ATTEMPT_S, _RETRY_S = 10.0, 0.2
 # The errors of a line that is not a message.
 NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError)
@@ -27,6 +27,9 @@ def connect_to_launcher(
 ) -> tuple[socket.socket, Iterator[bytes]]:
     """Connect to the launcher that listens at `address`, and introduce this rank.
 
+    A launcher that is stopped (Ctrl-Z) answers late: its kernel accepts the connection. So there is no limit
+    while a connection stands, which ends with the launcher or its host. A running launcher limits the start.
+
     Args:
         kind: the message that introduces the rank, with the fields `facts` besides its rank and its proof.
 
@@ -39,13 +42,19 @@ def connect_to_launcher(
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
+        connection: socket.socket | None = None
+        since = time.monotonic()
         try:
-            return _connect_once(address, secret, world.rank, kind, facts)
+            connection = _connect(address)
+            since = time.monotonic()
+            return connection, _introduced(connection, secret, world.rank, kind, facts)
         except ConnectionRefusedError as error:
             problem: Exception = error
             break
         except (OSError, OverflowError, *NO_MESSAGE) as error:  # OverflowError for a port
             problem = error
+            if connection is not None:
+                deadline += time.monotonic() - since
             if time.monotonic() > deadline:
                 break
             time.sleep(_RETRY_S)  # strangers may hold all connections
@@ -57,9 +66,7 @@ def connect_to_launcher(
     ) from None
 
 
-def _connect_once(
-    address: str, secret: str, rank: int, kind: str, facts: dict[str, object]
-) -> tuple[socket.socket, Iterator[bytes]]:
+def _connect(address: str) -> socket.socket:
     if address.startswith(UNIX):
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_ATTEMPT_S)
@@ -67,6 +74,15 @@ def _connect_once(
     else:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
+    connection.settimeout(None)
+    notice_silence(connection)
+    return connection
+
+
+def _introduced(
+    connection: socket.socket, secret: str, rank: int, kind: str, facts: dict[str, object]
+) -> Iterator[bytes]:
+    """Introduce this rank, and return the lines that the launcher then sends."""
     try:
         incoming = _lines(connection)
         challenge = json.loads(next(incoming, b""))["challenge"]
@@ -80,8 +96,7 @@ def _connect_once(
     except BaseException:
         connection.close()
         raise
-    connection.settimeout(None)
-    return connection, incoming
+    return incoming
 
 
 def _lines(connection: socket.socket) -> Iterator[bytes]:
