@@ -6,6 +6,7 @@ python -m pytest tests/test_restarts.py
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 
 import mpiddp
+from mpiddp.launch import restarts
+from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.runtime.announcement import Announced, announced
 from mpiddp.train.options import parse
 from mpiddp.train.restart import keep_global_batch
@@ -110,6 +113,51 @@ def test_a_stop_request_before_a_restart_ends_the_launch(tmp_path: Path) -> None
         job.terminate()
         last = job.stderr.read().splitlines()[-1]
     assert (last, job.returncode) == ("mpiddp: interrupted before a restart.", 130)
+
+
+REMOVES_ITS_FOLDER = """
+import os, sys
+os.rmdir(os.getcwd())
+sys.exit(3)
+"""
+
+
+def test_a_restart_waits_for_the_working_folder_until_a_stop_request(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "9"]
+    command.append(script(tmp_path, REMOVES_ITS_FOLDER))
+    with subprocess.Popen(
+        command, env=clean_env(), cwd=folder, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stderr is not None
+        sentence = (
+            "mpiddp: the working folder is away (No such file or directory); waiting for it …\n"
+        )
+        assert sentence in iter(job.stderr.readline, "")
+        job.terminate()
+        rest = job.stderr.read()
+    assert (rest, job.returncode) == ("mpiddp: interrupted before a restart.\n", 130)
+
+
+def test_a_restart_continues_when_the_working_folder_is_back(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of a file server that is away for two looks."""
+    looks = [OSError(errno.ESTALE, "Stale file handle")] * 2
+
+    class Away(type(Path())):  # type: ignore[misc]
+        def stat(self, **options: Any) -> Any:
+            if looks:
+                raise looks.pop()
+            return super().stat(**options)
+
+    monkeypatch.setattr(restarts, "Path", Away)
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.01)
+    with queued_signals() as signals:
+        assert not restarts._is_interrupted_without_folder(signals)
+    assert looks == []
+    assert capfd.readouterr().err.count("the working folder is away (Stale file handle)") == 1
 
 
 def test_bad_input_causes_no_restart(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_stops_by_timeout_itself_all_save(tmp_path: Path) -> None:
         with start([*command, job]) as process:
             process.send_signal(signal.SIGTERM)  # timeout(1) then does what it does at its limit
             stdout, stderr = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 75, stderr
         assert len(stdout.split()) == 4, stderr
         assert "mpiddp: stopped on request.\n" in stderr
 

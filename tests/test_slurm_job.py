@@ -116,9 +116,25 @@ def test_scancel_lets_the_ranks_save(batch: Slurm) -> None:
     command = shlex.join([MPIDDP, "launch", *job, str(out), "--log-every=5"])
     script = (
         f"#!/bin/sh\n(until grep -qs train_loss {out}/metrics.jsonl; do sleep 0.2; done\n"
-        f'exec scancel "$SLURM_JOB_ID") &\nexec {command}\n'
+        f'exec scancel "$SLURM_JOB_ID") &\ntrap : TERM\n{command}\necho "code $?"\n'
     )
     done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
+    assert done.stdout.endswith("\ncode 75\n"), done.stdout  # Slurm reports the signal
+    assert "stopped at step" in done.stdout
+    assert len(list((out / "checkpoints").glob("step_*"))) == 1
+
+
+def test_a_raw_srun_saves_at_scancels_sigusr1(batch: Slurm) -> None:
+    """Without a launcher, nobody limits the time of a save, so a plain scancel ends the ranks at once."""
+    out = batch.cluster.shared / "raw"
+    job = [arg for arg in TRAIN if arg != "--steps-per-epoch=2"]
+    command = shlex.join(["srun", "--mpi=none", sys.executable, *job, str(out), "--log-every=5"])
+    script = (
+        f"#!/bin/sh\n(until grep -qs train_loss {out}/metrics.jsonl; do sleep 0.2; done\n"
+        f'exec scancel --signal=USR1 "$SLURM_JOB_ID") &\n{command}\n'
+    )
+    done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
+    assert done.returncode == 75, done.stdout
     assert "stopped at step" in done.stdout
     assert len(list((out / "checkpoints").glob("step_*"))) == 1
 
