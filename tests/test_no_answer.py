@@ -34,6 +34,20 @@ with join() as coordinator:
         if coordinator.world.rank == 1:
             raise JobFailed("the disk of this host failed.")
 """
+# In the first attempt, rank 1 hangs before the second save, while rank 0 waits for it there.
+HANGS_IN_A_SAVE = """
+import os, sys, time, mpiddp
+with mpiddp.process_group() as world:
+    checkpoints = mpiddp.Checkpoints(sys.argv[1], every=1)
+    resumed = checkpoints.resume()
+    checkpoints._open.saver._timeout_s = 2
+    first = resumed.step + 1 if resumed else 1
+    for step in (first, first + 1):
+        if step == 2 and world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(1000)
+        checkpoints.save(step, {"step": step})
+print(f"saved {first + 1}\\n", end="", flush=True)
+"""
 NO_ANSWER = f"rank 1 on {gethostname()} did not answer in 2 s."
 
 
@@ -44,6 +58,13 @@ def test_it_is_restarted_within_one_timeout_although_agreements_nest(tmp_path: P
     assert (done.returncode, done.stdout) == (0, "[0, 1]\n[0, 1]\n"), done.stderr
     assert f"mpiddp: {NO_ANSWER} The other ranks were stopped.\n" in done.stderr
     assert time.monotonic() - since < 300  # of the 600 s of the outer agreement
+
+
+def test_a_rank_that_hangs_before_a_save_is_named_and_restarted(tmp_path: Path) -> None:
+    job = (script(tmp_path, HANGS_IN_A_SAVE), str(tmp_path / "run"))
+    done = launch("-H", "localhost:2", "--max-restarts=1", *job)
+    assert (done.returncode, done.stdout) == (0, "saved 3\n" * 2), done.stderr
+    assert f"mpiddp: {NO_ANSWER} The other ranks were stopped.\n" in done.stderr
 
 
 def test_without_restarts_the_exit_code_is_1(tmp_path: Path) -> None:
