@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpiddp.checkpoints.script_resumed import Resumed
     from mpiddp.checkpoints.script_run import log_metrics, run_dir
     from mpiddp.errors import JobFailed, RankFailed, UserError
-    from mpiddp.runtime.announcement import announce
+    from mpiddp.runtime.announcement import Announced, announce, announced
     from mpiddp.runtime.device_mesh import mesh
     from mpiddp.runtime.divergence import check_divergence
     from mpiddp.runtime.process_group import init, process_group
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Announced",
     "Checkpoints",
     "JobFailed",
     "RankFailed",
@@ -50,6 +51,7 @@ __all__ = [
     "UserError",
     "World",
     "announce",
+    "announced",
     "check_divergence",
     "init",
     "log_metrics",
@@ -62,6 +64,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Announced": "mpiddp.runtime.announcement",
     "Checkpoints": "mpiddp.checkpoints.script",
     "JobFailed": "mpiddp.errors",
     "RankFailed": "mpiddp.errors",
@@ -69,6 +72,7 @@ _MODULES = {
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "announce": "mpiddp.runtime.announcement",
+    "announced": "mpiddp.runtime.announcement",
     "check_divergence": "mpiddp.runtime.divergence",
     "init": "mpiddp.runtime.process_group",
     "log_metrics": "mpiddp.checkpoints.script_run",

@@ -17,7 +17,7 @@ import torch
 import mpiddp
 from mpiddp.checkpoints import directory
 from mpiddp.runtime.divergence import differing_ranks
-from tests.ranks import launch
+from tests.ranks import launch, script
 from tests.training import Command, Ranks, contents, train, unequal, waiting_ranks
 
 ARCH = ["--use-syn", "--arch=resnet20", "--batch-size=2", "--amp=off", "--epochs=1"]
@@ -115,6 +115,33 @@ def test_ranks_with_other_tensors_are_named(found: tuple[int, dict[str, str]]) -
 
 def test_a_process_without_other_ranks_has_nothing_to_compare() -> None:
     mpiddp.check_divergence(torch.nn.Linear(2, 2))
+
+
+DIVERGES = """
+import sys
+from pathlib import Path
+import torch, mpiddp
+world = mpiddp.init(backend="gloo")
+checkpoints = mpiddp.Checkpoints(sys.argv[1])
+checkpoints.save(1, {"weights": torch.zeros(10_000_000)})  # rank 0 writes
+model = torch.nn.Linear(1, 1)
+torch.nn.init.constant_(model.weight, world.rank)
+try:
+    mpiddp.check_divergence(model)
+except mpiddp.JobFailed:
+    is_saved = Path(sys.argv[1], "checkpoints/step_00000001").is_dir()
+    sys.stdout.write(f"{world.rank} {is_saved}\\n")
+    sys.stdout.flush()
+    raise
+"""
+
+
+def test_a_script_that_has_diverged_completes_its_save(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:2", script(tmp_path, DIVERGES), str(tmp_path / "run"))
+    assert done.returncode == 1, done.stderr
+    assert "the ranks have diverged: rank 0 on " in done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 True", "1 True"]
+    directory.verify(tmp_path / "run/checkpoints/step_00000001")
 
 
 # mpiddp train

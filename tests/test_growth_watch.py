@@ -139,3 +139,54 @@ def test_a_job_says_once_why_it_does_not_grow() -> None:
     assert (lines, stops) == (["node1 is back: stopping to restart on 2 hosts."], ["stop"])
     agenda.act()
     assert answers.asked[-1] == 3
+
+
+class Clock(AwakeClock):
+    """A clock that a test sets."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+def test_one_look_per_interval_and_none_before() -> None:
+    clock, answers = Clock(), Answers()
+    state, agenda = JobState(["node0"]), Agenda(clock)
+    may_stop = [True]
+    growing = Growing(
+        answers,
+        600,
+        state,
+        agenda,
+        log=lambda line: None,
+        stop=lambda: None,
+        may_stop=lambda: may_stop[0],
+    )
+
+    def looks_by(seconds: float) -> int:
+        """The number of looks so far, if the launcher acts now for the first time in a while."""
+        clock.seconds = seconds
+        growing.on_message()  # any message
+        agenda.act()
+        return len(answers.asked)
+
+    def answer() -> None:
+        answers.looks = [Look()]
+        assert growing.receive()
+
+    clock.seconds = 100
+    state.note(Message(0, "joining", {"timeout_s": 60}, 1.0))
+    assert [looks_by(each) for each in (100, 699, 700, 701)] == [0, 0, 1, 1]
+    answer()  # at 701
+    assert [looks_by(each) for each in (1300, 1301, 1302)] == [1, 2, 2]
+    assert looks_by(9000) == 2  # one that takes long is not followed by another
+    answer()
+    assert [looks_by(each) for each in (9599, 9600, 9601)] == [2, 3, 3]
+    answer()
+    assert looks_by(20000) == 4  # the launcher was busy: intervals that were missed are not made up
+    answer()
+    may_stop[0] = False  # as during a stop
+    assert looks_by(20600) == 4
+    may_stop[0] = True
+    assert [looks_by(each) for each in (21199, 21200, 21201)] == [4, 5, 5]

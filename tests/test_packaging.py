@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,13 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 BUILD = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w")
 
 
-def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: object, cwd: Path | None = None, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     env = clean_env()
     del env["PYTHONPATH"]  # it names this checkout
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
     return subprocess.run(
         [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True
     )
@@ -47,14 +52,33 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(wheel: Path) -> Path:
+    folder = wheel.parent
+    made = run(sys.executable, "setup.py", "-q", "sdist", "-d", folder, cwd=folder / "source")
+    assert made.returncode == 0, made.stderr
+    return next(folder.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module", params=["wheel", "sdist"])
+def bare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment that has this package and nothing else."""
     folder = tmp_path_factory.mktemp("bare")
     assert run(sys.executable, "-m", "venv", "--without-pip", folder).returncode == 0
-    python = folder / "bin/python"
-    installed = run(*PIP, "--python", python, "install", "--no-index", wheel)
+    python, tools = folder / "bin/python", folder / "tools"
+    link_setuptools(tools)
+    install = ("install", "--no-index", "--no-build-isolation")
+    file = request.getfixturevalue(request.param)
+    installed = run(*PIP, "--python", python, *install, file, path=tools)
     assert installed.returncode == 0, installed.stderr
     return folder / "bin"
+
+
+def link_setuptools(folder: Path) -> None:
+    """Link what builds an sdist, which pip would download, into a folder of its own."""
+    folder.mkdir()
+    site_packages = Path(str(distribution("setuptools").locate_file("")))
+    for path in (*site_packages.glob("setuptools*"), site_packages / "_distutils_hack"):
+        (folder / path.name).symlink_to(path)
 
 
 def files(wheel: Path) -> set[str]:
@@ -75,12 +99,7 @@ def test_the_wheel_needs_nothing_and_names_the_extras(wheel: Path) -> None:
     assert modules | {"mpiddp/py.typed"} <= files(wheel)
 
 
-def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    made = run(
-        sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=wheel.parent / "source"
-    )
-    assert made.returncode == 0, made.stderr
-    (sdist,) = tmp_path.glob("*.tar.gz")
+def test_the_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     built = run(*PIP, *BUILD, tmp_path, sdist)
     assert built.returncode == 0, built.stderr
     assert files(next(tmp_path.glob("*.whl"))) == files(wheel)
@@ -99,6 +118,24 @@ def test_the_launcher_works_in_a_bare_environment(bare: Path, tmp_path: Path) ->
     planned = run(bare / "mpiddp", *command, cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "script.py" in planned.stdout
+
+
+def test_hosts_check_loads_no_torch(bare: Path, tmp_path: Path) -> None:
+    """Neither where there is none, nor where there is one."""
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    check = ("-m", "mpiddp", "hosts", "check", tmp_path / "hosts")
+    for python in (bare / "python", sys.executable):
+        assert imported(python, *check).isdisjoint({"torch", "numpy", "mpi4py", "PIL"})
+
+
+def imported(python: Path | str, *arguments: object) -> set[str]:
+    """The top-level packages that a program imports, also those that Python itself does."""
+    done = run(python, "-X", "importtime", *arguments)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    found = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines[1:]}
+    assert "mpiddp" in found
+    return found
 
 
 def test_ranks_without_torch_are_bad_input(bare: Path, tmp_path: Path) -> None:

@@ -341,13 +341,12 @@ def test_the_first_attempt_uses_the_options_unchanged() -> None:
 
 ANNOUNCES = """
 import os, sys, mpiddp
-from mpiddp.runtime.announcement import announced
-if announced() is None:
+if mpiddp.announced() is None:
     mpiddp.announce(resume_args=["--resume", "a b"], global_batch_size=12, max_ranks=2)
     sys.exit(3)
 mpiddp.announce(resume_args=["--again"], global_batch_size=5)
 if os.environ["RANK"] == "0":
-    print(os.environ["WORLD_SIZE"], sys.argv[1:], announced(), flush=True)
+    print(os.environ["WORLD_SIZE"], sys.argv[1:], mpiddp.announced(), flush=True)
 sys.exit(int(sys.argv[1]))
 """
 

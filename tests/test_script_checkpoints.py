@@ -61,7 +61,10 @@ def saved_by(create: Open, *steps: int, folder: str = "run", **state: Any) -> Re
 STATES = {
     "plain": {"epoch": 3, "name": "a", "best": 0.1, "done": False, "none": None, "big": 1 << 100},
     "special floats": {"values": [float("inf"), -0.0, 1e-320]},
-    "nested": {"list": [1, (2, "three"), {"four": [torch.ones(2)]}], "keys": {0: "a", 1.5: "b"}},
+    "nested": {
+        "list": [1, (2, "three"), {"four": [torch.ones(2)]}],
+        "keys": {0: "a", 1.5: "b", 1 << 1999: "c"},
+    },
     "tensors": {
         "half": torch.randn(3).half(),
         "scalar": torch.tensor(7),
@@ -166,6 +169,8 @@ class Text(str):
         ({"bytes": b""}, r"state\['bytes'\]: cannot save bytes"),
         ({"dict": {(1, 2): 3}}, r"state\['dict'\]: a key of type tuple. Use strings or numbers"),
         ({"big": 1 << 2001}, r"state\['big'\]: the number is too long"),
+        ({"dict": {1 << 3000: 0}}, r"state\['dict'\]: a key is a number that is too long"),
+        ({"dict": {1 << 20000: print}}, r"state\['dict'\]: a key is a number that is too long"),
         ({"meta": torch.empty(1, device="meta")}, r"state\['meta'\]: .* meta device"),
         ({"sparse": torch.eye(2).to_sparse()}, r"state\['sparse'\]: .* layout torch.sparse_coo"),
         ({1: 2}, "state: expected a dict with names as keys"),
@@ -303,6 +308,30 @@ def test_a_checkpoint_of_another_model_is_refused(create: Open) -> None:
         resumed.load_into(optimizer=torch.nn.Linear(3, 3))
 
 
+def test_a_checkpoint_of_another_model_leaves_the_folder_as_it_is(
+    create: Open, tmp_path: Path
+) -> None:
+    first = create(keep=9)
+    for step in (1, 2, 3):
+        first.save(step, {"model": torch.nn.Linear(2, 3).state_dict()})
+        mpiddp.log_metrics(step, loss=step)
+    first.close()
+    current().run = None
+    run = tmp_path / "run"
+    before = contents(run)
+    second = create()
+    resumed = second.resume(run / "checkpoints/step_00000001")
+    assert resumed is not None
+    with pytest.raises(mpiddp.UserError, match="does not fit: model"):
+        resumed.load_into(model=torch.nn.Linear(3, 3))
+    second.close()
+    assert contents(run) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_folder_of_mpiddp_train_is_refused_and_stays_unchanged(
     create: Open, tmp_path: Path
 ) -> None:
@@ -367,6 +396,8 @@ def test_a_path_of_this_run_goes_back(create: Open, tmp_path: Path) -> None:
     resumed = back.resume(root / "step_00000001")
     assert resumed is not None
     assert resumed.state == {"step": 1}
+    assert len(directory.list_steps(root)) == 3
+    assert not back.due(2)
     names = ["step_00000001", "step_00000002.old-1", "step_00000003.old-1"]
     assert sorted(each.name for each in root.iterdir()) == names
     back.save(2, {"step": "again"})
@@ -462,7 +493,23 @@ def test_records_of_repeated_steps_are_dropped(create: Open, tmp_path: Path) -> 
     }  # fmt: skip
     current().run = None
     assert create().resume() is not None
-    assert [each["step"] for each in records(tmp_path / "run")] == [1, 2]
+    assert [each["step"] for each in records(tmp_path / "run")] == [1, 2, 3]
+    mpiddp.log_metrics(3, loss="again")
+    assert [each["loss"] for each in records(tmp_path / "run")] == [0.5, 0.5, "again"]
+
+
+@pytest.mark.parametrize("call", ["due", "save"])
+def test_a_step_drops_the_records_that_it_repeats(create: Open, tmp_path: Path, call: str) -> None:
+    first = create()
+    first.save(1, {})
+    mpiddp.log_metrics(2, loss=1)
+    first.close()
+    current().run = None
+    again = create()
+    assert again.resume() is not None
+    assert len(records(tmp_path / "run")) == 1
+    again.due(2) if call == "due" else again.save(2, {})
+    assert records(tmp_path / "run") == []
 
 
 def test_records_need_a_run(create: Open) -> None:

@@ -231,6 +231,35 @@ def test_checkpoints_and_the_working_folder(tmp_path: Path) -> None:
     assert len(directory.list_steps(tmp_path / "run" / "checkpoints")) == 2
 
 
+class Unpicklable:
+    """Its pickling fails, and says whether a checkpoint was complete by then."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"saved: {self.checkpoint.is_dir()}")
+
+
+def saves_and_returns_what_cannot_be_pickled(folder: str) -> object:
+    import torch
+
+    world = mpiddp.init(backend="gloo")
+    checkpoints = mpiddp.Checkpoints(folder)
+    checkpoints.save(1, {"weights": torch.zeros(10_000_000)})  # rank 0 writes
+    return Unpicklable(checkpoint_of(folder)) if world.rank == 1 else None
+
+
+def checkpoint_of(folder: str) -> Path:
+    return Path(folder, "checkpoints", "step_00000001")
+
+
+def test_a_refused_result_does_not_lose_the_last_save(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="that cannot be pickled: TypeError: saved: True"):
+        spawn(saves_and_returns_what_cannot_be_pickled, str(tmp_path), **TWO)
+    directory.verify(checkpoint_of(str(tmp_path)))
+
+
 # Scripts that call it
 
 

@@ -52,12 +52,14 @@ def _check(value: Any, depth: int) -> None:
     elif kind is Tensor or kind is torch.nn.Parameter:
         _check_tensor(value)
     elif kind in _SCALARS:
-        if kind is int and value.bit_length() > _MAX_BITS:
+        if _is_too_long(value):
             raise _CannotBeSaved("the number is too long to be saved")
     elif depth == _MAX_DEPTH:
         raise _CannotBeSaved("nested too deeply to be saved")
     elif kind in _DICTS:
         for key, each in value.items():
+            if _is_too_long(key):  # repr() may refuse it too
+                raise _CannotBeSaved("a key is a number that is too long to be saved")
             _check_item(key, each, depth)
             if type(key) not in _SCALARS:
                 raise _CannotBeSaved(
@@ -68,6 +70,10 @@ def _check(value: Any, depth: int) -> None:
             _check_item(index, each, depth)
     else:
         raise _CannotBeSaved(f"cannot save {_type_name(value)}. {_EXPECTED}{_hint(value)}")
+
+
+def _is_too_long(value: object) -> bool:
+    return type(value) is int and value.bit_length() > _MAX_BITS
 
 
 def _check_item(key: object, value: object, depth: int) -> None:

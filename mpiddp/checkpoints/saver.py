@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,11 @@ class Saver:
         finally:
             if self._num_failed and self._coordinator.world.rank == 0:
                 log.warning(f"warning: {self._num_failed} of {self._num_saves} saves failed.")
+
+    def wait_for_own_save(self) -> None:
+        """Wait until this rank has no save in flight, whether the save succeeds or not. Not a collective."""
+        if self._pending is not None:
+            wait([self._pending])
 
     def _wait_for_save(self, *, must_succeed: bool) -> None:
         """Wait for the save in flight, and send its result to all ranks."""

@@ -33,7 +33,7 @@ from mpiddp.checkpoints.script_files import ScriptState
 from mpiddp.checkpoints.script_ranks import script_coordinator, tensor_group
 from mpiddp.checkpoints.script_resumed import Resumed
 from mpiddp.checkpoints.script_run import ScriptRun
-from mpiddp.checkpoints.search import Source, Start
+from mpiddp.checkpoints.search import Source
 from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
@@ -101,9 +101,11 @@ class Checkpoints:
         self._open: _Open | None = None
         self._is_closed = False
         self._step = -1  # the latest one that has been saved, or that the run resumes from
+        self._leaves_newer = False  # the folder has later checkpoints than that one
         self._script_run = ScriptRun(self._run)
         session = current()
         session.run = session.run or self._script_run
+        session.add_saver(self._wait_for_own_save)
 
     def resume(self, path: str | os.PathLike[str] | None = None) -> Resumed | None:
         """The newest valid checkpoint of any host, on all ranks; None if there is none yet.
@@ -114,8 +116,8 @@ class Checkpoints:
 
         Args:
             path: a checkpoint, or a folder of a run, to start from instead. Of another run: only until
-                this run has a checkpoint of its own. Of this run: later checkpoints are renamed. A
-                restart ignores the path once this run has a checkpoint.
+                this run has a checkpoint of its own. Of this run: the first `due` or `save` renames
+                later checkpoints. A restart ignores the path once this run has a checkpoint.
 
         Returns:
             The step, and the states that were saved after it; None if the run has no checkpoint.
@@ -133,13 +135,13 @@ class Checkpoints:
         self._wait_for_folder()
         self._refuse_foreign_folder()
         start = search.find(self._coordinator, self._run, self._source(path), self._read, _describe)
-        saver = self._open_folder(group, start)
+        saver = self._open_folder(group)
         received, shards = receive(
             start, self._run, saver.writer_ranks, self._coordinator, group, timeout_s=PATIENCE_S
         )
         step = received.common.step if received else 0
-        search.set_newer_aside(start, step, self._run, self._coordinator, saver.writer_ranks)
         self._script_run.start(step, is_writer=saver.is_writer)
+        self._leaves_newer = start.leaves_newer
         if received is None:
             return None
         self._step = step
@@ -179,8 +181,10 @@ class Checkpoints:
 
         Raises:
             TypeError, ValueError: the step is not a whole number, or below 0.
+            UserError: later checkpoints cannot be renamed, see `resume`.
         """
         check_step(step)
+        self._leave_newer()
         if self._schedule is None:
             self._schedule = SaveSchedule(
                 self._interval, self._coordinator, step - 1, timeout_s=PATIENCE_S
@@ -225,6 +229,7 @@ class Checkpoints:
                 f"step {step} is earlier than step {self._step}, which {self._run} has already. "
                 "Continue to count from the step that resume() returns."
             )
+        self._leave_newer()
         if step == self._step:
             return
         saver = self._open.saver
@@ -252,6 +257,24 @@ class Checkpoints:
             if opened.owner is not None:
                 opened.owner.release()
 
+    def _wait_for_own_save(self) -> None:
+        if self._open is not None:
+            self._open.saver.wait_for_own_save()
+
+    def _leave_newer(self) -> None:
+        """Rename later checkpoints than the one that the run resumes from, and drop their records.
+
+        All ranks must call this. It is not a part of `resume`, because a checkpoint of another model is
+        noticed after it, and then the folder stays as it was.
+        """
+        if self._open is None:
+            return
+        if self._leaves_newer:
+            writer_ranks = self._open.saver.writer_ranks
+            search.set_newer_aside(self._step, self._run, self._coordinator, writer_ranks)
+            self._leaves_newer = False
+        self._script_run.drop_repeated()
+
     def _open_new_folder(self) -> None:
         """Open the folder for a script that has not called `resume`."""
         with raised_by_all(self._coordinator):
@@ -263,10 +286,10 @@ class Checkpoints:
                     f"{self._run} has {found[-1].name} of an earlier run. "
                     "Call resume() before the first save(), or name another folder."
                 )
-        saver = self._open_folder(group, Start())
+        saver = self._open_folder(group)
         self._script_run.start(0, is_writer=saver.is_writer)
 
-    def _open_folder(self, group: TensorGroup | None, start: Start[ScriptState]) -> Saver:
+    def _open_folder(self, group: TensorGroup | None) -> Saver:
         run = self._run
         writer_ranks, owner = open_run(
             run, self._coordinator, folders=(run.checkpoints,), timeout_s=PATIENCE_S

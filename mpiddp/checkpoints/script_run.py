@@ -15,10 +15,16 @@ _SCALARS = (int, float, str, bool, type(None))
 
 
 class ScriptRun:
-    """The folder of a run. It takes records once the run knows the step from which it starts."""
+    """The folder of a run. It takes records once the run knows the step from which it starts.
+
+    A run that resumes drops the records of later steps, which it repeats, with its first own record at the
+    latest: until then it may still refuse what it resumes from.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
+        self._file: Path | None = None  # on the ranks that write
+        self._start: int | None = None
         self._records: Records | None = None
 
     @property
@@ -26,17 +32,24 @@ class ScriptRun:
         return self._run.path
 
     def start(self, step: int, *, is_writer: bool) -> None:
-        """Drop the records of later steps, which the run repeats."""
-        self._records = Records(self._run.metrics if is_writer else None, step)
+        """Take records from now on; the run starts from this step."""
+        self._file, self._start = self._run.metrics if is_writer else None, step
+
+    def drop_repeated(self) -> Records | None:
+        """Drop the records of steps that the run repeats, once. Returns None before `start`."""
+        if self._records is None and self._start is not None:
+            self._records = Records(self._file, self._start)
+        return self._records
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._records is None:
+        records = self.drop_repeated()
+        if records is None:
             raise UserError(
                 "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept."
             )
-        if self._records.is_kept:
+        if records.is_kept:
             plain = {name: _plain(name, value) for name, value in values.items()}
-            self._records.write(step=step, **plain)
+            records.write(step=step, **plain)
 
 
 def run_dir() -> Path:

@@ -59,6 +59,11 @@ class Start(Generic[Common]):
     ] = ()  # the hosts that have shards of it; empty if nothing is sharded
     skips_newer: bool = False  # this run has newer checkpoints that are not complete
 
+    @property
+    def leaves_newer(self) -> bool:
+        """Whether the run has newer checkpoints of its own, see `set_newer_aside`."""
+        return self.goes_back or self.skips_newer
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -230,15 +235,11 @@ def _is_there(path: Path) -> bool:
 
 
 def set_newer_aside(
-    start: Start[Common],
-    step: int,
-    run: RunDir,
-    coordinator: Coordinator,
-    writer_ranks: list[int],
+    step: int, run: RunDir, coordinator: Coordinator, writer_ranks: list[int]
 ) -> None:
-    """If the run resumes from an older checkpoint of its own, rename the checkpoints of later steps.
+    """Rename the run's checkpoints of later steps than the one that it resumes from.
 
-    Otherwise a restart would resume from the newest of them. All ranks must call this.
+    A restart would resume from the newest of them. All ranks must call this.
 
     Args:
         step: the step that the run resumes from.
@@ -248,8 +249,6 @@ def set_newer_aside(
         UserError, JobFailed: they cannot be renamed.
     """
     root = run.checkpoints
-    if not (start.goes_back or start.skips_newer):
-        return
     moved: list[Path] = []
     with raised_by_all(coordinator):
         if coordinator.world.rank in writer_ranks:

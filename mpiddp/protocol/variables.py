@@ -111,7 +111,7 @@ VARIABLES = (
     Variable(
         ANNOUNCED,
         "`launch`, at a restart",
-        "every rank, through `mpiddp.runtime.announcement.announced`",
+        "every rank, through `mpiddp.announced`",
         "what an earlier attempt announced, as JSON: global_batch_size, world_size",
     ),
     Variable(

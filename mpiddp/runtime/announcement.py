@@ -23,7 +23,12 @@ from mpiddp.text import shown
 
 @dataclass(frozen=True)
 class Announced:
-    """The global batch that an earlier attempt of this job announced, and the ranks of that attempt."""
+    """What an earlier attempt of this job announced, see `announced`.
+
+    Attributes:
+        global_batch_size: samples of one step over all ranks.
+        world_size: number of ranks of that attempt.
+    """
 
     global_batch_size: int
     world_size: int
@@ -68,13 +73,22 @@ def announce(
     )
 
 
-def announced(env: Mapping[str, str] = os.environ) -> Announced | None:
-    """The announcement of an earlier attempt of this job. None in the first attempt, or if there was none.
+def announced(env: Mapping[str, str] | None = None) -> Announced | None:
+    """The global batch that an earlier attempt of this job announced, for a restart with other ranks.
+
+        before = mpiddp.announced()
+        global_batch_size = before.global_batch_size if before else 512
+
+    Args:
+        env: the variables of a rank, by default those of this process.
+
+    Returns:
+        None in the first attempt, without `mpiddp launch`, or if no attempt announced a global batch.
 
     Raises:
         UserError: the variable was not set by `mpiddp launch`.
     """
-    text = env.get(ANNOUNCED)
+    text = (os.environ if env is None else env).get(ANNOUNCED)
     if not text:
         return None
     try:

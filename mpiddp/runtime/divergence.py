@@ -51,9 +51,13 @@ def check_divergence(
     Raises:
         JobFailed: on all ranks. It names the ranks whose bits differ from those of the majority, and their
             first tensor that differs. Without a majority, as with two ranks, it names all ranks.
+            A save of `mpiddp.Checkpoints` in flight on a rank of the group is complete.
         UserError: there are several ranks and no process group.
     """
     if sentence := find_divergence(model, optimizer, step=step, group=group):
+        current().wait_for_saves()
+        device = next(model.parameters()).device
+        _all_gather(torch.zeros(1, device=device), group)  # the first rank to exit ends the others
         raise JobFailed(sentence)
 
 

@@ -68,6 +68,7 @@ def _run(caller: Caller, world: World, session: Session, argv: list[str]) -> Non
             if is_failure(end, session.stop):
                 raise
             result = None
+        session.finish()  # a result that is refused ends the other ranks, which may still save
         body = pickled_result(result, facts, f"rank {world.rank} on {world.hostname}")
         caller.answer({"kind": "result"}, body)
 

@@ -72,6 +72,7 @@ class Session:
         self.watch: FailureWatch | None = None
         self.run: RunFiles | None = None  # the folder of this process's run
         self._before_leaving: list[Callable[[], None]] = []
+        self._savers: list[Callable[[], None]] = []
         self.launcher_address = ""
         self.script_secret = ""  # of all scripts, if this process is the script of a rank's command
         self.is_unjoined_script = False
@@ -96,6 +97,15 @@ class Session:
         """Make these calls, the latest first. Raises JobFailed if the script has not succeeded after all."""
         while self._before_leaving:
             self._before_leaving.pop()()
+
+    def add_saver(self, wait: Callable[[], None]) -> None:
+        """Let `wait_for_saves` call `wait`, which returns once this rank has no save in flight."""
+        self._savers.append(wait)
+
+    def wait_for_saves(self) -> None:
+        """Wait until this rank has no save in flight, whether the saves succeed or not. Not a collective."""
+        for wait in self._savers:
+            wait()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -208,8 +208,9 @@ def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
     progress = saved.progress if saved else Progress()
-    with inputs.coordinator.all_or_none():
-        set_newer_aside(start, progress.step, inputs.run, inputs.coordinator, inputs.writer_ranks)
+    if start.leaves_newer:
+        with inputs.coordinator.all_or_none():
+            set_newer_aside(progress.step, inputs.run, inputs.coordinator, inputs.writer_ranks)
     if saved:
         contents = {"model": saved.model, "trainer": saved.trainer}
         with inputs.coordinator.all_or_none():
