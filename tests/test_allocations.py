@@ -1,13 +1,17 @@
 """The hosts of an allocation, from the variables and files that each scheduler documents.
 
 tests/test_slurm_job.py and tests/test_grid_engine_job.py have real ones.
-Tests mpiddp/hosts/allocation.py, mpiddp/hosts/schedulers.py, mpiddp/hosts/node_file.py.
+Tests mpiddp/hosts/allocation.py, mpiddp/hosts/schedulers.py, mpiddp/hosts/node_file.py,
+mpiddp/hosts/slurm_terminal.py.
 python -m pytest tests/test_allocations.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,8 @@ from mpiddp.hosts.allocation import SCHEDULERS, find_allocation
 from mpiddp.hosts.formats import MPI_NAMES, MpiName
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.main import main as hosts_main
-from tests.ranks import launch
+from tests.patience import PATIENCE_S
+from tests.ranks import ROOT, launch
 
 Env = dict[str, str]
 SCRIPT = "examples/message_passing.py"
@@ -370,6 +375,13 @@ def test_local_starts_on_this_machine_alone() -> None:
             "on this machine alone.",
         ),
         ({"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"}, "the variables of 2 allocations are set"),
+        # prterun, or a launcher whose variables say no number of ranks
+        (
+            {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
+            "PMIX_RANK=1 is set: a launcher has started this process as one of several",
+        ),
+        ({"FLUX_TASK_RANK": "1"}, "only some of flux's variables are set: found FLUX_TASK_RANK=1"),
+        ({"PALS_RANKID": "1"}, "only some of pals's variables are set: found PALS_RANKID=1"),
     ],
 )
 def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) -> None:
@@ -381,12 +393,60 @@ def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) 
     assert alone.returncode == 0, alone.stderr
 
 
+@pytest.fixture
+def task_pids() -> Iterator[dict[str, str]]:
+    """Two processes as slurmstepd starts tasks: one on a terminal of its own, and one without."""
+    text = "echo $$; exec sleep 1017"
+    on_terminal = [sys.executable, "-c", f"import pty; pty.spawn(['sh', '-c', {text!r}])"]
+    with ExitStack() as stack:
+        pids = {}
+        for name, command in (("terminal", on_terminal), ("none", ["sh", "-c", text])):
+            task = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            stack.enter_context(task)
+            stack.callback(task.kill)
+            assert task.stdout is not None
+            pids[name] = task.stdout.readline().strip()
+        yield pids
+
+
 @pytest.mark.quick
-def test_the_shell_of_srun_pty_may_launch() -> None:
-    """It is task 0 of a step, and the only one with a terminal (srun(1), SLURM_PTY_PORT)."""
+def test_only_the_shell_of_srun_pty_may_launch(task_pids: dict[str, str]) -> None:
+    """It is task 0 of a step, with a terminal. srun in that shell passes SLURM_PTY_PORT on to its tasks."""
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     step |= {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    refused = launch("--dry-run", SCRIPT, **step)
-    assert "SLURM_PROCID=0 says that this is already one of 2 ranks" in refused.stderr
-    allowed = launch("-n", "1", "--dry-run", SCRIPT, **step, SLURM_PTY_PORT="33333")
+    shell = step | {"SLURM_PTY_PORT": "33333", "SLURM_TASK_PID": task_pids["terminal"]}
+    allowed = launch("-n", "1", "--dry-run", SCRIPT, **shell)
     assert allowed.returncode == 0, allowed.stderr
+    for others in (
+        step,
+        shell | {"SLURM_PROCID": "1"},
+        shell | {"SLURM_TASK_PID": task_pids["none"]},
+    ):
+        refused = launch("-n", "1", "--dry-run", SCRIPT, **others)
+        assert "says that this is already one of 2 ranks" in refused.stderr
+        assert refused.returncode == 2
+
+
+def test_in_a_container_the_process_itself_is_asked() -> None:
+    """The task may have another pid there. No process has this one: Linux counts to 2**22."""
+    task = {"SLURM_PTY_PORT": "33333", "SLURM_PROCID": "0", "SLURM_TASK_PID": str(2**22 + 1)}
+    text = f"import mpiddp.hosts.slurm_terminal as s; print(s.in_slurm_terminal({task}))"
+    without = [sys.executable, "-c", text]
+    on_terminal = [sys.executable, "-c", f"import pty; pty.spawn({without})"]
+    for command, answer in ((on_terminal, "True"), (without, "False")):
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            start_new_session=True,
+            timeout=PATIENCE_S,
+        )
+        assert done.stdout.strip() == answer, done.stderr

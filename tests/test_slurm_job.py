@@ -202,6 +202,22 @@ def test_launch_inside_of_a_task_is_refused(batch: Slurm) -> None:
     assert done.returncode == 2
 
 
+def test_only_the_shell_of_srun_pty_may_launch(batch: Slurm) -> None:
+    """The tasks that srun starts in that shell get its SLURM_PTY_PORT, too."""
+    show = batch.cluster.shared / "show.py"
+    inner = f"srun --overlap --mpi=none -N2 -n4 {MPIDDP} launch {show}; echo inner $?"
+    first = "[ $SLURM_PROCID = 0 ] || exit 0"
+    shell = f"{first}; {MPIDDP} launch --dry-run {show} | grep -o -- --ntasks=4 | head -1; {inner}"
+    outer = ["srun", *TWO_EACH, "--mpi=none", "--pty", "sh", "-c", shell]
+    on_terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *outer]
+    done = batch.cluster["node0"].run(on_terminal, cwd=ROOT, env=ENV)
+    lines = done.stdout.splitlines()
+    assert "--ntasks=4" in lines, done.stdout
+    assert "inner 2" in lines, done.stdout
+    for rank in range(4):
+        assert f"but SLURM_PROCID={rank} says that this is already one of 4 ranks" in done.stdout
+
+
 def test_the_requested_interface_is_used(batch: Slurm) -> None:
     option = ("--interface", "10.77.0.0/24")
     done = launch(batch, *option, str(batch.cluster.shared / "show.py"))
