@@ -393,6 +393,18 @@ def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) 
     assert alone.returncode == 0, alone.stderr
 
 
+@pytest.mark.quick
+def test_a_pbs_job_without_ssh_says_what_works_there(in_folder: Path) -> None:
+    pbs = PBS | {"PBS_NODEFILE": str(in_folder / "node_file")}
+    done = launch(SCRIPT, **pbs, PATH="/nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "ssh is not installed here. Run: sudo apt-get install openssh-client. If this site allows no ssh "
+        "between the hosts of a PBS job, let an MPI that knows PBS start the ranks: mpirun python -m mpiddp "
+        "run …\n"
+    )
+
+
 @pytest.fixture
 def task_pids() -> Iterator[dict[str, str]]:
     """Two processes as slurmstepd starts tasks: one on a terminal of its own, and one without."""
