@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocation import SCHEDULERS, find_allocation
+from mpiddp.hosts.allocation import SCHEDULERS, find_allocation, grants_hosts
 from mpiddp.hosts.formats import MPI_NAMES, MpiName
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.main import main as hosts_main
@@ -27,17 +27,32 @@ from tests.ranks import ROOT, launch
 Env = dict[str, str]
 SCRIPT = "examples/message_passing.py"
 
+# Slurm, sbatch(1), "Output environment variables". tests/test_launch_input.py has more of them.
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
-# OpenPBS, pbsdsh(1B): "Each MPI rank gets a single line in the $PBS_NODEFILE"; qsub(1B), "Environment
-# variables". Torque's PBS_NODEFILE for nodes=2:ppn=2 has the same form.
+# Slurm, "Heterogeneous Job Support", "Environment Variables"
+# (https://slurm.schedmd.com/heterogeneous_jobs.html#env_var). A batch script has the first one's as usual.
+SLURM_HETEROGENEOUS = SLURM | {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "7",
+    "SLURM_JOB_ID_HET_GROUP_1": "8",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[11-14]",
+}
+
+# OpenPBS, pbsdsh(1B): "Each MPI rank gets a single line in the $PBS_NODEFILE"
+# (https://github.com/openpbs/openpbs/blob/master/doc/man1/pbsdsh.1B); qsub(1B), "Environment variables".
+# Torque, qsub(1B) (https://manpages.ubuntu.com/manpages/xenial/man1/qsub.1B.html): PBS_NODEFILE. Its file
+# for nodes=2:ppn=2 has the same form.
 PBS = {"PBS_JOBID": "1234.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "node_file"}
 NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
 
-# IBM Spectrum LSF 10.1, "Environment variables set for job execution": LSB_MCPU_HOSTS, LSB_DJOB_HOSTFILE.
+# IBM Spectrum LSF 10.1, "Environment variables set for job execution": LSB_MCPU_HOSTS, LSB_DJOB_HOSTFILE
+# (https://www.ibm.com/support/knowledgecenter/en/SSWRJV_10.1.0/lsf_config_ref/lsf_envars_job_exec.html).
 LSF = {"LSB_JOBID": "105", "LSB_MCPU_HOSTS": "n1 5 n2 3 ", "LSB_DJOB_HOSTFILE": "node_file"}
 
 # sge_pe(5), "start_proc_args" ($pe_hostfile): host, slots, queue, processors. A line for each queue.
+# https://manpages.ubuntu.com/manpages/noble/man5/sge_pe.5.html
 GRID_ENGINE = {
     "JOB_ID": "3",
     "SGE_TASK_ID": "undefined",
@@ -51,6 +66,7 @@ n1 1 gpu.q@n1 0,0:0,1
 """
 
 # flux-environment(7), "Initial program environment": FLUX_URI, and `flux getattr hostlist`.
+# https://github.com/flux-framework/flux-core/blob/master/doc/man7/flux-environment.rst
 FLUX = {"FLUX_URI": "local:///tmp/flux-xyz/local-0"}
 FLUX_PROGRAM = """\
 #!/bin/sh
@@ -58,6 +74,7 @@ FLUX_PROGRAM = """\
 """
 
 # Kubeflow MPI Operator v2beta1, the environment of the Launcher (pkg/controller/mpi_job_controller.go).
+# https://github.com/kubeflow/mpi-operator/blob/master/pkg/controller/mpi_job_controller.go
 MPIJOB = {
     "K_MPI_JOB_ROLE": "launcher",
     "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
@@ -70,6 +87,7 @@ MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc s
 INTEL_HOSTFILE = "pi-worker-0.pi.default.svc:2\npi-worker-1.pi.default.svc:2\n"
 
 # SkyPilot, "Environment variables and secrets", the table of SkyPilot's own variables.
+# https://docs.skypilot.co/en/stable/running-jobs/environment-variables.html
 SKYPILOT = {
     "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
     "SKYPILOT_NUM_NODES": "2",
@@ -78,6 +96,7 @@ SKYPILOT = {
 }
 
 # Azure Batch, "Azure Batch runtime environment variables".
+# https://learn.microsoft.com/en-us/azure/Batch/batch-compute-node-environment-variables
 AZURE = {
     "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5",
     "AZ_BATCH_NODE_LIST": "10.0.0.4;10.0.0.5",
@@ -85,6 +104,19 @@ AZURE = {
     "AZ_BATCH_IS_CURRENT_NODE_MASTER": "true",
 }
 AZURE_ML = {"AZ_BATCH_NODE_LIST": "node-0;node-1", "AZ_BATCH_MASTER_NODE": "node-0:6000"}
+
+# Kubeflow's training operator, pkg/constants/constants.go: the number of nodes for torchrun.
+# https://github.com/kubeflow/training-operator/blob/master/pkg/constants/constants.go
+TRAIN_JOB = {"PET_NNODES": "2"}
+
+# AWS Batch, "Multi-node parallel jobs", "Environment variables", of a node that is not the main one.
+# https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html
+AWS_BATCH = {
+    "AWS_BATCH_JOB_NUM_NODES": "2",
+    "AWS_BATCH_JOB_NODE_INDEX": "1",
+    "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.4",
+}
 
 
 @pytest.fixture
@@ -278,9 +310,19 @@ HINT = "Name the hosts with --hostfile or -H, or write --local for this machine 
             f"nodes of this Azure Batch task are not known. {HINT}",
         ),
         (
-            {"PET_NNODES": "2"},
+            TRAIN_JOB,
             "PET_NNODES=2: a PyTorchJob or TrainJob has started this process on one of several hosts, and "
             f"does not list them. Start the script with torchrun, or use an MPIJob. {HINT}",
+        ),
+        (
+            AWS_BATCH,
+            "AWS_BATCH_JOB_NUM_NODES=2: AWS Batch has started this process on one of several hosts, and does "
+            f"not list them. Start the script with torchrun on each node. {HINT}",
+        ),
+        (
+            SLURM_HETEROGENEOUS,
+            "SLURM_HET_SIZE=2: Slurm job 7 is heterogeneous, and the hosts of its components are not read. "
+            + HINT,
         ),
         (
             {"SKYPILOT_NODE_IPS": "-oProxyCommand=x"},
@@ -291,6 +333,14 @@ HINT = "Name the hosts with --hostfile or -H, or write --local for this machine 
 )
 def test_an_allocation_that_cannot_be_read_is_refused(env: Env, sentence: str) -> None:
     assert refusal(lambda: find_allocation({"PATH": "/nowhere"} | env)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("env", "is_granted"),
+    [({}, False), ({"PET_NNODES": "1"}, False), (TRAIN_JOB, True), (SLURM, True)],
+)
+def test_hosts_are_granted_even_if_they_cannot_be_read(env: Env, is_granted: bool) -> None:
+    assert grants_hosts(env) == is_granted
 
 
 def test_flux_without_its_program(tmp_path: Path) -> None:

@@ -131,6 +131,14 @@ def find_allocation(env: Mapping[str, str]) -> Allocation | None:
     )
 
 
+def grants_hosts(env: Mapping[str, str]) -> bool:
+    """Whether this process runs in an allocation, also in one that cannot be read. run.sh asks this."""
+    try:
+        return find_allocation(env) is not None
+    except UserError:
+        return True
+
+
 def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
     """The names of the schedulers whose variables in `env` an mpirun would follow."""
     present = (each for each in SCHEDULERS if each.leads_mpirun and each.is_present(env))
