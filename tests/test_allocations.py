@@ -1,17 +1,14 @@
 """The hosts of an allocation, from the variables and files that each scheduler documents.
 
 tests/test_slurm_job.py and tests/test_grid_engine_job.py have real ones.
-Tests mpiddp/hosts/allocation.py, mpiddp/hosts/schedulers.py, mpiddp/hosts/node_file.py,
-mpiddp/hosts/slurm_terminal.py.
+Tests mpiddp/hosts/allocation.py, mpiddp/hosts/schedulers.py, mpiddp/hosts/node_file.py.
 python -m pytest tests/test_allocations.py
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,8 @@ from mpiddp.hosts.allocation import SCHEDULERS, find_allocation, grants_hosts
 from mpiddp.hosts.formats import MPI_NAMES, MpiName
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.main import main as hosts_main
-from tests.patience import PATIENCE_S
+from mpiddp.launch.starters.detect import identify
+from tests.mpis import mpirun_of
 from tests.ranks import ROOT, launch
 
 Env = dict[str, str]
@@ -72,6 +70,13 @@ FLUX_PROGRAM = """\
 #!/bin/sh
 [ "$*" = "getattr hostlist" ] && echo 'n[1-2]'
 """
+# A dry run asks srun for its version, and whether the other two are on PATH.
+PROGRAMS = {
+    "flux": FLUX_PROGRAM,
+    "srun": "#!/bin/sh\necho slurm 22.05.8\n",
+    "qrsh": "",
+    "blaunch": "",
+}
 
 # Kubeflow MPI Operator v2beta1, the environment of the Launcher (pkg/controller/mpi_job_controller.go).
 # https://github.com/kubeflow/mpi-operator/blob/master/pkg/controller/mpi_job_controller.go
@@ -121,16 +126,17 @@ AWS_BATCH = {
 
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the files that the variables above name, and a `flux` on PATH."""
+    """A working folder with the files that the variables above name, and stand-ins of programs on PATH."""
     for name, text in (
         ("node_file", NODE_FILE),
         ("pe_hostfile", PE_HOSTFILE),
         ("mpi_hostfile", MPI_HOSTFILE),
         ("intel_hostfile", INTEL_HOSTFILE),
-        ("flux", FLUX_PROGRAM),
+        *PROGRAMS.items(),
     ):
         (tmp_path / name).write_text(text)
-    (tmp_path / "flux").chmod(0o755)
+    for name in PROGRAMS:
+        (tmp_path / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return tmp_path
@@ -405,6 +411,64 @@ def test_a_dry_run_says_where_the_hosts_come_from() -> None:
     assert "-H n1.invalid,n1.invalid,n2.invalid,n2.invalid" in done.stdout
 
 
+# Environment in docs/allocations.md: MPI, variables.
+DRY_RUNS: dict[str, tuple[str, Env]] = {
+    "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
+    "Grid Engine": ("openmpi5", GRID_ENGINE),
+    "LSF": ("openmpi5", LSF | {"LSB_MCPU_HOSTS": "n1 2 n2 2 "}),
+    "PBS": ("openmpi5", PBS),
+    "Flux": ("openmpi5", FLUX),
+    "MPIJob": ("openmpi5", MPIJOB),
+    "SkyPilot": ("openmpi5", SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}),
+    "Azure Batch": ("openmpi5", AZURE),
+    "Grid Engine, MPICH": ("mpich", GRID_ENGINE),
+    "Grid Engine, Intel MPI": ("intelmpi", GRID_ENGINE),
+}
+OF_HOSTS = (
+    *("-n ", "-H ", "-hosts ", "-machinefile ", "-launcher ", "-bootstrap ", "--prtemca "),
+    *("--mca prte_keep_fqdn", "--mca plm_rsh_agent", "--ntasks", "--distribution", "--mpi="),
+)
+
+
+def documented_dry_runs() -> dict[str, str]:
+    page = (ROOT / "docs/allocations.md").read_text()
+    section = page.partition("\n## Dry runs\n")[2].partition("\n## ")[0]
+    shown: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if line.startswith("    "):
+            found, _, flags = line.removeprefix("    ").partition("  ")
+            name = found or name  # a further line of the same one
+            shown[name] = f"{shown.get(name, '')} {flags.strip()}".strip()
+    return shown
+
+
+def test_the_page_has_the_dry_run_of_each_environment() -> None:
+    assert documented_dry_runs().keys() == DRY_RUNS.keys()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_a_dry_run_is_as_documented(in_folder: Path, name: str) -> None:
+    mpi, env = DRY_RUNS[name]
+    mpirun = mpirun_of(mpi)
+    if identify(Path(mpirun), os.environ).major < 5 and mpi == "openmpi5":
+        pytest.skip("the page shows Open MPI 5")
+    files = {
+        each: str(in_folder / value) for each, value in env.items() if (in_folder / value).is_file()
+    }
+    options = () if mpi == "openmpi5" else ("--mpirun", mpirun)
+    done = launch("--dry-run", *options, SCRIPT, **(env | files))
+    assert done.returncode == 0, done.stderr
+    command, _, explained = done.stdout.partition("\n\n")
+    (program,) = {
+        Path(word).name for word in command.split() if word.endswith(("/mpirun", "/srun"))
+    }
+    flags = [line.strip() for line in explained.splitlines() if line.startswith("  -")]
+    shown = [program, *(flag for flag in flags if flag.startswith(OF_HOSTS))]
+    assert " ".join(shown) == documented_dry_runs()[name]
+
+
 @pytest.mark.quick
 def test_local_starts_on_this_machine_alone() -> None:
     done = launch("--local", "-n", "2", "--dry-run", SCRIPT, LSB_MCPU_HOSTS="n1.invalid 2 n2 2")
@@ -453,62 +517,3 @@ def test_a_pbs_job_without_ssh_says_what_works_there(in_folder: Path) -> None:
         "between the hosts of a PBS job, let an MPI that knows PBS start the ranks: mpirun python -m mpiddp "
         "run …\n"
     )
-
-
-@pytest.fixture
-def task_pids() -> Iterator[dict[str, str]]:
-    """Two processes as slurmstepd starts tasks: one on a terminal of its own, and one without."""
-    text = "echo $$; exec sleep 1017"
-    on_terminal = [sys.executable, "-c", f"import pty; pty.spawn(['sh', '-c', {text!r}])"]
-    with ExitStack() as stack:
-        pids = {}
-        for name, command in (("terminal", on_terminal), ("none", ["sh", "-c", text])):
-            task = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            stack.enter_context(task)
-            stack.callback(task.kill)
-            assert task.stdout is not None
-            pids[name] = task.stdout.readline().strip()
-        yield pids
-
-
-@pytest.mark.quick
-def test_only_the_shell_of_srun_pty_may_launch(task_pids: dict[str, str]) -> None:
-    """It is task 0 of a step, with a terminal. srun in that shell passes SLURM_PTY_PORT on to its tasks."""
-    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
-    step |= {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    shell = step | {"SLURM_PTY_PORT": "33333", "SLURM_TASK_PID": task_pids["terminal"]}
-    allowed = launch("-n", "1", "--dry-run", SCRIPT, **shell)
-    assert allowed.returncode == 0, allowed.stderr
-    for others in (
-        step,
-        shell | {"SLURM_PROCID": "1"},
-        shell | {"SLURM_TASK_PID": task_pids["none"]},
-    ):
-        refused = launch("-n", "1", "--dry-run", SCRIPT, **others)
-        assert "says that this is already one of 2 ranks" in refused.stderr
-        assert refused.returncode == 2
-
-
-def test_in_a_container_the_process_itself_is_asked() -> None:
-    """The task may have another pid there. No process has this one: Linux counts to 2**22."""
-    task = {"SLURM_PTY_PORT": "33333", "SLURM_PROCID": "0", "SLURM_TASK_PID": str(2**22 + 1)}
-    text = f"import mpiddp.hosts.slurm_terminal as s; print(s.in_slurm_terminal({task}))"
-    without = [sys.executable, "-c", text]
-    on_terminal = [sys.executable, "-c", f"import pty; pty.spawn({without})"]
-    for command, answer in ((on_terminal, "True"), (without, "False")):
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            start_new_session=True,
-            timeout=PATIENCE_S,
-        )
-        assert done.stdout.strip() == answer, done.stderr
