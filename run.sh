@@ -6,6 +6,7 @@ usage() {
 Set everything up once (in .venv, without root), then train over a hostfile or run the tests.
 
   ./run.sh [HOSTFILE] [train options]   train; default: hostfiles/local, CIFAR-10
+                                        in the job of a scheduler: the hosts of the job
   ./run.sh test [pytest options]        run the quick tests: no root, no cluster, under 3 minutes
   ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
   ./run.sh setup                        only set up (for the other hosts of a cluster)
@@ -168,6 +169,13 @@ set_up() {
   printf '%s\n' "${now[@]}" >"$record"
 }
 
+# In the job of a scheduler, the launcher takes the hosts of the job, or refuses those that it cannot read.
+in_a_job() {
+  "$venv/bin/python" -c 'import os, sys
+from mpiddp.hosts.allocation import grants_hosts
+sys.exit(not grants_hosts(os.environ))'
+}
+
 case ${1:-} in
   -h | --help)
     usage
@@ -201,12 +209,14 @@ case ${1:-} in
     ;;
 esac
 
-hostfile="$root/hostfiles/local"
 if [[ -n ${1:-} && $1 != -* ]]; then
-  hostfile=$1
+  named=(--hostfile "$1")
   shift
+elif in_a_job; then
+  named=()
+else
+  named=(--hostfile "$root/hostfiles/local")
 fi
 export MPIDDP_PREFIX=${MPIDDP_PREFIX:-never} # only rank 0 prints in a training
-named=()
-[[ -z $mpirun ]] || named=(--mpirun "$mpirun")
-exec "$venv/bin/python" -m mpiddp launch --hostfile "$hostfile" "${named[@]}" -m mpiddp train "$@"
+[[ -z $mpirun ]] || named+=(--mpirun "$mpirun")
+exec "$venv/bin/python" -m mpiddp launch "${named[@]}" -m mpiddp train "$@"

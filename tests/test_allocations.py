@@ -7,32 +7,50 @@ python -m pytest tests/test_allocations.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocation import SCHEDULERS, find_allocation
+from mpiddp.hosts.allocation import SCHEDULERS, find_allocation, grants_hosts
 from mpiddp.hosts.formats import MPI_NAMES, MpiName
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.main import main as hosts_main
-from tests.ranks import launch
+from mpiddp.launch.starters.detect import identify
+from tests.mpis import mpirun_of
+from tests.ranks import ROOT, launch
 
 Env = dict[str, str]
 SCRIPT = "examples/message_passing.py"
 
+# Slurm, sbatch(1), "Output environment variables". tests/test_launch_input.py has more of them.
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
-# OpenPBS, pbsdsh(1B): "Each MPI rank gets a single line in the $PBS_NODEFILE"; qsub(1B), "Environment
-# variables". Torque's PBS_NODEFILE for nodes=2:ppn=2 has the same form.
+# Slurm, "Heterogeneous Job Support", "Environment Variables"
+# (https://slurm.schedmd.com/heterogeneous_jobs.html#env_var). A batch script has the first one's as usual.
+SLURM_HETEROGENEOUS = SLURM | {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "7",
+    "SLURM_JOB_ID_HET_GROUP_1": "8",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[11-14]",
+}
+
+# OpenPBS, pbsdsh(1B): "Each MPI rank gets a single line in the $PBS_NODEFILE"
+# (https://github.com/openpbs/openpbs/blob/master/doc/man1/pbsdsh.1B); qsub(1B), "Environment variables".
+# Torque, qsub(1B) (https://manpages.ubuntu.com/manpages/xenial/man1/qsub.1B.html): PBS_NODEFILE. Its file
+# for nodes=2:ppn=2 has the same form.
 PBS = {"PBS_JOBID": "1234.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "node_file"}
 NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
 
-# IBM Spectrum LSF 10.1, "Environment variables set for job execution": LSB_MCPU_HOSTS, LSB_DJOB_HOSTFILE.
+# IBM Spectrum LSF 10.1, "Environment variables set for job execution": LSB_MCPU_HOSTS, LSB_DJOB_HOSTFILE
+# (https://www.ibm.com/support/knowledgecenter/en/SSWRJV_10.1.0/lsf_config_ref/lsf_envars_job_exec.html).
 LSF = {"LSB_JOBID": "105", "LSB_MCPU_HOSTS": "n1 5 n2 3 ", "LSB_DJOB_HOSTFILE": "node_file"}
 
 # sge_pe(5), "start_proc_args" ($pe_hostfile): host, slots, queue, processors. A line for each queue.
+# https://manpages.ubuntu.com/manpages/noble/man5/sge_pe.5.html
 GRID_ENGINE = {
     "JOB_ID": "3",
     "SGE_TASK_ID": "undefined",
@@ -46,13 +64,22 @@ n1 1 gpu.q@n1 0,0:0,1
 """
 
 # flux-environment(7), "Initial program environment": FLUX_URI, and `flux getattr hostlist`.
+# https://github.com/flux-framework/flux-core/blob/master/doc/man7/flux-environment.rst
 FLUX = {"FLUX_URI": "local:///tmp/flux-xyz/local-0"}
 FLUX_PROGRAM = """\
 #!/bin/sh
 [ "$*" = "getattr hostlist" ] && echo 'n[1-2]'
 """
+# A dry run asks srun for its version, and whether the other two are on PATH.
+PROGRAMS = {
+    "flux": FLUX_PROGRAM,
+    "srun": "#!/bin/sh\necho slurm 22.05.8\n",
+    "qrsh": "",
+    "blaunch": "",
+}
 
 # Kubeflow MPI Operator v2beta1, the environment of the Launcher (pkg/controller/mpi_job_controller.go).
+# https://github.com/kubeflow/mpi-operator/blob/master/pkg/controller/mpi_job_controller.go
 MPIJOB = {
     "K_MPI_JOB_ROLE": "launcher",
     "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
@@ -65,6 +92,7 @@ MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc s
 INTEL_HOSTFILE = "pi-worker-0.pi.default.svc:2\npi-worker-1.pi.default.svc:2\n"
 
 # SkyPilot, "Environment variables and secrets", the table of SkyPilot's own variables.
+# https://docs.skypilot.co/en/stable/running-jobs/environment-variables.html
 SKYPILOT = {
     "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
     "SKYPILOT_NUM_NODES": "2",
@@ -73,6 +101,7 @@ SKYPILOT = {
 }
 
 # Azure Batch, "Azure Batch runtime environment variables".
+# https://learn.microsoft.com/en-us/azure/Batch/batch-compute-node-environment-variables
 AZURE = {
     "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5",
     "AZ_BATCH_NODE_LIST": "10.0.0.4;10.0.0.5",
@@ -81,19 +110,33 @@ AZURE = {
 }
 AZURE_ML = {"AZ_BATCH_NODE_LIST": "node-0;node-1", "AZ_BATCH_MASTER_NODE": "node-0:6000"}
 
+# Kubeflow's training operator, pkg/constants/constants.go: the number of nodes for torchrun.
+# https://github.com/kubeflow/training-operator/blob/master/pkg/constants/constants.go
+TRAIN_JOB = {"PET_NNODES": "2"}
+
+# AWS Batch, "Multi-node parallel jobs", "Environment variables", of a node that is not the main one.
+# https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html
+AWS_BATCH = {
+    "AWS_BATCH_JOB_NUM_NODES": "2",
+    "AWS_BATCH_JOB_NODE_INDEX": "1",
+    "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.4",
+}
+
 
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the files that the variables above name, and a `flux` on PATH."""
+    """A working folder with the files that the variables above name, and stand-ins of programs on PATH."""
     for name, text in (
         ("node_file", NODE_FILE),
         ("pe_hostfile", PE_HOSTFILE),
         ("mpi_hostfile", MPI_HOSTFILE),
         ("intel_hostfile", INTEL_HOSTFILE),
-        ("flux", FLUX_PROGRAM),
+        *PROGRAMS.items(),
     ):
         (tmp_path / name).write_text(text)
-    (tmp_path / "flux").chmod(0o755)
+    for name in PROGRAMS:
+        (tmp_path / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return tmp_path
@@ -273,9 +316,19 @@ HINT = "Name the hosts with --hostfile or -H, or write --local for this machine 
             f"nodes of this Azure Batch task are not known. {HINT}",
         ),
         (
-            {"PET_NNODES": "2"},
+            TRAIN_JOB,
             "PET_NNODES=2: a PyTorchJob or TrainJob has started this process on one of several hosts, and "
             f"does not list them. Start the script with torchrun, or use an MPIJob. {HINT}",
+        ),
+        (
+            AWS_BATCH,
+            "AWS_BATCH_JOB_NUM_NODES=2: AWS Batch has started this process on one of several hosts, and does "
+            f"not list them. Start the script with torchrun on each node. {HINT}",
+        ),
+        (
+            SLURM_HETEROGENEOUS,
+            "SLURM_HET_SIZE=2: Slurm job 7 is heterogeneous, and the hosts of its components are not read. "
+            + HINT,
         ),
         (
             {"SKYPILOT_NODE_IPS": "-oProxyCommand=x"},
@@ -286,6 +339,14 @@ HINT = "Name the hosts with --hostfile or -H, or write --local for this machine 
 )
 def test_an_allocation_that_cannot_be_read_is_refused(env: Env, sentence: str) -> None:
     assert refusal(lambda: find_allocation({"PATH": "/nowhere"} | env)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("env", "is_granted"),
+    [({}, False), ({"PET_NNODES": "1"}, False), (TRAIN_JOB, True), (SLURM, True)],
+)
+def test_hosts_are_granted_even_if_they_cannot_be_read(env: Env, is_granted: bool) -> None:
+    assert grants_hosts(env) == is_granted
 
 
 def test_flux_without_its_program(tmp_path: Path) -> None:
@@ -350,6 +411,64 @@ def test_a_dry_run_says_where_the_hosts_come_from() -> None:
     assert "-H n1.invalid,n1.invalid,n2.invalid,n2.invalid" in done.stdout
 
 
+# Environment in docs/allocations.md: MPI, variables.
+DRY_RUNS: dict[str, tuple[str, Env]] = {
+    "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
+    "Grid Engine": ("openmpi5", GRID_ENGINE),
+    "LSF": ("openmpi5", LSF | {"LSB_MCPU_HOSTS": "n1 2 n2 2 "}),
+    "PBS": ("openmpi5", PBS),
+    "Flux": ("openmpi5", FLUX),
+    "MPIJob": ("openmpi5", MPIJOB),
+    "SkyPilot": ("openmpi5", SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}),
+    "Azure Batch": ("openmpi5", AZURE),
+    "Grid Engine, MPICH": ("mpich", GRID_ENGINE),
+    "Grid Engine, Intel MPI": ("intelmpi", GRID_ENGINE),
+}
+OF_HOSTS = (
+    *("-n ", "-H ", "-hosts ", "-machinefile ", "-launcher ", "-bootstrap ", "--prtemca "),
+    *("--mca prte_keep_fqdn", "--mca plm_rsh_agent", "--ntasks", "--distribution", "--mpi="),
+)
+
+
+def documented_dry_runs() -> dict[str, str]:
+    page = (ROOT / "docs/allocations.md").read_text()
+    section = page.partition("\n## Dry runs\n")[2].partition("\n## ")[0]
+    shown: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if line.startswith("    "):
+            found, _, flags = line.removeprefix("    ").partition("  ")
+            name = found or name  # a further line of the same one
+            shown[name] = f"{shown.get(name, '')} {flags.strip()}".strip()
+    return shown
+
+
+def test_the_page_has_the_dry_run_of_each_environment() -> None:
+    assert documented_dry_runs().keys() == DRY_RUNS.keys()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_a_dry_run_is_as_documented(in_folder: Path, name: str) -> None:
+    mpi, env = DRY_RUNS[name]
+    mpirun = mpirun_of(mpi)
+    if identify(Path(mpirun), os.environ).major < 5 and mpi == "openmpi5":
+        pytest.skip("the page shows Open MPI 5")
+    files = {
+        each: str(in_folder / value) for each, value in env.items() if (in_folder / value).is_file()
+    }
+    options = () if mpi == "openmpi5" else ("--mpirun", mpirun)
+    done = launch("--dry-run", *options, SCRIPT, **(env | files))
+    assert done.returncode == 0, done.stderr
+    command, _, explained = done.stdout.partition("\n\n")
+    (program,) = {
+        Path(word).name for word in command.split() if word.endswith(("/mpirun", "/srun"))
+    }
+    flags = [line.strip() for line in explained.splitlines() if line.startswith("  -")]
+    shown = [program, *(flag for flag in flags if flag.startswith(OF_HOSTS))]
+    assert " ".join(shown) == documented_dry_runs()[name]
+
+
 @pytest.mark.quick
 def test_local_starts_on_this_machine_alone() -> None:
     done = launch("--local", "-n", "2", "--dry-run", SCRIPT, LSB_MCPU_HOSTS="n1.invalid 2 n2 2")
@@ -370,6 +489,13 @@ def test_local_starts_on_this_machine_alone() -> None:
             "on this machine alone.",
         ),
         ({"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"}, "the variables of 2 allocations are set"),
+        # prterun, or a launcher whose variables say no number of ranks
+        (
+            {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
+            "PMIX_RANK=1 is set: a launcher has started this process as one of several",
+        ),
+        ({"FLUX_TASK_RANK": "1"}, "only some of flux's variables are set: found FLUX_TASK_RANK=1"),
+        ({"PALS_RANKID": "1"}, "only some of pals's variables are set: found PALS_RANKID=1"),
     ],
 )
 def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) -> None:
@@ -382,11 +508,12 @@ def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) 
 
 
 @pytest.mark.quick
-def test_the_shell_of_srun_pty_may_launch() -> None:
-    """It is task 0 of a step, and the only one with a terminal (srun(1), SLURM_PTY_PORT)."""
-    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
-    step |= {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    refused = launch("--dry-run", SCRIPT, **step)
-    assert "SLURM_PROCID=0 says that this is already one of 2 ranks" in refused.stderr
-    allowed = launch("-n", "1", "--dry-run", SCRIPT, **step, SLURM_PTY_PORT="33333")
-    assert allowed.returncode == 0, allowed.stderr
+def test_a_pbs_job_without_ssh_says_what_works_there(in_folder: Path) -> None:
+    pbs = PBS | {"PBS_NODEFILE": str(in_folder / "node_file")}
+    done = launch(SCRIPT, **pbs, PATH="/nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "ssh is not installed here. Run: sudo apt-get install openssh-client. If this site allows no ssh "
+        "between the hosts of a PBS job, let an MPI that knows PBS start the ranks: mpirun python -m mpiddp "
+        "run …\n"
+    )

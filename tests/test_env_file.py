@@ -163,5 +163,16 @@ def test_a_dry_run_shows_no_value_of_the_file(tmp_path: Path) -> None:
     assert "private-value" not in done.stdout + done.stderr
 
 
+def test_a_bad_line_of_the_file_starts_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "job.env"
+    file.write_text("PLAIN=1\nA-B=private-value\n")
+    started = tmp_path / "started"
+    job = script(tmp_path, f"open({str(started)!r}, w)")
+    done = launch("--env-file", str(file), "-n", "1", job)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{file}:2: expected NAME=VALUE, a name alone, or a # comment.\n"
+    assert not started.exists()
+
+
 def parse(text: str) -> tuple[str, ...]:
     return tuple(parse_env_file(text.encode(), "f", {"HERE": "x"}))

@@ -116,6 +116,7 @@ def test_the_table_has_this_hosts_own_value_and_the_hostfiles_numbers() -> None:
     assert json.loads(exported) == [{}, {}, there]
     assert gpu_table(NODES[:2], {}, {}) == ""
     assert gpu_table(NODES[:2], {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""  # it travels by name
+    assert gpu_table(NODES, {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""  # a job without GPUs
 
 
 def test_gpus_are_counted_with_the_variables_that_the_ranks_get() -> None:
@@ -325,3 +326,18 @@ def test_a_gpu_that_a_host_lacks_starts_nothing(hosts: Cluster) -> None:
     assert done.stderr == (
         "node1 has 2 GPUs, so there is no GPU 2 (gpus=0,2). They are numbered from 0.\n"
     )
+
+
+@pytest.mark.quick
+def test_a_job_without_gpus_leaves_the_hostfiles_numbers_alone(tmp_path: Path) -> None:
+    """They are not checked either: no rank uses them."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost gpus=0,9\n")
+    path = f"{tool(tmp_path / 'tools', 'nvidia-smi', NVIDIA)}:{os.environ['PATH']}"
+    job = script(tmp_path, PRINT_GPUS)
+    done = launch("--hostfile", str(hostfile), job, PATH=path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"0 {HOST} ", f"1 {HOST} "]
+    refused = launch("--hostfile", str(hostfile), job, PATH=path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "so there is no GPU 9 (gpus=0,9)" in refused.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.hosts.transport import SSH_IN_PBS
 from tests.cluster import Cluster
 from tests.mpis import mpirun_of
 from tests.ranks import ROOT
@@ -93,4 +94,7 @@ def test_mpiddp_launch_needs_ssh(hosts: Cluster) -> None:
     command = [sys.executable, "-m", "mpiddp", "launch", hosts.shared / "show.py"]
     done = hosts["node0"].run(command, env=variables(hosts), cwd=ROOT)
     assert done.returncode == 2, done.stderr
-    assert "ssh node1 failed: ssh is not allowed here." in done.stderr
+    first, hint = done.stderr.splitlines()
+    assert first.startswith("ssh node1 failed: ssh is not allowed here.")
+    assert hint == SSH_IN_PBS.hint
+    assert hint.endswith("start the ranks: mpirun python -m mpiddp run …")

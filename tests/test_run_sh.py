@@ -263,3 +263,21 @@ def test_run_sh_trains_from_another_folder_with_the_same_environment(
     assert re.search(r"^steps +2 of 128 images$", table, re.MULTILINE), table
     assert len(list((tmp_path / "runs").iterdir())) == 1
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "sentence"),
+    [
+        ({"PBS_JOBID": "12"}, "PBS_JOBID=12 is set but PBS_NODEFILE is not"),
+        ({"LSB_MCPU_HOSTS": "a.invalid 1 b.invalid 1"}, "a.invalid: cannot be resolved from"),
+    ],
+)
+def test_the_job_of_a_scheduler_takes_the_place_of_the_default_hostfile(
+    ready: Path, tmp_path: Path, job: dict[str, str], sentence: str
+) -> None:
+    done = run_sh(ready, *TRAINING, cwd=tmp_path, env=job)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(sentence)
+    named = run_sh(ready, str(ready / "hostfiles/local"), *TRAINING, cwd=tmp_path, env=job)
+    assert named.returncode == 0, named.stderr

@@ -24,6 +24,7 @@ from tests.cluster.slurm import Slurm
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
+from tests.stand_ins import NO_SSH
 
 MPIDDP = str(Path(sys.executable).with_name("mpiddp"))
 TRAIN = shlex.split(
@@ -84,12 +85,25 @@ def test_launch_starts_two_ranks_on_each_host(batch: Slurm) -> None:
     assert PLACEMENT in done.stdout
 
 
-@pytest.mark.parametrize("option", ["--spares=1", "--grow=10m"])
+@pytest.mark.parametrize("option", ["--spares=1", "--grow=10m", "--min-hosts=1", "--min-ranks=1"])
 def test_an_option_that_needs_the_preflight_is_refused(batch: Slurm, option: str) -> None:
     done = launch(batch, option, "-m", "platform")
     assert done.returncode == 2, done.stdout
     name = option.partition("=")[0]
     assert done.stdout.startswith(f"{name}: inside a Slurm job, srun starts the ranks")
+
+
+def test_no_job_waits_for_slurms_hosts(batch: Slurm) -> None:
+    """srun needs no ssh, and Slurm starts a job when its nodes are up."""
+    folder = batch.cluster.shared / "without_ssh"
+    folder.mkdir()
+    (folder / "ssh").write_text(NO_SSH)
+    (folder / "ssh").chmod(0o755)
+    command = [MPIDDP, "launch", "--wait-for-hosts=1h", "--", "sh", "-c", "echo shown $RANK"]
+    script = f"#!/bin/sh\nPATH={folder}:$PATH {shlex.join(command)}\n"
+    done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
+    assert done.returncode == 0, done.stdout
+    assert shown(done.stdout) == [f"shown {rank}" for rank in range(4)]
 
 
 def test_slurms_signal_before_the_time_limit_stops_the_job(batch: Slurm) -> None:
@@ -216,6 +230,22 @@ def test_launch_inside_of_a_task_is_refused(batch: Slurm) -> None:
     done = batch.sbatch(script, *TWO_EACH, cwd=ROOT, env=ENV)
     assert "of 4 ranks (slurm). Write mpiddp run in place of mpiddp launch" in done.stdout
     assert done.returncode == 2
+
+
+def test_only_the_shell_of_srun_pty_may_launch(batch: Slurm) -> None:
+    """The tasks that srun starts in that shell get its SLURM_PTY_PORT, too."""
+    show = batch.cluster.shared / "show.py"
+    inner = f"srun --overlap --mpi=none -N2 -n4 {MPIDDP} launch {show}; echo inner $?"
+    first = "[ $SLURM_PROCID = 0 ] || exit 0"
+    shell = f"{first}; {MPIDDP} launch --dry-run {show} | grep -o -- --ntasks=4 | head -1; {inner}"
+    outer = ["srun", *TWO_EACH, "--mpi=none", "--pty", "sh", "-c", shell]
+    on_terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *outer]
+    done = batch.cluster["node0"].run(on_terminal, cwd=ROOT, env=ENV)
+    lines = done.stdout.splitlines()
+    assert "--ntasks=4" in lines, done.stdout
+    assert "inner 2" in lines, done.stdout
+    for rank in range(4):
+        assert f"but SLURM_PROCID={rank} says that this is already one of 4 ranks" in done.stdout
 
 
 def test_the_requested_interface_is_used(batch: Slurm) -> None:

@@ -127,6 +127,11 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
             | {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")},
             "already a part of a job: rank 1 of 2 (openmpi). Start the script once, with python.",
         ),
+        (
+            {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
+            "PMIX_RANK=1 is set: a launcher has started this process as one of several",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "only some of openmpi's variables are set"),
     ],
 )
 def test_a_rank_may_not_spawn(env: dict[str, str], refusal: str) -> None:
@@ -135,9 +140,7 @@ def test_a_rank_may_not_spawn(env: dict[str, str], refusal: str) -> None:
     assert refusal in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "env", [{}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "2"}]
-)
+@pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "2"}])
 def test_others_may_spawn(env: dict[str, str]) -> None:
     _refuse_within_a_job(env)
 

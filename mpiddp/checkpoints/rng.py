@@ -12,14 +12,15 @@ _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces
 
 
 def rng_states(local_rank: int) -> dict[str, Any]:
-    """The states as tensors, numbers and tuples. A GPU has one if this process uses GPUs."""
+    """The states as tensors, numbers and tuples. Each GPU has one if this process uses GPUs."""
     states: dict[str, Any] = {
         "local_rank": local_rank,
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    gpu = torch.accelerator.current_accelerator()
+    if gpu and (gpus := torch.get_device_module(gpu)).is_initialized():
+        states[gpu.type] = gpus.get_rng_state_all()
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state(legacy=True)
         if kind == _NUMPY_KIND:
@@ -35,11 +36,12 @@ def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
     """
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
-    saved_gpus = states.get("cuda", [])
-    for gpu in range(torch.cuda.device_count() if saved_gpus else 0):
-        saved = gpu - local_rank + states["local_rank"]
+    gpu = torch.accelerator.current_accelerator()
+    saved_gpus = states.get(gpu.type, []) if gpu else []
+    for index in range(torch.accelerator.device_count() if saved_gpus else 0):
+        saved = index - local_rank + states["local_rank"]
         if 0 <= saved < len(saved_gpus):
-            torch.cuda.set_rng_state(saved_gpus[saved], gpu)
+            torch.get_device_module(gpu).set_rng_state(saved_gpus[saved], index)
     numpy = sys.modules.get("numpy")
     if numpy and "numpy" in states:
         keys, *rest = states["numpy"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mpiddp.errors import UserError
 from mpiddp.hosts import schedulers
 from mpiddp.hosts.hostfile import Hosts
-from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import all_of, shown
 
 
@@ -41,7 +41,7 @@ class Scheduler:
 # KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
 SCHEDULERS = (
     Scheduler("Slurm", ("SLURM_JOB_ID",), schedulers.slurm, starter="srun", leads_mpirun=True),
-    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), schedulers.pbs, leads_mpirun=True),
+    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), schedulers.pbs, SSH_IN_PBS, leads_mpirun=True),
     Scheduler(
         "LSF",
         ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
@@ -98,7 +98,7 @@ class Allocation:
     def transport(self) -> Transport:
         """The scheduler's own transport, or ssh where it is not installed."""
         own = self.scheduler.transport
-        return own if own.is_installed else SSH
+        return own if own.is_ssh or own.is_installed else SSH
 
 
 def find_allocation(env: Mapping[str, str]) -> Allocation | None:
@@ -129,6 +129,14 @@ def find_allocation(env: Mapping[str, str]) -> Allocation | None:
     raise UserError(
         _conflict([*(each.scheduler for each in found), *(each for each, _ in problems)], env)
     )
+
+
+def grants_hosts(env: Mapping[str, str]) -> bool:
+    """Whether this process runs in an allocation, also in one that cannot be read. run.sh asks this."""
+    try:
+        return find_allocation(env) is not None
+    except UserError:
+        return True
 
 
 def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:

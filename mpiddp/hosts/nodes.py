@@ -34,10 +34,13 @@ _RESOLVED_ONE_BY_ONE, _RESOLVERS = 2, 256
 
 
 class UnusableHosts(UserError):
-    """Hosts that cannot be used. `complaints` has a sentence for each, with the command that fixes it."""
+    """Hosts that cannot be used. `complaints` has a sentence for each, with the command that fixes it.
 
-    def __init__(self, complaints: Mapping[Host, str]) -> None:
-        super().__init__("\n".join(complaints.values()))
+    `hint` follows all of them, "" for nothing.
+    """
+
+    def __init__(self, complaints: Mapping[Host, str], hint: str = "") -> None:
+        super().__init__("\n".join([*complaints.values(), *([hint] if hint else [])]))
         self.complaints = complaints
 
 

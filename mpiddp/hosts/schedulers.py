@@ -35,9 +35,14 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
     they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
 
     Raises:
-        UserError: Slurm's variables are incomplete.
+        UserError: Slurm's variables are incomplete, or the job is heterogeneous.
     """
     job = env["SLURM_JOB_ID"]
+    if (components := env.get("SLURM_HET_SIZE", "")) not in ("", "1"):
+        raise UserError(
+            f"SLURM_HET_SIZE={shown(components)}: Slurm job {job} is heterogeneous, and the hosts of its "
+            f"components are not read. {NAME_THEM}"
+        )
     nodelist = env.get("SLURM_JOB_NODELIST")
     if not nodelist:
         raise UserError(

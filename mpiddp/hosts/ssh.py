@@ -95,7 +95,7 @@ def _command(host: Host, transport: Transport) -> list[str]:
         return ["sh", "-c", _SHELL_LINE]
     # A user's login shell may not be a Bourne shell: csh, fish.
     line = f"exec sh -c {shlex.quote(_SHELL_LINE)}"
-    if transport is not SSH:
+    if not transport.is_ssh:
         return [*transport.agent, host.name, line]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
     port = ["-p", str(host.port)] if host.port else []

@@ -7,7 +7,7 @@ them for its preflight, for its start, and to kill what is left of it.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpiddp.errors import UserError
 
@@ -17,13 +17,19 @@ class Transport:
     """A program like ssh. `agent` is its command up to the host. `hydra` is the name of Hydra's launcher
     that calls it, or that calls the agent as if it were rsh.
 
-    `instead` are the options of `mpiddp launch` that use ssh instead, "" for ssh itself.
+    `instead` are the options of `mpiddp launch` that use ssh instead, "" for ssh itself. `hint` says what
+    works where it cannot be used, "" for nothing.
     """
 
     name: str
     agent: tuple[str, ...]
     hydra: str
     instead: str = ""
+    hint: str = ""
+
+    @property
+    def is_ssh(self) -> bool:
+        return self.agent == SSH.agent
 
     @property
     def is_installed(self) -> bool:
@@ -33,12 +39,19 @@ class Transport:
         """Raises UserError if its program is not installed here."""
         if self.is_installed:
             return
-        if self is SSH:
-            raise UserError("ssh is not installed here. Run: sudo apt-get install openssh-client")
+        if self.is_ssh:
+            sentence = "ssh is not installed here. Run: sudo apt-get install openssh-client"
+            raise UserError(f"{sentence}. {self.hint}" if self.hint else sentence)
         raise UserError(f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead}")
 
 
 SSH = Transport("ssh", ("ssh",), "ssh")
+# PBS has no program of its own that returns output (docs/allocations.md, "PBS without ssh").
+SSH_IN_PBS = replace(
+    SSH,
+    hint="If this site allows no ssh between the hosts of a PBS job, let an MPI that knows PBS start the "
+    "ranks: mpirun python -m mpiddp run …",
+)
 # qrsh(1): -inherit starts a task of the running job. The parallel environment needs control_slaves.
 QRSH = Transport("qrsh -inherit", ("qrsh", "-inherit"), "sge", "--hostfile $PE_HOSTFILE")
 # "blaunch" in IBM's LSF command reference: a drop-in replacement of rsh and ssh within a job.

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpu_variables import VISIBLE, for_numbers, is_of_one_host, written
+from mpiddp.hosts.gpu_variables import (
+    VISIBLE,
+    for_numbers,
+    hides_all_gpus,
+    is_of_one_host,
+    written,
+)
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.nodes import Node, is_this_host
 
@@ -42,7 +48,10 @@ def variables_of_ranks(
 def gpu_table(
     nodes: Sequence[Node], env: Mapping[str, str], exports: Mapping[str, str | None]
 ) -> str:
-    """MPIDDP_GPUS: what the ranks of each node set before they load torch; "" for nothing."""
+    """MPIDDP_GPUS: what the ranks of each node set before they load torch; "" for nothing.
+
+    Numbers of the hostfile do not count in a job whose user hides all GPUs, and nobody has checked them.
+    """
     own = {
         name: env[name]
         for name in VISIBLE
@@ -50,7 +59,7 @@ def gpu_table(
     }
     choices: list[dict[str, str]] = []
     for node in nodes:
-        if node.gpus is not None:
+        if node.gpus is not None and not hides_all_gpus(env):
             choices.append(for_numbers(node.gpus, env))
         else:
             choices.append(own if is_this_host(node.name) else {})

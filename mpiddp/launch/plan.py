@@ -85,16 +85,20 @@ def make_plan(
 
     named, allocation = earlier.named if earlier else find_hosts(options.where, env)
     transport = allocation.transport if allocation else SSH
-    if may_wait and options.where.wait_s is not None and not options.dry_run:
-        expected = [host for host in named.hosts if host.slots != 0]
-        wait_for_hosts(expected, options.where.wait_s, transport)
-    resolve_all([host.name for host in named.hosts])
     starter = _find_starter(options.how, python, env, allocation)
     check_mpi_args(starter, options.how.mpi_args)
     check_gpu_choice(named, exports)
-    _check_spares(options.where, starter)
-    if options.when.grow_s is not None:
-        _check_growth(options.where, allocation, starter)
+    _check_spares(options.where)
+    if starter.kind == "slurm":
+        _check_without_preflight(options)
+    if options.when.grow_s is not None and allocation is None and not options.where.names_hosts:
+        raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
+    # Slurm starts a job when its nodes are up, and the site may have no ssh to ask them over.
+    can_wait = may_wait and not options.dry_run and starter.kind != "slurm"
+    if can_wait and options.where.wait_s is not None:
+        expected = [host for host in named.hosts if host.slots != 0]
+        wait_for_hosts(expected, options.where.wait_s, transport)
+    resolve_all([host.name for host in named.hosts])
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(named.hosts) > 1 and starter.kind != "slurm":
@@ -162,28 +166,28 @@ def _find_starter(
     return identify(find_srun(env) if uses_srun else find_mpirun(how.mpirun, python, env), env)
 
 
-def _check_spares(where: Where, starter: RankStarter) -> None:
+def _check_spares(where: Where) -> None:
     """Raise UserError for spares that could never take a host's place."""
-    if where.spares and starter.kind == "slurm":
-        raise UserError(
-            "--spares: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them over "
-            "ssh instead: --mpirun PATH"
-        )
     if where.spares and not where.check:
         raise UserError(
             "--spares needs the preflight, which finds the hosts that fail. Leave out --no-check."
         )
 
 
-def _check_growth(where: Where, allocation: Allocation | None, starter: RankStarter) -> None:
-    """Raise UserError if no host could ever join."""
-    if starter.kind == "slurm":
-        raise UserError(
-            "--grow: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them over "
-            "ssh instead: --mpirun PATH"
-        )
-    if allocation is None and not where.names_hosts:
-        raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
+def _check_without_preflight(options: LaunchOptions) -> None:
+    """Raise UserError for options that have no effect, because srun starts the ranks."""
+    where = options.where
+    for option, is_given in (
+        ("--spares", where.spares),
+        ("--grow", options.when.grow_s),
+        ("--min-hosts", where.min_hosts),
+        ("--min-ranks", where.min_ranks),
+    ):
+        if is_given:
+            raise UserError(
+                f"{option}: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them "
+                "over ssh instead: --mpirun PATH"
+            )
 
 
 def _preflight(

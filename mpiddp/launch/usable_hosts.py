@@ -13,6 +13,7 @@ from mpiddp.hosts.allocation import Allocation, find_allocation
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.slots import exclude
+from mpiddp.hosts.slurm_terminal import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
 from mpiddp.text import all_of, counted
@@ -83,15 +84,11 @@ def refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
     """Refuse to start a job from each rank of another launcher, unless the user names the hosts.
 
     Raises:
-        UserError: this process is one of several ranks.
+        UserError: this process is one of several ranks, or variables of a launcher say so in part.
     """
-    # The shell of `srun --pty` is task 0 of the step, and the only one with a terminal.
-    if where.names_hosts or where.local or "SLURM_PTY_PORT" in env:
+    if where.names_hosts or where.local or in_slurm_terminal(env):
         return
-    try:
-        world = World.from_env(env)
-    except UserError:  # a part of some launcher's variables, which the ranks will not inherit
-        return
+    world = World.from_env(env)
     if world.world_size > 1:
         name = world.launcher.rank
         raise UserError(

@@ -22,6 +22,7 @@ from mpiddp.errors import (
     RankFailed,
     UserError,
 )
+from mpiddp.hosts.slurm_terminal import in_slurm_terminal
 from mpiddp.protocol.payload import Payload
 from mpiddp.protocol.variables import JOB
 from mpiddp.spawning.arguments import Value, launch_options
@@ -134,12 +135,9 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
     how = "mpiddp.spawn starts all ranks itself, but this process is already a part of a job"
     if is_joined(env) or JOB in env:
         raise UserError(f"{how} of mpiddp. Call it once, outside of the job.")
-    if "SLURM_PTY_PORT" in env:  # the only task with a terminal
+    if in_slurm_terminal(env):
         return
-    try:
-        world = World.from_env(env)
-    except UserError:  # a part of some launcher's variables, which the ranks will not inherit
-        return
+    world = World.from_env(env)
     if world.world_size > 1:
         raise UserError(
             f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}). Start the script once, "

@@ -73,7 +73,8 @@ def resolve_training(
         options = parse(list(training))
     config, backend, device = resolve_rank_config(options, coordinator)
     if device.type != "cpu":
-        torch.cuda.set_device(device)  # a benchmark of data sources has no process group to do so
+        # a benchmark of data sources has no process group to do so
+        torch.accelerator.set_device_index(device)
     choose_kernels(config)
     return config, backend, device
 

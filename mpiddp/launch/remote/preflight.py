@@ -97,8 +97,11 @@ def check_hosts(
     )
     infos = {host: known[host] for host in hosts if host in known}
     complaints: dict[Host, str] = {}
+    hint = ""
     for host, answer in answers.items():
         info = _read(host, answer)
+        if info is None and answer.exit_code != NO_PROGRAM:
+            hint = transport.hint
         complaint = (
             _complaint(info, requirements)
             if info
@@ -110,7 +113,7 @@ def check_hosts(
             infos[host] = info
     complaints |= _strangers(infos, proven, requirements)
     if complaints:
-        raise UnusableHosts(complaints)
+        raise UnusableHosts(complaints, hint)
     if disagreements := _disagreements(infos.values(), requirements):
         raise UserError("\n".join(disagreements))
     return infos
@@ -177,7 +180,7 @@ def _no_answer(
     """The reason why the probe did not answer, as one sentence."""
     if answer.exit_code == NO_PROGRAM:
         return no_python(host.name, requirements.python)
-    if transport is not SSH:
+    if not transport.is_ssh:
         no_answer = [f"no answer in {TIMEOUT_S:g} s" if answer.exit_code is None else "no output"]
         reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
         return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpiddp.hosts.transport import SSH
 from mpiddp.launch.starters.command import Command, Flag, Request, flag
 from mpiddp.launch.starters.detect import RankStarter
 from mpiddp.launch.starters.mpi_args import parameters_in
@@ -103,7 +102,7 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
 def _agent(request: Request) -> Iterator[tuple[str, str, str]]:
     """The parameter that names the program for the other hosts, unless it is Open MPI's own choice."""
     agent, reasons = " ".join(request.transport.agent), []
-    if request.transport is SSH:
+    if request.transport.is_ssh:
         agent = "ssh -x"
     elif len(request.nodes) > 1:
         reasons.append(f"{request.transport.name} reaches the hosts of the job, without ssh")
