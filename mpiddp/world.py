@@ -117,8 +117,9 @@ LAUNCHERS = (
         "",
         speaks_mpi=True,
     ),
-    # The pods of a PyTorchJob have no local variables.
-    Launcher("env://", TORCH, *TORCH, may_lack_locals=True),
+    # The pods of a PyTorchJob have no local variables. A script within a command of a rank finds these
+    # alone, and its GPU may be the only visible one, as the rank's launcher has it.
+    Launcher("env://", TORCH, *TORCH, may_lack_locals=True, hides_gpus=True),
 )
 
 _OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")

@@ -19,7 +19,12 @@ from socket import gethostname
 
 import pytest
 
+from mpiddp.launch.starters.detect import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
+from mpiddp.protocol.variables import RUN_ID
+from mpiddp.runtime.command.guardian import AGENT_STORE
+from mpiddp.runtime.run_command import command_environment
+from mpiddp.world import LAUNCHERS, Launcher, World
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
@@ -65,6 +70,22 @@ def test_variables_and_stdin(mpi: str) -> None:
     assert sorted(facts) == ["0 2 0 'from stdin'", "1 2 1 ''"]
     assert re.findall(OF_MPI, done.stdout, re.MULTILINE) == []
     assert done.stdout.count("TORCHELASTIC_USE_AGENT_STORE=True\n") == 2
+
+
+OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "launcher", [each for each in LAUNCHERS if each.speaks_mpi], ids=lambda each: each.name
+)
+def test_no_variable_of_an_mpi_reaches_the_command(launcher: Launcher) -> None:
+    """A script in it is a rank by torchrun's variables. Its GPU may be the only one that it sees."""
+    kept = {**OF_TORCHRUN, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
+    of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
+    found = command_environment(of_mpi | kept, "", "")
+    assert found == {**kept, AGENT_STORE: "True", RUN_ID: "a"}
+    world = World.from_env(found)
+    assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (1, 1, True)
 
 
 # Rank 1 fails while rank 0 would sleep; rank 0's processes are in two process groups.
@@ -138,11 +159,40 @@ def test_a_raw_run_returns_the_commands_code(command: list[str], code: int, erro
     assert (done.returncode, done.stdout, done.stderr) == (code, "", expected)
 
 
-def test_a_raw_mpirun_returns_the_commands_code() -> None:
-    done = mpirun(2, "-m", "mpiddp", "run", "--", "sh", "-c", "[ $RANK = 0 ] && sleep 1000; exit 7")
-    assert done.returncode == 7
-    assert f"rank 1 on {gethostname()} ended with exit code 7\n" in done.stderr
+OPEN_MPI = ("--allow-run-as-root", "--bind-to", "none", "--oversubscribe")
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize(
+    ("end", "code", "reason"),
+    [
+        ("exit 7", 7, "exit code 7"),
+        ("kill -SEGV $$", 139, "exit code 139: its command was killed by SIGSEGV"),
+    ],
+)
+def test_a_raw_mpirun_returns_the_commands_code(mpi: str, end: str, code: int, reason: str) -> None:
+    program = Path(mpirun_of(mpi))
+    flags = OPEN_MPI if "openmpi" in mpi else ()
+    command = ["sh", "-c", f"[ $RANK = 0 ] && sleep 1000; {end}"]
+    done = subprocess.run(
+        [program, *flags, "-np", "2", sys.executable, "-m", "mpiddp", "run", "--", *command],
+        env=with_own_folder(program, clean_env(library_of(mpi))),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == code, done.stderr
+    assert f"rank 1 on {gethostname()} ended with {reason}\n" in done.stderr
     assert running("sleep 1000") == []
+
+
+def library_of(mpi: str) -> dict[str, str]:
+    """The variable that names this MPI's library. That of Open MPI 5 is in this environment."""
+    if mpi == "openmpi5":
+        return {}
+    (library,) = (Path(mpirun_of(mpi)).parents[1] / "lib").glob("libmpi.so.??")
+    return {"MPI4PY_LIBMPI": str(library)}
 
 
 WRAPPERS = {

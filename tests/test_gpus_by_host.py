@@ -264,20 +264,41 @@ def test_a_rank_whose_gpu_is_not_listed_says_so(
     monkeypatch.setenv("MPIDDP_BIND", "gpu")
     bind_to_gpu(World(3, 4, 0, 1), sysfs)
     assert os.sched_getaffinity(0) == affinity
-    assert capsys.readouterr().out == (
+    assert capsys.readouterr() == (
+        "",
         f"rank 3 on {HOST} is not bound: nvidia-smi lists no GPU with the UUID GPU-77 of "
-        "CUDA_VISIBLE_DEVICES\n"
+        "CUDA_VISIBLE_DEVICES\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("0000:9a:00.0", "it may use no core near GPU 0000:9a:00.0"),
+        ("0000:bb:00.0", "the kernel names no NUMA node of GPU 0000:bb:00.0"),
+    ],
+)
+def test_a_rank_that_cannot_be_bound_says_why(
+    affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], address: str, reason: str,
+) -> None:  # fmt: skip
+    """It stays where it is, which is here the core near the other GPU."""
+    own = {min(affinity)}
+    os.sched_setaffinity(0, own)
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", f"echo {address}"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("MPIDDP_BIND", "gpu")
+    bind_to_gpu(World(0, 1, 0, 1), sysfs)
+    assert os.sched_getaffinity(0) == own
+    assert capsys.readouterr() == ("", f"rank 0 on {HOST} is not bound: {reason}\n")
 
 
 def test_a_rank_without_a_gpu_stays_where_it_is_and_says_so(tmp_path: Path) -> None:
     job = script(tmp_path, "import os; print(len(os.sched_getaffinity(0)), flush=True)")
     done = launch("--bind", "gpu", "-n", "1", job)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        f"rank 0 on {HOST} is not bound: its GPU is not known",
-        str(len(os.sched_getaffinity(0))),
-    ]
+    assert done.stdout == f"{len(os.sched_getaffinity(0))}\n"
+    assert done.stderr == f"rank 0 on {HOST} is not bound: its GPU is not known\n"
 
 
 PRINT_GPUS = """

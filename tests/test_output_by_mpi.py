@@ -6,11 +6,13 @@ python -m pytest tests/test_output_by_mpi.py
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from tests import cluster
 from tests.cluster import Cluster
 from tests.cluster.slurm import Slurm
 from tests.mpis import PACKAGES, mpirun_of
+from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, launch, script
+from tests.test_stop import piped
 
 MPIS = ("openmpi5", *PACKAGES)
 SHOWN = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}  # the defaults, which other tests leave
@@ -120,6 +124,51 @@ def test_a_log_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == f"--log-dir {folder}: Not a directory.\n"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--log-ranks", "0,7"], "there is no rank 7; the job has ranks 0 to 1."),
+        (["--log-ranks", "x"], "expected all, none, or ranks such as 0,5."),
+        (["--prefix", "x"], "expected auto, always or never."),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(tmp_path: Path, options: list[str], sentence: str) -> None:
+    done = launch("-H", "localhost:2", *options, script(tmp_path, TALKS))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{' '.join(options)}: {sentence}\n"
+
+
+MANY = 100_000
+
+
+@pytest.mark.slow
+def test_of_many_lines_none_is_lost(tmp_path: Path) -> None:
+    """Of 8 ranks, which wait at their end until the memory of the launcher is read."""
+    seen = tmp_path / "seen"
+    text = f"seq {MANY}; while [ ! -e {shlex.quote(str(seen))} ]; do sleep 0.1; done"
+    options = ["-H", "localhost:8", "--log-ranks", "all", "--prefix", "always"]
+    with piped([*LAUNCH, *options, "--", "sh", "-c", text]) as job:
+        stop = threading.Timer(PATIENCE_S, job.kill)
+        stop.start()
+        assert job.stdout is not None
+        lines = [0] * 8
+        for line in itertools.islice(job.stdout, 8 * MANY):
+            prefix, _, number = line.partition("] ")
+            rank = int(prefix.split()[1])
+            lines[rank] += 1
+            assert int(number) == lines[rank], line
+        status = Path(f"/proc/{job.pid}/status").read_text()
+        seen.touch()
+        rest, stderr = job.communicate()
+        stop.cancel()
+    assert (job.returncode, rest) == (0, ""), stderr
+    assert lines == [MANY] * 8
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert peak is not None
+    assert int(peak[1]) < 100_000
 
 
 # Stops this rank's own output process, which has the rank's environment.

@@ -8,6 +8,7 @@ python -m pytest tests/test_shown_output.py
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -161,7 +161,26 @@ def test_a_process_that_a_rank_leaves_behind_delays_the_end_for_seconds_only() -
     os.kill(int(out), signal.SIGKILL)
 
 
-@contextmanager
+@pytest.mark.parametrize("options", [(), ("--terminal",)])
+def test_a_process_that_is_left_behind_and_prints_on_does_not_delay_it_for_ever(
+    options: tuple[str, ...],
+) -> None:
+    """All lines of the rank are shown before."""
+    code = """
+prints = "for number in $(seq 700); do echo x; sleep 1; done"
+os.write(1, b"pid %d\\n" % subprocess.Popen(prints, shell=True, start_new_session=True).pid)
+for number in range(5000):
+    os.write(1, b"own %d\\n" % number)
+"""
+    out, _ = run(code, options=options)
+    lines = out.decode().splitlines()
+    (pid,) = (line.split()[1] for line in lines if line.startswith("pid "))
+    with contextlib.suppress(ProcessLookupError):  # SIGPIPE has ended it
+        os.kill(int(pid), signal.SIGKILL)
+    assert [each for each in lines if each.startswith("own ")] == [f"own {n}" for n in range(5000)]
+
+
+@contextlib.contextmanager
 def started(*codes: str, selection: str = "default", prefix: bool = False) -> Iterator[int]:
     """A running job. Yields the file descriptor of its stdout; its stderr is dropped."""
     reader, writer = os.pipe()
@@ -269,6 +288,25 @@ print("err", file=sys.stderr)
         "rank_00001.out": "early\nlate 1\n" * 2,
         "rank_00001.err": "err\n" * 2,
     }
+
+
+def test_a_file_that_is_opened_late_says_how_much_it_lacks(tmp_path: Path) -> None:
+    """It holds the first lines, and those that come once it is there."""
+    code = f"""
+for number in range(400):
+    os.write(1, b"%999d\\n" % number)
+for _ in range(2):
+    current().output.log_to(Path({str(tmp_path)!r}))
+print("late")
+"""
+    out, _ = run(code)
+    before, missing, after = re.split(
+        rb"\nmpiddp: (\d+) bytes are missing here: they were printed before the folder was named.\n",
+        (tmp_path / "rank_00000.out").read_bytes(),
+    )
+    assert out == before + out[len(before) : len(before) + int(missing)] + after
+    assert len(before) >= 1 << 18
+    assert after.endswith(b"late\n")
 
 
 def test_a_file_that_cannot_be_written_is_named_and_loses_no_shown_line() -> None:

@@ -7,6 +7,7 @@ the cores of the NUMA node to which the kernel says that its GPU is attached.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -61,16 +62,20 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
     cores: set[int] = set()
     try:
         address = gpu_address(world, os.environ)
-        cores = near_cores(address, sysfs) & os.sched_getaffinity(0)
+        near = near_cores(address, sysfs)
+        cores = near & os.sched_getaffinity(0)
         if cores:
             os.sched_setaffinity(0, cores)
             sentence = f"is bound to {counted(len(cores), 'core')} near GPU {address}"
+        elif near:
+            sentence = f"is not bound: it may use no core near GPU {address}"
         else:
             sentence = f"is not bound: the kernel names no NUMA node of GPU {address}"
     except GpuUnknown as reason:
         sentence = f"is not bound: {reason}"
     if os.environ.get(VERBOSE) or not cores:
-        print(f"rank {world.rank} on {world.hostname} {sentence}", flush=True)
+        # The output is not redirected yet, and stdout may be the results of a script.
+        print(f"rank {world.rank} on {world.hostname} {sentence}", file=sys.stderr, flush=True)
 
 
 def gpu_address(world: World, env: Mapping[str, str]) -> str:

@@ -15,19 +15,20 @@ from collections.abc import Mapping, Sequence
 from mpiddp.errors import DONE, STOPPED, CommandFailed, UserError
 from mpiddp.paths import check_program
 from mpiddp.protocol.messages import script_secret
-from mpiddp.protocol.variables import ADDRESS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET
+from mpiddp.protocol.variables import ADDRESS, GPUS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET
 from mpiddp.runtime.command.guardian import AGENT_STORE, Guardian
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import Session, current, reporting
 from mpiddp.text import escaped
-from mpiddp.world import World
+from mpiddp.world import LAUNCHERS, World
 
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
-    *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_"),
+    *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
+    *(name for launcher in LAUNCHERS if launcher.speaks_mpi for name in launcher.variables),
 )
 _LAUNCHER_S = 2.0
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
@@ -83,7 +84,8 @@ def command_environment(env: Mapping[str, str], address: str, secret: str) -> di
         address: the launcher's, "" without one.
         secret: what only the ranks know, "" if they share no secret.
     """
-    left_out = (*_OF_MPI, PLACEMENT, REPORT)  # the command may start a torchrun with other ranks
+    # The command may start a torchrun with other ranks. This process has applied GPUS.
+    left_out = (*_OF_MPI, GPUS, PLACEMENT, REPORT)
     found = {name: value for name, value in env.items() if not name.startswith(left_out)}
     found[AGENT_STORE] = "True"  # this process is the store, not the command of rank 0
     found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun

@@ -27,7 +27,8 @@ DRAIN, DRAINED, FILES = b"drain", b"drained", b"files"  # messages from the rank
 
 # A rank that prints many short lines would wake this process for each of them.
 _SHORT, _PAUSE_S = 2048, 0.005
-_LEFTOVER_S = 2.0  # for processes that a rank leaves behind, and that still have its streams
+# For processes that a rank leaves behind, and that still have its streams: if they are quiet, and in all.
+_LEFTOVER_S, _LEFTOVER_LIMIT_S = 2.0, 10.0
 _AWAY_S = 600.0  # until a launcher that reads nothing is taken for gone, once the rank has ended
 _IGNORED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
@@ -81,12 +82,16 @@ def _serve(
     streams: Sequence[OutputStream], control: socket.socket | None, rank: int | None
 ) -> None:
     """Read the streams until their end. A rank that leaves processes behind ends them soon after itself."""
-    is_draining = False
-    ended_at: float | None = None  # when the rank ended, or a stream was last read after that
+    is_draining = has_ended = False
+    ended_at: float | None = None  # when the rank ended
+    read_at = 0.0  # when a stream was last read
     while not all(stream.is_done for stream in streams):
-        ready = _wait(streams, control, rank, _timeout(streams, ended_at, is_draining=is_draining))
+        quiet_since = None if ended_at is None else max(ended_at, read_at)
+        timeout_s = _timeout(streams, quiet_since, is_draining=is_draining)
+        ready = _wait(streams, control, rank, timeout_s)
         now = time.monotonic()
-        longest = max((s.read() for s in streams if s.is_readable and s.source in ready), default=0)
+        longest = max(stream.read_if_ready(ready) for stream in streams)
+        read_at = now if longest > 0 else read_at
         for stream in streams:
             stream.send_if_ready(ready)
             if stream.line and (is_draining or now - stream.line_since >= OPEN_S):
@@ -95,7 +100,7 @@ def _serve(
             message = _receive(control, streams)
             is_draining |= message == DRAIN
             if not message:  # the rank has ended, and so have its forks
-                control, ended_at = None, ended_at or now
+                control, has_ended = None, True
         elif is_draining and not longest and not any(stream.unsent for stream in streams):
             is_draining = False
             if control is not None:
@@ -103,10 +108,13 @@ def _serve(
                     control.send(DRAINED)
         if rank is not None and rank in ready:
             os.close(rank)
-            rank, ended_at = None, ended_at or now
+            rank, has_ended = None, True
+        if has_ended and ended_at is None:
+            ended_at = now
+            for stream in streams:
+                stream.note_end_of_rank()
         if ended_at is not None:
-            ended_at = now if longest > 0 else ended_at
-            _end_leftover(streams, ended_at, now)
+            _end_leftover(streams, ended_at, max(ended_at, read_at), now)
         if 0 < longest < _SHORT and not is_draining:
             time.sleep(_PAUSE_S)
 
@@ -132,15 +140,15 @@ def _wait(
 
 
 def _timeout(
-    streams: Sequence[OutputStream], ended_at: float | None, *, is_draining: bool
+    streams: Sequence[OutputStream], quiet_since: float | None, *, is_draining: bool
 ) -> float | None:
-    """Seconds until a line has been open for too long, or the rank's end is too long ago."""
+    """Seconds until a line has been open for too long, or what is left of the rank quiet for too long."""
     if is_draining and not any(stream.unsent for stream in streams):
         return 0.0
     now = time.monotonic()
     times = [stream.line_since + OPEN_S - now for stream in streams if stream.line]
-    if ended_at is not None:
-        times.append(max(ended_at + _LEFTOVER_S - now, 0.5))
+    if quiet_since is not None:
+        times.append(max(quiet_since + _LEFTOVER_S - now, 0.5))
     return min(times, default=None)
 
 
@@ -158,9 +166,13 @@ def _receive(control: socket.socket, streams: Sequence[OutputStream]) -> bytes:
     return message
 
 
-def _end_leftover(streams: Sequence[OutputStream], ended_at: float, now: float) -> None:
+def _end_leftover(
+    streams: Sequence[OutputStream], ended_at: float, quiet_since: float, now: float
+) -> None:
+    """End the streams that only leftover processes of the rank have, once all that it wrote is read."""
     for stream in streams:
-        if stream.unsent and now - max(ended_at, stream.sent_at) >= _AWAY_S:
+        if stream.unsent and now - max(quiet_since, stream.sent_at) >= _AWAY_S:
             stream.lose()
-        if not stream.unsent and now - ended_at >= _LEFTOVER_S:
+        is_quiet = not stream.unsent and now - quiet_since >= _LEFTOVER_S
+        if not stream.owed and (is_quiet or now - ended_at >= _LEFTOVER_LIMIT_S):
             stream.end()

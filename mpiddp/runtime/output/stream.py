@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -18,6 +19,7 @@ from mpiddp.world import World
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_UNSENT = 1 << 17  # bytes; then the stream is read no further
 _MOST_UNFILED = 1 << 18  # bytes that wait for the name of a folder
+_MISSING = b"\nmpiddp: %d bytes are missing here: they were printed before the folder was named.\n"
 
 
 @dataclass(eq=False)
@@ -34,11 +36,13 @@ class OutputStream:
     fallback: int | None = None
     file: int | None = None
     unfiled: bytearray | None = field(default_factory=bytearray)  # None once there is a file
+    dropped: int = 0  # bytes that `unfiled` could not take
     line: bytearray = field(default_factory=bytearray)  # an open line that is not in `unsent`
     line_since: float = 0.0
     unsent: bytearray = field(default_factory=bytearray)
     sent_at: float = 0.0
     has_complained: bool = False
+    owed: int = 0  # bytes of the rank, at most, that are still in the source after its end
 
     def __post_init__(self) -> None:
         assert self.source is not None
@@ -68,21 +72,33 @@ class OutputStream:
         """Whether to read more of the source now."""
         return self.source is not None and len(self.unsent) < _MOST_UNSENT
 
-    def read(self) -> int:
-        """Read what is there, and return the number of bytes."""
-        assert self.source is not None
+    def read_if_ready(self, ready: Mapping[int, int]) -> int:
+        """Read what is there, by the events of poll(2), and return the number of bytes."""
+        if self.source is None or not self.is_readable:
+            return 0
+        if self.source not in ready:
+            self.owed = 0
+            return 0
         try:
             chunk = os.read(self.source, _CHUNK)
         except BlockingIOError:
             return 0
         except OSError:  # the end of a terminal
             chunk = b""
+        self.owed = max(0, self.owed - len(chunk))
         if chunk:
             self._save(chunk)
             self._forward(chunk)
         else:
             self.end()
         return len(chunk)
+
+    def note_end_of_rank(self) -> None:
+        """From now on, others write into the source. What the rank has written comes first."""
+        self.owed = _CHUNK  # a terminal holds less
+        if self.source is not None:
+            with contextlib.suppress(OSError):
+                self.owed = fcntl.fcntl(self.source, fcntl.F_GETPIPE_SZ)
 
     def end(self) -> None:
         if self.source is not None:
@@ -134,10 +150,15 @@ class OutputStream:
         self.file, before, self.unfiled = file, self.unfiled, None
         if before:
             self._save(bytes(before))
+        if self.dropped:
+            self._save(_MISSING % self.dropped)
+            self.dropped = 0
 
     def _save(self, chunk: bytes) -> None:
         if self.unfiled is not None:
-            self.unfiled += chunk[: _MOST_UNFILED - len(self.unfiled)]
+            kept = chunk[: _MOST_UNFILED - len(self.unfiled)]
+            self.unfiled += kept
+            self.dropped += len(chunk) - len(kept)
             return
         assert self.file is not None
         rest = memoryview(chunk)
