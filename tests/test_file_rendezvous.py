@@ -6,7 +6,9 @@ python -m pytest tests/test_file_rendezvous.py
 
 from __future__ import annotations
 
+import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from tests import cluster
 from tests.cluster import Cluster
-from tests.ranks import LAUNCH, ROOT, launch
+from tests.ranks import LAUNCH, ROOT, launch, script
 
 EXAMPLE = ROOT / "examples/pitfalls/file_init.py"
 SUM = "the ranks of 2 add up to 1\n"
@@ -80,4 +82,42 @@ def test_hosts_that_do_not_share_the_folder_are_refused(hosts: Cluster) -> None:
     done = on_two_hosts(hosts, Path("/run/store-of-a-test"))
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert "node1 does not see what node0 writes there, so the ranks would wait" in done.stderr
+    assert "Traceback" not in done.stderr  # mpirun may add its own lines
+
+
+# These ranks become a user who may not search the folder; the others stay root.
+OF_ANOTHER_USER = """
+import os, sys
+import torch.distributed as dist
+
+rank = os.environ["RANK"]
+if rank in sys.argv[2]:
+    os.seteuid(65534)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(rank), world_size=2)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize(
+    ("ranks", "file", "sentence"),
+    [
+        ("01", "store", "cannot write into {folder}: Permission denied."),
+        ("1", "store", "cannot look at {folder}/.store."),  # the file that rank 0 has written
+        ("01", "deeper/store", "cannot look at {folder}/deeper: Permission denied. Name a file "),
+    ],
+)
+def test_a_folder_that_the_user_may_not_search_is_refused(
+    tmp_path: Path, ranks: str, file: str, sentence: str
+) -> None:
+    job = script(tmp_path, OF_ANOTHER_USER)
+    with tempfile.TemporaryDirectory() as parent:  # not tmp_path, which is closed to others
+        Path(parent).chmod(0o755)
+        folder = Path(parent, "closed")
+        (folder / "deeper").mkdir(parents=True)
+        folder.chmod(0o700)
+        done = launch("-H", "localhost:2", job, str(folder / file), ranks)
+        assert [path.name for path in folder.iterdir()] == ["deeper"]
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert f"init_method file://{folder / file}: " in done.stderr
+    assert sentence.format(folder=folder) in done.stderr
     assert "Traceback" not in done.stderr  # mpirun may add its own lines

@@ -11,11 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from mpiddp.checkpoints import directory
+from tests import cluster
+from tests.cluster import Cluster
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, mpirun_command, own_lines
 
@@ -132,6 +136,38 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path, script: str)
     sizes = (*sizes[:4], "--out", "whole")
     whole = run("mpiddp launch", script, step + 1, step + 1, *sizes, folder=tmp_path)
     assert losses(resumed.stdout) == {step + 1: losses(whole.stdout)[step + 1]}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(2) as standing:
+        yield standing
+
+
+def test_two_hosts_that_share_no_folder_compute_the_losses_of_one(
+    tmp_path: Path, hosts: Cluster
+) -> None:
+    """The second run resumes on both hosts, one of which has lost its snapshots."""
+    one_host = run("mpiddp launch", "many_hosts.py", EPOCHS, "1", *SIZES, folder=tmp_path)
+    assert one_host.returncode == 0, one_host.stderr
+    out = Path("/run/series-of-a-test")  # each host has its own
+    start_on_two = [*LAUNCH, "-H", "node0:1,node1:1", SERIES / "many_hosts.py"]
+    found = {}
+    for epochs in (2, EPOCHS):
+        done = hosts["node0"].run(
+            [*start_on_two, str(epochs), "1", *SIZES, "--out", out],
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        found |= losses(done.stdout)
+        for host in hosts.hosts:
+            directory.verify(host.path(out) / f"checkpoints/step_{epochs:08d}")
+        if epochs == 2:
+            assert list(found) == [1, 2]
+            shutil.rmtree(hosts["node1"].path(out))
+    assert f"resuming from {out}/checkpoints/step_00000002: step 2\n" in done.stdout
+    assert found == losses(one_host.stdout)  # the same sums in the same order
 
 
 MISTAKES = {

@@ -60,7 +60,7 @@ def by_length(item: pytest.Item) -> int:
 
 
 def starts_ranks(functions: Iterable[object]) -> bool:
-    """Whether the functions use mpirun, or a command of mpiddp that is a rank or starts ranks."""
+    """Whether the functions use mpirun, or a command of mpiddp, or a benchmark, that starts ranks."""
     for function in _reached(functions):
         used = _globals_of(function)
         if any(value is start for value in used for start in STARTS_RANKS):
@@ -69,7 +69,8 @@ def starts_ranks(functions: Iterable[object]) -> bool:
         for value in used:
             values += value if isinstance(value, (list, tuple)) else [value]
         texts = [value for value in values if isinstance(value, str)]
-        if any("mpiddp" in text for text in texts) and any(verb in texts for verb in VERBS):
+        is_program = any("mpiddp" in text or "benchmarks." in text for text in texts)
+        if is_program and any(verb in texts for verb in VERBS):
             return True
     return False
 

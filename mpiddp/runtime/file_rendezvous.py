@@ -8,11 +8,13 @@ are in a dict, and `register_rendezvous_handler` accepts each scheme once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
@@ -49,8 +51,9 @@ def _require_usable(path: Path, coordinator: Coordinator) -> None:
     where = f"init_method file://{path}"
     mark = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
-        with coordinator.all_or_none(timeout_s=_TIMEOUT_S):
-            if not path.parent.is_dir():
+        with coordinator.all_or_none(timeout_s=_TIMEOUT_S), _permitted(where, host):
+            found = _status(path.parent)
+            if found is None or not S_ISDIR(found.st_mode):
                 raise UserError(
                     f"{where}: the folder {path.parent} does not exist on {host}. "
                     "Create it on a file system that all hosts share."
@@ -63,8 +66,8 @@ def _require_usable(path: Path, coordinator: Coordinator) -> None:
                         f"{where}: {host} cannot write into {path.parent}: {error.strerror}."
                     ) from None
         name = coordinator.broadcast_json(mark.name)
-        with coordinator.all_or_none():
-            if not mark.with_name(name).exists():
+        with coordinator.all_or_none(), _permitted(where, host):
+            if _status(mark.with_name(name)) is None:
                 raise UserError(
                     f"{where}: {host} does not see what {coordinator.hostnames[0]} writes there, so the "
                     "ranks would wait for each other. Name a file on a file system that all hosts share, "
@@ -72,10 +75,32 @@ def _require_usable(path: Path, coordinator: Coordinator) -> None:
                 )
     finally:
         if is_rank_0:
-            mark.unlink(missing_ok=True)
-    with coordinator.all_or_none():
-        if path.exists() and path.stat().st_size > 0:
+            with contextlib.suppress(OSError):  # it was never made, or the file system is gone
+                mark.unlink()
+    with coordinator.all_or_none(), _permitted(where, host):
+        found = _status(path)
+        if found is not None and found.st_size > 0:
             raise UserError(
                 f"{where}: the file is left over from an earlier job, and the ranks would read its values. "
                 f"Run: rm {path}"
             )
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """None if there is no such file. From Python 3.14 on, Path.exists would say this of any error."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte
+        return None
+
+
+@contextlib.contextmanager
+def _permitted(where: str, host: str) -> Iterator[None]:
+    """Raise a UserError where the system refuses to look at a path, as in a folder of another user."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{where}: {host} cannot look at {error.filename}: {error.strerror}. Name a file in a folder "
+            "that this user may search on all hosts."
+        ) from None
