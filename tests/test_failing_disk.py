@@ -24,6 +24,7 @@ from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.protocol.variables import RESTART_COUNT
 from mpiddp.train import checkpoint
+from mpiddp.train.data import cifar10, fashion_mnist
 from mpiddp.train.engine import load_weights
 from tests.ranks import mpiddp
 from tests.training import configured
@@ -68,6 +69,17 @@ def test_a_file_on_a_disk_that_fails_is_no_bad_input(
     (tmp_path / file).unlink()
     with pytest.raises(UserError):  # it is missing
         read(tmp_path)
+
+
+def test_data_on_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
+    for name in fashion_mnist._FILES:
+        (tmp_path / name).symlink_to(BAD_SECTOR)
+    with pytest.raises(JobFailed, match=EIO):
+        fashion_mnist.load(tmp_path)
+    for file in cifar10.PY.files(tmp_path):
+        file.symlink_to(BAD_SECTOR)
+    with pytest.raises(JobFailed, match=EIO):
+        cifar10.read(tmp_path, cifar10.PY)
 
 
 def _unreadable_checkpoint(out: Path) -> Path:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import cause_of, read_error
 from mpiddp.train.data import cifar10_pickle
 from mpiddp.train.data.arrays import ArrayDataset, ImageArrays, sha256
 from mpiddp.train.data.cifar10_pickle import Recorded
@@ -81,12 +82,19 @@ def load(folder: Path) -> ArrayDataset:
 
 
 def read(folder: Path, layout: Layout) -> ArrayDataset:
-    """Read the six batches in `folder` without verifying them. Raises UserError if one is unreadable."""
+    """Read the six batches in `folder` without verifying them.
+
+    Raises:
+        UserError: one is missing, or not of CIFAR-10.
+        JobFailed: a disk has failed.
+    """
     files = layout.files(folder)
     try:
         train = _assemble([layout.read_batch(file) for file in files[: len(TRAIN_BATCHES)]])
         test = _assemble([layout.read_batch(file) for file in files[len(TRAIN_BATCHES) :]])
     except OSError as error:
+        if cause_of(error) is JobFailed:
+            raise read_error(str(folder), error) from None
         raise UserError(f"{error.filename}: {error.strerror}; {_HINT.format(folder)}") from None
     return ArrayDataset(name=NAME, num_classes=10, train=train, test=test)
 

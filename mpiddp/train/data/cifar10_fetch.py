@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import cause_of
 from mpiddp.train.data import cifar10
 from mpiddp.train.data.arrays import sha256
 
@@ -75,7 +76,7 @@ def fetch(
 
     Several hosts that share `folder` may call this at once: the first to finish wins. `report` receives
     a line about each slow step. Raises UserError if all mirrors fail, with the reason of each, or if the
-    data cannot be stored.
+    folder is wrong; JobFailed for a disk that is full or fails.
     """
     _remove_abandoned(folder)
     if cifar10.find(folder) is not None:
@@ -84,7 +85,7 @@ def fetch(
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if free < _NEEDED_BYTES:
-            raise UserError(
+            raise JobFailed(
                 f"{folder}: no space left for CIFAR-10: the download needs "
                 f"{_NEEDED_BYTES / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
             )
@@ -96,7 +97,8 @@ def fetch(
             )
             rename_batches(batches, folder / cifar10.BIN.folder_name)
     except OSError as error:
-        raise UserError(f"{folder}: cannot store CIFAR-10 there: {error.strerror}") from None
+        sentence = f"{folder}: cannot store CIFAR-10 there: {error.strerror}"
+        raise cause_of(error)(sentence) from None
 
 
 def _download_from_first(

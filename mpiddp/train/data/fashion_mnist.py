@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import cause_of, read_error
 from mpiddp.train.data.arrays import ArrayDataset, ImageArrays
 
 NAME = "fashion-mnist"
@@ -30,7 +31,7 @@ _UNSIGNED_BYTES = 0x08
 def load(folder: Path, *elsewhere: Path) -> ArrayDataset:
     """Load Fashion-MNIST: images [N, 28, 28, 1], 60,000 for training and 10,000 for testing.
 
-    Raises UserError if no folder contains it, or if one of its files is damaged.
+    Raises UserError if no folder contains it, or if one of its files is damaged; JobFailed if a disk fails.
     """
     folders = (folder, folder / "fashion-mnist", *elsewhere)
     found = next((f for f in folders if all((f / name).exists() for name in _FILES)), None)
@@ -66,6 +67,8 @@ def _read_idx(file: Path, dimensions: int) -> NDArray[np.uint8]:
         with gzip.open(file) as stream:
             content = stream.read()
     except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
+            raise read_error(str(file), error) from None
         raise UserError(f"{file}: not a readable gzip file ({error}). Download it again.") from None
 
     header = struct.Struct(f">HBB{dimensions}I")
