@@ -21,13 +21,22 @@ import pytest
 
 from mpiddp.launch.starters.detect import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
-from mpiddp.protocol.variables import RUN_ID
+from mpiddp.protocol.variables import (
+    ANNOUNCED,
+    ERROR_FILE,
+    JOB,
+    LAUNCHED_AT,
+    MAX_RESTARTS,
+    NETWORKS,
+    RUN_DIR,
+    RUN_ID,
+)
 from mpiddp.runtime.command.guardian import AGENT_STORE
 from mpiddp.runtime.run_command import command_environment
-from mpiddp.world import LAUNCHERS, Launcher, World
+from mpiddp.world import LAUNCHERS, TORCH, Launcher, World
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
-from tests.ranks import LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
+from tests.ranks import ALL_OUTPUT, LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
 from tests.test_signals import descendants
 from tests.test_stop import LONG_GRACE, SCRIPT, piped, start
 
@@ -72,6 +81,7 @@ def test_variables_and_stdin(mpi: str) -> None:
     assert done.stdout.count("TORCHELASTIC_USE_AGENT_STORE=True\n") == 2
 
 
+OF_RANKS = ("MPIDDP_", "TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "GLOO_", "NCCL_")
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -86,6 +96,21 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher: Launcher) -> None:
     assert found == {**kept, AGENT_STORE: "True", RUN_ID: "a"}
     world = World.from_env(found)
     assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (1, 1, True)
+
+
+# They are for the rank, or for the launcher; the path of the error file is one of the host.
+NOT_FOR_THE_SCRIPT = {JOB, LAUNCHED_AT, NETWORKS, MAX_RESTARTS, ERROR_FILE, *ALL_OUTPUT}
+
+
+def test_the_page_on_containers_names_what_a_command_gets() -> None:
+    """Docker and Enroot pass on no variable that is not named."""
+    named = set(re.findall(r"-e (\w+)", (ROOT / "docs" / "containers.md").read_text()))
+    done = launch("-n", "1", "--", "env")
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(\w+)=", done.stdout, re.MULTILINE)
+    ours = {name for name in found if name.startswith(OF_RANKS) or name in TORCH}
+    assert ours - named <= NOT_FOR_THE_SCRIPT
+    assert {ANNOUNCED, RUN_DIR, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} <= named
 
 
 # Rank 1 fails while rank 0 would sleep; rank 0's processes are in two process groups.

@@ -116,6 +116,36 @@ def test_a_training_writes_its_output_into_its_run(tmp_path: Path) -> None:
     assert "test accuracy" in done.stdout
 
 
+# The folder of the first Checkpoints is the run's.
+IN_A_RUN = """
+import sys, mpiddp
+world = mpiddp.init(backend="gloo")
+print("early", world.rank, flush=True)
+for folder in sys.argv[1:3]:
+    mpiddp.Checkpoints(folder).resume()
+print("late", world.rank, file=sys.stderr, flush=True)
+if world.rank == 1:
+    raise RuntimeError("a bug")
+"""
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_script_writes_its_output_into_its_run(tmp_path: Path, is_named: bool) -> None:
+    run, other, named = (tmp_path / name for name in ("run", "other", "named"))
+    options = ["--log-dir", str(named)] if is_named else []
+    job = [script(tmp_path, IN_A_RUN), str(run), str(other)]
+    done = launch("-H", "localhost:2", "--log-ranks", "none", *options, *job)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    logs = named if is_named else run / "logs"
+    for rank in range(2):
+        assert (logs / f"rank_{rank:05d}.out").read_text() == f"early {rank}\n"
+        assert f"late {rank}\n" in (logs / f"rank_{rank:05d}.err").read_text()
+    assert "RuntimeError: a bug\n" in (logs / "rank_00001.err").read_text()
+    assert f"RuntimeError: a bug (its traceback: {logs}/rank_00001.err)." in done.stderr
+    assert (run / "logs").exists() != is_named
+    assert not (other / "logs").exists()
+
+
 @pytest.mark.quick
 def test_a_log_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()

@@ -297,6 +297,8 @@ for number in range(400):
     os.write(1, b"%999d\\n" % number)
 for _ in range(2):
     current().output.log_to(Path({str(tmp_path)!r}))
+while b"missing" not in Path({str(tmp_path / "rank_00000.out")!r}).read_bytes():
+    time.sleep(0.01)
 print("late")
 """
     out, _ = run(code)
@@ -365,13 +367,13 @@ class Terminal:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_shared: bool) -> None:
         monkeypatch.setenv("TERM", "xterm")
-        self._reader, writer = os.openpty()
-        self.screen = Screen(writer, "stdout", is_shared=is_shared)
-        os.close(writer)
+        self._reader, self._writer = os.openpty()
+        self.screen = Screen(self._writer, "stdout", is_shared=is_shared)
 
     def shown(self) -> str:
         """What it shows after the last call, without the codes that cut a line at the margin."""
-        text = os.read(self._reader, 65536).decode().replace("\r\n", "\n")
+        os.write(self._writer, b"\0")  # what was written before comes first
+        text = read_until(self._reader, b"\0").decode().rstrip("\0").replace("\r\n", "\n")
         return re.sub(r"\x1b\[\?7[lh]|\x1b\[0m", "", text)
 
 

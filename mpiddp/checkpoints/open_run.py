@@ -32,13 +32,13 @@ def open_run(
         UserError: the folder cannot be written, or another run owns it.
         JobFailed: a disk has failed.
     """
-    with raised_by_all(coordinator), _writing(run):
+    with raised_by_all(coordinator), writing(run):
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
     writer_ranks = find_writer_ranks(coordinator, run, timeout_s=timeout_s)
     owner: RunOwner | None = None
     try:
-        with raised_by_all(coordinator), _writing(run):
+        with raised_by_all(coordinator), writing(run):
             if coordinator.world.rank in writer_ranks:
                 run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
                 owner = own(run, run_id, on_wait=lambda sentence: log.info(sentence))
@@ -51,7 +51,7 @@ def open_run(
 
 
 @contextlib.contextmanager
-def _writing(run: RunDir) -> Iterator[None]:
+def writing(run: RunDir) -> Iterator[None]:
     """Run a body that writes into the run's folder. Raises UserError if the folder is not writable."""
     try:
         yield

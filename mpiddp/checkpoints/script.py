@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from mpiddp.checkpoints import directory, script_files, search
 from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
-from mpiddp.checkpoints.open_run import open_run
+from mpiddp.checkpoints.open_run import open_run, writing
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.replicas import receive
 from mpiddp.checkpoints.rng import restore_rng_states, rng_states
@@ -76,8 +76,8 @@ class Checkpoints:
     ) -> None:
         """
         Args:
-            folder: path of the run: it gets checkpoints/, metrics.jsonl, and owner.json while the run
-                writes.
+            folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
+                and logs/ under mpiddp launch.
             keep: number of valid checkpoints to keep.
             every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
                 only before a stop.
@@ -307,7 +307,16 @@ class Checkpoints:
         current().send("run_dir", path=self._path)
         if owner is not None:
             atexit.register(owner.release)  # after an error too; the thread has ended its save then
+        self._log_output()
         return saver
+
+    def _log_output(self) -> None:
+        """Write what this rank prints into the folder, if it is the run's and --log-dir names no other."""
+        session = current()
+        with raised_by_all(self._coordinator), writing(self._run):
+            output = session.output if session.run is self._script_run else None
+            if output is not None and output.log_dir is None:
+                session.send("log", path=str(output.log_to(self._run.logs.absolute())))
 
     def _wait_for_folder(self) -> None:
         """In a restart, wait for the file system of the folder that an earlier attempt has created."""
