@@ -275,7 +275,7 @@ def test_a_config_from_before_clipping_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
-def test_what_only_ddp_has_is_refused_for_shards(parallel: str) -> None:
+def test_what_shards_do_not_have_is_refused(parallel: str) -> None:
     sharded = f"--parallel={parallel}"
     assert refusal("--compile", sharded) == (
         f"--compile and --parallel {parallel} are mutually exclusive: the shards are gathered between "
@@ -283,6 +283,12 @@ def test_what_only_ddp_has_is_refused_for_shards(parallel: str) -> None:
     )
     assert f"which --parallel {parallel} replaces" in refusal("--grad-compression=bf16", sharded)
     assert "mutually exclusive" in refusal("--sync-bn", sharded)
+    if parallel == "fsdp":
+        assert refusal("--check-divergence=9", sharded).startswith(
+            "--check-divergence has nothing to compare with --parallel fsdp: each rank has its own shard "
+        )
+    else:
+        assert configured("--check-divergence=9", sharded).check_divergence == 9
     assert "greater than 0" in refusal("--clip-grad-norm=0")
     assert not configured(sharded).channels_last
 

@@ -41,6 +41,7 @@ def fashion(folder: Path, *options: str) -> Command:
         # The default number of steps is more than two epochs of four steps.
         (1, ["--check-determinism", "--amp=bf16"], 8, TENSORS + 2),
         (2, ["--check-determinism=5", "--amp=fp16", "--no-channels-last"], 5, TENSORS + 2),
+        (2, ["--check-determinism=2", "--parallel=fsdp"], 2, TENSORS + 2),
     ],
 )
 def test_two_runs_are_equal(

@@ -16,7 +16,7 @@ import torch
 
 import mpiddp
 from mpiddp.checkpoints import directory
-from mpiddp.runtime.divergence import differing_ranks
+from mpiddp.runtime.divergence import bare_names, differing_ranks
 from tests.ranks import launch, script
 from tests.training import Command, Ranks, contents, train, unequal, waiting_ranks
 
@@ -64,6 +64,26 @@ def test_a_sentence_about_many_ranks_is_short() -> None:
     assert many_odd.startswith("rank 201 on ")
 
 
+# The names
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["module.0.weight", "module.fc"], ["0.weight", "fc"]),  # DDP
+        (["_orig_mod.module.fc"], ["fc"]),  # a compiled DDP
+        (["module.0._orig_mod.weight", "module.fc"], ["0.weight", "fc"]),  # a compiled child
+        (["weight", "module.weight"], ["weight", "module.weight"]),
+        (["weight", "_orig_mod.weight"], ["weight", "_orig_mod.weight"]),
+        ([], []),
+    ],
+)
+def test_names_lose_what_ddp_and_compile_add_if_they_still_differ(
+    names: list[str], expected: list[str]
+) -> None:
+    assert bare_names(names) == expected
+
+
 # The check
 
 
@@ -102,6 +122,26 @@ def test_one_flipped_bit_names_the_rank_and_the_tensor(found: tuple[int, dict[st
     assert texts["state"] == step + differ(ranks, 0, "exp_avg_sq of 0.bias (1 of 24 tensors)")
     assert texts["both"] == step + differ(ranks, last, "3.weight (2 of 24 tensors)")
     assert texts["public"] == differ(ranks, 1, "3.weight (1 of 6 tensors)")
+
+
+def test_copies_of_a_shard_are_compared_within_their_group(
+    found: tuple[int, dict[str, str]],
+) -> None:
+    ranks, texts = found
+    expected = differ(ranks, ranks - 1, "weight (1 of 1 tensors)")
+    assert texts["copies of shards"] == f"step 200: {expected}"
+    assert texts["only shards"] == (
+        "mpiddp.check_divergence: each rank has its own shard of every tensor, so there is nothing to "
+        "compare. Name the ranks that hold the same shards with group=, or leave the call out."
+    )
+
+
+def test_parameters_whose_names_differ_in_what_ddp_adds_stay_apart(
+    found: tuple[int, dict[str, str]],
+) -> None:
+    ranks, texts = found
+    expected = differ(ranks, ranks - 1, "weight (1 of 3 tensors)")
+    assert texts["child named module"] == f"step 200: {expected}"
 
 
 def test_ranks_with_other_tensors_are_named(found: tuple[int, dict[str, str]]) -> None:

@@ -1,6 +1,6 @@
 """Sharded models on several hosts: hsdp, and checkpoints of which each host holds a part.
 
-Tests mpiddp/train/copies.py and mpiddp/checkpoints/shards/.
+Tests mpiddp/train/copies.py, mpiddp/train/divergence.py and mpiddp/checkpoints/shards/.
 python -m pytest tests/test_sharded_hosts.py
 """
 
@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,14 @@ def hosts() -> Iterator[Cluster]:
         yield standing
 
 
-def train(hosts: Cluster, names: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
-    """`mpiddp launch -H NAMES -m mpiddp train OPTIONS…` on the first host."""
-    command = [sys.executable, "-m", "mpiddp", "launch", "-H", names, "-m", "mpiddp", "train"]
+def train(
+    hosts: Cluster,
+    names: str,
+    *options: str | Path,
+    job: Sequence[str] = ("-m", "mpiddp", "train"),
+) -> subprocess.CompletedProcess[str]:
+    """`mpiddp launch -H NAMES JOB OPTIONS…` on the first host."""
+    command = [sys.executable, "-m", "mpiddp", "launch", "-H", names, *job]
     return hosts[names.split(":")[0]].run(
         [*command, "--backend=gloo", *map(str, options)],
         cwd=ROOT,
@@ -72,6 +77,36 @@ def test_hsdp_shards_within_each_of_two_hosts(hosts: Cluster) -> None:
     memory = summary(hosts.shared / "hsdp")
     half = memory["tensor_bytes_of_copy"] / 2  # on each of the two ranks of a host
     assert memory["tensor_bytes_of_rank"] == pytest.approx(half, rel=0.1)
+
+
+def test_copies_that_differ_end_the_training(hosts: Cluster) -> None:
+    """The bit of a shard. The ranks with other shards end as well, and nothing is saved."""
+    out = hosts.shared / "diverged"
+    options = [*STEPS_8, "--parallel=hsdp", "--check-divergence=4", f"--out={out}"]
+    job = ("-m", "tests.jobs.flipped_bit", "parameter", "3", "4")
+    ran = train(hosts, "node0:2,node1:2", *options, job=job)
+    assert ran.returncode == 1, ran.stderr
+    assert (
+        "step 4: the ranks have diverged: rank 1 on node0 and rank 3 on node1 differ, first in fc.weight "
+        f"(1 of {2 * 59} tensors). This state is not saved; "  # parameters, each with its momentum
+    ) in ran.stderr
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000002"]
+
+    ran = train(hosts, "node0:2,node1:2", *options)
+    assert ran.returncode == 0, ran.stderr
+    assert "step_00000002" in ran.stdout
+    assert list(losses(out)) == list(range(1, 9))
+
+
+def test_one_copy_has_nothing_to_compare(hosts: Cluster) -> None:
+    out = hosts.shared / "one-copy"
+    options = [*STEPS_8, "--steps-per-epoch=2", "--check-divergence=1", f"--out={out}"]
+    ran = train(hosts, "node0:2", *options, "--parallel=hsdp")
+    assert ran.returncode == 0, ran.stderr
+    assert (
+        "warning: --check-divergence has nothing to compare: the ranks are on one host, and share one copy "
+        "of the model."
+    ) in ran.stderr
 
 
 def test_hsdp_refuses_hosts_with_different_numbers_of_ranks(hosts: Cluster) -> None:

@@ -97,7 +97,7 @@ def train(options: argparse.Namespace, world: mpiddp.World) -> None:
         if ends or step == 1 or step % LOG_EVERY == 0:
             losses, cpu_s = over_ranks(loss.item(), time.process_time(), device=device)
             record = {"loss": losses / ranks, "lr": lr, "cpu_s": cpu_s}
-            if ends or step % options.evaluate_every == 0:
+            if ends or step == 1 or step % options.evaluate_every == 0:
                 record["validation_loss"] = validation_loss(
                     net, text.validation, options, precision
                 )

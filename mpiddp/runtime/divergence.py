@@ -40,19 +40,21 @@ def check_divergence(
     """Check that all ranks hold the same bits. A collective: every rank of the group must call it.
 
     Compared are the parameters, and the tensors of the optimizer's state. Left out are buffers, because
-    each rank has its own statistics of BatchNorm, and shards (DTensors, and the parameters of FSDP).
+    each rank has its own statistics of BatchNorm, and without `group` shards: DTensors, and the parameters
+    of FSDP.
 
     Args:
         model: bare, or wrapped by DDP or torch.compile.
         optimizer: None compares the parameters alone.
         step: for the sentence of the error.
-        group: the ranks to compare; by default all.
+        group: the ranks to compare; by default all. Each of them must hold the same shards, which are
+            compared as well: those along the dimension of a mesh that replicates.
 
     Raises:
-        JobFailed: on all ranks. It names the ranks whose bits differ from those of the majority, and their
-            first tensor that differs. Without a majority, as with two ranks, it names all ranks.
+        JobFailed: on all ranks of the group. It names the ranks whose bits differ from those of the majority,
+            and their first tensor that differs. Without a majority, as with two ranks, it names all ranks.
             A save of `mpiddp.Checkpoints` in flight on a rank of the group is complete.
-        UserError: there are several ranks and no process group.
+        UserError: there are several ranks and no process group; or nothing but shards, and no `group`.
     """
     if sentence := find_divergence(model, optimizer, step=step, group=group):
         current().wait_for_saves()
@@ -68,10 +70,15 @@ def find_divergence(
     step: int | None,
     group: dist.ProcessGroup | None = None,
 ) -> str:
-    """The error of `check_divergence`, on all ranks; "" if there is none."""
-    tensors = _replicated_tensors(model, optimizer) if _has_other_ranks(group) else {}
-    if not tensors:
+    """The error of `check_divergence`, on all ranks of the group; "" if there is none."""
+    if not _has_other_ranks(group):
         return ""
+    tensors = _compared_tensors(model, optimizer, with_shards=group is not None)
+    if not tensors:
+        raise UserError(
+            "mpiddp.check_divergence: each rank has its own shard of every tensor, so there is nothing to "
+            "compare. Name the ranks that hold the same shards with group=, or leave the call out."
+        )
     digests = digest_all(tensors.values())
     kinds = [f"{name} {each.dtype} {list(each.shape)}" for name, each in tensors.items()]
     signature = int.from_bytes(sha256("\n".join(kinds).encode()).digest()[:8], "big", signed=True)
@@ -112,6 +119,16 @@ def differing_ranks(
         if tuple(row) != usual
     ]
     return listed(odd, _MAX_NAMED)
+
+
+def bare_names(names: Sequence[str]) -> list[str]:
+    """The names of parameters without what DDP and torch.compile add to them, if they still differ."""
+    bare = [name.replace("_orig_mod.", "") for name in names]
+    if len(set(bare)) < len(bare):
+        bare = list(names)
+    if all(name.startswith("module.") for name in bare):  # or it may be a module of the user
+        bare = [name.removeprefix("module.") for name in bare]
+    return bare
 
 
 def _where(tensors: Sequence[str], differs: Sequence[bool]) -> str:
@@ -163,15 +180,16 @@ def _has_other_ranks(group: dist.ProcessGroup | None) -> bool:
     return False
 
 
-def _replicated_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
+def _compared_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, with_shards: bool
 ) -> Mapping[str, Tensor]:
-    """The parameters and the optimizer's state by name, without those of which each rank has a shard."""
-    sharded = _sharded_parameters(model)
+    """The parameters and the optimizer's state by name; without shards, only what this rank has whole."""
+    sharded = set() if with_shards else _sharded_parameters(model)
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name = name.replace("_orig_mod.", "").removeprefix("module.")
+    parameters = dict(model.named_parameters())
+    for name, parameter in zip(bare_names(list(parameters)), parameters.values(), strict=True):
+        names[id(parameter)] = name
         if id(parameter) not in sharded:
             tensors[name] = parameter
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
@@ -182,6 +200,8 @@ def _replicated_tensors(
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
             for key, tensor in _tensors_of(state):
                 tensors[f"{key} of {name}"] = tensor
+    if with_shards:
+        return tensors
     return {name: each for name, each in tensors.items() if not hasattr(each, "to_local")}
 
 

@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.divergence import find_divergence
+from mpiddp.runtime.log import log
+from mpiddp.train.config import TrainConfig
+from mpiddp.train.copies import Copies
 from mpiddp.train.engine import TrainState
+from mpiddp.train.metrics import largest
+from mpiddp.train.parallel import is_sharded
 from mpiddp.train.saver import Saver
 
 
 def refuse_divergence(state: TrainState, step: int, saver: Saver, coordinator: Coordinator) -> None:
-    """Exit on all ranks unless all hold the same bits. A collective: every rank must call it.
+    """Exit on all ranks unless all copies of the model have the same bits. All ranks must call this.
 
     This check precedes every save, so a restart resumes from bits in which all ranks agreed.
 
     Raises:
         SystemExit: with code 1. Rank 0 has printed the error, and the save in flight is complete.
     """
-    if sentence := find_divergence(state.model, state.optimizer, step=step):
-        saver.finish()
-        with coordinator.all_or_none():
+    has_shards = is_sharded(state.model)
+    group = _ranks_with_same_shards(state.model) if has_shards else None
+    if has_shards and group is None:
+        return
+    sentence = find_divergence(state.model, state.optimizer, step=step, group=group)
+    found = int(bool(sentence))
+    if has_shards:  # the ranks with other shards do not know
+        found = largest(found, next(state.model.parameters()).device)
+    if not found:
+        return
+    saver.finish()
+    with coordinator.all_or_none():
+        if sentence:
             raise JobFailed(
                 f"{sentence} This state is not saved; a restart resumes from the newest checkpoint."
             )
+
+
+def warn_of_one_copy(config: TrainConfig, copies: Copies) -> None:
+    """Say that the check has nothing to compare. No error: a lost host may have left one of two."""
+    if config.check_divergence and len(copies) == 1:
+        log.warning(
+            "warning: --check-divergence has nothing to compare: the ranks are on one host, and share "
+            "one copy of the model."
+        )
+
+
+def _ranks_with_same_shards(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks of all copies that hold the shards of this rank; None if there is one copy."""
+    parameter: Any = next(model.parameters())
+    mesh = parameter.device_mesh
+    return mesh.get_group("replicate") if "replicate" in mesh.mesh_dim_names else None

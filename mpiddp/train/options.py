@@ -94,7 +94,7 @@ def parse(argv: list[str]) -> TrainOptions:
 
 
 def _check_sharded(options: TrainOptions) -> None:
-    """Raise UserError for the options that only DistributedDataParallel has."""
+    """Raise UserError for the options that shards do not have."""
     sharded = f"--parallel {options.parallel}"
     if options.compile != "off":
         raise UserError(
@@ -108,6 +108,11 @@ def _check_sharded(options: TrainOptions) -> None:
         )
     if options.sync_bn:
         raise UserError(f"--sync-bn and {sharded} are mutually exclusive. Leave one out.")
+    if options.check_divergence and options.parallel == "fsdp":
+        raise UserError(
+            f"--check-divergence has nothing to compare with {sharded}: each rank has its own shard of every "
+            "tensor. Leave one out, or use --parallel hsdp, which has a copy of the model on every host."
+        )
 
 
 def check_options(argv: list[str]) -> Requests:

@@ -35,6 +35,7 @@ from mpiddp.train.copies import find_copies
 from mpiddp.train.data import open_data, prepare
 from mpiddp.train.data.source import Data
 from mpiddp.train.determinism import check_determinism
+from mpiddp.train.divergence import warn_of_one_copy
 from mpiddp.train.engine import build_model, choose_kernels
 from mpiddp.train.loop import TrainInputs, train
 from mpiddp.train.metrics import Summary, read_summary, table
@@ -66,6 +67,8 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         _require_equal_settings(config, backend, coordinator)
         with coordinator.all_or_none():
             copies = find_copies(config, coordinator)
+        if world.rank == 0:
+            warn_of_one_copy(config, copies)
         if is_alone:
             log.info(
                 "no launcher: training alone, as rank 0 of 1. "
@@ -82,7 +85,9 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             model = build_model(config, data)
         if config.check_determinism is not None:
             choose_kernels(config)
-            inputs = TrainInputs(config, plan, data, model, Start(), coordinator, [0], device, run)
+            inputs = TrainInputs(
+                config, plan, data, model, Start(), coordinator, [0], device, run, copies=copies
+            )
             with default_group(coordinator, backend, device, timeout_s=config.timeout):
                 return check_determinism(inputs)
         start = resume.find(coordinator, config, data.contents, run)

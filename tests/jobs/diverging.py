@@ -15,10 +15,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from mpiddp.errors import JobFailed
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.runtime.divergence import check_divergence, find_divergence
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group
@@ -27,8 +33,11 @@ STEP = 200
 
 
 def flip(tensor: Tensor, bit: int = 0) -> None:
-    """Flip a bit of the last element, in place."""
-    bits = tensor.detach().view(torch.int32)
+    """Flip a bit of the last element, in place; of a DTensor, in the shard of this rank."""
+    own = tensor.detach()
+    if isinstance(own, DTensor):
+        own = own.to_local()
+    bits = own.view(torch.int32)
     bits[(-1,) * bits.ndim] ^= 1 << bit
 
 
@@ -106,6 +115,47 @@ def sharded() -> str:
     return find_divergence(model, optimizer, step=STEP)
 
 
+def copies_of_shards() -> str:
+    """The last rank has other bits of a shard that all ranks hold."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copy", "shard"))
+    model = nn.Linear(4, 12, bias=False)
+    whole = torch.arange(48.0).view(12, 4)
+    model.weight = nn.Parameter(distribute_tensor(whole, mesh, [Replicate(), Shard(0)]))
+    group = mesh.get_group("copy")
+    check_divergence(model, group=group)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        flip(model.weight)
+    return find_divergence(model, None, step=STEP, group=group)
+
+
+def only_shards() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Linear(4, 12, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    try:
+        check_divergence(model)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+class TwoWeights(nn.Module):
+    """Not wrapped by DDP, and a child has the name that DDP gives to what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.module = nn.Linear(3, 3)
+
+
+def with_a_child_named_module() -> str:
+    torch.manual_seed(0)
+    model = TwoWeights()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        flip(model.weight)
+    return find_divergence(model, None, step=STEP)
+
+
 def within_a_group() -> str:
     """Rank 0 has other bits, and is not in the group."""
     ddp, optimizer = trained()
@@ -130,6 +180,9 @@ def main(file: str) -> None:
             "lost": sentence(lose_state, last),
             "public": error_of_the_public_function(),
             "sharded": sharded(),
+            "copies of shards": copies_of_shards(),
+            "only shards": only_shards(),
+            "child named module": with_a_child_named_module(),
             "group": within_a_group(),
         }
         everyone = coordinator.all_gather_json(found, timeout_s=60)
