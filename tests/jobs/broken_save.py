@@ -30,7 +30,7 @@ from mpiddp.runtime.process_group import default_group
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
-SILENCE_S = 5.0  # the time limit of the attempt in which a rank is silent
+SILENCE_S = 10.0  # the time limit of the attempt in which a rank is silent
 
 
 def weight(form: str) -> Tensor:

@@ -63,6 +63,7 @@ def save_forever(root: Path, start: int, port: int, number: int, rank: int, step
 
 def main(root: Path, kills: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)  # a forked rank does not have the threads of OpenMP
     torch.optim.SGD([torch.zeros(1)])
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     draw = random.Random(kills)
