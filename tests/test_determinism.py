@@ -41,7 +41,7 @@ def fashion(folder: Path, *options: str) -> Command:
         # The default number of steps is more than two epochs of four steps.
         (1, ["--check-determinism", "--amp=bf16"], 8, TENSORS + 2),
         (2, ["--check-determinism=5", "--amp=fp16", "--no-channels-last"], 5, TENSORS + 2),
-        (2, ["--check-determinism=2", "--parallel=fsdp"], 2, TENSORS + 2),
+        (2, ["--check-determinism=3", "--amp=bf16", "--parallel=fsdp"], 3, TENSORS + 2),
     ],
 )
 def test_two_runs_are_equal(
@@ -81,15 +81,16 @@ def test_one_process_without_a_launcher(tmp_path: Path) -> None:
         ("loss", 2, 2, "the loss"),
         ("gradient", 1, 1, "the gradient of conv1.weight"),
         ("parameter", 2, 3, "the parameter fc.bias"),
+        ("shard", 1, 2, "the gradient of conv1.weight"),
     ],
 )
 def test_the_first_difference_names_its_cause(
     tmp_path: Path, pool: Ranks, what: str, rank: int, step: int, first: str
 ) -> None:
-    job = ["-m", "tests.jobs.unseeded", what, str(rank), str(step)]
-    (ran,) = pool.run(
-        3, tmp_path, [[*job, *SYNTHETIC, "--check-determinism=4", "--out", tmp_path / "out"]]
-    )
+    job = ["-m", "tests.jobs.unseeded", what, str(rank), str(step), *SYNTHETIC]
+    parallel = "fsdp" if what == "shard" else "ddp"
+    options = ["--check-determinism=4", f"--parallel={parallel}", "--out", tmp_path / "out"]
+    (ran,) = pool.run(3, tmp_path, [[*job, *options]])
     assert (ran.code, ran.stdout) == (1, "")
     found = re.fullmatch(
         rf"two runs of 4 steps from the same start differ: first in step {step}, on rank {rank} on \S+, "

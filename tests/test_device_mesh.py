@@ -154,7 +154,7 @@ def test_torchrun(hosts: Cluster, how: str) -> None:
 
 
 MISFIT = (
-    "mpiddp.mesh: tp=4 does not fit into node1, which has 2 ranks; tp=2 does.",
+    "mpiddp.mesh: tp=4 does not fit into node1, which has 2 ranks; tp=2 dp=3 fits.",
     ("tp=4",),
 )
 

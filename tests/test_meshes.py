@@ -213,13 +213,18 @@ def test_sizes(requested: str, expected: dict[str, int]) -> None:
             HOSTS,
             "dp=32 tp=8 needs 256 GPUs, but 64 hosts × 8 GPUs = 512; dp=64 tp=8 fits.",
         ),
-        ("dp=64 tp=6", HOSTS, "tp=6 does not fit into hosts of 8 GPUs; tp=4 or tp=8 do."),
-        ("tp=16", HOSTS, "tp=16 does not fit into hosts of 8 GPUs; tp=8 does."),
-        ("tp=4", block([4, 2]), "tp=4 does not fit into h1, which has 2 GPUs; tp=2 does."),
+        ("dp=64 tp=6", HOSTS, "tp=6 does not fit into hosts of 8 GPUs; dp=64 tp=8 fits."),
+        (
+            "tp=6 pp=3",
+            HOSTS[:16],
+            "tp=6 does not fit into hosts of 8 GPUs; tp=8 pp=2 dp=1 fits.",
+        ),
+        ("tp=16", HOSTS, "tp=16 does not fit into hosts of 8 GPUs; tp=8 dp=64 fits."),
+        ("tp=4", block([4, 2]), "tp=4 does not fit into h1, which has 2 GPUs; tp=2 dp=3 fits."),
         (
             "tp=4",
             block([4, 2, 6]),
-            "tp=4 does not fit into h1, which has 2 GPUs (2 hosts like this); tp=2 does.",
+            "tp=4 does not fit into h1, which has 2 GPUs (2 hosts like this); tp=2 dp=6 fits.",
         ),
         (
             "dp=2 tp=2",
@@ -250,6 +255,33 @@ def test_sizes_that_do_not_fit(requested: str, hosts_of_ranks: list[str], senten
     assert refusal(lambda: resolve(parse_sizes(requested.split()), hosts_of_ranks)) == sentence
 
 
+@pytest.mark.parametrize(
+    ("requested", "layers", "sentence"),
+    [
+        (
+            "pp=16",
+            4,
+            "pp=16 is more than --layers 4: some stages would have no layer; pp=4 dp=128 fits.",
+        ),
+        (
+            "pp=-1 dp=4 tp=8",
+            12,
+            "pp=-1 dp=4 tp=8 leaves pp=16, which is more than --layers 12: some stages would have no layer; "
+            "pp=8 dp=8 tp=8 fits.",
+        ),
+        (
+            "pp=5 tp=8",
+            3,
+            "pp=5 tp=8 needs a multiple of 40 GPUs, but 64 hosts × 8 GPUs = 512; pp=2 tp=8 dp=32 fits.",
+        ),
+    ],
+)
+def test_more_stages_than_layers(requested: str, layers: int, sentence: str) -> None:
+    assert (
+        refusal(lambda: resolve(parse_sizes(requested.split()), HOSTS, layers=layers)) == sentence
+    )
+
+
 @FIXED
 @given(
     st.lists(st.integers(1, 16), min_size=1, max_size=5),
@@ -258,19 +290,18 @@ def test_sizes_that_do_not_fit(requested: str, hosts_of_ranks: list[str], senten
         st.integers(-1, 20).filter(bool),
         max_size=4,
     ),
+    st.integers(0, 6),
 )
-def test_the_nearest_sizes_fit(counts: list[int], requested: dict[str, int]) -> None:
+def test_the_nearest_sizes_fit(counts: list[int], requested: dict[str, int], layers: int) -> None:
     hosts = block(counts)
     try:
-        assert math.prod(resolve(requested, hosts).values()) == len(hosts)
+        assert math.prod(resolve(requested, hosts, layers=layers).values()) == len(hosts)
         return
     except UserError as error:
         sentence = str(error)
     if whole := re.search(r"; ((?:[a-z_]+=[0-9]+ ?)+) fits\.$", sentence):
-        sizes = resolve(parse_sizes(whole[1].split()), hosts)
+        sizes = resolve(parse_sizes(whole[1].split()), hosts, layers=layers)
         check(lay_out(hosts, sizes))
-    elif of_tp := re.search(r"; (tp=\d+) (?:or tp=\d+ do|does)\.$", sentence):
-        resolve(parse_sizes([of_tp[1], "dp=-1"]), hosts)
     else:
         assert "only one dimension may be -1" in sentence
 
@@ -449,6 +480,20 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found["network_bytes_by_host"]) == set(found["hosts"])
 
 
+def test_the_traffic_of_each_gpu_and_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """One ring over both hosts: in each host, one GPU sends over the network and the others inside."""
+    line = "-H node1:4,node2:2 dp=6 --params 1.2e9"
+    found = json.loads(run(capsys, f"{line} --json"))
+    assert found["inside_bytes_by_gpu"] == pytest.approx([4e9, 4e9, 4e9, 0, 4e9, 0])
+    assert found["network_bytes_by_host"] == pytest.approx({"node1": 4e9, "node2": 4e9})
+    rows = [re.split("  +", row) for row in run(capsys, f"{line} --all").splitlines()[2:5]]
+    assert rows == [
+        ["host", "ranks", "dp", "NVLink, per GPU", "network, per host"],
+        ["node1", "0-3", "0-3", "0 to 4.00 GB", "4.00 GB"],
+        ["node2", "4,5", "4,5", "0 to 4.00 GB", "4.00 GB"],
+    ]
+
+
 def test_named_hosts_with_unequal_slots(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("node1 slots=4\nnode2 slots=2\nnode3 slots=0\n")
@@ -504,7 +549,10 @@ def test_what_is_missing_for_a_figure(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         ("--hosts 2 --params 7e99", "a number of parameters such as 7e9, 7B or 350M, not '7e99'."),
         ("--hosts 2 --layers 4", "--layers is given without --hidden and --seq."),
-        ("--hosts 2 pp=16 --layers 4 --hidden 8 --seq 8", "pp=16 is more than --layers 4"),
+        (
+            "--hosts 2 pp=16 --layers 4 --hidden 8 --seq 8",
+            "pp=16 is more than --layers 4: some stages would have no layer; pp=4 dp=4 fits.",
+        ),
         ("--hosts 2 --hostfile /nonexistent", "not allowed with argument"),
         ("--hostfile /nonexistent", "/nonexistent not found."),
         ("--hosts 2 tp=8 tp=8", "tp is given twice: tp=8 and tp=8."),

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import torch
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.manifest import MANIFEST
-from mpiddp.checkpoints.shards.hosts import FileSystems
 from mpiddp.cli import main
 from mpiddp.train.resnet import ARCHS
 from tests.patience import PATIENCE_S
@@ -67,6 +68,7 @@ def names(folder: Path) -> list[str]:
             marks=pytest.mark.quick,
         ),
         (3, ["--amp=bf16", "--batch-size=4"], 4, 1),
+        (1, ["--amp=off", "--batch-size=12"], 4, 1),
     ],
 )  # fmt: skip
 def test_a_resumed_run_has_the_same_shards_statistics_and_rng(
@@ -108,6 +110,20 @@ def test_shards_load_at_any_number_of_ranks(
             shutil.copytree(tmp_path / "run", folder)
             (ran,) = pool.run(ranks, tmp_path, [[*job, "resume", folder, parallel]])
             assert ran.code == 0, ran.stderr
+
+
+# Errors
+
+
+def test_a_first_save_that_fails_ends_no_run(tmp_path: Path, pool: Ranks) -> None:
+    run = tmp_path / "run"
+    job = ["-m", "tests.jobs.sharded_script", "lose", run, "sharded"]
+    (ran,) = pool.run(2, tmp_path, [job])
+    assert ran.code == 0, ran.stderr
+    first = ran.stderr.splitlines()[0]
+    problem = f"{run}/checkpoints: cannot write the checkpoint of step 1: Not a directory."
+    assert first == f"warning: {gethostname()}: {problem} There is no older checkpoint."
+    directory.verify(step_folder(run, 3))
 
 
 # A run that the tests below resume, convert and damage
@@ -264,6 +280,40 @@ def test_a_damaged_shard_makes_the_run_resume_from_the_older_checkpoint(
     if damage is not flip_bit:  # it is valid by itself, so it would count as the newest one
         assert step_folder(run, 3).with_name("step_00000003.old-1").exists()
     directory.verify(step_folder(run, 6))
+
+
+def test_verify_list_and_prune_know_the_files_of_shards(
+    stopped: tuple[Path, Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(stopped, tmp_path / "run")
+    one, two, three = (step_folder(run, step) for step in (1, 2, 3))
+
+    def call(*arguments: str) -> tuple[int, list[str], str]:
+        code = main(["checkpoints", *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out.splitlines(), printed.err
+
+    def states() -> list[str]:
+        return [re.split("  +", line)[-1] for line in call("list", str(run))[1]]
+
+    assert states() == ["complete"] * 3
+    lose(three)
+    without = f"checkpoint {three.name}: valid, without shard_00001.pt: other hosts must have them"
+    assert call("verify", str(three)) == (0, [without], "")
+    assert states() == ["complete", "complete", "1 of 2 shards"]
+    removed = f"checkpoint {one.name}: removed"
+    assert call("prune", str(run), "--keep=1") == (0, [removed], "")
+
+    mix(three)
+    of_another = f"checkpoint {three.name}: shard_00001.pt is of another save.\n"
+    assert call("verify", str(three)) == (1, [], of_another)
+    assert states() == ["complete", "broken"]
+    assert call("prune", str(run), "--keep=1") == (0, [], "")
+
+    lose(two)
+    lose(three)  # as on a host that keeps the shards of two of three hosts
+    assert call("prune", str(run), "--keep=1") == (0, [f"checkpoint {two.name}: removed"], "")
+    assert states() == ["1 of 2 shards"]
 
 
 # The ring of hosts

@@ -12,14 +12,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from mpiddp.checkpoints import directory
+from mpiddp.cli import main
 from tests import cluster
 from tests.cluster import Cluster, Host
 from tests.ranks import ROOT
-from tests.training import records, summary
+from tests.training import records, summary, unequal
 
 PRIVATE = "/run/run-of-a-test"  # each host has its own
 MODEL = ["--arch=resnet20", "--amp=off", "--no-channels-last", "--epochs=1", "--log-every=1"]
@@ -107,6 +110,48 @@ def test_one_copy_has_nothing_to_compare(hosts: Cluster) -> None:
         "warning: --check-divergence has nothing to compare: the ranks are on one host, and share one copy "
         "of the model."
     ) in ran.stderr
+
+
+def tensors(run: Path, step: int) -> dict[str, Any]:
+    """All tensors of a checkpoint, by the names of its files."""
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    directory.verify(folder)
+    return {file.name: torch.load(file) for file in folder.glob("*.pt")}
+
+
+def test_hsdp_resumes_bit_for_bit_and_its_checkpoint_is_read_back(hosts: Cluster) -> None:
+    """With accumulation and clipping, on two hosts of two ranks that share the run's folder."""
+    hsdp = [
+        *STEPS_8, "--parallel=hsdp", "--grad-accum-steps=2", "--clip-grad-norm=1", "--keep=9",
+        "--lr=0.001",
+    ]  # fmt: skip
+    whole, stopped = hosts.shared / "hsdp whole", hosts.shared / "hsdp stopped"
+    for options, code in (
+        ([f"--out={whole}"], 0),
+        ([f"--out={stopped}", "--stop-at-step=4"], 75),
+        ([f"--out={stopped}"], 0),
+    ):
+        ran = train(hosts, "node0:2,node1:2", *hsdp, *options)
+        assert ran.returncode == code, ran.stderr
+    assert f"resuming from {stopped}/checkpoints/step_00000004: step 4, " in ran.stdout
+    assert list(losses(stopped).items()) == list(losses(whole).items())
+    expected = tensors(whole, 8)
+    assert unequal(tensors(stopped, 8), expected) == []
+    assert unequal(tensors(whole, 6), expected) != []  # the test can fail
+
+    # Each rank has half of a copy, and both hosts have the same: every part is saved once.
+    parts = [expected[f"shard_{rank:05d}.pt"] for rank in range(4)]
+    saved = sum(tensor.numel() for contents in parts for tensor in contents.values())
+    assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
+    read, ddp = hosts.shared / "hsdp read", hosts.shared / "hsdp ddp"
+    half = whole / "checkpoints" / "step_00000004"
+    assert main(["checkpoints", "convert", str(half), str(read)]) == 0
+    directory.verify(read)
+    options = ["--parallel=ddp", f"--resume={read}", f"--out={ddp}"]
+    ran = train(hosts, "node0:2,node1:2", *hsdp, *options)
+    assert ran.returncode == 0, ran.stderr
+    later = {step: loss for step, loss in losses(whole).items() if step > 4}
+    assert losses(ddp) == pytest.approx(later, rel=1e-4)
 
 
 def test_hsdp_refuses_hosts_with_different_numbers_of_ranks(hosts: Cluster) -> None:

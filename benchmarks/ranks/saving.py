@@ -15,6 +15,7 @@ import torch.distributed as dist
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, rank_options
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train.checkpoint import Progress
@@ -57,7 +58,8 @@ def main() -> None:
             scaler = torch.amp.GradScaler(device.type, enabled=False)
             root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.folder)))
             state = TrainState(model, optimizer, scaler)
-            saver = Saver(root, [0], coordinator, state, config, "synthetic")
+            file_systems = FileSystems((0,) * coordinator.world.world_size)
+            saver = Saver(root, file_systems, coordinator, state, config, "synthetic")
             step = Step((torch.arange(64),), 64 * coordinator.world.world_size, True)
 
             def block(variant: str, first: int) -> list[float]:

@@ -113,12 +113,11 @@ def _gathered(
     folder: Path, kind: _Kind, index: ShardIndex, files: dict[str, Entry]
 ) -> dict[str, Any]:
     """The contents of a sharded checkpoint with whole tensors, by file."""
-    for name, entry in index.files.items():
-        if files.get(name) != entry:
-            raise UserError(
-                f"{folder} lacks {name}: each host keeps the shards of two hosts. Copy the shards of the "
-                "others here, or resume the run on its hosts."
-            )
+    if lacking := index.lacking(files):
+        raise UserError(
+            f"{folder} lacks {lacking[0]}: each host keeps the shards of two hosts. Copy the shards of the "
+            "others here, or resume the run on its hosts."
+        )
     state = _load(folder, _REPLICATED)
     state = state if kind.is_nested else {"state": state}
     if not isinstance(state, dict) or set(state) != set(kind.files):

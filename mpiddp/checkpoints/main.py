@@ -19,8 +19,10 @@ from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.run_dir import find_checkpoints
+from mpiddp.checkpoints.shards import inventory as shards
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
+from mpiddp.text import listed
 
 
 def main(argv: list[str]) -> int:
@@ -44,21 +46,35 @@ def main(argv: list[str]) -> int:
 
 
 def _line(folder: Path) -> str:
-    """Name, size, time and state. The state compares sizes only."""
+    """Name, size, time and state. The state compares sizes only, and counts the files of shards."""
     files = [path.lstat() for path in folder.iterdir()]
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
-    state = "complete" if directory.is_whole(folder) else "broken"
-    return f"{folder.name}  {megabytes:10.1f} MB  {written}  {state}"
+    return f"{folder.name}  {megabytes:10.1f} MB  {written}  {_state(folder)}"
+
+
+def _state(folder: Path) -> str:
+    try:
+        found = shards.inventory(folder)
+    except BrokenCheckpoint:
+        return "broken"
+    if not directory.is_whole(folder):
+        return "broken"
+    here = found.num_files - len(found.missing)
+    return f"{here} of {found.num_files} shards" if found.missing else "complete"
 
 
 def _verify(folder: Path) -> int:
     try:
         directory.verify(folder)
+        found = shards.inventory(folder)
     except BrokenCheckpoint as error:
         print(f"{error}.", file=sys.stderr)
         return 1
-    print(f"checkpoint {folder.name}: valid")
+    missing = (
+        f", without {listed(found.missing)}: other hosts must have them" if found.missing else ""
+    )
+    print(f"checkpoint {folder.name}: valid{missing}")
     return 0
 
 
@@ -68,7 +84,10 @@ def _prune(given: Path, keep: int) -> int:
         raise UserError(
             f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints."
         )
-    for folder in directory.prune(root, keep, counts_as_kept=directory.is_valid):
+    # On a host that keeps the shards of two hosts, no folder may have all.
+    has_all = any(shards.has_all(folder) for folder in directory.list_steps(root))
+    counts = shards.is_complete if has_all else shards.is_valid
+    for folder in directory.prune(root, keep, counts_as_kept=counts):
         print(f"checkpoint {folder.name}: removed")
     return 0
 

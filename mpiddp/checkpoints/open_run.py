@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mpiddp.checkpoints.agreement import raised_by_all
+from mpiddp.checkpoints.file_systems import FileSystems, find_file_systems
 from mpiddp.checkpoints.owner import RunOwner, own
-from mpiddp.checkpoints.replicas import find_writer_ranks
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.coordinator import Coordinator
@@ -19,14 +19,14 @@ from mpiddp.runtime.log import log
 
 def open_run(
     run: RunDir, coordinator: Coordinator, *, folders: Sequence[Path], timeout_s: float
-) -> tuple[list[int], RunOwner | None]:
+) -> tuple[FileSystems, RunOwner | None]:
     """Create the run's folder on every host, and become its owner. All ranks must call this.
 
     Args:
         folders: those to create in it.
 
     Returns:
-        The ranks that write into it, and on these ranks its ownership.
+        The file systems on which it lies, and on the ranks that write there its ownership.
 
     Raises:
         UserError: the folder cannot be written, or another run owns it.
@@ -35,11 +35,11 @@ def open_run(
     with raised_by_all(coordinator), writing(run):
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-    writer_ranks = find_writer_ranks(coordinator, run, timeout_s=timeout_s)
+    file_systems = find_file_systems(coordinator, run, timeout_s=timeout_s)
     owner: RunOwner | None = None
     try:
         with raised_by_all(coordinator), writing(run):
-            if coordinator.world.rank in writer_ranks:
+            if coordinator.world.rank in file_systems.writers:
                 run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
                 owner = own(run, run_id, on_wait=lambda sentence: log.info(sentence))
                 run.metrics.touch()
@@ -47,7 +47,7 @@ def open_run(
         if owner is not None:
             owner.release()
         raise
-    return writer_ranks, owner
+    return file_systems, owner
 
 
 @contextlib.contextmanager

@@ -1,12 +1,11 @@
 """Hosts that share no file system each keep the checkpoints, so that the loss of any host loses nothing.
 
-Shared file systems are detected: one rank of each host creates a file in the run's folder, and looks for
-the files of the others. A host that lacks the newest checkpoint receives a copy, and verifies its SHA-256.
+A host that lacks the newest checkpoint receives a copy, and verifies its SHA-256. `file_systems` finds out
+which hosts share one.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -14,10 +13,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.agreement import raised_by_all
 from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
 from mpiddp.checkpoints.file_chunks import chunks
-from mpiddp.checkpoints.run_dir import RunDir, unwritable
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.saved import Received, TensorGroup, broadcast
 from mpiddp.checkpoints.search import Start
 from mpiddp.checkpoints.shards import index
@@ -28,45 +26,6 @@ from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
 Common = TypeVar("Common")
-
-
-def find_writer_ranks(coordinator: Coordinator, run: RunDir, *, timeout_s: float) -> list[int]:
-    """The ranks that write into the run's folder: one for each file system on which it lies, rank 0 first.
-
-    All ranks must call this.
-
-    Raises:
-        UserError: a host cannot write there.
-        JobFailed: a host cannot write there, because its disk has failed.
-    """
-    return sorted(set(find_writer_of_ranks(coordinator, run, timeout_s=timeout_s)))
-
-
-def find_writer_of_ranks(
-    coordinator: Coordinator, run: RunDir, *, timeout_s: float
-) -> tuple[int, ...]:
-    """For each rank the one that writes on its file system: [world_size]. All ranks must call this.
-
-    Raises:
-        UserError, JobFailed: as `find_writer_ranks`.
-    """
-    own, out = "", run.path
-    with raised_by_all(coordinator, timeout_s=timeout_s):
-        if coordinator.world.local_rank == 0:
-            own = f".seen-by-rank-{coordinator.world.rank}-{secrets.token_hex(8)}"
-            try:
-                (out / own).touch()
-            except OSError as error:
-                raise unwritable(run, error) from None
-    marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
-    seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
-    # The lowest rank that a host sees writes for all hosts that see the same file system.
-    found = (coordinator.world.node_rank, seen[0] if seen else None)
-    firsts = coordinator.all_gather_json(found, timeout_s=timeout_s)
-    if own:
-        (out / own).unlink()
-    writer_of_node = {node: writer for node, writer in firsts if writer is not None}
-    return tuple(writer_of_node[node] for node, _ in firsts)
 
 
 def receive(

@@ -19,17 +19,18 @@ from torch import Tensor
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.owner import RunOwner
-from mpiddp.checkpoints.replicas import find_writer_of_ranks, warn
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.replicas import warn
 from mpiddp.checkpoints.saved import RankState, Saved, TensorGroup
-from mpiddp.checkpoints.shards.hosts import FileSystems
+from mpiddp.checkpoints.shards import inventory
+from mpiddp.checkpoints.shards.exchange import NoExchange
 from mpiddp.checkpoints.shards.index import SavedTensor
 from mpiddp.checkpoints.shards.saver import ShardSaver
 from mpiddp.checkpoints.shards.state import split
 from mpiddp.checkpoints.shards.write import NotSaved, ShardSave
 from mpiddp.checkpoints.snapshot import PinnedStaging
-from mpiddp.errors import JobFailed
+from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.session import saving
@@ -44,7 +45,7 @@ class Saver:
     def __init__(
         self,
         root: Path,
-        writer_ranks: list[int],
+        file_systems: FileSystems,
         coordinator: Coordinator,
         group: TensorGroup | None,
         *,
@@ -57,10 +58,11 @@ class Saver:
         """
         Args:
             root: the folder of checkpoints.
-            writer_ranks: the ranks that write there, rank 0 first.
+            file_systems: those on which it lies.
             group: gathers the states of the ranks; None if the job has one rank.
             keep: number of valid checkpoints to keep.
             must_succeed: whether a failed save ends the run; else it causes a warning.
+            timeout_s: how long to wait for a rank that does not answer.
             owner: of the run's folder, on the writer ranks.
             expected: tensors like those that will be saved, so that no step waits for memory.
         """
@@ -68,14 +70,15 @@ class Saver:
         self._owner = owner
         self._keep = keep
         self._must_succeed = must_succeed
-        self._timeout_s = max(timeout_s, PATIENCE_S)
+        self._timeout_s = timeout_s
         self._num_saves = self._num_failed = 0
-        self.writer_ranks = writer_ranks
+        self._file_systems = file_systems
+        self.writer_ranks = file_systems.writers
         self._coordinator = coordinator
         self._group = group
         self._is_valid: dict[Path, bool] = {}  # checkpoints that this process hashed or wrote
         self._pending: Future[str] | None = None
-        self.is_writer = coordinator.world.rank in writer_ranks
+        self.is_writer = coordinator.world.rank in self.writer_ranks
         self._memory = PinnedStaging(expected)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._shards: ShardSaver | None = None
@@ -86,7 +89,7 @@ class Saver:
         A collective: every rank must call it. Only on the writer ranks is the result complete.
 
         Raises:
-            JobFailed: the previous save has failed, and it had to succeed.
+            JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
         """
         self._wait_for_save(must_succeed=self._must_succeed)
         self._num_saves += 1
@@ -121,11 +124,9 @@ class Saver:
     ) -> None:
         """Copy this rank's parts of the sharded tensors, and write them in the thread. A collective."""
         if self._shards is None:
-            run = RunDir(self._root.parent, option="")
-            writer_of = find_writer_of_ranks(self._coordinator, run, timeout_s=self._timeout_s)
             self._shards = ShardSaver(
                 self._root,
-                FileSystems(writer_of),
+                self._file_systems,
                 self._coordinator,
                 self._group,
                 timeout_s=self._timeout_s,
@@ -157,7 +158,12 @@ class Saver:
             wait([self._pending])
 
     def _wait_for_save(self, *, must_succeed: bool) -> None:
-        """Wait for the save in flight, and send its result to all ranks."""
+        """Wait for the save in flight, and send its result to all ranks.
+
+        Raises:
+            NoAnswer: a rank did not answer, in the thread of this rank or here.
+            JobFailed: the save has failed, and it must succeed.
+        """
         problem = self._pending.result() if self._pending else ""
         self._pending = None
         problems = self._coordinator.all_gather_json(problem, timeout_s=self._timeout_s)
@@ -182,21 +188,42 @@ class Saver:
         layout: Mapping[str, SavedTensor],
         write_files: WriteFiles,
     ) -> str:
-        """Write this rank's part of the checkpoint, in the thread. Returns the error, or ""."""
+        """Write this rank's part of the checkpoint, in the thread. Returns the error, or "".
+
+        Raises:
+            NoAnswer: a rank did not answer.
+        """
         with saving():
             self._memory.wait()
-            save, folder, problem = begin(), None, ""
             try:
-                folder = save.run(own, layout, lambda f: write_files(f, saved), self._check_owner)
-            except (NotSaved, JobFailed) as error:
-                problem = str(error)
-            except OSError as error:
-                problem = _save_error(
-                    error, self._root, step, _num_bytes([saved.common, *saved.ranks, dict(own)])
-                )
-            if self.is_writer and save.commit(folder) and folder is not None:
-                self._prune(folder)
-            return problem
+                return self._save_shards(begin(), step, saved, own, layout, write_files)
+            except NoExchange as error:
+                return f"step {step} was not saved: {error}."
+
+    def _save_shards(
+        self,
+        save: ShardSave,
+        step: int,
+        saved: Saved[Any],
+        own: Mapping[str, Tensor],
+        layout: Mapping[str, SavedTensor],
+        write_files: WriteFiles,
+    ) -> str:
+        """The same, of a save that has begun. Raises NoAnswer, NoExchange."""
+        folder, problem = None, ""
+        try:
+            folder = save.run(own, layout, lambda f: write_files(f, saved), self._check_owner)
+        except NoAnswer:
+            raise
+        except (NotSaved, JobFailed) as error:
+            problem = str(error)
+        except OSError as error:
+            problem = _save_error(
+                error, self._root, step, _num_bytes([saved.common, *saved.ranks, dict(own)])
+            )
+        if self.is_writer and save.commit(folder) and folder is not None:
+            self._prune(folder)
+        return problem
 
     def _check_owner(self) -> None:
         """Raise JobFailed if another run has taken the folder."""
@@ -227,7 +254,7 @@ class Saver:
     def _is_intact(self, folder: Path) -> bool:
         """Hash a checkpoint the first time; afterwards, and for those written here, compare sizes only."""
         if folder not in self._is_valid:
-            self._is_valid[folder] = directory.is_valid(folder)
+            self._is_valid[folder] = inventory.is_valid(folder)
         return self._is_valid[folder] and directory.is_whole(folder)
 
 

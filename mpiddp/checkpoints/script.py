@@ -291,12 +291,12 @@ class Checkpoints:
 
     def _open_folder(self, group: TensorGroup | None) -> Saver:
         run = self._run
-        writer_ranks, owner = open_run(
+        file_systems, owner = open_run(
             run, self._coordinator, folders=(run.checkpoints,), timeout_s=PATIENCE_S
         )
         saver = Saver(
             run.checkpoints,
-            writer_ranks,
+            file_systems,
             self._coordinator,
             group,
             keep=self._keep,

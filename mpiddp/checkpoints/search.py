@@ -199,8 +199,7 @@ def _with_shards(found: _Found) -> _Found:
         files = directory.listed(folder)
     except directory.BrokenCheckpoint as error:
         raise UserError(f"{folder}: {error}.") from None
-    lacks = [name for name, entry in index.files.items() if files.get(name) != entry]
-    return replace(found, save=files[INDEX].sha256, lacks=lacks)
+    return replace(found, save=files[INDEX].sha256, lacks=index.lacking(files))
 
 
 def wait_for_run(run: RunDir, file: Path, coordinator: Coordinator, timeout_s: float) -> None:

@@ -85,6 +85,7 @@ def resolve(
     *,
     unit: str = "GPU",
     tp_across_hosts: bool = False,
+    layers: int = 0,
 ) -> dict[str, int]:
     """The size of every dimension, slowest first. Their product is the number of ranks.
 
@@ -97,10 +98,11 @@ def resolve(
         hosts: the host of every rank: [world_size].
         unit: the noun for a rank in errors, "GPU" or "rank".
         tp_across_hosts: groups of tp may span hosts, as where NVLink connects several.
+        layers: of the model: there are no more stages. 0 if it is not known.
 
     Raises:
-        UserError: the sizes do not fill the hosts, or a group of tp does not fit into one. The sentence
-            names the nearest sizes that do.
+        UserError: the sizes do not fill the hosts, a group of tp does not fit into one, or a stage has no
+            layer. The sentence names the nearest sizes that do fit.
     """
     sizes = dict(requested)
     unknown = [name for name, size in sizes.items() if size == REMAINING]
@@ -111,23 +113,29 @@ def resolve(
     known = math.prod(size for size in sizes.values() if size != REMAINING)
     counts = Counter(hosts)
     per_host = 0 if tp_across_hosts else math.gcd(*counts.values())
-    if per_host and sizes.get("tp", 1) > 1:
-        _check_tp(sizes["tp"], counts, unit)
+    fits = f"{size_text(_nearest(sizes, len(hosts), per_host, layers))} fits."
+    if per_host and per_host % max(sizes.get("tp", 1), 1):
+        raise UserError(f"{_where_tp_does_not_fit(sizes['tp'], counts, unit)}; {fits}")
     free = next((name for name, size in sizes.items() if size == REMAINING), None)
     if len(hosts) % known or (free is None and known != len(hosts)):
         needs = "" if free is None else "a multiple of "
-        fits = size_text(_nearest(sizes, len(hosts), per_host))
         raise UserError(
             f"{size_text(requested)} needs {needs}{_number(known)} {unit}{'s' * (known != 1)}, but "
-            f"{_cluster(counts, unit)}; {fits} fits."
+            f"{_cluster(counts, unit)}; {fits}"
         )
     if free is not None:
         sizes[free] = len(hosts) // known
     if free == "tp" and per_host and per_host % sizes["tp"]:
-        fits = size_text(_nearest({**sizes, "tp": REMAINING}, len(hosts), per_host))
         raise UserError(
             f"{size_text(requested)} leaves tp={sizes['tp']}, which does not fit into a host: "
-            f"{_cluster(counts, unit)}; {fits} fits."
+            f"{_cluster(counts, unit)}; {fits}"
+        )
+    if layers and sizes.get("pp", 1) > layers:
+        is_more = f"pp={sizes['pp']} is"
+        if free == "pp":
+            is_more = f"{size_text(requested)} leaves pp={sizes['pp']}, which is"
+        raise UserError(
+            f"{is_more} more than --layers {layers}: some stages would have no layer; {fits}"
         )
     return {name: sizes[name] for name in DIMENSIONS if name in sizes}
 
@@ -151,50 +159,50 @@ def _cluster(counts: Counter[str], unit: str) -> str:
     )
 
 
-def _check_tp(tp: int, counts: Counter[str], unit: str) -> None:
-    """Raise UserError unless groups of `tp` ranks fill each host."""
+def _where_tp_does_not_fit(tp: int, counts: Counter[str], unit: str) -> str:
+    """ "tp=6 does not fit into hosts of 8 GPUs"."""
     unfit = {host: count for host, count in counts.items() if count % tp}
-    if not unfit:
-        return
-    fitting = _divisors(math.gcd(*counts.values()))
-    below = max(each for each in fitting if each < tp)
-    above = [each for each in fitting if each > tp]
-    nearest = f"tp={below} or tp={above[0]} do" if above else f"tp={below} does"
     if len(set(counts.values())) == 1:
         where = f"hosts of {counted(next(iter(counts.values())), unit)}"
     else:
         host, count = next(iter(unfit.items()))
         more = f" ({counted(len(unfit), 'host')} like this)" if len(unfit) > 1 else ""
         where = f"{host}, which has {counted(count, unit)}{more}"
-    raise UserError(f"tp={_number(tp)} does not fit into {where}; {nearest}.")
+    return f"tp={_number(tp)} does not fit into {where}"
 
 
-def _nearest(sizes: Mapping[str, int], total: int, per_host: int) -> dict[str, int]:
+def _nearest(sizes: Mapping[str, int], total: int, per_host: int, layers: int) -> dict[str, int]:
     """Sizes that fill `total` ranks, near to `sizes` in the ratio of each size.
 
     What is left goes to the dimension that is -1, else to the data-parallel one.
 
     Args:
         per_host: groups of tp fill hosts if tp divides this; 0 if they may span hosts.
+        layers: the most stages; 0 for any number.
     """
     found = dict(sizes)
-    if found.get("tp") == REMAINING and per_host:
-        found["tp"] = per_host  # tp cannot take what is left: data parallelism does
-        if not any(name in found for name in _DATA_PARALLEL):
-            found["dp"] = 1
+    for name, most in (("tp", per_host), ("pp", layers)):
+        if found.get(name) == REMAINING and most:
+            found[name] = most  # it cannot take what is left: data parallelism does
+            if not any(each in found for each in _DATA_PARALLEL):
+                found["dp"] = 1
     free = next((name for name, size in found.items() if size == REMAINING), None)
     free = free or next((name for name in _DATA_PARALLEL if name in found), next(iter(found)))
     left = total
     for name in [name for name in reversed(DIMENSIONS) if name in found and name != free]:
         limit = math.gcd(left, per_host) if name == "tp" and per_host else left
-        found[name] = _nearest_divisor(limit, found[name])
+        most = layers if name == "pp" and layers else limit
+        found[name] = _nearest_divisor(limit, found[name], most)
         left //= found[name]
     found[free] = left
     return found
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    distance = {each: abs(math.log(each) - math.log(wanted)) for each in _divisors(number)}
+def _nearest_divisor(number: int, wanted: int, most: int) -> int:
+    """The divisor of `number`, at most `most`, that is nearest to `wanted` in ratio."""
+    distance = {
+        each: abs(math.log(each) - math.log(wanted)) for each in _divisors(number) if each <= most
+    }
     return min(distance, key=lambda each: (distance[each], each))
 
 

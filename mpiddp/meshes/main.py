@@ -39,11 +39,9 @@ def main(argv: list[str]) -> int:
     training = _training(options)
     hosts = _hosts(options)
     across = options.tp_across_hosts
-    sizes = resolve(parse_sizes(options.sizes), hosts, tp_across_hosts=across)
-    if training.layers and sizes.get("pp", 1) > training.layers:
-        raise UserError(
-            f"pp={sizes['pp']} is more than --layers {training.layers}: some stages would have no layer."
-        )
+    sizes = resolve(
+        parse_sizes(options.sizes), hosts, tp_across_hosts=across, layers=training.layers
+    )
     layout = lay_out(hosts, sizes, tp_across_hosts=across)
     sent = traffic(layout, training) if training.params or training.has_activations else []
     if options.json:

@@ -17,14 +17,15 @@ def text(
 ) -> str:
     """The report. `all_groups` lists every host and every group."""
     head = f"{cluster_text(layout.hosts)} ranks: {size_text(layout.sizes)}"
-    parts = [head, _hosts(layout, all_groups), _groups(layout, all_groups)]
+    parts = [head, _hosts(layout, traffic, all_hosts=all_groups), _groups(layout, all_groups)]
     if traffic:
         parts.append(_traffic(layout, traffic, training))
     return "\n\n".join(part for part in parts if part)
 
 
 def record(layout: Layout, traffic: Sequence[Traffic]) -> dict[str, Any]:
-    """The same as JSON. A dimension without a figure has no bytes."""
+    """The same as JSON. A dimension without a figure has no bytes. GPUs are in the order of the ranks."""
+    inside = _inside_by_rank(traffic)
     ranks_of: dict[str, int] = {}
     for host in layout.hosts:
         ranks_of[host] = ranks_of.get(host, 0) + 1
@@ -42,6 +43,7 @@ def record(layout: Layout, traffic: Sequence[Traffic]) -> dict[str, Any]:
         "hosts": ranks_of,
         "mesh": dict(layout.sizes),
         "dimensions": dimensions,
+        "inside_bytes_by_gpu": [inside.get(rank, 0.0) for rank in range(len(layout.hosts))],
         "network_bytes_by_host": _network_by_host(traffic),
     }
 
@@ -57,11 +59,12 @@ def bytes_text(number: float) -> str:
     return f"{number:,.{digits}f} {_UNITS[unit]}"
 
 
+_SENT = ("NVLink, per GPU", "network, per host")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
-def _hosts(layout: Layout, all_hosts: bool) -> str:
-    """A line for each host: its ranks, and their coordinates in each dimension."""
+def _hosts(layout: Layout, traffic: Sequence[Traffic], *, all_hosts: bool) -> str:
+    """A line for each host: its ranks and their coordinates; with `all_hosts` its traffic too."""
     names = list(layout.sizes)
     ranks_of: dict[str, list[int]] = {}
     for rank, host in enumerate(layout.hosts):
@@ -73,15 +76,26 @@ def _hosts(layout: Layout, all_hosts: bool) -> str:
         for index, rank in enumerate(layout.ranks)
         if rank in wanted
     }
-    rows = [("host", "ranks", *names)]
+    shows_traffic = all_hosts and any(not each.missing for each in traffic)
+    inside, network = _inside_by_rank(traffic), _network_by_host(traffic)
+    rows = [("host", "ranks", *names, *(_SENT if shows_traffic else ()))]
     for host in hosts:
         if host not in ranks_of:  # "…" stands for the others
             rows.append((host, *[""] * (len(names) + 1)))
             continue
         ranks = ranks_of[host]
         columns = zip(*(coordinates[rank] for rank in ranks), strict=True)
-        rows.append((host, compact(ranks), *(compact(sorted(set(each))) for each in columns)))
+        row = [host, compact(ranks), *(compact(sorted(set(each))) for each in columns)]
+        if shows_traffic:
+            sent = sorted({inside.get(rank, 0.0) for rank in ranks})
+            row += [_range(sent[0], sent[-1]), bytes_text(network.get(host, 0.0))]
+        rows.append(tuple(row))
     return align_columns(rows)
+
+
+def _range(least: float, most: float) -> str:
+    texts = [bytes_text(least), bytes_text(most)]
+    return " to ".join(dict.fromkeys(texts))
 
 
 def _groups(layout: Layout, all_groups: bool) -> str:
@@ -105,7 +119,7 @@ def _groups(layout: Layout, all_groups: bool) -> str:
 
 
 def _traffic(layout: Layout, traffic: Sequence[Traffic], training: Training) -> str:
-    rows = [("sent in one step", "NVLink, per GPU", "network, per host", "")]
+    rows = [("sent in one step", *_SENT, "")]
     for each in traffic:
         if each.missing == "no estimate":
             rows.append((each.dimension, "no estimate", "no estimate", each.operation))
@@ -114,11 +128,7 @@ def _traffic(layout: Layout, traffic: Sequence[Traffic], training: Training) -> 
         else:
             inside, network = bytes_text(each.most_inside), bytes_text(each.most_network)
             rows.append((each.dimension, inside, network, each.operation))
-    inside_by_rank: dict[int, float] = {}
-    for each in traffic:
-        for rank, sent in each.inside.items():
-            inside_by_rank[rank] = inside_by_rank.get(rank, 0) + sent
-    inside = bytes_text(max(inside_by_rank.values(), default=0.0))
+    inside = bytes_text(max(_inside_by_rank(traffic).values(), default=0.0))
     by_host = _network_by_host(traffic)
     busiest = max(by_host, key=lambda host: by_host[host], default="")
     network = bytes_text(by_host.get(busiest, 0.0))
@@ -151,6 +161,14 @@ def _assumptions(training: Training) -> str:
         "Where GPUs or hosts differ, a figure is the largest. NVLink stands for whatever connects the "
         "GPUs of a host.\ndocs/mesh.md has the formulas."
     )
+
+
+def _inside_by_rank(traffic: Sequence[Traffic]) -> dict[int, float]:
+    by_rank: dict[int, float] = {}
+    for each in traffic:
+        for rank, sent in each.inside.items():
+            by_rank[rank] = by_rank.get(rank, 0) + sent
+    return by_rank
 
 
 def _network_by_host(traffic: Sequence[Traffic]) -> dict[str, float]:

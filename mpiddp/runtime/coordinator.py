@@ -93,7 +93,7 @@ class Coordinator:
             found = self.values.wait(keys, timeout_s)
             missing = [rank for rank in ranks if keys[rank] not in found]
             if missing:
-                raise NoAnswer(self._missing_sentence(missing, timeout_s))
+                raise self.no_answer(missing, timeout_s)
             listed = _listed([found[key] for key in keys])
             self.values.set(published, listed)
         else:
@@ -102,7 +102,7 @@ class Coordinator:
             if not answer:
                 waited_s = f"{timeout_s + 5:g} s"
                 raise NoAnswer(
-                    f"{self._name(self.world.rank)}: no answer from rank 0 in {waited_s}."
+                    f"{self._name(self.world.rank)}: no answer from {self._name(0)} in {waited_s}."
                 )
             listed = answer[published]
         values: list[Value] = _unlisted(listed, self.world.world_size)
@@ -113,6 +113,17 @@ class Coordinator:
             self.values.delete(self._published)
             self._published = published
         return values
+
+    def no_answer(self, missing: Sequence[int], timeout_s: float) -> NoAnswer:
+        """The error that names the ranks that did not answer."""
+        names = ", ".join(map(self._name, missing))
+        if self.hostnames:  # they have joined
+            return NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
+        world_size = self.world.world_size
+        return NoAnswer(
+            f"only {world_size - len(missing)} of {world_size} ranks joined in {timeout_s:g} s. "
+            f"Missing: {names}."
+        )
 
     def broadcast_json(self, value: Value) -> Value:
         """Rank 0's value, on every rank. All ranks must call this."""
@@ -216,16 +227,6 @@ class Coordinator:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
-
-    def _missing_sentence(self, missing: list[int], timeout_s: float) -> str:
-        names = ", ".join(map(self._name, missing))
-        if self.hostnames:  # they have joined
-            return f"{names} did not answer in {timeout_s:g} s."
-        world_size = self.world.world_size
-        return (
-            f"only {world_size - len(missing)} of {world_size} ranks joined in {timeout_s:g} s. "
-            f"Missing: {names}."
-        )
 
     def _sentences(self, problems: list[str]) -> list[str]:
         """Each distinct problem once: bare if all ranks have it, else after the name of the first rank."""

@@ -1,9 +1,9 @@
 """`mpiddp train --check-determinism`: run the first steps twice from the same start, and compare every bit.
 
 The two runs are those of the training loop: its data, its augmentation, its random numbers, DDP with its
-final buckets. A run leaves one digest of 8 bytes for each tensor of a step, so the check needs no memory
-to speak of. Within a step, the tensors stand in the order in which a step computes them. So the first one
-that differs is nearest to the cause.
+final buckets, or the shards of --parallel fsdp. A run leaves one digest of 8 bytes for each tensor of a
+step, so the check needs no memory to speak of. Within a step, the tensors stand in the order in which a step
+computes them. So the first one that differs is nearest to the cause.
 """
 
 from __future__ import annotations

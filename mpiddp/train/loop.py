@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.records import Records
 from mpiddp.checkpoints.replicas import receive
@@ -51,7 +52,7 @@ class TrainInputs:
     model: nn.Module  # on the CPU, with fresh weights
     start: Start[Contents]  # what to resume from
     coordinator: Coordinator
-    writer_ranks: list[int]  # each writes for the hosts that share its file system
+    file_systems: FileSystems  # those on which the folder of its results lies
     device: torch.device
     run: RunDir
     owner: RunOwner | None = None  # of the run's folder, on the ranks that write there
@@ -72,14 +73,14 @@ def train(inputs: TrainInputs) -> Summary | None:
     )
     saver = Saver(
         run.checkpoints,
-        inputs.writer_ranks,
+        inputs.file_systems,
         coordinator,
         state,
         config,
         data.contents,
         inputs.owner,
     )
-    is_writer = coordinator.world.rank in inputs.writer_ranks
+    is_writer = coordinator.world.rank in inputs.file_systems.writers
     records = Records(run.metrics if is_writer else None, progress.step)
     timer = StepTimer(device)
     per_rank_log = PerRankLog(coordinator.world.local_rank, is_wanted=config.per_rank_log)
@@ -209,8 +210,9 @@ def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
     scaler = build_scaler(config, device)
     progress = saved.progress if saved else Progress()
     if start.leaves_newer:
+        writer_ranks = inputs.file_systems.writers
         with inputs.coordinator.all_or_none():
-            set_newer_aside(progress.step, inputs.run, inputs.coordinator, inputs.writer_ranks)
+            set_newer_aside(progress.step, inputs.run, inputs.coordinator, writer_ranks)
     if saved:
         contents = {"model": saved.model, "trainer": saved.trainer}
         with inputs.coordinator.all_or_none():
@@ -236,7 +238,7 @@ def _receive_checkpoint(
     return receive(
         inputs.start,
         inputs.run,
-        inputs.writer_ranks,
+        inputs.file_systems.writers,
         inputs.coordinator,
         TensorGroup(inputs.device),
         timeout_s=inputs.config.timeout,

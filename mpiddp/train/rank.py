@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.open_run import open_run
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.records import save_json
@@ -85,13 +86,14 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             model = build_model(config, data)
         if config.check_determinism is not None:
             choose_kernels(config)
+            unused = FileSystems((0,) * world.world_size)  # the check writes nothing
             inputs = TrainInputs(
-                config, plan, data, model, Start(), coordinator, [0], device, run, copies=copies
+                config, plan, data, model, Start(), coordinator, unused, device, run, copies=copies
             )
             with default_group(coordinator, backend, device, timeout_s=config.timeout):
                 return check_determinism(inputs)
         start = resume.find(coordinator, config, data.contents, run)
-        writer_ranks, owner = _open_run(run, config, coordinator, session.output)
+        file_systems, owner = _open_run(run, config, coordinator, session.output)
         if owner is not None:
             stack.callback(owner.release)
         _announce(config, plan, run)
@@ -99,7 +101,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
             os.environ.update(flight_recorder.settings(run.logs, os.environ))
         choose_kernels(config)
         inputs = TrainInputs(
-            config, plan, data, model, start, coordinator, writer_ranks, device, run, owner, copies
+            config, plan, data, model, start, coordinator, file_systems, device, run, owner, copies
         )
         with (
             default_group(coordinator, backend, device, timeout_s=config.timeout),
@@ -151,7 +153,7 @@ def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
 
 def _open_run(
     run: RunDir, config: TrainConfig, coordinator: Coordinator, output: RankOutput | None
-) -> tuple[list[int], RunOwner | None]:
+) -> tuple[FileSystems, RunOwner | None]:
     """Open the run's folder, and write the configuration into it. All ranks must call this.
 
     Args:
@@ -159,7 +161,7 @@ def _open_run(
     """
     with coordinator.all_or_none():
         folders = (run.logs, run.checkpoints)
-        writer_ranks, owner = open_run(run, coordinator, folders=folders, timeout_s=config.timeout)
+        file_systems, owner = open_run(run, coordinator, folders=folders, timeout_s=config.timeout)
     with coordinator.all_or_none():
         try:
             if owner is not None:
@@ -168,7 +170,7 @@ def _open_run(
                 output.log_to(run.logs)
         except OSError as error:
             raise unwritable(run, error) from None
-    return writer_ranks, owner
+    return file_systems, owner
 
 
 def _headline(inputs: TrainInputs, backend: str) -> str:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mpiddp.checkpoints import saver
+from mpiddp.checkpoints.agreement import PATIENCE_S
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.saved import Saved, TensorGroup
 from mpiddp.errors import JobFailed
@@ -28,7 +30,7 @@ class Saver:
     def __init__(
         self,
         root: Path,
-        writer_ranks: list[int],
+        file_systems: FileSystems,
         coordinator: Coordinator,
         state: TrainState,
         config: TrainConfig,
@@ -38,7 +40,7 @@ class Saver:
         """
         Args:
             root: the folder of checkpoints.
-            writer_ranks: the ranks that write there, rank 0 first.
+            file_systems: those on which it lies.
             state: the bare model, its optimizer and its scaler.
             data: the contents of the data set, see `Data`.
             owner: of the run's folder, on the writer ranks.
@@ -50,14 +52,16 @@ class Saver:
         parameters = list(state.model.parameters())
         self._saver = saver.Saver(
             root,
-            writer_ranks,
+            file_systems,
             coordinator,
             TensorGroup(parameters[0].device),
             keep=config.keep,
             must_succeed=config.on_save_error == "stop",
-            timeout_s=config.timeout,
+            timeout_s=max(config.timeout, PATIENCE_S),
             owner=owner,
-            expected=_expected(state.model, is_writer=coordinator.world.rank in writer_ranks),
+            expected=_expected(
+                state.model, is_writer=coordinator.world.rank in file_systems.writers
+            ),
         )
 
     def save(self, progress: Progress) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.engine import TrainState
@@ -40,7 +41,7 @@ def save_forever(root: Path, start: int, steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = TrainState(model, optimizer, scaler)
-    saver = Saver(root, [0], coordinator, state, configured(), "no data")
+    saver = Saver(root, FileSystems((0,)), coordinator, state, configured(), "no data")
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.convert import convert
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.engine import TrainState
@@ -49,7 +50,8 @@ def save_forever(root: Path, start: int, port: int, number: int, rank: int, step
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = TrainState(model, optimizer, scaler)
-    saver = Saver(root, [0], coordinator, state, configured("--parallel=fsdp"), "no data")
+    file_systems = FileSystems((0,) * RANKS)
+    saver = Saver(root, file_systems, coordinator, state, configured("--parallel=fsdp"), "no data")
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -61,6 +63,7 @@ def save_forever(root: Path, start: int, port: int, number: int, rank: int, step
 
 def main(root: Path, kills: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)  # a forked rank does not have the threads of OpenMP
     torch.optim.SGD([torch.zeros(1)])
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     draw = random.Random(kills)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints import directory, replicas
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.file_systems import find_file_systems
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
@@ -76,11 +77,11 @@ def main(folder: Path, die_at_step: int, argv: list[str]) -> None:
         data = Data("numbered", 10, SHAPE, source, None)
         plan, model = make_plan(config, data, coordinator), build_model(config, data)
         run.path.mkdir(exist_ok=True)
-        writer_ranks = replicas.find_writer_ranks(coordinator, run, timeout_s=60)
+        file_systems = find_file_systems(coordinator, run, timeout_s=60)
         with default_group(coordinator, "gloo", device, timeout_s=60):
             train(
                 TrainInputs(
-                    config, plan, data, model, start, coordinator, writer_ranks, device, run
+                    config, plan, data, model, start, coordinator, file_systems, device, run
                 )
             )
 

@@ -2,9 +2,11 @@
 
     mpirun -np 4 python -m tests.jobs.sharded_script save FOLDER PARALLEL
     mpirun -np 2 python -m tests.jobs.sharded_script resume FOLDER PARALLEL
+    mpirun -np 2 python -m tests.jobs.sharded_script lose FOLDER PARALLEL
 
 PARALLEL is "sharded" or "whole". The state also has the whole tensors, gathered when it was saved. Every rank
-must find the same in its model and its optimizer after it resumes.
+must find the same in its model and its optimizer after it resumes. "lose": the folder is away during the
+first two saves.
 """
 
 from __future__ import annotations
@@ -54,6 +56,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def main(verb: str, folder: str, parallel: str) -> None:
     with join() as coordinator, default_group(coordinator, "gloo", CPU, timeout_s=60):
+        if verb == "lose":
+            Path(folder).with_name("no folder").touch()
+            Path(folder).with_name("folder").mkdir(exist_ok=True)
+            link(Path(folder), Path(folder).with_name("folder"))
         checkpoints = mpiddp.Checkpoints(Path(folder), every=None)
         model, optimizer = build(parallel)
         saved = checkpoints.resume()
@@ -63,6 +69,8 @@ def main(verb: str, folder: str, parallel: str) -> None:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 expected = whole(state)
                 checkpoints.save(number, {**state, "whole": expected, "number": number})
+        elif verb == "lose":
+            save_without_folder(checkpoints, model, Path(folder))
         else:
             assert saved is not None
             saved.load_into(model=model, optimizer=optimizer)
@@ -75,6 +83,25 @@ def main(verb: str, folder: str, parallel: str) -> None:
                 assert_equal(first.full_tensor(), saved.state["whole"]["model"]["0.weight"])
             step(model, optimizer)  # and it trains
         checkpoints.close()
+
+
+def save_without_folder(checkpoints: mpiddp.Checkpoints, model: nn.Module, folder: Path) -> None:
+    """Save three times. The folder is back before the third save, which waits for the second."""
+    state = {"model": model.state_dict()}
+    link(folder, folder.with_name("no folder"))
+    for number in (1, 2):
+        checkpoints.save(number, state)
+    link(folder, folder.with_name("folder"))
+    checkpoints.save(3, state)
+
+
+def link(folder: Path, target: Path) -> None:
+    """Make the folder a link, at once for all ranks and threads. A collective."""
+    if dist.get_rank() == 0:
+        new = folder.with_name("new link")
+        new.symlink_to(target)
+        new.replace(folder)
+    dist.barrier()
 
 
 def assert_equal(found: Any, expected: Any) -> None:

@@ -3,8 +3,8 @@
     mpirun -np 2 python -m tests.jobs.unseeded WHAT RANK STEP OPTIONS…
 
 From this step on, the noise is in the images, in a buffer (the first running mean), in the loss (the last
-layer's output), in a gradient (of conv1.weight) or in a parameter (fc.bias). `tests.jobs.turns` can run it
-too.
+layer's output), in a gradient (of conv1.weight), in the rank's shard of this gradient, or in a parameter
+(fc.bias). `tests.jobs.turns` can run it too.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def main(what: str, rank: str, step: str, *options: str) -> None:
         matrices, vectors = (group["params"] for group in optimizer.param_groups)
         if what == "gradient":
             noise.add_to(matrices[0].grad)
+        if what == "shard":
+            noise.add_to(matrices[0].grad.to_local())
         if what == "parameter":
             noise.add_to(vectors[-1])
         noise.steps += 1

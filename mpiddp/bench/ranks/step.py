@@ -31,6 +31,7 @@ from mpiddp.bench.ranks.training import (
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.search import Start
 from mpiddp.errors import UserError
@@ -97,8 +98,11 @@ def _time_runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
     if job.is_rank_0:
         run.checkpoints.mkdir(parents=True)
     model = build_model(config, data)
+    file_systems = FileSystems((0,) * job.coordinator.world.world_size)
     summary = train(
-        TrainInputs(config, plan, data, model, Start(), job.coordinator, [0], job.device, run)
+        TrainInputs(
+            config, plan, data, model, Start(), job.coordinator, file_systems, job.device, run
+        )
     )
     assert summary is not None
     assert summary.images_per_s is not None

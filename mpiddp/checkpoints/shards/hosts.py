@@ -1,21 +1,22 @@
-"""Where the ranks save their shards: on their own file system, and once more on the next one.
+"""Copies of the ranks' files of shards on another file system.
 
 Hosts that share no file system form a ring. The files of a host's ranks lie on this host and on the next one,
 so that the loss of one host loses none. A rank sends its file to a rank there, over a process group that only
-the saving threads use.
+the saving threads use. `file_systems` decides which ranks these are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mpiddp.checkpoints.directory import HashedFile
 from mpiddp.checkpoints.manifest import Entry
@@ -24,80 +25,80 @@ from mpiddp.checkpoints.shards.index import file_of
 _CHUNK_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class FileSystems:
-    """The writer rank of each rank's file system: [world_size]. All ranks have the same."""
+class Transfer:
+    """The file that a rank sends, and the copies that it receives, in one folder.
 
-    writer_of: tuple[int, ...]
-
-    @property
-    def writers(self) -> list[int]:
-        return sorted(set(self.writer_of))
-
-    def receiver_of(self, rank: int) -> int | None:
-        """The rank that keeps a copy of this rank's file; None if there is no other file system."""
-        writers = self.writers
-        if len(writers) == 1:
-            return None
-        index = writers.index(self.writer_of[rank])
-        there = self._ranks_at(writers[(index + 1) % len(writers)])
-        return there[self._ranks_at(writers[index]).index(rank) % len(there)]
-
-    def senders_to(self, rank: int) -> list[int]:
-        """The ranks of whose files this rank keeps a copy."""
-        return [each for each in range(len(self.writer_of)) if self.receiver_of(each) == rank]
-
-    def _ranks_at(self, writer: int) -> list[int]:
-        return [rank for rank, its in enumerate(self.writer_of) if its == writer]
-
-
-def transfer(
-    folder: Path,
-    send: tuple[int, str, int] | None,
-    receive: Sequence[tuple[int, Entry]],
-    group: Any,
-) -> None:
-    """Send a file of the folder to a rank, and receive files of others into it, all at once.
-
-    Every pair of ranks has to agree on its transfer.
-
-    Args:
-        send: the rank, the file and its size in bytes.
-        receive: the ranks, with the size and the hash of their files of shards.
-
-    Raises:
-        OSError: a file cannot be read or written, or arrived damaged.
-        RuntimeError: a connection broke.
+    All files are open before any rank sends: the peers of a rank that cannot open one would wait for it.
     """
-    incoming = [(rank, entry, HashedFile(folder / file_of(rank))) for rank, entry in receive]
-    outgoing = None if send is None else (folder / send[1]).open("rb")
-    try:
-        sizes = [entry.bytes for _, entry, _ in incoming] + [send[2] if send else 0]
+
+    def __init__(self, folder: Path, rank: int, senders: Sequence[int]) -> None:
+        """
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        self._folder = folder
+        self._copies: dict[int, HashedFile] = {}
+        self._read_error: OSError | None = None
+        self._own = (folder / file_of(rank)).open("rb")
+        try:
+            for sender in senders:
+                self._copies[sender] = HashedFile(folder / file_of(sender))
+        except OSError:
+            self.close()
+            raise
+
+    def run(
+        self, receiver: int | None, own_bytes: int, incoming: Mapping[int, Entry], group: Any
+    ) -> None:
+        """Send and receive, all at once. Every pair of ranks has to agree on its transfer.
+
+        Args:
+            receiver: None to send nothing.
+            own_bytes: the size of this rank's file.
+            incoming: the sizes and the hashes of the files to receive, by rank.
+
+        Raises:
+            OSError: a file cannot be read or written, or arrived damaged.
+            RuntimeError: a connection broke, or a rank was silent.
+        """
+        to_send = own_bytes if receiver is not None else 0
+        sizes = [to_send, *(entry.bytes for entry in incoming.values())]
         for start in range(0, max(sizes), _CHUNK_BYTES):
-            works = []
-            if outgoing is not None and send is not None and start < send[2]:
-                chunk = _empty(send[2] - start)
-                outgoing.readinto(memoryview(chunk.numpy()))  # type: ignore[arg-type]
-                works.append(dist.isend(chunk, send[0], group=group))
-            parts = []
-            for rank, entry, file in incoming:
+            works, parts = [], []
+            if start < to_send:
+                chunk = self._read(to_send - start)
+                works.append(dist.isend(chunk, receiver, group=group))
+            for rank, entry in incoming.items():
                 if start < entry.bytes:
                     part = _empty(entry.bytes - start)
                     works.append(dist.irecv(part, rank, group=group))
-                    parts.append((file, part))
+                    parts.append((self._copies[rank], part))
             for work in works:
                 if work is not None:
                     work.wait()
             for file, part in parts:
-                file.write(memoryview(part.numpy()))  # type: ignore[arg-type]
-    finally:
-        if outgoing is not None:
-            outgoing.close()
-        hashes = [file.close() for _, _, file in incoming]
-    for (rank, entry, _), found in zip(incoming, hashes, strict=True):
-        if found != entry.sha256:
-            raise OSError(errno.EIO, f"{file_of(rank)} arrived damaged: its SHA-256 differs")
-        flush(folder / file_of(rank))
+                file.write(_bytes_of(part))
+        for rank, entry in incoming.items():
+            if self._copies[rank].close() != entry.sha256:
+                raise OSError(errno.EIO, f"{file_of(rank)} arrived damaged: its SHA-256 differs")
+            flush(self._folder / file_of(rank))
+        if self._read_error is not None:
+            raise self._read_error
+
+    def close(self) -> None:
+        self._own.close()
+        for file in self._copies.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _read(self, num_bytes: int) -> Tensor:
+        """The next chunk of this rank's file. After an error the receiver finds another SHA-256."""
+        chunk = _empty(num_bytes)
+        try:
+            self._own.readinto(_bytes_of(chunk))
+        except OSError as error:
+            self._read_error = error
+        return chunk
 
 
 def flush(path: Path) -> None:
@@ -106,5 +107,9 @@ def flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _empty(num_bytes: int) -> torch.Tensor:
+def _empty(num_bytes: int) -> Tensor:
     return torch.empty(min(num_bytes, _CHUNK_BYTES), dtype=torch.uint8)
+
+
+def _bytes_of(chunk: Tensor) -> memoryview:
+    return memoryview(chunk.numpy())  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,10 @@ class ShardIndex:
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
+
+    def lacking(self, manifest: Mapping[str, Entry]) -> list[str]:
+        """The files of shards that a folder with this manifest lacks, or has of another save."""
+        return [name for name, entry in self.files.items() if manifest.get(name) != entry]
 
 
 def file_of(rank: int) -> str:

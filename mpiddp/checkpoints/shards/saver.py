@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.saved import TensorGroup
 from mpiddp.checkpoints.shards.exchange import Exchange
-from mpiddp.checkpoints.shards.hosts import FileSystems
 from mpiddp.checkpoints.shards.index import SavedTensor
 from mpiddp.checkpoints.shards.plan import ShardPlan, plan_shards
 from mpiddp.checkpoints.shards.write import ShardSave
@@ -39,6 +39,7 @@ class ShardSaver:
             root: the folder of checkpoints.
             file_systems: the file systems that the ranks see there.
             group: of all ranks; None if the job has one.
+            timeout_s: how long a save waits for a rank that does not answer.
         """
         self._root = root
         self._coordinator = coordinator
@@ -53,7 +54,7 @@ class ShardSaver:
         if len(file_systems.writers) > 1:
             timeout = timedelta(seconds=timeout_s)
             self._copies = dist.new_group(backend="gloo", timeout=timeout)
-        elif (coordinator.world.num_nodes or 1) == 1 and coordinator.world.world_size > 1:
+        elif (coordinator.world.num_nodes or 1) == 1:
             log.info(
                 "sharded checkpoints: one host holds every shard once. The shards of several hosts "
                 "without a shared file system lie on two hosts each."

@@ -8,7 +8,8 @@ and the folder its name. If one rank cannot save, no file system shows the check
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.manifest import Entry
 from mpiddp.checkpoints.shards.exchange import Exchange, NoExchange
-from mpiddp.checkpoints.shards.hosts import FileSystems, flush, transfer
+from mpiddp.checkpoints.shards.hosts import Transfer, flush
 from mpiddp.checkpoints.shards.index import INDEX, SavedTensor, ShardIndex, file_of
 from mpiddp.checkpoints.tensor_file import write_tensors
-from mpiddp.errors import JobFailed
+from mpiddp.errors import JobFailed, NoAnswer
 
 
 class NotSaved(Exception):
@@ -77,14 +79,14 @@ class ShardSave:
         Raises:
             NotSaved: some rank could not save.
             OSError, JobFailed: this rank could not complete the checkpoint.
+            NoAnswer: a rank did not answer. The sentence names it.
+            NoExchange: the job ends.
         """
-        try:
+        with self._named():
             if self._is_writer:
                 return self._write_folder(tensors, layout, write_files, check)
             self._write_shards(self._folder_of_writer(), tensors)
-        except NoExchange as error:
-            raise NotSaved(f"step {self._step} was not saved: {error}.") from None
-        return None
+            return None
 
     def commit(self, folder: Path | None) -> bool:
         """Wait until every file system has the checkpoint. Only on writer ranks.
@@ -94,21 +96,28 @@ class ShardSave:
 
         Returns:
             Whether all have it, so that older ones may be removed.
+
+        Raises:
+            NoAnswer, NoExchange: as `run`.
         """
         exchange = self._exchange
-        try:
-            exchange.set(f"complete/{self._rank}", folder is not None)
+        with self._named():
+            exchange.set("has completed", folder is not None)
             if self._rank == 0:
-                all_have = exchange.get_all(
-                    [f"complete/{rank}" for rank in self._file_systems.writers]
-                )
-                exchange.set("complete", all(all_have))
-            return bool(exchange.get("complete"))
-        except NoExchange:
-            return False
+                all_have = exchange.get_all("has completed", self._file_systems.writers)
+                exchange.set("all have completed", all(all_have))
+            return bool(exchange.get("all have completed", 0))
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the save in the error of a rank that does not answer."""
+        try:
+            yield
+        except NoAnswer as error:
+            raise NoAnswer(f"the save of step {self._step}: {error}") from None
 
     def _folder_of_writer(self) -> Path | None:
-        name = self._exchange.get(f"folder/{self._file_systems.writer_of[self._rank]}")
+        name = self._exchange.get("folder", self._file_systems.writer_of[self._rank])
         return self._root / name if name else None
 
     def _write_folder(
@@ -130,7 +139,7 @@ class ShardSave:
             return directory.write(self._root, self._step, write_all, replaces_valid=True)
         except (OSError, JobFailed) as error:
             if not has_begun:  # the other ranks wait for the folder
-                self._exchange.set(f"folder/{self._rank}", "")
+                self._exchange.set("folder", "")
                 with contextlib.suppress(NotSaved):
                     self._write_shards(None, {}, error)
                 self._give_up()
@@ -143,7 +152,7 @@ class ShardSave:
         layout: Mapping[str, SavedTensor],
         write_files: directory.WriteFiles,
     ) -> Mapping[str, str]:
-        self._exchange.set(f"folder/{self._rank}", folder.name)
+        self._exchange.set("folder", folder.name)
         problem: OSError | None = None
         hashes: dict[str, str] = {}
         try:
@@ -191,22 +200,29 @@ class ShardSave:
             problem: an earlier one of this rank.
         """
         entry: Entry | None = None
+        transfer: Transfer | None = None
         reason = "" if folder else "its file system has no folder"
         try:
             if problem is not None:
                 raise problem
             if folder is not None:
                 entry = _write_file(folder, self._rank, tensors)
+                if self._group is not None:
+                    senders = self._file_systems.senders_to(self._rank)
+                    transfer = Transfer(folder, self._rank, senders)
         except (OSError, JobFailed) as error:
             reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-        written = asdict(entry) if entry else None
-        self._exchange.set(f"written/{self._rank}", written)
-        if folder is not None and self._group is not None:
+        # None tells the other hosts that this rank takes no part in the transfer.
+        written = asdict(entry) if entry and not reason else None
+        self._exchange.set("written", written)
+        if transfer is not None and entry is not None:
             try:
-                self._copy(folder, entry)
+                self._copy(transfer, entry)
             except (OSError, RuntimeError) as error:
-                reason = reason or getattr(error, "strerror", None) or str(error).split("\n")[0]
-        self._exchange.set(f"done/{self._rank}", {"written": written, "problem": reason})
+                reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            finally:
+                transfer.close()
+        self._exchange.set("done", {"written": written, "problem": reason})
         if folder is None and problem is None:
             raise NotSaved("")  # the writer rank reports why
         if reason:
@@ -214,26 +230,23 @@ class ShardSave:
                 f"{self._root}: cannot write the checkpoint of step {self._step}: {reason}."
             )
 
-    def _copy(self, folder: Path, own: Entry | None) -> None:
+    def _copy(self, transfer: Transfer, own: Entry) -> None:
         """Exchange copies with the ranks that have written their files."""
         receiver = self._file_systems.receiver_of(self._rank)
-        senders = self._file_systems.senders_to(self._rank)
         assert receiver is not None
-        of_receiver, *of_senders = self._exchange.get_all(
-            [f"written/{rank}" for rank in (receiver, *senders)]
-        )
-        if own is None:  # no rank sends to one that has failed, or waits for it
-            return
-        transfer(
-            folder,
-            (receiver, file_of(self._rank), own.bytes) if of_receiver else None,
-            [
-                (rank, Entry(**values))
-                for rank, values in zip(senders, of_senders, strict=True)
-                if values
-            ],
-            self._group,
-        )
+        senders = self._file_systems.senders_to(self._rank)
+        of_receiver, *of_senders = self._exchange.get_all("written", [receiver, *senders])
+        incoming = {
+            rank: Entry(**values)
+            for rank, values in zip(senders, of_senders, strict=True)
+            if values
+        }
+        since = time.monotonic()
+        try:
+            transfer.run(receiver if of_receiver else None, own.bytes, incoming, self._group)
+        except RuntimeError:  # this rank has waited for another one, maybe as long as it may
+            self._exchange.count(time.monotonic() - since)
+            raise
 
     def _give_up(self) -> None:
         """On rank 0, tell the others that this rank could not save."""
@@ -249,11 +262,11 @@ class ShardSave:
         exchange = self._exchange
         if self._rank == 0:
             ranks = range(len(self._file_systems.writer_of))
-            reports = exchange.get_all([f"done/{rank}" for rank in ranks])
+            reports = exchange.get_all("done", ranks)
             is_saved = not any(report["problem"] for report in reports)
             files = {file_of(rank): reports[rank]["written"] for rank in ranks}
             exchange.set("verdict", files if is_saved else None)
-        files = exchange.get("verdict")
+        files = exchange.get("verdict", 0)
         if files is None:
             raise NotSaved("")
         return {name: Entry(**values) for name, values in files.items()}

@@ -1,0 +1,74 @@
+"""Two ranks save as on two hosts without a shared file system, and something happens to one of them.
+
+    mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM silent RANK
+    mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM unopenable RANK
+
+FORM is "whole" or "sharded". "silent": in the first attempt, the rank's thread never finishes its part.
+"unopenable": in the first save, a folder is in the place of a file that the rank has to write.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from mpiddp.checkpoints.file_systems import FileSystems
+from mpiddp.checkpoints.saved import Saved, TensorGroup
+from mpiddp.checkpoints.saver import Saver
+from mpiddp.runtime.join import join
+from mpiddp.runtime.log import log_to_console
+from mpiddp.runtime.process_group import default_group
+from tests.patience import PATIENCE_S
+
+CPU = torch.device("cpu")
+SILENCE_S = 10.0  # the time limit of the attempt in which a rank is silent
+
+
+def weight(form: str) -> Tensor:
+    whole = torch.arange(8.0)
+    if form == "whole":
+        return whole
+    return distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def main(folder: str, form: str, what: str, broken_rank: str) -> None:
+    is_silent = what == "silent" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    with join() as coordinator, default_group(coordinator, "gloo", CPU, timeout_s=PATIENCE_S):
+        rank = coordinator.world.rank
+        log_to_console(rank)
+        is_broken = rank == int(broken_rank)
+
+        def write_files(new: Path, saved: Saved[Any]) -> Mapping[str, str]:
+            if is_broken and is_silent:
+                time.sleep(1000)
+            if is_broken and what == "unopenable" and saved.common["step"] == 1:
+                (new / f"shard_{1 - rank:05d}.pt").mkdir()
+            (new / "state.json").write_text("{}")
+            return {}
+
+        saver = Saver(
+            Path(folder) / f"host{rank}",
+            FileSystems((0, 1)),
+            coordinator,
+            TensorGroup(CPU),
+            keep=2,
+            must_succeed=False,
+            timeout_s=SILENCE_S if is_silent else 2 * PATIENCE_S,
+        )
+        for step in (1, 2):
+            ranks = saver.gather({})
+            saver.start(step, {"step": step, "weight": weight(form)}, ranks, write_files)
+        saver.finish()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
