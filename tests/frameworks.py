@@ -1,6 +1,8 @@
 """Training frameworks, and Jupyter's kernel, beside the virtual environment, whose torch they use.
 
-python -m tests.frameworks install     # into .frameworks/, about 250 MB, without root
+Also another version of torch, for containers whose torch is not that of the hosts.
+
+python -m tests.frameworks install     # into .frameworks/, about 1 GB, without root
 python -m tests.frameworks             # lists the installed ones
 """
 
@@ -21,6 +23,9 @@ PACKAGES = {
     "ipykernel": "7.4.0",
     "jupyter_client": "8.10.0",
 }
+OTHER_TORCH = "2.9.1+cpu"
+_INDEX = "https://download.pytorch.org/whl/cpu"
+_PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 
 
 def folder() -> Path:
@@ -42,17 +47,40 @@ def environment(package: str) -> dict[str, str]:
     return {**offline, "PYTHONPATH": os.pathsep.join([root, str(folder())])}
 
 
+def find_other_torch() -> Path | None:
+    """The folder of another version of torch: MPIDDP_TEST_TORCH, or that of `install`; None without one."""
+    if named := os.environ.get("MPIDDP_TEST_TORCH"):
+        return Path(named)
+    path = _other_torch()
+    return path if (path / f"torch-{OTHER_TORCH}.dist-info").exists() else None
+
+
+def _other_torch() -> Path:
+    return FOLDER / f"torch-{OTHER_TORCH}-{sys.implementation.cache_tag}"
+
+
 def install() -> None:
-    packages = [f"{package}=={version}" for package, version in PACKAGES.items()]
-    if all(map(is_installed, PACKAGES)):
-        return
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    command += ["--constraint", str(FOLDER.parent / "constraints.txt")]
-    subprocess.run([*command, "--prefix", str(FOLDER), *packages], check=True)
+    if not all(map(is_installed, PACKAGES)):
+        packages = [f"{package}=={version}" for package, version in PACKAGES.items()]
+        constraints = ["--constraint", str(FOLDER.parent / "constraints.txt")]
+        subprocess.run([*_PIP, *constraints, "--prefix", str(FOLDER), *packages], check=True)
+    if find_other_torch() is None:
+        # What it needs is in the virtual environment.
+        command = [
+            *_PIP,
+            "--no-deps",
+            "--upgrade",
+            "--target",
+            str(_other_torch()),
+            "--extra-index-url",
+            _INDEX,
+        ]
+        subprocess.run([*command, f"torch=={OTHER_TORCH}"], check=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["install"]:
         install()
     for package in PACKAGES:
-        print(f"{package:<12} {'installed' if is_installed(package) else 'missing'}")
+        print(f"{package:<14} {'installed' if is_installed(package) else 'missing'}")
+    print(f"{'another torch':<14} {find_other_torch() or 'missing'}")

