@@ -118,7 +118,7 @@ LAUNCHERS = (
         speaks_mpi=True,
     ),
     # The pods of a PyTorchJob have no local variables. A script within a command of a rank finds these
-    # alone, and its GPU may be the only visible one, as the rank's launcher has it.
+    # alone, and its GPU may be the only visible one, if the rank's launcher shows each rank its own.
     Launcher("env://", TORCH, *TORCH, may_lack_locals=True, hides_gpus=True),
 )
 

@@ -328,6 +328,33 @@ def test_a_checkpoint_of_another_model_leaves_the_folder_as_it_is(
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("first_call", ["load_into", "log_metrics"])
+def test_a_crash_after_going_back_does_not_resume_from_the_later_checkpoints(
+    create: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: str
+) -> None:
+    """Before the first step has ended; the restart names the same checkpoint again."""
+    model = torch.nn.Linear(2, 3)
+    first = create(keep=9)
+    for step in (1, 2, 3):
+        first.save(step, {"model": model.state_dict()})
+    first.close()
+    current().run = None
+    path = tmp_path / "run/checkpoints/step_00000001"
+    second = create()
+    resumed = second.resume(path)
+    assert resumed is not None
+    if first_call == "load_into":
+        resumed.load_into(model=model)
+    else:
+        mpiddp.log_metrics(2, loss=0.5)
+    second.close()
+    current().run = None
+    monkeypatch.setenv("MPIDDP_RESTART_COUNT", "1")
+    again = create().resume(path)
+    assert again is not None
+    assert again.step == 1
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

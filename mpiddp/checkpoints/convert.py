@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
-from mpiddp.checkpoints.manifest import Entry
+from mpiddp.checkpoints.manifest import Entry, UnreadableCheckpoint
 from mpiddp.checkpoints.shards import index as shard_index
 from mpiddp.checkpoints.shards.index import (
     DTYPES,
@@ -34,7 +34,7 @@ from mpiddp.checkpoints.shards.index import (
 from mpiddp.checkpoints.shards.read import ShardFiles
 from mpiddp.checkpoints.shards.state import mapped
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import cause_of, read_error, read_limited
 
 _MAX_STATE_BYTES = 16 << 20
@@ -66,6 +66,8 @@ def convert(folder: Path, out: Path) -> str:
         files = directory.listed(folder)
         directory.verify(folder)
         index = shard_index.read(folder)
+    except UnreadableCheckpoint as error:
+        raise JobFailed(f"{folder}: {error}.") from None
     except BrokenCheckpoint as error:
         raise UserError(f"{folder}: {error}.") from None
     except OSError as error:

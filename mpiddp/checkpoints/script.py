@@ -6,6 +6,7 @@ Its folder is a run's folder, with the same layout as that of `mpiddp train --ou
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,11 +32,11 @@ from mpiddp.checkpoints.script_arguments import (
 )
 from mpiddp.checkpoints.script_files import ScriptState
 from mpiddp.checkpoints.script_ranks import script_coordinator, tensor_group
-from mpiddp.checkpoints.script_resumed import Resumed
+from mpiddp.checkpoints.script_resumed import Resumed, ResumedBy
 from mpiddp.checkpoints.script_run import ScriptRun
 from mpiddp.checkpoints.search import Source
 from mpiddp.checkpoints.snapshot import PinnedStaging
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import named_by
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.session import current
@@ -116,8 +117,9 @@ class Checkpoints:
 
         Args:
             path: a checkpoint, or a folder of a run, to start from instead. Of another run: only until
-                this run has a checkpoint of its own. Of this run: the first `due` or `save` renames
-                later checkpoints. A restart ignores the path once this run has a checkpoint.
+                this run has a checkpoint of its own. Of this run: `Resumed.load_into` renames later
+                checkpoints, or else the first `due`, `save` or `mpiddp.log_metrics`. A restart ignores the
+                path once this run has a checkpoint.
 
         Returns:
             The step, and the states that were saved after it; None if the run has no checkpoint.
@@ -140,7 +142,7 @@ class Checkpoints:
             start, self._run, saver.writer_ranks, self._coordinator, group, timeout_s=PATIENCE_S
         )
         step = received.common.step if received else 0
-        self._script_run.start(step, is_writer=saver.is_writer)
+        self._script_run.start(step, is_writer=saver.is_writer, before_drop=self._leave_newer_alone)
         self._leaves_newer = start.leaves_newer
         if received is None:
             return None
@@ -152,7 +154,7 @@ class Checkpoints:
         state = received.common.state
         if shards is not None:
             state = shards.as_values({"state": state})["state"]
-        return Resumed(step, state, own["state"], received.world_size)
+        return ResumedBy(step, state, own["state"], received.world_size, self._leave_newer_alone)
 
     @property
     def _local_rank(self) -> int:
@@ -182,6 +184,7 @@ class Checkpoints:
         Raises:
             TypeError, ValueError: the step is not a whole number, or below 0.
             UserError: later checkpoints cannot be renamed, see `resume`.
+            JobFailed: the same because of a disk.
         """
         check_step(step)
         self._leave_newer()
@@ -266,6 +269,9 @@ class Checkpoints:
 
         All ranks must call this. It is not a part of `resume`, because a checkpoint of another model is
         noticed after it, and then the folder stays as it was.
+
+        Raises:
+            UserError, JobFailed: they cannot be renamed.
         """
         if self._open is None:
             return
@@ -274,6 +280,15 @@ class Checkpoints:
             search.set_newer_aside(self._step, self._run, self._coordinator, writer_ranks)
             self._leaves_newer = False
         self._script_run.drop_repeated()
+
+    def _leave_newer_alone(self) -> None:
+        """Rename them on this rank, if it writes, once it has loaded the checkpoint or records a step.
+
+        A restart after a crash must not resume from the later ones. `_leave_newer` reports an error.
+        """
+        if self._leaves_newer and self._open is not None and self._open.saver.is_writer:
+            with contextlib.suppress(UserError, JobFailed):
+                search.rename_newer(self._step, self._run)
 
     def _open_new_folder(self) -> None:
         """Open the folder for a script that has not called `resume`."""
@@ -287,7 +302,7 @@ class Checkpoints:
                     "Call resume() before the first save(), or name another folder."
                 )
         saver = self._open_folder(group)
-        self._script_run.start(0, is_writer=saver.is_writer)
+        self._script_run.start(0, is_writer=saver.is_writer, before_drop=lambda: None)
 
     def _open_folder(self, group: TensorGroup | None) -> Saver:
         run = self._run

@@ -53,6 +53,7 @@ class Resumed:
 
         Raises:
             UserError: the checkpoint has no such entry, or that of another model.
+            JobFailed: a disk has failed.
         """
         for name, target in objects.items():
             if name not in self.state:
@@ -74,6 +75,17 @@ class Resumed:
                     f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
                     "Build the same as before, or name another folder."
                 ) from None
+
+
+@dataclass(frozen=True)
+class ResumedBy(Resumed):
+    """Calls `on_load` after each `load_into` that succeeds."""
+
+    on_load: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+
+    def load_into(self, **objects: Any) -> None:
+        super().load_into(**objects)
+        self.on_load()
 
 
 def _like(target: Any) -> Callable[[tuple[Any, ...]], Tensor | None]:

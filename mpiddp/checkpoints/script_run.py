@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,26 @@ class ScriptRun:
         self._run = run
         self._file: Path | None = None  # on the ranks that write
         self._start: int | None = None
+        self._before_drop: Callable[[], None] = lambda: None
         self._records: Records | None = None
 
     @property
     def path(self) -> Path:
         return self._run.path
 
-    def start(self, step: int, *, is_writer: bool) -> None:
-        """Take records from now on; the run starts from this step."""
+    def start(self, step: int, *, is_writer: bool, before_drop: Callable[[], None]) -> None:
+        """Take records from now on; the run starts from this step.
+
+        Args:
+            before_drop: called before the records of later steps are dropped. It renames their checkpoints.
+        """
         self._file, self._start = self._run.metrics if is_writer else None, step
+        self._before_drop = before_drop
 
     def drop_repeated(self) -> Records | None:
         """Drop the records of steps that the run repeats, once. Returns None before `start`."""
         if self._records is None and self._start is not None:
+            self._before_drop()
             self._records = Records(self._file, self._start)
         return self._records
 

@@ -188,6 +188,7 @@ def _with_shards(found: _Found) -> _Found:
 
     Raises:
         UserError: its shards.json is foreign.
+        JobFailed: a disk has failed.
     """
     if not found.folder:
         return found
@@ -197,6 +198,8 @@ def _with_shards(found: _Found) -> _Found:
         if index is None:
             return found
         files = directory.listed(folder)
+    except UnreadableCheckpoint as error:
+        raise JobFailed(f"{folder}: {error}.") from None
     except directory.BrokenCheckpoint as error:
         raise UserError(f"{folder}: {error}.") from None
     return replace(found, save=files[INDEX].sha256, lacks=index.lacking(files))
@@ -247,15 +250,19 @@ def set_newer_aside(
     Raises:
         UserError, JobFailed: they cannot be renamed.
     """
-    root = run.checkpoints
-    moved: list[Path] = []
     with raised_by_all(coordinator):
         if coordinator.world.rank in writer_ranks:
-            try:
-                moved = directory.set_aside(root, step)
-            except OSError as error:
-                sentence = f"{root}: cannot rename the newer checkpoints: {error.strerror}."
-                raise cause_of(error, has_run=True)(sentence) from None
+            rename_newer(step, run)
+
+
+def rename_newer(step: int, run: RunDir) -> None:
+    """The part of `set_newer_aside` of one rank that writes into the run's folder."""
+    root = run.checkpoints
+    try:
+        moved = directory.set_aside(root, step)
+    except OSError as error:
+        sentence = f"{root}: cannot rename the newer checkpoints: {error.strerror}."
+        raise cause_of(error, has_run=True)(sentence) from None
     for folder in moved:
         log.info(f"renamed to {folder.name}: its step is later than the one this run resumes from")
 

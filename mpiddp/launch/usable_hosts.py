@@ -84,7 +84,7 @@ def refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
     """Refuse to start a job from each rank of another launcher, unless the user names the hosts.
 
     Raises:
-        UserError: this process is one of several ranks, or variables of a launcher say so in part.
+        UserError: this process is one of several ranks, or only some of a launcher's variables are set.
     """
     if where.names_hosts or where.local or in_slurm_terminal(env):
         return

@@ -53,7 +53,7 @@ def check_divergence(
     Raises:
         JobFailed: on all ranks of the group. It names the ranks whose bits differ from those of the majority,
             and their first tensor that differs. Without a majority, as with two ranks, it names all ranks.
-            A save of `mpiddp.Checkpoints` in flight on a rank of the group is complete.
+            No rank of the group has its part of a save of `mpiddp.Checkpoints` in flight.
         UserError: there are several ranks and no process group; or nothing but shards, and no `group`.
     """
     if sentence := find_divergence(model, optimizer, step=step, group=group):

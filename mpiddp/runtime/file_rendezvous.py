@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from mpiddp.errors import UserError
+from mpiddp.paths import cause_of
 from mpiddp.runtime.coordinator import Coordinator
 
 _TIMEOUT_S = 1800.0  # torch's own for a process group: a rank may still prepare its data
@@ -48,6 +49,9 @@ def check_file_rendezvous(coordinator: Coordinator) -> None:
 def _require_usable(path: Path, coordinator: Coordinator) -> None:
     """End all ranks unless all hosts see one new file at `path`. All ranks must call this."""
     host, is_rank_0 = coordinator.world.hostname, coordinator.world.rank == 0
+    with coordinator.all_or_none():
+        if "\0" in str(path):
+            raise UserError(f"init_method {str(path)!r}: a path has no zero byte.")
     where = f"init_method file://{path}"
     mark = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
@@ -62,9 +66,8 @@ def _require_usable(path: Path, coordinator: Coordinator) -> None:
                 try:
                     mark.touch()
                 except OSError as error:
-                    raise UserError(
-                        f"{where}: {host} cannot write into {path.parent}: {error.strerror}."
-                    ) from None
+                    sentence = f"{where}: {host} cannot write into {path.parent}: {error.strerror}."
+                    raise cause_of(error)(sentence) from None
         name = coordinator.broadcast_json(mark.name)
         with coordinator.all_or_none(), _permitted(where, host):
             if _status(mark.with_name(name)) is None:
@@ -90,17 +93,21 @@ def _status(path: Path) -> os.stat_result | None:
     """None if there is no such file. From Python 3.14 on, Path.exists would say this of any error."""
     try:
         return path.stat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
 @contextlib.contextmanager
 def _permitted(where: str, host: str) -> Iterator[None]:
-    """Raise a UserError where the system refuses to look at a path, as in a folder of another user."""
+    """Raise one sentence where a path cannot be read: it is in a folder of another user, or a disk failed."""
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{where}: {host} cannot look at {error.filename}: {error.strerror}. Name a file in a folder "
-            "that this user may search on all hosts."
+        hint = (
+            " Name a file in a folder that this user may search on all hosts."
+            if isinstance(error, PermissionError)
+            else ""
+        )
+        raise cause_of(error)(
+            f"{where}: {host} cannot read {error.filename}: {error.strerror}.{hint}"
         ) from None

@@ -204,15 +204,17 @@ def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
     config, start, device = inputs.config, inputs.start, inputs.device
     received, shards = _receive_checkpoint(inputs)
     saved = received.common if received else None
+    progress = saved.progress if saved else Progress()
+    if (
+        start.leaves_newer
+    ):  # before anything that may fail: a restart would resume from the newer ones
+        writer_ranks = inputs.file_systems.writers
+        with inputs.coordinator.all_or_none():
+            set_newer_aside(progress.step, inputs.run, inputs.coordinator, writer_ranks)
     model = to_device(inputs.model, config, device)
     wrapped = wrap(model, config, inputs.data.shape, inputs.copies)
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device)
-    progress = saved.progress if saved else Progress()
-    if start.leaves_newer:
-        writer_ranks = inputs.file_systems.writers
-        with inputs.coordinator.all_or_none():
-            set_newer_aside(progress.step, inputs.run, inputs.coordinator, writer_ranks)
     if saved:
         contents = {"model": saved.model, "trainer": saved.trainer}
         with inputs.coordinator.all_or_none():

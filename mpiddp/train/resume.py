@@ -8,7 +8,7 @@ from pathlib import Path
 from mpiddp.checkpoints import search
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.search import Source, Start
-from mpiddp.protocol.variables import RESTART_COUNT
+from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents
@@ -26,7 +26,7 @@ def find(coordinator: Coordinator, config: TrainConfig, data: str, run: RunDir) 
         SystemExit: --resume does not name a valid checkpoint of this configuration and this data, or
             contradicts the contents of the run's folder. Rank 0 has printed the error.
     """
-    if config.go_on and os.environ.get(RESTART_COUNT, "0") != "0":
+    if config.go_on and is_restart(os.environ):
         search.wait_for_run(run, run.config, coordinator, config.timeout)
     source = Source(
         path=None if config.resume in ("auto", "never") else Path(config.resume),

@@ -26,7 +26,7 @@ from mpiddp.bench.ranks.training import (
 )
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.text import counted, percentile
@@ -115,7 +115,7 @@ def _open(coordinator: Coordinator, name: str, training: Sequence[str]) -> Opene
     problem = ""
     try:
         data = open_data(config, coordinator.world, device)
-    except UserError as error:
+    except (UserError, JobFailed) as error:
         problem = str(error)
     problems = [
         text for text in coordinator.all_gather_json(problem, timeout_s=EXCHANGE_TIMEOUT_S) if text

@@ -22,7 +22,7 @@ class NoExchange(Exception):
 
 
 class Exchange:
-    """The values of one save. Each rank sets its own, each once."""
+    """The values of one save. Each rank sets its own, each once, except what it waits for."""
 
     def __init__(
         self, values: SignedStore, coordinator: Coordinator, prefix: str, timeout_s: float

@@ -34,7 +34,7 @@ def inventory(folder: Path) -> Inventory:
             if name in manifest:
                 raise BrokenCheckpoint(f"{name} is of another save")
     except BrokenCheckpoint as error:
-        raise BrokenCheckpoint(f"checkpoint {folder.name}: {error}") from None
+        raise type(error)(f"checkpoint {folder.name}: {error}") from None
     except OSError as error:
         raise BrokenCheckpoint(
             f"checkpoint {folder.name}: {shard_index.INDEX} cannot be read: {error.strerror}"

@@ -39,7 +39,7 @@ class ShardFiles:
     folders: Mapping[str, Path]  # by the name of the file
 
     def into(self, state: Any, like: Like) -> Any:
-        """The state with the sharded tensors in their value_names. Not a collective.
+        """The state with the sharded tensors in their places. Not a collective.
 
         Raises:
             UserError: a tensor has another shape than the saved one, or a file is of another program.
