@@ -57,6 +57,7 @@ class Soak:
 @dataclass(frozen=True)
 class Options:
     minutes: float
+    epochs: int | None
     kill_every: float
     seed: int
 
@@ -65,12 +66,8 @@ def main() -> int:
     options = _options()
     random.seed(options.seed)
     with cluster.up(3) as hosts:
-        step_time_s = _step_time(hosts)
-        expected_steps = options.minutes * 60 * EXPECTED_GOODPUT / step_time_s
-        epochs = max(1, round(expected_steps / STEPS_PER_EPOCH))
+        epochs = options.epochs or _epochs_in(options.minutes, hosts)
         steps = epochs * STEPS_PER_EPOCH
-        print(f"{step_time_s * 1e3:.0f} ms a step, {steps} steps", file=sys.stderr, flush=True)
-
         disturbed, alone = hosts.shared / "disturbed", hosts.shared / "alone"
         soak = _soak(hosts, disturbed, epochs, options.kill_every)
         print(soak.messages, file=sys.stderr, flush=True)
@@ -164,12 +161,16 @@ def _train(out: Path, epochs: int, steps_per_epoch: int = STEPS_PER_EPOCH) -> li
     return [*command, "--save-every", "5s", "--log-every", str(LOG_EVERY), "--out", str(out)]
 
 
-def _step_time(hosts: Cluster) -> float:
+def _epochs_in(minutes: float, hosts: Cluster) -> int:
+    """Measure a step, and return the epochs that about fill this time with faults."""
     out = hosts.shared / "calibration"
     command = _train(out, 1, CALIBRATION_STEPS)
     ran = hosts["node0"].run(command, cwd=ROOT, env=ENV, timeout_s=300)
     assert ran.returncode == 0, ran.stderr
-    return _seconds_of_steps(out) / CALIBRATION_STEPS
+    step_time_s = _seconds_of_steps(out) / CALIBRATION_STEPS
+    epochs = max(1, round(minutes * 60 * EXPECTED_GOODPUT / step_time_s / STEPS_PER_EPOCH))
+    print(f"{step_time_s * 1e3:.0f} ms a step, {epochs} epochs", file=sys.stderr, flush=True)
+    return epochs
 
 
 def _seconds_of_steps(run: Path) -> float:
@@ -188,7 +189,13 @@ def _options() -> Options:
         type=float,
         default=20.0,
         metavar="M",
-        help="approximate duration of the disturbed run, in minutes",
+        help="approximate duration of the disturbed run, in minutes, if nothing else runs",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=whole(1),
+        metavar="N",
+        help=f"length of the training, each of {STEPS_PER_EPOCH} steps, instead of --minutes",
     )
     parser.add_argument(
         "--kill-every", type=seconds, default=60.0, metavar="S", help="mean time between two faults"

@@ -13,15 +13,15 @@ from mpiddp.text import did_you_mean, parse_whole, shown
 
 # verb: (module with main(argv) -> int, its line in `mpiddp --help`)
 VERBS = {
-    "launch": ("mpiddp.launch.main", "start a script on every slot of a hostfile with one mpirun"),
+    "launch": ("mpiddp.launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": (
         "mpiddp.runtime.run_script",
-        "run an env:// script as one rank, under mpirun, srun or torchrun",
+        "run a script, or any command, as one rank, under mpirun, srun or torchrun",
     ),
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
     "hosts": ("mpiddp.hosts.main", "check, convert and compare hostfiles"),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
-    "checkpoints": ("mpiddp.checkpoints.main", "list, verify and prune checkpoints"),
+    "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),
     "bench": (
         "mpiddp.bench.main",
         "measure scaling, all-reduce, steps, data, start-up, rendezvous",

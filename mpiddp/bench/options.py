@@ -138,7 +138,12 @@ def as_arguments(options: DataclassInstance) -> list[str]:
 def _description(prog: str, purpose: str, benchmark: Benchmark[Options]) -> str:
     name = name_of(prog)
     files = f"{name}.json" + (f" and {name}.png" if benchmark.draw else "")
-    others = " Accepts all options of mpiddp train too." if benchmark.takes_training else ""
+    others = ""
+    if benchmark.takes_training:
+        others = (
+            " Accepts the options of mpiddp train too, except those of its length, its checkpoints, its "
+            "checks and its shards."
+        )
     return f"Measure {purpose}; print a table and write {files}.{others}"
 
 

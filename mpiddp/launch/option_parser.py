@@ -113,7 +113,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         dest="wait_s",
         type=_duration("--wait-for-hosts"),
         metavar="10m",
-        help="wait so long until all names resolve and all hosts answer (default: not at all)",
+        help="wait up to this long until all names resolve and all hosts answer (default: not at all)",
     )
     add.add_argument(
         "--timeout",
@@ -157,7 +157,7 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         dest="grow_s",
         type=_duration("--grow"),
         metavar="10m",
-        help="look so often for hosts that are back or new in the hostfile; save, and restart on them "
+        help="how often to look for hosts that are back or new in the hostfile, to save and restart on them "
         "(default: they join at the next restart)",
     )
 
@@ -169,7 +169,8 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
         dest="stop_after_s",
         type=_duration("--stop-after"),
         metavar="55m",
-        help="after this time, save and stop with exit code 75, as on Ctrl-C",
+        help="after this time, stop as on Ctrl-C: a script that calls should_stop saves, and the exit "
+        "code is 75",
     )
     add.add_argument(
         "--grace",

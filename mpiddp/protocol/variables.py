@@ -145,7 +145,12 @@ VARIABLES = (
         "`launch`",
         "the default of `--log-ranks`: the ranks whose output the launcher shows",
     ),
-    Variable(PREFIX, "the user", "`launch`", "the default of `--prefix`: auto, always or never"),
+    Variable(
+        PREFIX,
+        "the user, or `run.sh` (never)",
+        "`launch`",
+        "the default of `--prefix`: auto, always or never",
+    ),
     Variable(
         OUTPUT,
         "`launch`",
