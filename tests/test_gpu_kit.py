@@ -66,6 +66,17 @@ def test_a_real_run_does_not_take_over_a_rehearsal(tmp_path: Path) -> None:
     assert notes[-1] == "machine: no time left in this command"
 
 
+def test_a_stage_that_lacked_something_runs_again_on_a_gpu(tmp_path: Path) -> None:
+    """CIFAR-10, for example, comes with a later piece of the kit."""
+    real = replace(settings(tmp_path), rehearses=False, deadline=time.monotonic())
+    (tmp_path / "state").mkdir()
+    before = {"stage": "machine", "state": "not here", "rehearsal": False}
+    (tmp_path / "state" / "machine.json").write_text(json.dumps(before))
+    notes: list[str] = []
+    assert run_group("some", [MACHINE], real, notes.append) == 1
+    assert notes[-1] == "machine: no time left in this command"
+
+
 def test_a_stage_ends_at_its_limit_and_costs_only_itself(tmp_path: Path) -> None:
     short = replace(MACHINE, limit_s=0.01)
     after = Stage("tf32", correct.tf32, 600)
@@ -93,7 +104,7 @@ def test_every_needed_stage_comes_first_and_names_are_unique() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two-ranks", "stop", "profile"])
+@pytest.mark.parametrize("name", ["group", "two-ranks", "stop", "profile", "graphs"])
 def test_a_stage_of_real_ranks_is_rehearsed(name: str, tmp_path: Path) -> None:
     record = rehearse(tmp_path, name)
     assert (record["state"], record["rehearsal"]) == ("passed", True)
@@ -116,7 +127,8 @@ def piece(folder: Path, **files: bytes) -> Path:
 
 def test_a_damaged_piece_is_refused(tmp_path: Path) -> None:
     pieces = piece(tmp_path / "kit" / "piece-1", labels=b"0123")
-    kit.unpack(tmp_path / "kit", tmp_path / "target", print)
+    with pytest.raises(UserError, match=r"target has no environment yet\. Unpack piece-1 first\."):
+        kit.unpack(tmp_path / "kit", tmp_path / "target", print)
     assert (tmp_path / "target" / "arrived" / "labels").read_bytes() == b"0123"
     (pieces / "labels").write_bytes(b"0124")
     with pytest.raises(
@@ -199,12 +211,16 @@ def test_figures_fill_the_tables_even_of_a_stage_that_was_stopped(tmp_path: Path
             "settings", "stopped", "1", figures={"fp32, NCHW": [1000.0], "the defaults": [3000.0]}
         ),
         record("start", "failed", "1", reason="exit code 1", figures={"torchrun": [7.0]}),
+        record("compiled", "stopped", "1", figures={"--compile reduce-overhead": [4000.0]}),
+        record("compiled", "stopped", "2", figures={"--compile default": [3500.0]}),
     )
     text = report.figures(report.read(tmp_path))
     assert "| ≥ 3,600 images/s | 3,750 images/s (batch 256) |" in text
     assert "94.12% after 24 epochs: 30 s of steps, 49 s from the command to its end" in text
     assert "| the defaults | 3,000 | 3.00 |" in text
     assert "| ≤ 1.0 | failed: exit code 1 |" in text
+    assert "| the defaults, --compile default | 3,500 | 3.50 |" in text
+    assert "| the defaults, --compile reduce-overhead | 4,000 | 4.00 |" in text
 
 
 def test_the_tables_of_docs_are_filled_between_their_marks(tmp_path: Path) -> None:

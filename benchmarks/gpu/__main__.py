@@ -19,7 +19,6 @@ from pathlib import Path
 from benchmarks.gpu import report
 from benchmarks.gpu.jobs import ROOT
 from benchmarks.gpu.run import RESULTS, Settings, run_group
-from benchmarks.gpu.stage import DONE as PASSED
 from benchmarks.gpu.stage import Context, run_stage, save
 from benchmarks.gpu.stages import GROUPS, STAGES, Group
 from mpiddp.arguments import OneSentenceParser, whole
@@ -28,7 +27,7 @@ from mpiddp.hosts.gpu_tools import gpu_names
 from mpiddp.text import all_of
 
 STATE = Path("bench/gpu")
-MINUTES = 8
+MINUTES = 6
 
 
 def main(argv: list[str]) -> int:
@@ -57,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     if name not in GROUPS and name not in STAGES:
         raise UserError(f'"{name}" is neither a group ({all_of(list(GROUPS))}) nor a stage.')
     group = GROUPS[name] if name in GROUPS else Group((STAGES[name],))
-    rehearses = not gpu_names() if options.rehearse is None else options.rehearse
+    rehearses = not _has_gpu() if options.rehearse is None else options.rehearse
     settings = Settings(
         options.out.absolute(),
         options.state.absolute(),
@@ -77,11 +76,23 @@ def _run(options: argparse.Namespace) -> int:
     return FAILED if missing else DONE
 
 
+def _has_gpu() -> bool:
+    """Whether there is a GPU to measure. Raises UserError if there is one that nvidia-smi does not list."""
+    names = gpu_names()
+    if not names and (names is None or Path("/dev/nvidia0").exists()):
+        raise UserError(
+            "This machine seems to have a GPU, but nvidia-smi does not list it. Put a working nvidia-smi on "
+            "PATH, or use --real or --rehearse."
+        )
+    return bool(names)
+
+
 def _take_over(file: Path, settings: Settings) -> None:
     """Keep the stages that passed in an earlier run, on another machine."""
     for record in json.loads(file.read_text()):
         own = settings.state / f"{record['stage']}.json"
-        if record["state"] in PASSED and not own.exists():
+        is_real = record["state"] == "passed" and not record["rehearsal"]
+        if is_real and not own.exists():
             save(own, record)
 
 

@@ -78,6 +78,10 @@ def group(context: Context) -> None:
             context.require(each["bound_device"] == "cuda:0", f"bound to {each['bound_device']}")
         context.require(each["sum"] == 1, f"the sum is {each['sum']}")
     context.require(found["destroyed"], "the group still exists at the end")
+    # With one GPU, that device would be current without the call as well.
+    chosen = [] if context.is_tiny else ["set_device_index"]
+    expected_calls = [*chosen, "init_process_group"] * 2
+    context.require(found["calls"] == expected_calls, f"the calls are {found['calls']}")
 
 
 def two_ranks(context: Context) -> None:

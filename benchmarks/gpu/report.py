@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.speed import COMPILED, DEFAULTS, PLAIN, SETTINGS, TARGET_ACCURACY
+from benchmarks.gpu.speed import AUTOTUNED, COMPILED, DEFAULTS, PLAIN, SETTINGS, TARGET_ACCURACY
 from benchmarks.gpu.stages import GROUPS
 from mpiddp.bench.report import markdown
 from mpiddp.errors import UserError
@@ -103,12 +103,11 @@ def _where(records: Records) -> str:
 
 
 def _figures(stage: str, records: Records) -> Figures:
-    """The newest figures of a stage. One that was stopped has those that it had until then."""
-    for record in reversed(records.get(stage, [])):
-        if record.get("figures"):
-            found: Figures = record["figures"]
-            return found
-    return {}
+    """The newest of each figure of a stage. An attempt that was stopped has those that it had until then."""
+    found: Figures = {}
+    for record in records.get(stage, []):
+        found |= record.get("figures") or {}
+    return found
 
 
 def _cell(show: Callable[[Figures], str], stage: str, records: Records) -> str:
@@ -186,10 +185,10 @@ ROWS: tuple[tuple[str, str, str, Callable[[Figures], str]], ...] = (
 def _settings(records: Records) -> str:
     """ResNet-50 with each setting; the speed is relative to fp32, NCHW."""
     plain = _figures("settings", records)
-    compiled = _figures("compiled", records)
+    compiled = _figures("compiled", records) | _figures("autotuned", records)
     base = median(plain[PLAIN]) if plain.get(PLAIN) else None
     rows = []
-    for name in (*SETTINGS, *COMPILED):
+    for name in (*SETTINGS, *COMPILED, *AUTOTUNED):
         each = plain.get(name) or compiled.get(name)
         label = name if name in SETTINGS else f"{DEFAULTS}, {name}"
         speed = f"{median(each):,.0f}" if each else ""

@@ -25,6 +25,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 COMPILED: dict[str, tuple[str, ...]] = {
     "--compile default": ("--compile=default",),
     "--compile reduce-overhead": ("--compile=reduce-overhead",),
+}
+AUTOTUNED: dict[str, tuple[str, ...]] = {  # alone, because it compiles for minutes
     "--compile max-autotune": ("--compile=max-autotune",),
 }
 TARGET_ACCURACY = 0.94
@@ -52,14 +54,19 @@ def settings(context: Context) -> None:
 
 def compiled(context: Context) -> None:
     """ResNet-50 under torch.compile, each mode once. The first steps, which compile, do not count."""
-    for name, options in COMPILED.items():
-        if context.is_tiny and name != "--compile default":
-            continue
-        _append(
-            context,
-            name,
-            _images_per_s(context, name, *_imagenet(context, 256, steps=60), *options),
-        )
+    for name, options in list(COMPILED.items())[: context.size(len(COMPILED), 1)]:
+        _compile(context, name, options)
+
+
+def autotuned(context: Context) -> None:
+    """The same with the mode that measures many kernels before it chooses one."""
+    for name, options in AUTOTUNED.items():
+        _compile(context, name, ("--compile=default",) if context.is_tiny else options)
+
+
+def _compile(context: Context, name: str, options: tuple[str, ...]) -> None:
+    settings = [*_imagenet(context, 256, steps=60), *options]
+    _append(context, name, _images_per_s(context, name, *settings))
 
 
 def _imagenet(context: Context, batch: int, *, steps: int = 100) -> list[str]:
@@ -81,6 +88,15 @@ def _append(context: Context, name: str, value: float) -> None:
     context.figure(**{name: [*context.record.figures.get(name, []), value]})
 
 
+def _update_ratio(context: Context, ours: str, theirs: str) -> None:
+    """Write the median ratio of the rounds that are complete, if there is one."""
+    speeds = [context.record.figures.get(name, []) for name in (ours, theirs)]
+    rounds = min(map(len, speeds))
+    if rounds:
+        ratio = statistics.median(ratios(*(each[:rounds] for each in speeds)))
+        context.figure(ratio=round(ratio, 3))
+
+
 def profile(context: Context) -> None:
     """The kernels of a step of ResNet-50 with the defaults, and the peak memory of the GPU."""
     span = "1:2" if context.is_tiny else "30:40"
@@ -98,14 +114,11 @@ def resnet152(context: Context) -> None:
     if context.is_tiny:
         model = ["--use-syn", "--arch=resnet20", "--batch-size=8", "--epochs=1"]
         model.append("--steps-per-epoch=2")
-    speeds: dict[str, list[float]] = {DEFAULTS: [], PLAIN: []}
-    for number, name in turns(list(speeds), context.size(2, 1)):
+    for number, name in turns([DEFAULTS, PLAIN], context.size(2, 1)):
         precision = FP32 if name == PLAIN else ()
         speed = _images_per_s(context, f"{name}-{number}", *model, *precision, NO_SAVES)
-        speeds[name].append(speed)
-        context.figure(**{name: speeds[name]})
-    ratio = statistics.median(ratios(speeds[DEFAULTS], speeds[PLAIN]))
-    context.figure(ratio=round(ratio, 3))
+        _append(context, name, speed)
+        _update_ratio(context, DEFAULTS, PLAIN)
 
 
 def cifar10(context: Context) -> None:
@@ -179,6 +192,4 @@ def start(context: Context) -> None:
         [at] = re.findall(r"1 ranks at ([\d.]+)", ended.output)
         if number > 0:
             _append(context, name, round(float(at) - since, 3))
-    figures = context.record.figures
-    ratio = statistics.median(ratios(figures["mpiddp launch"], figures["torchrun"]))
-    context.figure(ratio=round(ratio, 3))
+            _update_ratio(context, "mpiddp launch", "torchrun")

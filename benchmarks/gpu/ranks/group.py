@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any
@@ -14,9 +15,29 @@ from mpiddp.bench.result_lines import emit
 
 
 def main() -> None:
+    calls = _calls()
     found = [_form_and_leave(), _form_and_leave()]
     if os.environ["RANK"] == "0":
-        emit({"groups": found, "destroyed": not dist.is_initialized()})
+        emit({"groups": found, "calls": calls, "destroyed": not dist.is_initialized()})
+
+
+def _calls() -> list[str]:
+    """A list that gets the name of each call that chooses the device or forms a group, in their order."""
+    calls: list[str] = []
+
+    def note(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        setattr(module, name, noted)
+
+    note(torch.accelerator, "set_device_index")
+    note(dist, "init_process_group")
+    return calls
 
 
 def _form_and_leave() -> list[dict[str, Any]]:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.ranks.watched --profile 20:30 train --use-syn …
 
-Sends the peak memory of the GPU, the number of parameters whose momentum has another layout, and with
---profile the time of each kind of kernel in the steps after 20 and up to 30.
+Sends the peak memory of the GPU, the number of parameters whose momentum has another layout, how often a CUDA
+graph ran, and with --profile the time of each kind of kernel in the steps after 20 and up to 30, whose peak
+memory then counts.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Watch:
         self.start, self.end = start, end
         self.steps = 0
         self.wrong_layouts = 0
+        self.graph_replays = 0
+        self.peak_of_search_bytes: int | None = None
         self.kernels: dict[str, Any] = {}
         activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
         self._profile = profile(activities=[activity])
@@ -75,10 +78,24 @@ class Watch:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if self.steps == self.start:
+                if torch.cuda.is_available():
+                    # The search of the first steps for the fastest kernels takes far more.
+                    self.peak_of_search_bytes = torch.cuda.max_memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
                 self._profile.start()
             else:
                 self._profile.stop()
                 self.kernels = _summed(self._profile, self.end - self.start)
+
+    def count_replays(self) -> None:
+        """Count the replays of CUDA graphs from now on."""
+        replay = torch.cuda.CUDAGraph.replay
+
+        def counted(graph: torch.cuda.CUDAGraph) -> None:
+            self.graph_replays += 1
+            replay(graph)
+
+        torch.cuda.CUDAGraph.replay = counted  # type: ignore[assignment, method-assign]
 
 
 def _summed(found: Any, steps: int) -> dict[str, Any]:
@@ -134,11 +151,17 @@ def main() -> int:
     start, end = map(int, options.profile.split(":"))
     watch = Watch(start, end)
     register_optimizer_step_post_hook(watch)
+    watch.count_replays()
     code = cli.main(options.verb)
-    found: dict[str, Any] = {"steps": watch.steps, "wrong_layouts": watch.wrong_layouts}
+    found: dict[str, Any] = {
+        "steps": watch.steps,
+        "wrong_layouts": watch.wrong_layouts,
+        "graph_replays": watch.graph_replays,
+    }
     if torch.cuda.is_available():
         found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
         found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["peak_of_search_bytes"] = watch.peak_of_search_bytes
     emit({**found, **({"profile": watch.kernels} if watch.kernels else {})})
     return code
 
