@@ -6,8 +6,10 @@ python -m pytest tests/test_plain_store.py
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -77,6 +79,18 @@ def test_whoever_sends_anything_else_is_dropped(port: int, sent: bytes) -> None:
         assert stranger.recv(100) == b""
     store.set("a", "1")
     assert store.multi_get(["a"]) == [b"1"]
+
+
+def test_a_long_answer_is_refused_before_it_is_built(port: int) -> None:
+    PlainStore("127.0.0.1", port).set("large", "x" * 1_000_000)
+    tracemalloc.start()
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+            stranger.sendall(json.dumps(["get", *["large"] * 500]).encode() + b"\n")
+            assert stranger.recv(100) == b""
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_client_that_never_reads_delays_nobody(port: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -51,16 +52,15 @@ def _elastic_variables(world: World, run_id: str) -> dict[str, str]:
         "ROLE_NAME": "default",
         "ROLE_RANK": str(world.rank),
         "ROLE_WORLD_SIZE": str(world.world_size),
-        ERROR_FILE: str(_error_file(f"{run_id}-{world.rank}")),
+        ERROR_FILE: str(_error_file(world.rank)),
     }
 
 
-def _error_file(name: str) -> Path:
+def _error_file(rank: int) -> Path:
     """A new file of this rank, into which torch.distributed's `@record` writes the script's error.
 
-    Nobody else knows the run's id, so nobody else can create the file before.
+    No other user of the host can guess its name, and so create it before.
     """
-    file = Path(tempfile.gettempdir(), f"mpiddp-{name}-error.json")
-    file.unlink(missing_ok=True)  # an earlier attempt's
+    file = Path(tempfile.gettempdir(), f"mpiddp-{secrets.token_hex(16)}-{rank}-error.json")
     atexit.register(file.unlink, missing_ok=True)
     return file

@@ -112,17 +112,22 @@ class PlainServer:
             client.buffer = bytearray(rest)
             for line in lines:
                 client.unsent += json.dumps(self._answer(*json.loads(line))).encode() + b"\n"
+                if len(client.unsent) > _LONGEST:
+                    return False
         except BlockingIOError:
             return True
         except (OSError, ValueError, TypeError, LookupError, RecursionError):
             return False
-        return bool(chunk) and max(len(client.buffer), len(client.unsent)) <= _LONGEST
+        return bool(chunk) and len(client.buffer) <= _LONGEST
 
     def _answer(self, kind: str, *arguments: str) -> object:
         if not all(isinstance(each, str) for each in arguments):
             raise ValueError(kind)
         if kind == "get":
-            return [self._values.get(key) for key in arguments]
+            found = [self._values.get(key) for key in arguments]
+            if sum(len(value or "") for value in found) > _LONGEST:  # a key may be asked for often
+                raise ValueError("the answer is too long")
+            return found
         key, *values = arguments
         if kind == "delete":
             return self._values.pop(key, None) is not None
