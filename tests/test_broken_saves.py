@@ -1,11 +1,14 @@
 """A rank that is silent in a save is named within one time limit; one that cannot write lets no other wait.
 
-Tests mpiddp/checkpoints/shards/exchange.py, write.py and hosts.py, and mpiddp/checkpoints/saver.py.
+Tests mpiddp/checkpoints/shards/exchange.py, write.py and hosts.py, and mpiddp/checkpoints/saver.py,
+replicas.py and file_systems.py.
 python -m pytest tests/test_broken_saves.py
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from socket import gethostname
 
@@ -13,12 +16,14 @@ import pytest
 import torch.distributed as dist
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.shards.exchange import Exchange
 from mpiddp.errors import NoAnswer
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.world import World
 from tests.jobs.broken_save import SILENCE_S
-from tests.ranks import launch, mpirun, own_lines
+from tests.patience import PATIENCE_S
+from tests.ranks import launch, mpirun, own_lines, script
 
 JOB = "tests.jobs.broken_save"
 HOST = gethostname()
@@ -104,3 +109,90 @@ def test_no_rank_waits_for_one_that_cannot_open_a_copy(tmp_path: Path, rank: str
     for host in ("host0", "host1"):
         files = (tmp_path / host / "step_00000002").glob("shard_*")
         assert sorted(file.name for file in files) == ["shard_00000.pt", "shard_00001.pt"]
+
+
+@pytest.mark.parametrize(("form", "rank"), [("sharded", "1"), ("sharded", "0"), ("whole", "1")])
+def test_a_folder_that_can_no_longer_be_read_causes_a_warning(
+    tmp_path: Path, form: str, rank: str
+) -> None:
+    """As on a file server that is gone. No rank waits for its part of the save."""
+    ran = mpirun(2, "-m", "mpiddp", "run", "-m", JOB, str(tmp_path), form, "gone", rank)
+    assert ran.returncode == 0, ran.stderr
+    root = tmp_path / f"host{rank}"
+    reason = os.strerror(errno.ENAMETOOLONG)
+    assert own_lines(ran.stderr) == [
+        f"warning: {HOST}: {root}: cannot write the checkpoint of step 1: {reason}.",
+        "warning: 1 of 2 saves failed.",
+    ]
+    kept = {f"host{each}": ["step_00000002"] for each in (0, 1)}
+    if form == "whole":
+        kept["host0"].insert(0, "step_00000001")
+    assert checkpoints(tmp_path) == kept
+
+
+RECEIVES = """
+import sys
+from pathlib import Path
+import torch
+from mpiddp.checkpoints.replicas import receive
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.saved import Saved, TensorGroup
+from mpiddp.checkpoints.search import Start
+from mpiddp.runtime.join import join
+from mpiddp.runtime.process_group import default_group
+cpu = torch.device("cpu")
+with join() as coordinator, default_group(coordinator, "gloo", cpu, timeout_s=float(sys.argv[3])):
+    rank = coordinator.world.rank
+    saved = Saved({"weight": torch.ones(2)}, [{}, {}]) if rank == 0 else None
+    start = Start(folder=Path(sys.argv[2]), lacking=(1,), saved=saved)
+    run = RunDir(Path(sys.argv[1]) / f"host{rank}")
+    group = TensorGroup(cpu)
+    received, _ = receive(start, run, [0, 1], coordinator, group, timeout_s=float(sys.argv[3]))
+    print(f"{rank} {received.common['weight'].tolist()}\\n", end="")
+"""
+
+
+def test_no_rank_waits_for_one_that_cannot_keep_a_copy_of_the_records(tmp_path: Path) -> None:
+    runs = [RunDir(tmp_path / f"host{rank}") for rank in (0, 1)]
+    folder = directory.write(
+        runs[0].checkpoints, 1, lambda new: (new / "state.json").write_text("{}") and None
+    )
+    runs[0].metrics.write_text("{}\n")
+    runs[1].metrics.mkdir(parents=True)
+    program = script(tmp_path, RECEIVES)
+    ran = mpirun(2, program, str(tmp_path), str(folder), str(PATIENCE_S))
+    assert ran.returncode == 0, ran.stderr
+    (warning,) = own_lines(ran.stderr)
+    assert warning.startswith(f"warning: {HOST}: cannot keep a copy of metrics.jsonl: [Errno 21]")
+    assert sorted(ran.stdout.splitlines()) == ["0 [1.0, 1.0]", "1 [1.0, 1.0]"]
+    directory.verify(runs[1].checkpoints / folder.name)
+
+
+LOOKS = """
+import errno, os, sys
+from pathlib import Path
+from mpiddp.checkpoints.file_systems import find_file_systems
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.errors import JobFailed
+from mpiddp.runtime.join import join
+def gone(path):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+with join() as coordinator:
+    if coordinator.world.rank == 0:
+        Path.exists = gone
+    try:
+        find_file_systems(coordinator, RunDir(Path(sys.argv[1])), timeout_s=float(sys.argv[2]))
+    except JobFailed as error:
+        print(f"{error}\\n", end="")
+"""
+
+
+def test_no_rank_waits_for_one_whose_file_server_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    program = script(tmp_path, LOOKS)
+    ran = mpirun(2, program, str(tmp_path / "run"), str(PATIENCE_S))
+    assert ran.returncode == 0, ran.stderr
+    reason = os.strerror(errno.ESTALE)
+    sentence = f"rank 0 on {HOST}: --out {tmp_path}/run cannot be written: {reason}."
+    assert ran.stdout.splitlines() == [sentence] * 2
+    assert list((tmp_path / "run").iterdir()) == []

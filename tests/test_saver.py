@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mpiddp.checkpoints import directory, save_schedule
 from mpiddp.checkpoints.directory import HashedFile
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
-from mpiddp.checkpoints.snapshot import PinnedStaging
+from mpiddp.checkpoints.snapshot import PinnedStaging, _layout
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
@@ -56,6 +56,13 @@ def test_a_snapshot_does_not_change_during_training() -> None:
     second = staging.copy(state)
     assert torch.equal(second["a"], weight)
     assert {t.data_ptr() for t in (second["a"], second["b"][0], second["c"][0])} == addresses
+
+
+def test_a_tensor_of_the_cpu_and_one_of_any_device_share_no_memory() -> None:
+    """Only the copy of the second is pinned. "meta" is a device that every machine has."""
+    tensor = torch.zeros(2)
+    assert _layout(tensor) == _layout(torch.ones(2))
+    assert _layout(tensor) != _layout(tensor.to("meta"))
 
 
 def test_a_hashed_file_keeps_the_disks_own_error() -> None:

@@ -571,6 +571,11 @@ if sys.argv[2] == "full":
         raise OSError(28, "No space left on device")
     files.write_files = write_files
     checkpoints.save(2, {})
+if sys.argv[2] == "gone":
+    checkpoints._wait_for_own_save()
+    os.rename(f"{sys.argv[1]}/checkpoints", f"{sys.argv[1]}/elsewhere")
+    os.symlink("x" * 300, f"{sys.argv[1]}/checkpoints")  # longer than a name may be
+    checkpoints.save(2, {})
 print("ends", flush=True)
 if sys.argv[2] == "fork" and os.fork() == 0:
     sys.exit()
@@ -604,6 +609,15 @@ def test_a_script_whose_last_save_fails_does_not_succeed(tmp_path: Path) -> None
         f"no space left for a checkpoint in {tmp_path}/run/checkpoints: step 2"
     )
     assert stderr.endswith("step_00000001 is kept.\n")
+
+
+def test_a_last_save_into_a_folder_that_can_no_longer_be_read_fails(tmp_path: Path) -> None:
+    assert end_of(tmp_path, "gone") == (
+        1,
+        "ends\n",
+        "warning: 1 of 2 saves failed.\n"
+        f"{tmp_path}/run/checkpoints: cannot write the checkpoint of step 2: File name too long.\n",
+    )
 
 
 def test_a_script_that_fails_keeps_its_last_save(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.contents import read_state, read_tensors
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.manifest import Entry, UnreadableCheckpoint
 from mpiddp.checkpoints.shards import index as shard_index
@@ -33,11 +34,10 @@ from mpiddp.checkpoints.shards.index import (
 )
 from mpiddp.checkpoints.shards.read import ShardFiles
 from mpiddp.checkpoints.shards.state import mapped
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
+from mpiddp.checkpoints.tensor_file import write_tensors
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of, read_error, read_limited
+from mpiddp.paths import cause_of, read_error
 
-_MAX_STATE_BYTES = 16 << 20
 _REPLICATED = "replicated"
 
 
@@ -92,23 +92,18 @@ def convert(folder: Path, out: Path) -> str:
 
 
 def _is_of_script(folder: Path) -> bool:
-    facts = _facts(folder)
-    return "written_by" in facts
+    return "written_by" in _facts(folder)
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    try:
-        facts = json.loads(read_limited(folder / "state.json", _MAX_STATE_BYTES))
-        if isinstance(facts, dict):
-            return facts
-    except (OSError, ValueError, RecursionError):
-        pass
+    if facts := read_state(folder):
+        return facts
     raise UserError(f"{folder}: its state.json is missing or foreign.")
 
 
 def _whole(folder: Path, kind: _Kind) -> dict[str, Any]:
     """The contents of a whole checkpoint, by file."""
-    return {name: _load(folder, name) for name in kind.files}
+    return {name: read_tensors(folder, f"{name}.pt") for name in kind.files}
 
 
 def _gathered(
@@ -120,22 +115,13 @@ def _gathered(
             f"{folder} lacks {lacking[0]}: each host keeps the shards of two hosts. Copy the shards of the "
             "others here, or resume the run on its hosts."
         )
-    state = _load(folder, _REPLICATED)
+    state = read_tensors(folder, f"{_REPLICATED}.pt")
     state = state if kind.is_nested else {"state": state}
     if not isinstance(state, dict) or set(state) != set(kind.files):
         raise UserError(f"{folder}: {_REPLICATED}.pt has other contents.")
     shards = ShardFiles(index, dict.fromkeys(index.files, folder))
     found: dict[str, Any] = shards.into(state, lambda _: None)
     return found
-
-
-def _load(folder: Path, name: str) -> Any:
-    try:
-        return load_tensors(folder / f"{name}.pt")
-    except OSError as error:
-        raise read_error(f"{folder}: {name}.pt", error) from None
-    except Unreadable as error:
-        raise UserError(f"{folder}: {name}.pt was not written by mpiddp: {error}.") from None
 
 
 def _write(
@@ -149,7 +135,7 @@ def _write(
         (new / INDEX).write_text(index.as_json())
         contents = {_REPLICATED: contents}
     hashes.update(write_tensors(new, contents))
-    hashes.update(write_tensors(new, {"ranks": _load(folder, "ranks")}))
+    hashes.update(write_tensors(new, {"ranks": read_tensors(folder, "ranks.pt")}))
     if kind is _TRAIN and isinstance(facts.get("config"), dict):
         facts["config"]["parallel"] = "fsdp" if shards else "ddp"
     (new / "state.json").write_text(json.dumps(facts, indent=1))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpiddp.checkpoints.saved import TensorGroup
 
-_CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 16 << 20
 
 
 def chunks(
@@ -28,14 +28,20 @@ def chunks(
         with contextlib.ExitStack() as stack:
             is_source = dist.get_rank() == source
             file = stack.enter_context((folder / name).open("rb")) if is_source and size else None
-            for start in range(0, size, _CHUNK_BYTES):
-                chunk = torch.empty(min(_CHUNK_BYTES, size - start), dtype=torch.uint8)
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = empty_chunk(size - start)
                 if file is not None:
-                    file.readinto(_bytes_of(chunk))
+                    file.readinto(bytes_of(chunk))
                 on_device = chunk.to(group.device)
                 dist.broadcast(on_device, source, group=group.group)
-                yield name, _bytes_of(on_device.cpu())
+                yield name, bytes_of(on_device.cpu())
 
 
-def _bytes_of(chunk: Tensor) -> memoryview:
+def empty_chunk(num_bytes: int) -> Tensor:
+    """Memory for the next chunk of a file of which `num_bytes` are left: uint8 [at most CHUNK_BYTES]."""
+    return torch.empty(min(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+
+
+def bytes_of(chunk: Tensor) -> memoryview:
+    """The memory of a chunk on the CPU."""
     return memoryview(chunk.numpy())  # type: ignore[arg-type]

@@ -6,11 +6,12 @@ the files of the others.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from dataclasses import dataclass
 
 from mpiddp.checkpoints.agreement import raised_by_all
-from mpiddp.checkpoints.run_dir import RunDir, unwritable
+from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.runtime.coordinator import Coordinator
 
 
@@ -47,22 +48,26 @@ def find_file_systems(coordinator: Coordinator, run: RunDir, *, timeout_s: float
 
     Raises:
         UserError: a host cannot write there.
-        JobFailed: a host cannot write there, because its disk has failed.
+        JobFailed: a host cannot write or read there, because its disk has failed.
     """
     own, out = "", run.path
-    with raised_by_all(coordinator, timeout_s=timeout_s):
-        if coordinator.world.local_rank == 0:
-            own = f".seen-by-rank-{coordinator.world.rank}-{secrets.token_hex(8)}"
-            try:
+    seen: list[int] = []
+    if coordinator.world.local_rank == 0:
+        own = f".seen-by-rank-{coordinator.world.rank}-{secrets.token_hex(8)}"
+    try:
+        with raised_by_all(coordinator, timeout_s=timeout_s), writing(run):
+            if own:
                 (out / own).touch()
-            except OSError as error:
-                raise unwritable(run, error) from None
-    marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
-    seen = [rank for rank, mark in enumerate(marks) if mark and own and (out / mark).exists()]
-    # The lowest rank that a host sees writes for all hosts that see the same file system.
-    found = (coordinator.world.node_rank, seen[0] if seen else None)
-    firsts = coordinator.all_gather_json(found, timeout_s=timeout_s)
-    if own:
-        (out / own).unlink()
+        marks = coordinator.all_gather_json(own, timeout_s=timeout_s)
+        with raised_by_all(coordinator, timeout_s=timeout_s), writing(run):
+            if own:
+                seen = [rank for rank, mark in enumerate(marks) if mark and (out / mark).exists()]
+        # The lowest rank that a host sees writes for all hosts that see the same file system.
+        found = (coordinator.world.node_rank, seen[0] if seen else None)
+        firsts = coordinator.all_gather_json(found, timeout_s=timeout_s)
+    finally:
+        if own:
+            with contextlib.suppress(OSError):
+                (out / own).unlink()
     writer_of_node = {node: writer for node, writer in firsts if writer is not None}
     return FileSystems(tuple(writer_of_node[node] for node, _ in firsts))

@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
 
     Raises:
         UserError: bad usage, or DIR contains no checkpoints, or cannot be read.
+        JobFailed: a disk has failed.
     """
     options = _parse(argv)
     with named_by(""):

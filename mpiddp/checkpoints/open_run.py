@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpiddp.checkpoints.agreement import raised_by_all
 from mpiddp.checkpoints.file_systems import FileSystems, find_file_systems
 from mpiddp.checkpoints.owner import RunOwner, own
-from mpiddp.checkpoints.run_dir import RunDir, unwritable
+from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
@@ -48,12 +47,3 @@ def open_run(
             owner.release()
         raise
     return file_systems, owner
-
-
-@contextlib.contextmanager
-def writing(run: RunDir) -> Iterator[None]:
-    """Run a body that writes into the run's folder. Raises UserError if the folder is not writable."""
-    try:
-        yield
-    except OSError as error:
-        raise unwritable(run, error) from None

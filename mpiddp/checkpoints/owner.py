@@ -101,8 +101,9 @@ class RunOwner:
             return
         self._is_over.set()
         self._thread.join()
-        if not self._lost_to and _read(self._path) == self._record.encoded():
-            _try(self._path.unlink)
+        with contextlib.suppress(OSError):  # a file server that is gone
+            if not self._lost_to and _read(self._path) == self._record.encoded():
+                self._path.unlink()
 
     def _renew(self) -> None:
         while not self._is_over.wait(RENEW_S):

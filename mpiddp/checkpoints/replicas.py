@@ -132,16 +132,19 @@ def _send_records(
     is_holder = coordinator.world.rank == start.holder
     own_size = records.stat().st_size if is_holder and records.exists() else 0
     size = coordinator.all_gather_json(own_size, timeout_s=timeout_s)[start.holder]
-    copy = HashedFile(run.metrics) if coordinator.world.rank in receivers else None
-    for _, piece in chunks(start.holder, records.parent, [(records.name, size)], group):
-        if copy is not None:
-            copy.write(piece)
-    try:
-        if copy is not None:
+    problems = []
+    pieces = chunks(start.holder, records.parent, [(records.name, size)], group)
+    if coordinator.world.rank in receivers:
+        try:
+            copy = HashedFile(run.metrics)
+            for _, piece in pieces:
+                copy.write(piece)
             copy.close()
-    except OSError as error:
-        return [f"cannot keep a copy of {run.metrics.name}: {error}"]
-    return []
+        except OSError as error:
+            problems = [f"cannot keep a copy of {run.metrics.name}: {error}"]
+    for _ in pieces:  # every rank takes part in every broadcast
+        pass
+    return problems
 
 
 def warn(coordinator: Coordinator, problems: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:
     if cause_of(error, has_run=_has_run(run)) is UserError:
         return UserError(f"{run.named} cannot be written: {error.strerror}. Name another folder.")
     return JobFailed(f"{run.named} cannot be written: {error.strerror}.")
+
+
+@contextlib.contextmanager
+def writing(run: RunDir) -> Iterator[None]:
+    """Run a body that writes into the run's folder. Raises the error of `unwritable`."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(run, error) from None
 
 
 def _has_run(run: RunDir) -> bool:

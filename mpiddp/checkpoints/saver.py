@@ -259,16 +259,20 @@ class Saver:
 
 
 def _save_error(error: OSError, root: Path, step: int, num_bytes: int) -> str:
-    """The error, and the newest checkpoint that remains."""
-    kept = [folder.name for folder in directory.list_steps(root)]
-    rest = f"{kept[-1]} is kept." if kept else "There is no older checkpoint."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(root).free
-        return (
-            f"no space left for a checkpoint in {root}: step {step} needs {_size(num_bytes)}, "
-            f"has {_size(free)}. {rest}"
-        )
-    return f"{root}: cannot write the checkpoint of step {step}: {error.strerror}. {rest}"
+    """The error, and the newest checkpoint that remains, if the folder can still be read."""
+    sentence = f"{root}: cannot write the checkpoint of step {step}: {error.strerror}."
+    try:
+        kept = [folder.name for folder in directory.list_steps(root)]
+        rest = f"{kept[-1]} is kept." if kept else "There is no older checkpoint."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(root).free
+            return (
+                f"no space left for a checkpoint in {root}: step {step} needs {_size(num_bytes)}, "
+                f"has {_size(free)}. {rest}"
+            )
+    except OSError:  # a file server that is gone
+        return sentence
+    return f"{sentence} {rest}"
 
 
 def _num_bytes(nested: Any) -> int:

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from mpiddp.checkpoints import directory, script_files, search
 from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
-from mpiddp.checkpoints.open_run import open_run, writing
+from mpiddp.checkpoints.open_run import open_run
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.replicas import receive
 from mpiddp.checkpoints.rng import restore_rng_states, rng_states
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.checkpoints.save_schedule import SaveSchedule
 from mpiddp.checkpoints.saved import Saved, TensorGroup
 from mpiddp.checkpoints.saver import Saver

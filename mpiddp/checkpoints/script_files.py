@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpiddp.checkpoints.contents import read_state, read_tensors
 from mpiddp.checkpoints.saved import Saved
 from mpiddp.checkpoints.shards.index import INDEX
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of, read_error, read_limited
+from mpiddp.checkpoints.tensor_file import write_tensors
+from mpiddp.errors import UserError
 
 WRITTEN_BY = "mpiddp.Checkpoints"
 _STATE, _REPLICATED = "state", "replicated"
-_MAX_STATE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,9 @@ def read(folder: Path, config: Mapping[str, Any]) -> Saved[ScriptState]:
         )
     is_sharded = (folder / INDEX).exists()
     name = _REPLICATED if is_sharded else _STATE
-    state, ranks = (_load(folder, each) for each in (name, "ranks"))
+    state, ranks = (
+        read_tensors(folder, f"{each}.pt", writer=WRITTEN_BY) for each in (name, "ranks")
+    )
     fits = isinstance(state, dict) and isinstance(ranks, list) and all(map(_is_rank, ranks))
     if not fits:
         raise UserError(f"{folder} was not written by {WRITTEN_BY}: it has other contents.")
@@ -90,28 +91,13 @@ def _is_rank(contents: object) -> bool:
     )
 
 
-def _load(folder: Path, name: str) -> Any:
-    try:
-        return load_tensors(folder / f"{name}.pt")
-    except OSError as error:
-        raise read_error(f"{folder}: {name}.pt", error) from None
-    except Unreadable as error:
-        raise UserError(f"{folder}: {name}.pt was not written by {WRITTEN_BY}: {error}.") from None
-
-
 def _read_facts(folder: Path) -> dict[str, Any]:
     """The contents of state.json. Raises UserError if another program wrote it, JobFailed for a disk."""
-    writer = ""
-    try:
-        facts: dict[str, Any] = json.loads(read_limited(folder / "state.json", _MAX_STATE_BYTES))
-        is_ours = facts.get("written_by") == WRITTEN_BY and isinstance(facts["config"], dict)
-        if is_ours and type(facts["step"]) is int and 0 <= facts["step"] < 1 << 53:
-            return facts
-        writer = "mpiddp train" if "progress" in facts else ""
-    except OSError as error:
-        if cause_of(error) is JobFailed:
-            raise read_error(f"{folder}: state.json", error) from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass
-    reason = f"{writer} wrote it" if writer else "its state.json is missing or foreign"
+    facts = read_state(folder)
+    is_ours = facts.get("written_by") == WRITTEN_BY and isinstance(facts.get("config"), dict)
+    step = facts.get("step")
+    if is_ours and type(step) is int and 0 <= step < 1 << 53:
+        return facts
+    is_of_train = "progress" in facts
+    reason = "mpiddp train wrote it" if is_of_train else "its state.json is missing or foreign"
     raise UserError(f"{folder} is not a checkpoint of {WRITTEN_BY}: {reason}. Name another folder.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,8 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
     """The coordinator of this process. All ranks must call this: they join, unless they have joined before.
 
     Args:
-        finish: called on every rank once its script has succeeded. If it raises JobFailed, the process
-            ends with code 1.
+        finish: called on every rank once its script has succeeded. If it raises an error, the process ends
+            with code 1.
 
     Raises:
         UserError: inconsistent variables of launchers, a foreign MPI, or a process group whose rank 0
@@ -62,6 +63,9 @@ def _finish_alone(finish: Callable[[], None], pid: int) -> None:
         finish()
     except JobFailed as error:
         print_from_one_rank(str(error), 0, 0)
+        exit_now(FAILED)
+    except BaseException:  # Python would print it, and end with the script's own code
+        traceback.print_exc()
         exit_now(FAILED)
 
 

@@ -80,4 +80,4 @@ def _new_like(tensor: Tensor) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> _Layout:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda
+    return tensor.dtype, tensor.shape, tensor.stride(), _is_on_gpu(tensor)

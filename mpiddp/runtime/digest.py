@@ -4,9 +4,9 @@ The elements are read as integers of at most 32 bits. A block of them, x_1 to x_
 mod 2^64, with odd weights w_i. If one integer of the block changes by d, with 0 < |d| < 2^32, the sum
 changes by w_i · d. That is never 0 mod 2^64, because an odd number has an inverse. `combine` joins the
 sums of blocks, and the digests of tensors, with a function that maps different numbers to different ones,
-and again with odd weights. So a flipped bit, or any other change of one integer, always changes the digest.
-Several changes at once cancel each other with a probability of about 2^-32, because the weights are
-mixed bits.
+and again with odd weights; of more than a block of sums, it first joins the sums of each block. So a flipped
+bit, or any other change of one integer, always changes the digest. Several changes at once cancel each other
+with a probability of about 2^-32, because the weights are mixed bits.
 
 Integers add up to the same sum in any order. So the digest does not depend on the device, on the number
 of threads, or on the layout of the tensor in memory.
@@ -46,6 +46,8 @@ def digest(tensor: Tensor) -> Tensor:
     Of a DTensor, that of this rank's shard.
     """
     sums = _block_sums(_as_integers(tensor))
+    while len(sums) > BLOCK:
+        sums = torch.stack([combine(part) for part in sums.split(BLOCK)])
     return sums[0] if len(sums) == 1 else combine(sums)
 
 

@@ -15,11 +15,12 @@ import contextlib
 import dis
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NoReturn, TypeVar
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import FAILED, JobFailed, UserError
 
 Value = TypeVar("Value")
 
@@ -38,6 +39,9 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
             # its error is a sentence that has been printed.
             if error is None or isinstance(error, (SystemExit, UserError, JobFailed)):
                 exit_now(end.code)
+        except BaseException:  # Python would print it, and end with the script's own code
+            traceback.print_exc()
+            exit_now(FAILED)
 
     atexit.register(leave)
     return value

@@ -23,16 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpiddp.checkpoints.contents import read_state, read_tensors
 from mpiddp.checkpoints.saved import Received, Saved
 from mpiddp.checkpoints.shards.index import INDEX
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, write_tensors
-from mpiddp.errors import JobFailed, UserError
-from mpiddp.paths import cause_of, read_error, read_limited
+from mpiddp.checkpoints.tensor_file import write_tensors
+from mpiddp.errors import UserError
 from mpiddp.train.config import TrainConfig, differences
 
 _PARTS = ("model", "trainer")
 _REPLICATED = "replicated"
-_MAX_STATE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -118,12 +117,7 @@ def _check_parallel(folder: Path, config: TrainConfig, *, is_sharded: bool) -> N
 
 def _load(folder: Path, name: str) -> Any:
     """The contents of a file of tensors. Raises as `_read_state`."""
-    try:
-        contents = load_tensors(folder / f"{name}.pt")
-    except OSError as error:
-        raise read_error(f"{folder}: {name}.pt", error) from None
-    except Unreadable as error:
-        raise UserError(f"{folder}: {name}.pt was not written by mpiddp train: {error}.") from None
+    contents = read_tensors(folder, f"{name}.pt", writer="mpiddp train")
     if not _IS_CONTENTS[name](contents):
         raise UserError(
             f"{folder}: {name}.pt was not written by mpiddp train: it has other contents."
@@ -133,17 +127,14 @@ def _load(folder: Path, name: str) -> Any:
 
 def _read_state(folder: Path) -> dict[str, Any]:
     """The contents of state.json. Raises UserError if another program wrote it, JobFailed for a disk."""
+    state = read_state(folder)
     try:
-        state: dict[str, Any] = json.loads(read_limited(folder / "state.json", _MAX_STATE_BYTES))
         progress = asdict(Progress(**state["progress"])).values()
         if isinstance(state["config"], dict) and all(
             type(each) is int and 0 <= each < 1 << 63 for each in progress
         ):
             return state
-    except OSError as error:
-        if cause_of(error) is JobFailed:
-            raise read_error(f"{folder}: state.json", error) from None
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (LookupError, TypeError):
         pass
     raise UserError(
         f"{folder} is not a checkpoint of mpiddp train: its state.json is missing or foreign."

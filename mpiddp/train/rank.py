@@ -17,7 +17,7 @@ from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.open_run import open_run
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.records import save_json
-from mpiddp.checkpoints.run_dir import RunDir, unwritable
+from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.checkpoints.search import Start
 from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.paths import named_by, read_limited
@@ -162,14 +162,16 @@ def _open_run(
     with coordinator.all_or_none():
         folders = (run.logs, run.checkpoints)
         file_systems, owner = open_run(run, coordinator, folders=folders, timeout_s=config.timeout)
-    with coordinator.all_or_none():
-        try:
+    try:
+        with coordinator.all_or_none(), writing(run):
             if owner is not None:
                 save_json(run.config, config.as_json())
             if output is not None and output.log_dir is None:
                 output.log_to(run.logs)
-        except OSError as error:
-            raise unwritable(run, error) from None
+    except BaseException:
+        if owner is not None:
+            owner.release()
+        raise
     return file_systems, owner
 
 

@@ -2,9 +2,11 @@
 
     mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM silent RANK
     mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM unopenable RANK
+    mpiddp launch -H localhost:2 -m tests.jobs.broken_save FOLDER FORM gone RANK
 
 FORM is "whole" or "sharded". "silent": in the first attempt, the rank's thread never finishes its part.
 "unopenable": in the first save, a folder is in the place of a file that the rank has to write.
+"gone": during the first save, the rank's folder can neither be written nor read.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
             (new / "state.json").write_text("{}")
             return {}
 
+        root = Path(folder) / f"host{rank}"
         saver = Saver(
-            Path(folder) / f"host{rank}",
+            root,
             FileSystems((0, 1)),
             coordinator,
             TensorGroup(CPU),
@@ -66,6 +69,11 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
         )
         for step in (1, 2):
             ranks = saver.gather({})
+            if is_broken and what == "gone":
+                if step == 1:
+                    root.symlink_to("x" * 300)  # longer than a name may be
+                else:
+                    root.unlink()
             saver.start(step, {"step": step, "weight": weight(form)}, ranks, write_files)
         saver.finish()
 

@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints.directory import HashedFile
+from mpiddp.checkpoints.file_chunks import CHUNK_BYTES, bytes_of, empty_chunk
 from mpiddp.checkpoints.manifest import Entry
 from mpiddp.checkpoints.shards.index import file_of
-
-_CHUNK_BYTES = 16 << 20
 
 
 class Transfer:
@@ -63,21 +61,21 @@ class Transfer:
         """
         to_send = own_bytes if receiver is not None else 0
         sizes = [to_send, *(entry.bytes for entry in incoming.values())]
-        for start in range(0, max(sizes), _CHUNK_BYTES):
+        for start in range(0, max(sizes), CHUNK_BYTES):
             works, parts = [], []
             if start < to_send:
                 chunk = self._read(to_send - start)
                 works.append(dist.isend(chunk, receiver, group=group))
             for rank, entry in incoming.items():
                 if start < entry.bytes:
-                    part = _empty(entry.bytes - start)
+                    part = empty_chunk(entry.bytes - start)
                     works.append(dist.irecv(part, rank, group=group))
                     parts.append((self._copies[rank], part))
             for work in works:
                 if work is not None:
                     work.wait()
             for file, part in parts:
-                file.write(_bytes_of(part))
+                file.write(bytes_of(part))
         for rank, entry in incoming.items():
             if self._copies[rank].close() != entry.sha256:
                 raise OSError(errno.EIO, f"{file_of(rank)} arrived damaged: its SHA-256 differs")
@@ -93,9 +91,9 @@ class Transfer:
 
     def _read(self, num_bytes: int) -> Tensor:
         """The next chunk of this rank's file. After an error the receiver finds another SHA-256."""
-        chunk = _empty(num_bytes)
+        chunk = empty_chunk(num_bytes)
         try:
-            self._own.readinto(_bytes_of(chunk))
+            self._own.readinto(bytes_of(chunk))
         except OSError as error:
             self._read_error = error
         return chunk
@@ -105,11 +103,3 @@ def flush(path: Path) -> None:
     """fsync a file. On a file server, only the host that has written it can."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _empty(num_bytes: int) -> Tensor:
-    return torch.empty(min(num_bytes, _CHUNK_BYTES), dtype=torch.uint8)
-
-
-def _bytes_of(chunk: Tensor) -> memoryview:
-    return memoryview(chunk.numpy())  # type: ignore[arg-type]

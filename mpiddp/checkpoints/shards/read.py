@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpiddp.checkpoints.contents import read_tensors
 from mpiddp.checkpoints.shards.index import (
     SavedTensor,
     ShardIndex,
@@ -23,9 +24,7 @@ from mpiddp.checkpoints.shards.index import (
     path_of,
 )
 from mpiddp.checkpoints.shards.state import filled, mapped
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
-from mpiddp.paths import read_error
 
 # The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
 Like = Callable[[tuple[Any, ...]], Tensor | None]
@@ -106,15 +105,10 @@ class ShardFiles:
     def _load(self, file: str) -> dict[str, Any]:
         if file not in self.folders:
             raise UserError(f"{file} is missing here: each host keeps its own shards.")
-        path = self.folders[file] / file
-        try:
-            contents = load_tensors(path)
-        except OSError as error:
-            raise read_error(str(path), error) from None
-        except Unreadable as error:
-            raise UserError(f"{path} was not written by mpiddp: {error}.") from None
+        folder = self.folders[file]
+        contents = read_tensors(folder, file)
         if not isinstance(contents, dict):
-            raise UserError(f"{path} was not written by mpiddp: it has other contents.")
+            raise UserError(f"{folder}: {file} was not written by mpiddp: it has other contents.")
         return contents
 
 

@@ -1,13 +1,23 @@
-"""Image files that cannot be read: each is named once, and `--skip-broken` limits how many there may be."""
+"""Image files that cannot be read: each is named once, and `--skip-broken` limits how many there may be.
+
+A file on a disk that fails is none of them: the image may be intact, and another would take its place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import escaped
 
-Broken = tuple[str, str]  # the path, and the reason why it cannot be read
+
+class Broken(NamedTuple):
+    """A file that cannot be read. Workers send it to their rank, because an exception would lose its type."""
+
+    path: str
+    reason: str
+    is_failure: bool = False  # a machine failed: a disk, or a file server
 
 
 class BrokenImages:
@@ -28,8 +38,11 @@ class BrokenImages:
 
         Raises:
             UserError: there are more than `limit`.
+            JobFailed: a machine failed.
         """
-        for path, reason in found:
+        for path, reason, is_failure in found:
+            if is_failure:
+                raise JobFailed(escaped(f"{path} cannot be read ({reason})."))
             if path in self._paths:
                 continue
             self._paths.add(path)

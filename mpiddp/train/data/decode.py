@@ -7,6 +7,7 @@ neither a tensor per image nor new shared memory per batch.
 from __future__ import annotations
 
 import math
+import os
 import random
 import warnings
 from itertools import chain
@@ -18,6 +19,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mpiddp.errors import JobFailed
+from mpiddp.paths import cause_of
 from mpiddp.train.data.broken import Broken
 from mpiddp.train.data.ram_cache import RamCache
 
@@ -40,8 +43,8 @@ class Decoder(Dataset[Decoded]):
     """Maps the keys of a batch to its images, uint8 [N, 3, size, size] as channels_last, and labels [N].
 
     The third part of a batch are the broken images that this process has found meanwhile. The next numbered
-    image that can be read takes the place of a broken one, with its own label. After more than
-    `skip_broken` broken images a batch has no labels, and its images mean nothing.
+    image that can be read takes the place of a broken one, with its own label. After more than `skip_broken`
+    broken images, or one on a disk that fails, a batch has no labels, and its images mean nothing.
 
     A later batch reuses the memory of the images: in a worker after PREFETCH + 1 other batches have been
     requested, outside of workers at the next batch.
@@ -96,7 +99,7 @@ class Decoder(Dataset[Decoded]):
     def _first_readable(self, number: int) -> tuple[Image.Image, int] | None:
         """The image and label of this number, or of the next that can be read; the first follows the last.
 
-        None: too many images are broken.
+        None: too many images are broken, or a disk has failed.
         """
         for candidate in chain(range(number, len(self.samples)), range(number)):
             if candidate in self._broken:
@@ -105,8 +108,8 @@ class Decoder(Dataset[Decoded]):
             try:
                 return self._open(path), label
             except _UNREADABLE as error:
-                self._broken[candidate] = path, str(error)
-            if len(self._broken) > self._skip_broken:
+                self._broken[candidate] = broken = _broken(path, error)
+            if broken.is_failure or len(self._broken) > self._skip_broken:
                 break
         return None
 
@@ -121,6 +124,13 @@ class Decoder(Dataset[Decoded]):
         # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.
         draw = random.Random(f"{self.seed}/{epoch}/{number}")
         return random_resized_crop(image, self.size, draw)
+
+
+def _broken(path: str, error: Exception) -> Broken:
+    """Why the file cannot be read. Pillow's own errors have no number, those of the system do."""
+    if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
+        return Broken(path, os.strerror(error.errno), is_failure=True)
+    return Broken(path, str(error))
 
 
 def _in_rgb(file: Image.Image) -> Image.Image:

@@ -127,6 +127,7 @@ class ImageFolder:
 
         Raises:
             UserError: too many images are broken.
+            JobFailed: a disk has failed.
         """
         for images, labels, broken in loader:
             self._broken.note(broken)
