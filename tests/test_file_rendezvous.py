@@ -102,8 +102,8 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(ra
     ("ranks", "file", "sentence"),
     [
         ("01", "store", "cannot write into {folder}: Permission denied."),
-        ("1", "store", "cannot look at {folder}/.store."),  # the file that rank 0 has written
-        ("01", "deeper/store", "cannot look at {folder}/deeper: Permission denied. Name a file "),
+        ("1", "store", "cannot read {folder}/.store."),  # the file that rank 0 has written
+        ("01", "deeper/store", "cannot read {folder}/deeper: Permission denied. Name a file "),
     ],
 )
 def test_a_folder_that_the_user_may_not_search_is_refused(

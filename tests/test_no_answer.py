@@ -61,9 +61,11 @@ def test_it_is_restarted_within_one_timeout_although_agreements_nest(tmp_path: P
 
 
 def test_a_rank_that_hangs_before_a_save_is_named_and_restarted(tmp_path: Path) -> None:
-    job = (script(tmp_path, HANGS_IN_A_SAVE), str(tmp_path / "run"))
+    run = tmp_path / "run"
+    job = (script(tmp_path, HANGS_IN_A_SAVE), str(run))
     done = launch("-H", "localhost:2", "--max-restarts=1", *job)
-    assert (done.returncode, done.stdout) == (0, "saved 3\n" * 2), done.stderr
+    resumed = f"resuming from {run}/checkpoints/step_00000001: step 1\n"
+    assert (done.returncode, done.stdout) == (0, resumed + "saved 3\n" * 2), done.stderr
     assert f"mpiddp: {NO_ANSWER} The other ranks were stopped.\n" in done.stderr
 
 

@@ -180,6 +180,28 @@ for number in range(5000):
     assert [each for each in lines if each.startswith("own ")] == [f"own {n}" for n in range(5000)]
 
 
+def test_a_process_that_is_left_behind_delays_nothing_if_all_ends_at_once() -> None:
+    """The output process learns of the rank's end in one moment, in which there is something to read."""
+    code = """
+def reads_the_rank(process):
+    try:
+        is_output = (process / "comm").read_text() == "mpiddp-output\\n"
+        return is_output and any(file.samefile("/proc/self/fd/1") for file in (process / "fd").iterdir())
+    except OSError:  # it has ended
+        return False
+[output] = [process.name for process in Path("/proc").glob("[0-9]*") if reads_the_rank(process)]
+lines = f"while kill -0 {os.getpid()} 2>&-; do :; done; echo x; kill -CONT {output};"
+lines += "for number in $(seq 700); do echo x; sleep 1; done"
+os.write(1, b"pid %d\\n" % subprocess.Popen(lines, shell=True, start_new_session=True).pid)
+os.kill(int(output), signal.SIGSTOP)
+"""
+    out, _ = run(code)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(out.split()[1]), signal.SIGKILL)
+    assert out.startswith(b"pid ")
+    assert out.count(b"x\n") < 100
+
+
 @contextlib.contextmanager
 def started(*codes: str, selection: str = "default", prefix: bool = False) -> Iterator[int]:
     """A running job. Yields the file descriptor of its stdout; its stderr is dropped."""

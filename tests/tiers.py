@@ -6,6 +6,7 @@ ranks only if it is marked `quick`. `slow` and `quick` are marked by hand.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType
 
@@ -93,7 +94,7 @@ def _reached(functions: Iterable[object]) -> Iterator[FunctionType]:
     seen: set[int] = set()
     todo = [function for function in functions if isinstance(function, FunctionType)]
     while todo:
-        function = todo.pop()
+        function = inspect.unwrap(todo.pop())  # that of a context manager, for example
         if id(function) in seen or not function.__module__.startswith("tests."):
             continue
         seen.add(id(function))

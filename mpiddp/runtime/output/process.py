@@ -145,6 +145,8 @@ def _timeout(
     """Seconds until a line has been open for too long, or what is left of the rank quiet for too long."""
     if is_draining and not any(stream.unsent for stream in streams):
         return 0.0
+    if any(stream.owed and stream.is_readable for stream in streams):
+        return 0.0  # only a look that finds nothing shows that all is read
     now = time.monotonic()
     times = [stream.line_since + OPEN_S - now for stream in streams if stream.line]
     if quiet_since is not None:
