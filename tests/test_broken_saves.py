@@ -45,7 +45,7 @@ def checkpoints(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("form", "rank", "sentence"),
     [
-        pytest.param("sharded", "1", f"{OF_SAVE}{NO_ANSWER}", marks=pytest.mark.quick),
+        ("sharded", "1", f"{OF_SAVE}{NO_ANSWER}"),
         ("sharded", "0", f"{OF_SAVE}{NO_ANSWER.replace('rank 1', 'rank 0')}"),
         ("whole", "1", NO_ANSWER),
         (

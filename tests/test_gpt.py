@@ -79,7 +79,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.quick
 def test_the_loss_falls_from_that_of_guessing(whole: Path) -> None:
     """The text is predictable but for a digit (2.3 nats) and one of two words (0.7), in 11 characters."""
     found = records(whole / "run")
@@ -93,7 +92,6 @@ def test_the_loss_falls_from_that_of_guessing(whole: Path) -> None:
     assert found[-1]["cpu_s"] > found[0]["cpu_s"] > 0
 
 
-@pytest.mark.quick
 def test_it_ends_with_what_the_model_writes(whole: Path) -> None:
     output = (whole / "stdout").read_text()
     sampled = output.partition("\n\n")[2]
@@ -300,7 +298,6 @@ def test_bad_input_ends_all_ranks_with_code_2_and_one_sentence(tmp_path: Path, o
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.quick
 def test_one_process_without_a_launcher_refuses_as_well(tmp_path: Path) -> None:
     bad_texts(tmp_path)
     done = run(command([sys.executable], "--text=empty"), tmp_path)

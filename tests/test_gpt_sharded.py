@@ -10,8 +10,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from tests.ranks import launch, mpirun, own_lines
 
 TINY = ("--layers=3", "--width=16", "--heads=4", "--context=12", "--batch-size=16", "--steps=3")
@@ -37,7 +35,6 @@ def require_equal(layouts: Sequence[str], found: list[Any]) -> None:
         assert max(differences.values()) < TOLERANCE, (layout, differences)
 
 
-@pytest.mark.quick
 def test_two_ranks_divide_the_model() -> None:
     """Tensor parallel, fully sharded, in two stages (of one and two blocks), and data parallel alone."""
     layouts = ("--tp=2", "--fsdp", "--pp=2", "--tp=1")
@@ -80,7 +77,6 @@ def test_what_cannot_be_divided_is_one_sentence() -> None:
         assert "\n" not in found
 
 
-@pytest.mark.quick
 def test_all_ranks_leave_with_code_2_and_one_sentence() -> None:
     done = mpirun(2, SHARDED, "--tp=2", "--heads=3", "--width=12")
     assert done.returncode == 2, done.stderr

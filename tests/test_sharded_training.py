@@ -44,9 +44,7 @@ def run_all(pool: Ranks, ranks: int, folder: Path, commands: dict[str, Command])
     return dict(zip(commands, turns, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "lr"), [pytest.param(2, "0.1", marks=pytest.mark.quick), (4, "0.001")]
-)
+@pytest.mark.parametrize(("ranks", "lr"), [(2, "0.1"), (4, "0.001")])
 def test_the_losses_of_50_steps_are_those_of_ddp(
     tmp_path: Path, pool: Ranks, ranks: int, lr: str
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests import (
     test_batching_benchmark,
+    test_gpt,
     test_hostfile,
     test_launch,
     test_launch_hosts,
@@ -39,6 +40,7 @@ from tests.tiers import LONGEST_FIRST, starts_ranks, uses_cluster
         (test_run.test_without_a_launcher_a_script_is_a_job_of_one_rank, True, False),
         (test_launch.test_exit_codes, True, False),
         (test_batching_benchmark.test_a_rehearsal_with_two_ranks, True, False),
+        (test_gpt.test_the_same_bits_under_every_launcher, True, False),  # in a dict of lists
         (test_launch.test_this_machine_needs_no_hostfile, True, False),  # in an inner function
         (test_restarts.test_too_few_hosts_are_an_error, True, False),  # its fixture has the hosts
         (test_test_hosts.test_nothing_is_left_behind, False, True),

@@ -68,12 +68,21 @@ def starts_ranks(functions: Iterable[object]) -> bool:
             return True
         values = list(function.__code__.co_consts)
         for value in used:
-            values += value if isinstance(value, (list, tuple)) else [value]
+            values += _flat(value)
         texts = [value for value in values if isinstance(value, str)]
         is_program = any("mpiddp" in text or "benchmarks." in text for text in texts)
         if is_program and any(verb in texts for verb in VERBS):
             return True
     return False
+
+
+def _flat(value: object) -> list[object]:
+    """The values in a list, tuple or dict, at any depth."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [each for inner in value for each in _flat(inner)]
+    return [value]
 
 
 def uses_cluster(functions: Iterable[object]) -> bool:
