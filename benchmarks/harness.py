@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpiddp.bench.benchmark import Benchmark, Options
-from mpiddp.bench.jobs import Finished, JobFailed, run
+from mpiddp.bench.jobs import BenchJobFailed, Finished, run
 from mpiddp.bench.run import run_benchmark
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, UserError
 from tests.mpis import find
@@ -29,7 +29,7 @@ def start(main: Callable[[], int | None]) -> NoReturn:
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(BAD_INPUT)
-    except JobFailed as failure:
+    except BenchJobFailed as failure:
         print(f"a job failed with exit code {failure.code}:\n{failure}", file=sys.stderr)
         sys.exit(failure.code)
     except KeyboardInterrupt:
@@ -47,7 +47,7 @@ def run_ranks(ranks: int, *python_args: str, timeout_s: float) -> Finished:
     """Run `mpirun -np RANKS python PYTHON_ARGS…`, without `mpiddp launch`.
 
     Raises:
-        JobFailed: the job did not succeed within `timeout_s`.
+        BenchJobFailed: the job did not succeed within `timeout_s`.
     """
     return run(mpirun_command(ranks, *python_args), timeout_s=timeout_s)
 

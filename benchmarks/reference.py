@@ -23,7 +23,7 @@ from benchmarks.harness import start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, launch_command, note
+from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import Spread, markdown, shown, spread
 from mpiddp.bench.result_lines import Result, read_results
@@ -145,7 +145,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         Its speed, its settings, and the bytes that each host sent during `wall_s`.
 
     Raises:
-        JobFailed: it did not succeed within `timeout_s`.
+        BenchJobFailed: it did not succeed within `timeout_s`.
     """
     used = hosts.hosts[: variant.hosts]
     warmup = options.warmup + POWERSGD_FROM_STEP * (variant.training == REMEDIES[POWERSGD])
@@ -165,11 +165,11 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
                 cpus.within(used[0], command), cwd=ROOT, env=env, timeout_s=timeout_s
             )
         except subprocess.TimeoutExpired:
-            raise JobFailed(1, f"a job did not end within {timeout_s:g} s.") from None
+            raise BenchJobFailed(1, f"a job did not end within {timeout_s:g} s.") from None
         wall_s = time.monotonic() - started
         sent = [before + links.sent_bytes(host) for before, host in zip(sent, used, strict=True)]
     if done.returncode != 0:
-        raise JobFailed(done.returncode, done.stderr)
+        raise BenchJobFailed(done.returncode, done.stderr)
     [run] = read_results(done.stdout.splitlines())
     return {
         "settings": run["settings"],

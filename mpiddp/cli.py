@@ -18,6 +18,7 @@ from mpiddp.errors import (
     UserError,
     missing_package,
     package_we_lack,
+    print_error,
     print_from_one_rank,
     silence_stdout,
 )
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_from_one_rank(str(error), rank, local_rank)
         return BAD_INPUT
     except JobFailed as error:
-        _print_failure(error)
+        _print_failure(error, is_rank=is_rank)
         return FAILED
     except BrokenPipeError:
         if is_rank:
@@ -98,8 +99,13 @@ def _check_working_folder() -> None:
         ) from None
 
 
-def _print_failure(error: JobFailed) -> None:
-    """Print why the job failed before its ranks had joined, unless the launcher knows and prints it."""
+def _print_failure(error: JobFailed, *, is_rank: bool) -> None:
+    """Print why a verb failed, or a job before its ranks had joined, unless the launcher prints it."""
+    if (
+        not is_rank
+    ):  # it may run within a rank's script, and must not take its place at the launcher
+        print_error(error)
+        return
     from mpiddp.runtime.session import current
 
     if current().channel is None:

@@ -16,9 +16,10 @@ from pathlib import Path
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import escaped
 
-# The errors of a path that is wrong. Any other has its cause in a machine: a disk, a file server.
-_WRONG_PATH = frozenset(
+# The errors of a path or a command that is wrong. Any other's cause is a machine: a disk, a file server.
+_WRONG = frozenset(
     {
+        errno.E2BIG,
         errno.EACCES,
         errno.EEXIST,
         errno.EFBIG,
@@ -27,6 +28,7 @@ _WRONG_PATH = frozenset(
         errno.ELOOP,
         errno.ENAMETOOLONG,
         errno.ENOENT,
+        errno.ENOEXEC,
         errno.ENOTDIR,
         errno.EPERM,
         errno.EROFS,
@@ -37,7 +39,7 @@ _FIRST_LINE = 4096  # bytes that show what a file is
 
 
 def cause_of(error: OSError, *, has_run: bool = False) -> type[UserError] | type[JobFailed]:
-    """UserError if the path is wrong, JobFailed if a machine failed.
+    """UserError if the path or the command is wrong, JobFailed if a machine failed.
 
     Args:
         has_run: an earlier attempt has written there. Then a file system that is read-only is no wrong path,
@@ -45,7 +47,7 @@ def cause_of(error: OSError, *, has_run: bool = False) -> type[UserError] | type
     """
     if error.errno == errno.EROFS and has_run:
         return JobFailed
-    return UserError if error.errno in _WRONG_PATH else JobFailed
+    return UserError if error.errno in _WRONG else JobFailed
 
 
 def read_error(file: str, error: OSError) -> UserError | JobFailed:
@@ -89,7 +91,12 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def check_program(name: str, path: str | None) -> None:
-    """Raise UserError unless `name` is a program: by its path, or on the search path `path`."""
+    """Check that `name` is a program: by its path, or on the search path `path`.
+
+    Raises:
+        UserError: it is none.
+        JobFailed: a machine failed.
+    """
     if shutil.which(name, path=path) is not None:
         return
     if os.sep not in name:

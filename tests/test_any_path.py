@@ -21,7 +21,7 @@ from mpiddp.paths import named_by, read_limited
 from mpiddp.train.data.arrays import default_data_dir
 from tests.homes import leave_home
 from tests.patience import PATIENCE_S
-from tests.ranks import ROOT, clean_env, script
+from tests.ranks import ROOT, clean_env, mpiddp, script
 
 # As in most locales. In the C locale, Python prints a path's own bytes.
 STRICT = {"PYTHONIOENCODING": "utf-8:strict"}
@@ -94,6 +94,17 @@ def test_a_working_folder_that_is_removed_before_a_restart(
         _working_folder({"PWD": str(folder)})
 
 
+def test_a_working_folder_whose_file_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale() -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "getcwd", stale)
+    with pytest.raises(
+        JobFailed, match=r"^the working folder cannot be used: Stale file handle\.$"
+    ):
+        _working_folder({})
+
+
 def test_a_pwd_that_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert _working_folder({"PWD": "/" + "x" * 300}) == str(tmp_path)
@@ -115,6 +126,30 @@ def test_the_error_of_a_path(number: int, kind: type[Exception]) -> None:
     with pytest.raises(kind) as caught, named_by("--out"):
         raise OSError(number, os.strerror(number), "a/b")
     assert str(caught.value) == f"--out a/b: {os.strerror(number)}."
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "3", "LOCAL_RANK": "3"},
+        # As within `mpiddp run -- COMMAND`, whose script must stay the only one at the launcher.
+        {
+            "MPIDDP_RUN_ID": "ab",
+            "TORCHELASTIC_RUN_ID": "ab",
+            "MPIDDP_SCRIPT_SECRET": "ab",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MPIDDP_CONTROL": "unix:/nowhere",
+        },
+    ],
+)
+def test_a_verb_within_a_rank_says_what_failed(env: dict[str, str]) -> None:
+    """/proc/self/mem is a file that cannot be read (EIO), as on a bad sector."""
+    done = mpiddp("hosts", "check", "/proc/self/mem", **env)
+    sentence = "/proc/self/mem cannot be read: Input/output error.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
 
 
 def test_an_error_without_a_path_is_left_alone() -> None:

@@ -6,6 +6,7 @@ python -m pytest tests/test_bench.py
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,13 +20,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from mpiddp.bench import rendezvous
 from mpiddp.bench.compare import Command, alternate, comparison
-from mpiddp.bench.jobs import JobFailed, run
+from mpiddp.bench.jobs import BenchJobFailed, run
 from mpiddp.bench.options import SharedOptions, as_arguments
 from mpiddp.bench.report import aligned, markdown, shown, spread
 from mpiddp.bench.rounds import ratios, turns
+from mpiddp.bench.run import _check_writable, _write
 from mpiddp.bench.step import Options as StepOptions
 from mpiddp.bench.step import rank_options as step_options
+from mpiddp.errors import JobFailed
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpiddp
 from tests.test_launch import running
@@ -156,7 +160,7 @@ def test_rendezvous_without_torch(tmp_path: Path) -> None:
     results, _ = measured(tmp_path / "out", "rendezvous", *options)
     for ranks, point in zip((2, 3), results["points"], strict=True):
         assert (point["ranks"], point["series"]) == (ranks, "MPI alone")
-        assert 0 < point["meeting_s"]["median"] < point["wall_s"]["median"]
+        assert 0 < point["rendezvous_s"]["median"] < point["wall_s"]["median"]
         assert point["rank_peak_mb"] < 100  # torch would take more than twice that
 
 
@@ -220,7 +224,8 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
         ),
         (
             ["launch", "--out", "setup.py/bench"],
-            f"--out setup.py/bench: {ROOT}/setup.py cannot be written. Name another folder.",
+            f"--out setup.py/bench: {ROOT}/setup.py cannot be written (Not a directory). "
+            "Name another folder.",
         ),
     ],
 )
@@ -255,6 +260,20 @@ def test_an_error_of_the_ranks_ends_bench_without_an_output_folder(tmp_path: Pat
     assert not out.exists()
 
 
+def test_a_full_disk_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rendezvous.json").symlink_to("/dev/full")
+    sentence = f"--out {tmp_path} cannot be written: No space left on device."
+    with pytest.raises(JobFailed, match=sentence):
+        _write(tmp_path, "rendezvous", rendezvous.BENCHMARK, {})
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(JobFailed, match=r"cannot be written \(No space left on device\)"):
+        _check_writable(tmp_path)
+
+
 def test_sigterm_ends_the_benchmark_and_its_job(tmp_path: Path) -> None:
     seed = f"{os.getpid()}{time.time_ns() % 10_000:04}"
     options = ["scaling", "-H", "localhost:2", "--steps", "1000000", "--seed", seed, *SMALL]
@@ -275,7 +294,7 @@ def test_sigterm_ends_the_benchmark_and_its_job(tmp_path: Path) -> None:
 
 
 def test_job_timeout() -> None:
-    with pytest.raises(JobFailed, match=r"it did not end within 0\.2 s\."):
+    with pytest.raises(BenchJobFailed, match=r"it did not end within 0\.2 s\."):
         run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
 
 

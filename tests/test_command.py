@@ -494,6 +494,16 @@ def test_a_wrong_command(tmp_path: Path, arguments: Sequence[str], sentence: str
     assert done.stderr == f"{sentence.format(tmp_path)}\n"
 
 
+def test_a_command_that_is_being_copied_is_no_bad_input(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    with program.open("a"):
+        done = run_raw("--", str(program))
+    sentence = f"{program} cannot be started: Text file busy.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
+
+
 def test_a_launch_of_a_missing_command_starts_nothing() -> None:
     done = launch(*TWO, "--", "no-such-program")
     assert (done.returncode, done.stderr) == (2, '"no-such-program" is not a program on PATH.\n')

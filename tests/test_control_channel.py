@@ -6,6 +6,7 @@ python -m pytest tests/test_control_channel.py
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -22,9 +23,14 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.supervise.control_server import ControlServer, Message
+from mpiddp.launch.supervise.listener import Listener
+from mpiddp.launch.supervise.mpirun_process import MpirunProcess
+from mpiddp.launch.supervise.output import Outputs, Shown
 from mpiddp.protocol.messages import LINE_LIMIT, dumps, proof
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from tests.few_files import files_left
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env
 
@@ -393,6 +399,39 @@ def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher
     local_launcher.server.close()
     assert not path.parent.exists()
     local_launcher.server = ControlServer(None, 2, local_launcher.selector)  # for the fixture
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None])
+def test_a_machine_without_files_is_no_bad_input(address: str | None) -> None:
+    before = set(Path("/tmp").glob("mpiddp-*/control"))
+    with files_left(0), pytest.raises(JobFailed, match=r"cannot listen .*Too many open files"):
+        Listener(address)
+    assert set(Path("/tmp").glob("mpiddp-*/control")) <= before
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, JobFailed), (errno.EROFS, UserError)])
+def test_a_folder_that_cannot_be_created(
+    monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    with pytest.raises(kind, match=rf"cannot create a folder in /tmp \({os.strerror(number)}\)\."):
+        Listener(None)
+
+
+def test_an_mpirun_that_cannot_be_started() -> None:
+    """subprocess needs two more files for its own pipe."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    outputs = Outputs(Shown(), 1, has_connections=False)
+    with files_left(1), pytest.raises(JobFailed, match="cannot start mpirun: Too many open files"):
+        MpirunProcess(["mpirun"], {}, outputs.copies)
+    for argv in (["/nowhere/mpirun"], ["true", "x" * (1 << 18)]):
+        with pytest.raises(UserError, match=f"cannot start {argv[0]}: "):
+            MpirunProcess(argv, os.environ, outputs.copies)
+    outputs.discard()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_rank_on_one_host_shows_its_stack_while_native_code_holds_the_interpreter(

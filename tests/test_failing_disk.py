@@ -23,6 +23,7 @@ from mpiddp.checkpoints.shards.index import Chunk, SavedTensor, ShardIndex
 from mpiddp.checkpoints.shards.read import ShardFiles
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.protocol.variables import RESTART_COUNT
 from mpiddp.train import checkpoint
 from mpiddp.train.data import cifar10, fashion_mnist
@@ -43,6 +44,13 @@ def test_a_read_error_within_torch_load_is_that_of_the_disk(tmp_path: Path) -> N
     (tmp_path / "file").write_bytes(b"no tensors")
     with pytest.raises(Unreadable):
         load_tensors(tmp_path / "file")
+
+
+def test_a_hostfile_on_a_disk_that_fails() -> None:
+    with pytest.raises(JobFailed, match=rf"^{BAD_SECTOR} cannot be read: {EIO}\.$"):
+        read_hostfile(BAD_SECTOR)
+    ran = mpiddp("launch", "--hostfile", str(BAD_SECTOR), "--dry-run", "-m", "platform")
+    assert (ran.returncode, ran.stderr) == (1, f"{BAD_SECTOR} cannot be read: {EIO}.\n")
 
 
 def _shards(folder: Path) -> object:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +35,7 @@ from mpiddp.runtime.own_gpu import (
 from mpiddp.world import LAUNCHERS, World
 from tests import cluster
 from tests.cluster import Cluster
+from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, launch, script
 
 HOST = socket.gethostname()
@@ -100,6 +104,39 @@ def test_a_tool_without_gpus_and_one_that_hangs(tmp_path: Path) -> None:
     assert len(gpu_names(path) or []) == 2
     tool(tmp_path, "nvidia-smi", "exec sleep 600")
     assert gpu_names(path, timeout_s=0.1) is None
+
+
+# Another process traces it, so that it stays even when it is killed, as one in a driver that hangs.
+UNKILLABLE = f"""#!{sys.executable}
+import ctypes, os, signal, sys, time
+tool, libc = os.getpid(), ctypes.CDLL(None)
+libc.prctl(0x59616d61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
+if os.fork() == 0:
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in (1, 2):
+        os.dup2(null, file)
+    traces = libc.ptrace(0x4206, tool, None, None) == 0  # PTRACE_SEIZE
+    with open(sys.argv[0] + ".part", "w") as file:
+        file.write(str(os.getpid() if traces else 0))
+    os.rename(sys.argv[0] + ".part", sys.argv[0] + ".tracer")
+    time.sleep({2 * PATIENCE_S})
+signal.pause()
+"""
+
+
+def test_a_tool_that_cannot_be_killed(tmp_path: Path) -> None:
+    path = tool(tmp_path, "nvidia-smi", "")
+    (tmp_path / "nvidia-smi").write_text(UNKILLABLE)
+    tracer = tmp_path / "nvidia-smi.tracer"
+    began_at = time.monotonic()
+    for timeout_s in (1, 4, 16, 64):
+        assert gpu_names(path, timeout_s=timeout_s) is None
+        if tracer.exists():
+            break
+    assert time.monotonic() - began_at < PATIENCE_S
+    if not int(tracer.read_text()):
+        pytest.skip("no process may trace another here")
+    os.kill(int(tracer.read_text()), signal.SIGKILL)
 
 
 NODES = (Node(HOST, 2), Node("far.invalid", 2), Node("there.invalid", 1, gpus=(0, 3)))

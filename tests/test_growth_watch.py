@@ -1,23 +1,34 @@
 """The parts of --grow that need no other host: what it refuses, the process that looks, when it stops a job.
 
-Tests mpiddp/launch/growth.py, mpiddp/launch/supervise/growing.py.
+Tests mpiddp/launch/growth.py, replan.py, restarts.py, supervise/growing.py.
 python -m pytest tests/test_growth_watch.py
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
+from socket import gethostname
+from typing import Any
 
 import pytest
 
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import make_plan
+from mpiddp.launch.replan import Planner
 from mpiddp.launch.supervise.agenda import Agenda
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import Message
 from mpiddp.launch.supervise.growing import Growing, Look
 from mpiddp.launch.supervise.job_state import JobState
+from tests.jobs import elastic
 from tests.patience import PATIENCE_S
-from tests.ranks import ROOT, clean_env, launch
+from tests.ranks import LAUNCH, ROOT, clean_env, launch
 
 
 @pytest.mark.quick
@@ -43,6 +54,62 @@ from tests.ranks import ROOT, clean_env, launch
 def test_a_job_that_can_never_grow(options: tuple[str, ...], sentence: str) -> None:
     done = launch("--grow", "10m", *options, "-m", "platform")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+
+
+def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, hostfile = tmp_path / "program", tmp_path / "hosts.txt"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    hostfile.write_text("localhost slots=1\n")
+    options = parse_options(["--hostfile", str(hostfile), "--grow", "1h", "--", str(program)])
+    planner = Planner(options, time.time(), make_plan(options, time.time(), os.environ))
+    hostfile.write_text("localhost slots=2\n")
+    stat = os.stat
+
+    def away(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(program):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", away)
+        problem = f"the job cannot grow now: {program}: Stale file handle."
+        assert planner.look(None) == Look(problem=problem)
+    assert planner.look(None) == Look(f"{gethostname()} has more slots", "with 2 ranks")
+    hostfile.unlink()
+    hostfile.symlink_to("/proc/self/mem")  # a file that cannot be read (EIO), as on a bad sector
+    assert "Input/output error" in planner.look(None).problem
+    assert planner.next(None).request.world_size == 1
+
+
+def test_a_stop_request_after_a_growth_that_did_not_save(tmp_path: Path) -> None:
+    """The ranks exceed --grace, and the next attempt has made no step: the job is interrupted."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("localhost slots=1\n")
+    options = ("--grow", "1", "--grace", "1s", "--hostfile", str(hostfile))
+    command = [*LAUNCH, *options, str(ROOT / "tests" / "jobs" / "elastic.py"), str(folder)]
+    with subprocess.Popen(
+        command, env=clean_env(), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stderr is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not elastic.read_steps(folder):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (folder / "slow_save").touch()
+        (folder / "slow_start").touch()
+        hostfile.write_text("localhost slots=2\n")
+        lines = iter(launcher.stderr.readline, "")
+        found = ("(--grace). From now on, hosts join only at a restart.", "restarting on")
+        seen = "".join(next(line for line in lines if each in line) for each in found)
+        launcher.send_signal(signal.SIGTERM)
+        rest = launcher.stderr.read()
+    assert launcher.returncode == 130, seen + rest
+    assert "mpiddp: interrupted" in rest
 
 
 PROCESS = """

@@ -374,9 +374,26 @@ def test_processes_that_mpirun_leaves_behind_are_killed(tmp_path: Path) -> None:
     daemon = tmp_path / "daemon"
     daemon.write_text("#!/bin/sh\ntrap '' TERM\nwhile true; do sleep 0.1; done\n")
     daemon.chmod(0o755)
+    supervise(f"setsid {daemon} & sleep 0.3; exit 7", orphans_s=0.3)
+    assert running(str(daemon)) == []
+
+
+def test_a_stopped_process_that_mpirun_leaves_behind_ends_by_itself(tmp_path: Path) -> None:
+    """A process that is stopped by SIGSTOP gets the SIGTERM."""
+    daemon, ready, ended = (tmp_path / name for name in ("daemon", "ready", "ended"))
+    daemon.write_text(f"#!/bin/sh\ntrap 'touch {ended}; exit' TERM\ntouch {ready}\nkill -STOP $$\n")
+    daemon.chmod(0o755)
+    is_stopped = "$(cut -d' ' -f3 /proc/$!/stat) = T"
+    mpirun = f"{daemon} & until [ -e {ready} ] && [ {is_stopped} ]; do sleep 0.05; done; exit 7"
+    supervise(mpirun, orphans_s=PATIENCE_S)
+    assert ended.exists()
+
+
+def supervise(mpirun: str, *, orphans_s: float) -> None:
+    """Supervise a shell's command line in place of an mpirun. It ends with exit code 7."""
     code = (
         "import os, sys; from selectors import DefaultSelector\n"
-        "from mpiddp.launch.supervise import supervisor; supervisor.ORPHANS_S = 0.3\n"
+        f"from mpiddp.launch.supervise import supervisor; supervisor.ORPHANS_S = {orphans_s}\n"
         "from mpiddp.launch.supervise.job_state import JobState\n"
         "from mpiddp.launch.supervise.limits import Limits\n"
         "from mpiddp.launch.supervise.signals import queued_signals\n"
@@ -386,9 +403,8 @@ def test_processes_that_mpirun_leaves_behind_are_killed(tmp_path: Path) -> None:
         "    job = supervisor.Supervisor(*parts)\n"
         "    print(job.run(['sh', '-c', sys.argv[1]], os.environ, signals))"
     )
-    command = [sys.executable, "-c", code, f"setsid {daemon} & sleep 0.3; exit 7"]
+    command = [sys.executable, "-c", code, mpirun]
     done = subprocess.run(
         command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S
     )
     assert done.stdout.startswith("MpirunEnd(code=7, interrupted=False, was_killed=False, ")
-    assert running(str(daemon)) == []

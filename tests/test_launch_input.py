@@ -7,6 +7,7 @@ python -m pytest tests/test_launch_input.py
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, i
 from mpiddp.launch.starters.environment import parse_exports
 from mpiddp.launch.usable_hosts import find_hosts
 from tests.homes import leave_home
+from tests.patience import PATIENCE_S
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
@@ -233,6 +235,19 @@ def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(UserError, match=r"does not answer in 0\.1 s\. Name another mpirun"):
         identify(program, os.environ)
+
+
+def test_a_shell_script_whose_program_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Intel's mpirun. What it has started holds the pipe, and ends with it."""
+    monkeypatch.setattr(detect, "_VERSION_TIMEOUT_S", 0.1)
+    program = fake_mpirun(tmp_path, "")
+    program.write_text(f"#!/bin/sh\nsleep {2 * PATIENCE_S:.0f}\nexit 0\n")
+    began_at = time.monotonic()
+    with pytest.raises(UserError, match=r"does not answer in 0\.1 s\. Name another mpirun"):
+        identify(program, os.environ)
+    assert time.monotonic() - began_at < PATIENCE_S
 
 
 def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import bind, port_in, probe, resolve
 from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen
+from tests.few_files import files_left
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT
 
@@ -266,6 +267,14 @@ def test_an_address_of_another_host_is_refused() -> None:
     assert sentence.startswith(
         f"192.0.2.7 is not an address of {socket.gethostname()}, where rank 0"
     )
+
+
+def test_a_machine_without_files_is_no_bad_input() -> None:
+    with (
+        files_left(0),
+        pytest.raises(JobFailed, match=r"rank 0 cannot listen .*Too many open files"),
+    ):
+        listen(candidates_for("127.0.0.1"))
 
 
 def test_probe_finds_the_address_that_answers(listener: socket.socket) -> None:

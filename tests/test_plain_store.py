@@ -1,17 +1,21 @@
 """The store of a command's ranks answers as torch's, and survives strangers.
 
-Tests mpiddp/runtime/command/plain_store.py.
+Tests mpiddp/runtime/command/plain_store.py, torch_store.py.
 python -m pytest tests/test_plain_store.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
 from datetime import timedelta
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from torch.distributed import TCPStore
 
 from mpiddp.runtime.command.plain_store import PlainServer, PlainStore
 from mpiddp.runtime.signed_store import SignedStore
+from tests.ranks import ROOT, clean_env
 
 
 @pytest.fixture
@@ -99,6 +104,38 @@ def test_a_client_that_never_reads_delays_nobody(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b'["get", "large"]\n' * 20)
         assert store.check(["large"])
+
+
+SERVES = """
+import resource, socket
+from mpiddp.runtime.command.torch_store import serve_commands
+from mpiddp.runtime.rendezvous import RendezvousResult
+from mpiddp.world import World
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+listener = socket.create_server(("127.0.0.1", 0), backlog=200)
+port = listener.getsockname()[1]
+print(port, flush=True)
+world = World(0, 100, 0, 100, master_addr="127.0.0.1", master_port=port)
+serve_commands(RendezvousResult(world, (), "", "", listener, "run", "ab"), timeout_s=1e6)
+"""
+
+
+def test_more_ranks_than_the_limit_of_open_files() -> None:
+    """`ulimit -n 64`, or the usual 1024 and 600 ranks."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", SERVES], env=clean_env(), cwd=ROOT, stdout=PIPE, text=True
+        ) as server,
+        contextlib.ExitStack() as clients,
+    ):
+        clients.callback(server.kill)
+        assert server.stdout is not None
+        address = ("127.0.0.1", int(server.stdout.readline()))
+        for _ in range(100):
+            client = clients.enter_context(socket.create_connection(address, timeout=60))
+            client.sendall(b'["get", "a"]\n')
+            assert client.recv(100) == b"[null]\n"
 
 
 def test_a_server_that_ends_is_a_runtime_error() -> None:

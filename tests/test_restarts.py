@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +22,11 @@ from typing import Any
 import pytest
 
 import mpiddp
+from mpiddp.errors import FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import restarts
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import Plan, make_plan
+from mpiddp.launch.supervise.attempt import Outcome
 from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.runtime.announcement import Announced, announced
 from mpiddp.train.options import parse
@@ -113,6 +119,128 @@ def test_a_stop_request_before_a_restart_ends_the_launch(tmp_path: Path) -> None
         job.terminate()
         last = job.stderr.read().splitlines()[-1]
     assert (last, job.returncode) == ("mpiddp: interrupted before a restart.", 130)
+
+
+# `mpiddp launch` whose second attempt finds no memory for a folder in /tmp, or for mpirun.
+SECOND_START_FAILS = """
+import errno, os, subprocess, sys
+from mpiddp import cli
+starts = []
+def once_of(call, is_start):
+    def fail_once(*args, **options):
+        if is_start(args[0]):
+            starts.append(args[0])
+            if len(starts) == 2:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return call(*args, **options)
+    return fail_once
+if sys.argv.pop(1) == "mkdir":
+    os.mkdir = once_of(os.mkdir, lambda path: str(path).startswith("/tmp/mpiddp-"))
+else:
+    is_mpirun = lambda argv: str(argv[0]).endswith("mpirun") and "--version" not in argv
+    subprocess._fork_exec = once_of(subprocess._fork_exec, is_mpirun)
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("failing", "sentence"),
+    [
+        ("mkdir", "cannot create a folder in /tmp (Cannot allocate memory)."),
+        ("mpirun", "cannot start"),
+    ],
+)
+def test_a_later_start_that_fails_is_a_failed_attempt(
+    tmp_path: Path, failing: str, sentence: str
+) -> None:
+    (tmp_path / "tries").write_text("")
+    command = [sys.executable, "-c", SECOND_START_FAILS, failing, "launch", "-H", "localhost:1"]
+    command += ["--max-restarts", "2", script(tmp_path, FAILS_ONCE), f"{tmp_path}/tries", "2"]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tries").read_text() == "xx"
+    failed, last = done.stderr.splitlines()[-2:]
+    assert failed.startswith(f"mpiddp: {sentence}")
+    assert last.endswith("(restart 2 of 2).")
+
+
+# `mpiddp launch` that prints which of its folders in /tmp are left.
+PRINTS_FOLDERS = """
+import os, sys
+from mpiddp import cli
+made, mkdir = [], os.mkdir
+def record(path, *args):
+    made.append(path)
+    mkdir(path, *args)
+os.mkdir = record
+code = cli.main()
+print(len(made), [path for path in made if os.path.exists(path)])
+sys.exit(code)
+"""
+
+
+def test_a_first_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "large.env").write_text(f"LARGE={'x' * (1 << 17)}\n")  # larger than exec allows
+    command = [sys.executable, "-c", PRINTS_FOLDERS, "launch", "-H", "localhost:1"]
+    command += ["--max-restarts", "2", "--env-file", f"{tmp_path}/large.env", "-m", "platform"]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout) == (2, "1 []\n"), done.stderr
+    assert done.stderr.endswith("mpirun: Argument list too long.\n")
+
+
+# `mpiddp launch` for which the file server of its command is away while the file DIR/away exists.
+PROGRAM_AWAY = """
+import errno, os, sys
+from mpiddp import cli
+folder, stat = sys.argv.pop(1), os.stat
+def away(path, *args, **options):
+    if path == f"{folder}/job" or str(path) == f"{folder}/job":
+        if os.access(f"{folder}/away", os.F_OK):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+    return stat(path, *args, **options)
+os.stat = away
+sys.exit(cli.main())
+"""
+
+
+def test_a_restart_survives_a_command_whose_file_server_is_away(tmp_path: Path) -> None:
+    job, away = tmp_path / "job", tmp_path / "away"
+    text = f"[ -e {tmp_path}/tried ] && exit 0\ntouch {tmp_path}/tried {away}\nexit 3\n"
+    job.write_text(f"#!/bin/sh\n{text}")
+    job.chmod(0o755)
+    command = [sys.executable, "-c", PROGRAM_AWAY, str(tmp_path), "launch", "-H", "localhost:1"]
+    command += ["--max-restarts", "9", "--", str(job)]
+    with subprocess.Popen(
+        command, env=clean_env(), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stderr is not None
+        assert f"mpiddp: {job}: Stale file handle.\n" in iter(launcher.stderr.readline, "")
+        away.unlink()
+        rest = launcher.stderr.read()
+    assert launcher.returncode == 0, rest
+
+
+@pytest.mark.parametrize(("code", "after"), [(STOPPED, STOPPED), (FAILED, INTERRUPTED)])
+def test_a_stop_request_after_a_growth_in_vain(tmp_path: Path, code: int, after: int) -> None:
+    """It loses no step only if the stop for the growth has saved."""
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("localhost slots=1\n")
+    options = parse_options(["--hostfile", str(hostfile), "--grow", "1h", "-m", "platform"])
+    before = make_plan(options, time.time(), os.environ)
+    with queued_signals() as signals:
+        job = restarts._Job(options, before, time.time(), signals, None)
+        hostfile.write_text("localhost slots=2\n")
+        grown = job._plan_next(Outcome(code, "the ranks did not stop.", grows=True))
+        assert isinstance(grown, Plan)
+        assert grown.request.world_size == 2
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended = job._plan_next(Outcome(FAILED, "the job did not start."))
+    assert isinstance(ended, Outcome)
+    assert ended.code == after
 
 
 REMOVES_ITS_FOLDER = """

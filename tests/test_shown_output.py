@@ -365,7 +365,7 @@ def test_a_rank_that_cannot_reach_its_launcher_says_so_on_the_stream_of_its_mpi(
         "from mpiddp.cli import _print_failure\nfrom mpiddp.errors import JobFailed\n"
         "from mpiddp.runtime.session import reporting\nfrom mpiddp.world import World\n"
         "try:\n    with reporting(World(0, 1, 0, 1)): pass\n"
-        "except JobFailed as error: _print_failure(error)"
+        "except JobFailed as error: _print_failure(error, is_rank=True)"
     )
     env = clean_env({"MPIDDP_CONTROL": "unix:/nowhere", "MPIDDP_CONTROL_SECRET": "ab"})
     done = subprocess.run(

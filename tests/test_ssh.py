@@ -56,6 +56,30 @@ def test_a_hundred_hosts_with_64_open_files() -> None:
     assert (done.stdout, done.stderr) == ("100 {(0, 'here')}\n", "")
 
 
+ONE_HANGS = """
+import resource, sys
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.ssh import run_on_hosts
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+hosts = [Host(f"127.0.0.{number}") for number in range(1, 21)]
+program = f"mkdir {sys.argv[1]}/first 2>/dev/null && exec sleep 1000; echo here"
+answers = run_on_hosts(hosts, "sh", program, timeout_s=5.0)
+print(sorted(answer.stdout for answer in answers.values()) == ["", *["here\\n"] * 19])
+"""
+
+
+def test_a_host_that_hangs_takes_no_time_from_later_ones(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_HANGS, str(tmp_path)],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 def test_no_shell_interprets_the_program_or_its_input(tmp_path: Path) -> None:
     for program in ("$(touch made)", "; touch made #", "`touch made`", "' ; touch made '"):
         path = program.replace("made", str(tmp_path / "made"))

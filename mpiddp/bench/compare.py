@@ -27,7 +27,7 @@ def alternate(
     """Run each command once in every round, and leave out the warm-up rounds.
 
     Raises:
-        JobFailed: a command did not succeed within `timeout_s`.
+        BenchJobFailed: a command did not succeed within `timeout_s`.
     """
     found: dict[str, list[Finished]] = {name: [] for name in commands}
     for number, name in turns(list(commands), rounds, warmup):

@@ -23,7 +23,7 @@ from mpiddp.text import counted
 OnLine = Callable[[int, str], None]  # gets the command's process id and a line of its stdout
 
 
-class JobFailed(Exception):
+class BenchJobFailed(Exception):
     """A job failed. `code` is its exit code, and the text is its stderr or the reason."""
 
     def __init__(self, code: int, text: str) -> None:
@@ -70,7 +70,7 @@ class Jobs:
         because it uses the whole host.
 
         Raises:
-            JobFailed: it did not succeed within `timeout_s`.
+            BenchJobFailed: it did not succeed within `timeout_s`.
         """
         job = ["-m", "mpiddp", "bench-rank", "--share", str(self.per_host), name]
         return self.run_job(*job, *arguments, *self.training, ranks=ranks)
@@ -79,7 +79,7 @@ class Jobs:
         """Run a job (`-m`, a module, or a script, and its arguments) over the hosts given.
 
         Raises:
-            JobFailed: it did not succeed within `timeout_s`.
+            BenchJobFailed: it did not succeed within `timeout_s`.
         """
         command = [*launch_command(*self.where), "-n", str(ranks), *job]
         return run(command, timeout_s=self.timeout_s)
@@ -88,7 +88,7 @@ class Jobs:
         """Run a job on this machine alone.
 
         Raises:
-            JobFailed: it did not succeed within `timeout_s`.
+            BenchJobFailed: it did not succeed within `timeout_s`.
         """
         return run(self.command_here(ranks, *job), timeout_s=self.timeout_s)
 
@@ -115,7 +115,7 @@ def run(
     """Run a command to its end, in this process's environment and directory unless others are given.
 
     Raises:
-        JobFailed: its exit code is not 0, or it did not end within `timeout_s`.
+        BenchJobFailed: its exit code is not 0, or it did not end within `timeout_s`.
     """
     before, started_at = _cpu_s(), time.time()
     lines: list[str] = []
@@ -134,9 +134,9 @@ def run(
         errors.seek(0)
         text = errors.read().strip()
     if timed_out.is_set():
-        raise JobFailed(1, f"it did not end within {timeout_s:g} s.")
+        raise BenchJobFailed(1, f"it did not end within {timeout_s:g} s.")
     if code != 0:
-        raise JobFailed(code, text)
+        raise BenchJobFailed(code, text)
     return Finished(started_at, wall_s, _cpu_s() - before, lines)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, note, progress, run
+from mpiddp.bench.jobs import BenchJobFailed, Jobs, note, progress, run
 from mpiddp.bench.machine import children, peak_bytes
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import aligned, shown, spread
@@ -68,7 +68,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
     for ranks in options.ranks:
         try:
             points.append(_point(ranks, options.rounds, jobs))
-        except JobFailed as failure:
+        except BenchJobFailed as failure:
             if not points:
                 raise
             note(f"launch: a job of {ranks} ranks failed and is left out: {failure}")
@@ -116,7 +116,7 @@ def time_start(command: Sequence[str], ranks: int, timeout_s: float) -> Start:
     """Run a command that starts JOB. The job's rank 0 prints a line after its first all-reduce.
 
     Raises:
-        JobFailed: it did not succeed within `timeout_s`.
+        BenchJobFailed: it did not succeed within `timeout_s`.
     """
     seen: list[tuple[float, int, int]] = []
 

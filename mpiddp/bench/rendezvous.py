@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, note, progress
+from mpiddp.bench.jobs import BenchJobFailed, Jobs, note, progress
 from mpiddp.bench.machine import available_bytes
 from mpiddp.bench.options import add_rounds, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
@@ -76,7 +76,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
                 points.append(
                     {"series": name, **_point(name, arguments, ranks, options.rounds, jobs)}
                 )
-            except JobFailed as failure:
+            except BenchJobFailed as failure:
                 if not points:
                     raise
                 note(
@@ -114,7 +114,7 @@ def _point(name: str, arguments: tuple[str, ...], ranks: int, rounds: int, jobs:
     return {
         "ranks": ranks,
         "wall_s": spread(wall),
-        "meeting_s": spread(rendezvous),
+        "rendezvous_s": spread(rendezvous),
         "cpu_s_per_rank": spread(cpu),
         "rank_peak_mb": max(peak),
         "rank_0_peak_mb": max(peak_of_rank_0),
@@ -129,7 +129,7 @@ def table(results: Results) -> str:
             str(point["ranks"]),
             point["series"],
             shown(point["wall_s"], ".2f"),
-            shown(point["meeting_s"], ".3f"),
+            shown(point["rendezvous_s"], ".3f"),
             shown(point["cpu_s_per_rank"], ".3f"),
             f"{point['rank_peak_mb']:.0f}",
             f"{point['rank_0_peak_mb']:.0f}",
@@ -142,7 +142,7 @@ def table(results: Results) -> str:
 def draw(results: Results, figure: Figure) -> None:
     panels = (
         ("wall_s", "command to all ranks joined, s"),
-        ("meeting_s", "last rank ready to all ranks joined, s"),
+        ("rendezvous_s", "last rank ready to all ranks joined, s"),
         ("cpu_s_per_rank", "CPU time of each rank, s"),
     )
     ranks = sorted({point["ranks"] for point in results["points"]})

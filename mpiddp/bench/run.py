@@ -13,14 +13,14 @@ from pathlib import Path
 
 from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Options, Results
-from mpiddp.bench.jobs import JobFailed, Jobs, note
+from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.bench.options import SharedOptions, name_of, parse
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.starters.environment import shell_line, without_value, without_values
-from mpiddp.paths import named_by
+from mpiddp.paths import cause_of, named_by
 from mpiddp.train.options import check_options
 
 
@@ -29,6 +29,7 @@ def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: 
 
     Raises:
         UserError: bad input, found before the first measurement.
+        JobFailed: a disk has failed or is full.
     """
     started_at = time.time()
     shared, options, training = parse(prog, purpose, benchmark, argv)
@@ -43,7 +44,7 @@ def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
     try:
         results = benchmark.measure(options, jobs)
-    except JobFailed as failure:
+    except BenchJobFailed as failure:
         print(failure, file=sys.stderr)
         note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
         return BAD_INPUT if failure.code == BAD_INPUT else FAILED
@@ -91,9 +92,9 @@ def _check_writable(folder: Path) -> None:
         existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
         tempfile.TemporaryFile(dir=existing).close()
-    except OSError:
-        raise UserError(
-            f"--out {folder}: {existing} cannot be written. Name another folder."
+    except OSError as error:
+        raise cause_of(error)(
+            f"--out {folder}: {existing} cannot be written ({error.strerror}). Name another folder."
         ) from None
 
 
@@ -108,7 +109,7 @@ def _write(folder: Path, name: str, benchmark: Benchmark[Options], record: Resul
             charts.save(figure, folder / f"{name}.png", _footnotes(record))
             files.append(f"{name}.png")
     except OSError as error:
-        raise UserError(f"--out {folder} cannot be written: {error.strerror}.") from None
+        raise cause_of(error)(f"--out {folder} cannot be written: {error.strerror}.") from None
     print(f"\n{' and '.join(files)}")
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import schedulers
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
@@ -108,6 +108,7 @@ def find_allocation(env: Mapping[str, str]) -> Allocation | None:
 
     Raises:
         UserError: the variables or files of a scheduler are incomplete; two allocations of different hosts.
+        JobFailed: a machine failed.
     """
     present = [scheduler for scheduler in SCHEDULERS if scheduler.is_present(env)]
     if len(present) == 1:
@@ -135,7 +136,7 @@ def grants_hosts(env: Mapping[str, str]) -> bool:
     """Whether this process runs in an allocation, also in one that cannot be read. run.sh asks this."""
     try:
         return find_allocation(env) is not None
-    except UserError:
+    except (UserError, JobFailed):
         return True
 
 

@@ -137,14 +137,20 @@ def _answer(
     if found is None:
         return ""
     try:
-        done = subprocess.run(
+        tool = subprocess.Popen(
             [found, *arguments],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            timeout=timeout_s,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
-    return done.stdout
+    assert tool.stdout is not None
+    with tool.stdout:
+        try:
+            return tool.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            tool.kill()  # without waiting for its end: a driver that hangs holds even a killed process
+            return None

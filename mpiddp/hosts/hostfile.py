@@ -18,6 +18,7 @@ from typing import Literal
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.node_file import Line, as_hostfile
+from mpiddp.paths import cause_of
 from mpiddp.text import shown
 
 EXAMPLE = "Example: node1 slots=4"
@@ -95,10 +96,14 @@ def slots_of(hosts: Hosts, host: Host) -> int:
 
 
 def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
-    """Read a hostfile. Raises UserError with file, line and hint for its first error.
+    """Read a hostfile.
 
     `keep_fqdn` accepts names that differ only after their first dot. Open MPI cuts names there by
     default, so the caller must set its option that keeps full names.
+
+    Raises:
+        UserError: with file, line and hint for its first error.
+        JobFailed: a machine failed.
     """
     source = str(path)
     try:
@@ -113,7 +118,7 @@ def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
         hint = f"chmod u+r {shlex.quote(source)}"
         raise UserError(f"{source} cannot be read: permission denied. Run: {hint}") from None
     except OSError as error:
-        raise UserError(f"{source} cannot be read: {error.strerror}.") from None
+        raise cause_of(error)(f"{source} cannot be read: {error.strerror}.") from None
     return parse_hostfile(data, source, keep_fqdn=keep_fqdn)
 
 

@@ -16,16 +16,19 @@ from mpiddp.hosts.pidfd import opened
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
 _PAUSE_S = 0.02
+_prctl = ctypes.CDLL(
+    None
+).prctl  # found before any fork: a child of a process with threads may not look it up
 
 
 def signal_at_parents_end(number: int) -> None:
     """Let the kernel send this process a signal when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
     """Become the parent of all processes that this process has started when their own parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:

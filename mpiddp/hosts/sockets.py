@@ -15,12 +15,15 @@ from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import interfaces
+from mpiddp.paths import cause_of
 from mpiddp.text import parse_whole, shown
 
 # The answers of a name server that knows the name to be wrong. Any other is a failure of the network.
 _WRONG_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 PROBE_TIMEOUT_S = 2.0
 OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
+# Of a store: the coordinator's connection, the failure watch's, a script's own, and one to spare.
+SOCKETS_PER_RANK = 4
 
 
 def port_in(env: Mapping[str, str]) -> int:
@@ -96,25 +99,28 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
 
     Raises:
         UserError: the port is in use, or the address is not one of this host.
+        JobFailed: this host has too few files or too little memory left.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = None
     try:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(2048)
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         if error.errno == errno.EADDRINUSE:
             raise UserError(
                 f"MASTER_PORT={port} is in use on {hostname} ({address}). "
                 "Unset it to let mpiddp choose a free port."
             ) from None
-        if error.errno == errno.EADDRNOTAVAIL:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise UserError(
                 f"{address} is not an address of {hostname}, where rank 0 runs. "
                 "Unset MASTER_ADDR, or set it to one of that host."
             ) from None
-        raise UserError(
+        raise cause_of(error)(
             f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
         ) from None
     return listener

@@ -63,14 +63,13 @@ def run_on_hosts(
 
     Args:
         program: a path or a name, without arguments.
-        timeout_s: the time for all hosts together.
+        timeout_s: the time for all hosts together, or for those on which it runs at a time.
 
     Raises:
         UserError: `hosts` contains another host, and the transport is not installed here.
     """
     if not all(is_this_host(host.name) for host in hosts):
         transport.check_installed()
-    deadline = time.monotonic() + timeout_s
     stdin = f"{program}\n{input}".encode()
     answers: dict[Host, Answer] = {}
     limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
@@ -78,6 +77,7 @@ def run_on_hosts(
     at_once = max(1, unused // _FILES_PER_HOST)
     for first in range(0, len(hosts), at_once):
         running: list[_Running] = []
+        deadline = time.monotonic() + timeout_s
         try:
             for host in hosts[first : first + at_once]:
                 running.append(_Running(host, stdin, transport))

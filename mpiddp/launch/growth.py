@@ -27,7 +27,7 @@ _CHUNK = 1 << 16
 class WatchProcess:
     """A copy of this process that calls `look` with each number that it is asked for.
 
-    Create it while this process has one thread, because a copy of a process has no other.
+    A copy of a process has one thread. So create it while the others only wait for input and hold no lock.
     """
 
     def __init__(self, look: Callable[[int | None], Look]) -> None:

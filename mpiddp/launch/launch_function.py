@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         call = receive_payload(caller, "", TO_LAUNCHER)
     except (OSError, ValueError):  # the caller has ended
         return FAILED
+    # A process that looks for hosts (`--grow`) would keep the connection open after this one's end.
+    os.register_at_fork(after_in_child=caller.close)
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     exchange = Exchange(Payload(call.facts["function"], call.body), call.facts["max_result_bytes"])
     try:

@@ -38,8 +38,19 @@ from mpiddp.launch.usable_hosts import (
     check_hosts,
     find_hosts,
 )
-from mpiddp.paths import check_program
-from mpiddp.protocol.variables import GPUS
+from mpiddp.paths import cause_of, check_program
+from mpiddp.protocol.variables import (
+    BIND,
+    GPUS,
+    INTERFACE,
+    LAUNCHED_AT,
+    LOG_DIR,
+    NETWORKS,
+    PLACEMENT,
+    REPORT,
+    TIMEOUT,
+    VERBOSE,
+)
 
 if TYPE_CHECKING:
     from mpiddp.launch.remote.preflight import HostInfo
@@ -77,6 +88,7 @@ def make_plan(
 
     Raises:
         UserError: bad input, or something that this machine lacks.
+        JobFailed: a machine failed.
     """
     exports = parse_exports(options.how.all_exports, env)
     requested = request_interface(options.how.interface) if options.how.interface else None
@@ -258,15 +270,15 @@ def _settings(
 ) -> dict[str, str]:
     """The environment variables that the launcher sets for the ranks."""
     values = {
-        "MPIDDP_PLACEMENT": ",".join(f"{node.name}:{node.ranks}" for node in nodes),
-        "MPIDDP_NETWORKS": ",".join(network.networks) or None,
-        "MPIDDP_INTERFACE": requested.everywhere if requested else None,
-        "MPIDDP_TIMEOUT": options.how.timeout_s,
-        "MPIDDP_BIND": "gpu" if options.how.bind == "gpu" else None,
-        "MPIDDP_REPORT": 1 if options.report else None,
-        "MPIDDP_VERBOSE": 1 if options.verbose else None,
-        "MPIDDP_LOG_DIR": options.output.log_dir,
-        "MPIDDP_LAUNCHED_AT": None if options.dry_run else f"{started_at:.3f}",
+        PLACEMENT: ",".join(f"{node.name}:{node.ranks}" for node in nodes),
+        NETWORKS: ",".join(network.networks) or None,
+        INTERFACE: requested.everywhere if requested else None,
+        TIMEOUT: options.how.timeout_s,
+        BIND: "gpu" if options.how.bind == "gpu" else None,
+        REPORT: 1 if options.report else None,
+        VERBOSE: 1 if options.verbose else None,
+        LOG_DIR: options.output.log_dir,
+        LAUNCHED_AT: None if options.dry_run else f"{started_at:.3f}",
         "MASTER_ADDR": options.how.master_addr,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
@@ -298,7 +310,7 @@ def _working_folder(env: Mapping[str, str]) -> str:
     try:
         here = Path.cwd()
     except OSError as error:  # at a restart it may be gone, or its file server
-        raise UserError(f"the working folder cannot be used: {error.strerror}.") from None
+        raise cause_of(error)(f"the working folder cannot be used: {error.strerror}.") from None
     logical = Path(env.get("PWD", ""))
     with contextlib.suppress(OSError, ValueError):
         if logical.is_absolute() and logical.is_dir() and logical.samefile(here):

@@ -10,7 +10,7 @@ import os
 import time
 from dataclasses import replace
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.nodes import forget_addresses
 from mpiddp.launch import log
@@ -46,14 +46,15 @@ class Planner:
 
         Raises:
             UserError: too few are.
+            JobFailed: a machine failed.
         """
         forget_addresses()
         read = self._read()
-        problem: UserError | None = None
+        problem: UserError | JobFailed | None = None
         for named in self._choices(read):
             try:
                 plan = self._make(max_ranks, Earlier(named, self._used, self._enough))
-            except UserError as error:
+            except (UserError, JobFailed) as error:
                 problem = problem or error
                 continue
             if problem is not None and named != read and named == self._named:
@@ -75,7 +76,7 @@ class Planner:
             return Look()
         try:
             named = self._without_avoided(find_hosts(self._options.where, os.environ))
-        except UserError as error:
+        except (UserError, JobFailed) as error:
             return Look(problem=_keeps(error))
         missing = [h for h in named[0].hosts if h.slots != 0 and h not in self._used]
         if not missing:
@@ -84,7 +85,7 @@ class Planner:
         earlier = Earlier(named, self._used, self._enough, self.plan.found.info)
         try:
             return self._compare(self._make(max_ranks, earlier))
-        except UserError as error:
+        except (UserError, JobFailed) as error:
             return Look(problem=f"the job cannot grow now: {error}")
 
     def go_back(self, plan: Plan) -> tuple[str, ...]:
@@ -120,7 +121,7 @@ class Planner:
         """The hosts that are named now. A list with an error counts as not changed."""
         try:
             return find_hosts(self._options.where, os.environ)
-        except UserError as error:
+        except (UserError, JobFailed) as error:
             log.info(_keeps(error))
             return self._named
 
@@ -160,5 +161,5 @@ class Planner:
         return Look(f"{all_of(larger)} {has} more slots", f"with {ranks}")
 
 
-def _keeps(error: UserError) -> str:
+def _keeps(error: UserError | JobFailed) -> str:
     return f"the list of hosts cannot be used now, so the one of before stays in force: {error}"

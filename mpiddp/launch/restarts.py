@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan
@@ -67,6 +67,9 @@ def run(
 
     Args:
         exchange: of the function that every rank runs, if the job is no script.
+
+    Raises:
+        UserError, JobFailed: the first attempt cannot be started. That of a later one is its failure.
     """
     with queued_signals() as signals:
         return _Job(options, plan, started_at, signals, exchange).run()
@@ -94,6 +97,7 @@ class _Job:
         self._failures = 0  # restarts that count
         self._in_a_row = 0  # failures without a step between them: the pause grows only for these
         self._before_growth: Plan | None = None  # until the attempt on more hosts makes a step
+        self._is_saved = False  # whether the stop before that attempt has saved
         self._looks_for_hosts = options.when.grow_s is not None
 
     def run(self) -> Outcome:
@@ -103,7 +107,11 @@ class _Job:
         return replace(outcome, announcement=self._known.announcement)
 
     def _attempt(self) -> Outcome:
-        """Run the latest plan."""
+        """Run the latest plan.
+
+        Raises:
+            UserError, JobFailed: the first attempt cannot be started.
+        """
         plan, when = self._planner.plan, self._options.when
         settings = {
             RUN_ID: self._run_id,
@@ -113,14 +121,20 @@ class _Job:
         request = _resuming(_with_settings(plan.request, settings), self._known)
         limits = _limits(self._options, plan.starter, self._began_at)
         shown = _shown(self._options, request)
-        with self._watch() as watch:
-            outcome = attempt(
-                plan.starter, request, limits, self._signals, shown, self._exchange, watch
-            )
+        try:
+            with self._watch() as watch:
+                outcome = attempt(
+                    plan.starter, request, limits, self._signals, shown, self._exchange, watch
+                )
+        except (UserError, JobFailed) as error:
+            if not self._restarts:
+                raise
+            outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self._known = self._known.after(outcome.announcement, request.world_size)
         if outcome.made_steps:
             self._before_growth = None
-        if self._before_growth and outcome.code == INTERRUPTED and not outcome.is_at_once:
+        is_interrupted = outcome.code == INTERRUPTED and not outcome.is_at_once
+        if self._before_growth and self._is_saved and is_interrupted:
             return _interrupted(is_saved=True)
         return outcome
 
@@ -164,7 +178,7 @@ class _Job:
         planned: Plan | Outcome
         try:
             planned = self._planner.next(self._known.announcement.max_ranks)
-        except UserError as error:  # a host may be usable after the next pause
+        except (UserError, JobFailed) as error:  # a host may be usable after the next pause
             planned = Outcome(FAILED, str(error))
         if stop_is_requested(signals, within_s=0.0):
             return _interrupted(is_saved=False)
@@ -176,19 +190,19 @@ class _Job:
     def _grow(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart on the hosts that can join. It does not count, nor does a failure of the stop."""
         self._restarts += 1
-        is_saved = outcome.code == STOPPED
-        if not is_saved:
+        self._is_saved = outcome.code == STOPPED
+        if not self._is_saved:
             log.info(f"{outcome.sentence} From now on, hosts join only at a restart.".lstrip())
             self._looks_for_hosts = False
         if self._must_stop() or _is_interrupted_without_folder(self._signals):
-            return _interrupted(is_saved=is_saved)
+            return _interrupted(is_saved=self._is_saved)
         before = self._planner.plan
         try:
             self._planner.next(self._known.announcement.max_ranks)
-        except UserError as error:  # the hosts of before have just worked
+        except (UserError, JobFailed) as error:  # the hosts of before have just worked
             log.info(str(error))
         if self._must_stop():
-            return _interrupted(is_saved=is_saved)
+            return _interrupted(is_saved=self._is_saved)
         plan = self._planner.plan
         is_larger = plan.request.world_size > before.request.world_size
         self._before_growth = before if is_larger else None
@@ -202,7 +216,7 @@ class _Job:
         if outcome.sentence:
             log.info(outcome.sentence)
         if self._must_stop():
-            return _interrupted(is_saved=True)
+            return _interrupted(is_saved=self._is_saved)
         if avoided := self._planner.go_back(plan):
             them, lines = ("it", "its line") if len(avoided) == 1 else ("them", "their lines")
             log.info(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from mpiddp.hosts.sockets import PROBE_TIMEOUT_S, bind, port_in, resolve
 from mpiddp.protocol.variables import INTERFACE, NETWORKS
@@ -267,12 +267,13 @@ def listen(candidates: Candidates) -> list[socket.socket]:
 
     Raises:
         UserError: the port is in use, or the address is not one of this host.
+        JobFailed: this host has too few files or too little memory left.
     """
     listeners: list[socket.socket] = []
     try:
         for address in candidates.addresses:
             listeners.append(bind(address, candidates.port, candidates.hostnames[0]))
-    except UserError:
+    except (UserError, JobFailed):
         for each in listeners:
             each.close()
         raise

@@ -17,7 +17,7 @@ from mpiddp.hosts.gpu_variables import VISIBLE
 from mpiddp.hosts.hostfile import MAX_SLOTS
 from mpiddp.protocol.variables import PLACEMENT
 from mpiddp.runtime.master_address import RankInfo
-from mpiddp.text import parse_whole, shown
+from mpiddp.text import align_columns, parse_whole, shown
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,7 @@ def table(placements: Sequence[RankPlacement], expected: Sequence[str] = ()) -> 
         if expected:
             row.append(expected[index] if index < len(expected) else "none")
         rows.append(tuple(row))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return align_columns(rows)
 
 
 def _is_on(info: RankInfo, name: str, is_ambiguous: bool) -> bool:

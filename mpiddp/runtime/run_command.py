@@ -12,8 +12,8 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 
-from mpiddp.errors import DONE, STOPPED, CommandFailed, UserError
-from mpiddp.paths import check_program
+from mpiddp.errors import DONE, STOPPED, CommandFailed
+from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol.messages import script_secret
 from mpiddp.protocol.variables import ADDRESS, GPUS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET
 from mpiddp.runtime.command.guardian import AGENT_STORE, Guardian
@@ -38,7 +38,7 @@ def main(command: Sequence[str]) -> int:
     """Run the command as this rank, and return its exit code.
 
     Raises:
-        UserError: the command cannot be started, or see `mpiddp.runtime.join.join`.
+        UserError, JobFailed: the command cannot be started, or see `mpiddp.runtime.join.join`.
         SystemExit: the command has failed, with its exit code.
     """
     world = World.from_env()
@@ -105,7 +105,7 @@ def _start(
     except OSError as error:
         hint = " A script begins with a line such as #!/bin/sh." * (error.errno == errno.ENOEXEC)
         sentence = f"{escaped(command[0])} cannot be started: {error.strerror}.{hint}"
-        raise UserError(sentence) from None
+        raise cause_of(error)(sentence) from None
 
 
 def _end_as(code: int | None, session: Session, guardian: Guardian) -> int:

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.sockets import (
     OPEN_BESIDES,
+    SOCKETS_PER_RANK,
     allow_open,
     bind,
     port_in,
@@ -31,9 +32,6 @@ from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.world import World, is_joined
 
-# The coordinator's connection, the failure watch's, a script's own, and one to spare.
-_SOCKETS_PER_RANK = 4
-
 
 def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float) -> Store:
     """The store at `world.master_addr`. The rank that has a listener serves it, the others connect.
@@ -46,7 +44,7 @@ def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float
     assert world.master_addr is not None
     assert world.master_port is not None
     if listener is not None:
-        allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
+        allow_open(SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
     try:
         store = TCPStore(
             world.master_addr,

@@ -8,6 +8,7 @@ the mpirun in use.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -139,21 +140,33 @@ def _version_text(program: Path, env: Mapping[str, str]) -> str:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,  # what a shell script starts holds the pipe too, and must end as well
         )
     except OSError as error:
         raise UserError(
             f"{program} --version cannot run: {error}. Name another mpirun: --mpirun PATH"
         ) from error
+
+    def kill() -> None:
+        if running.returncode is None:  # otherwise its pid may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+
     assert running.stdout is not None
-    timer = Timer(_VERSION_TIMEOUT_S, running.kill)
+    timer = Timer(_VERSION_TIMEOUT_S, kill)
     timer.start()
     with running:
-        answer = running.stdout.read(_VERSION_LENGTH)
-        running.stdout.close()
-        if len(answer) == _VERSION_LENGTH:
-            running.kill()
-        running.wait()
-        timer.cancel()
+        try:
+            answer = running.stdout.read(_VERSION_LENGTH)
+            running.stdout.close()
+            if len(answer) == _VERSION_LENGTH:
+                kill()
+            running.wait()
+        except KeyboardInterrupt:  # the terminal does not send it to another session
+            kill()
+            raise
+        finally:
+            timer.cancel()
     if not answer and running.returncode == -signal.SIGKILL:
         raise UserError(
             f"{program} --version does not answer in {_VERSION_TIMEOUT_S:g} s. "

@@ -10,7 +10,7 @@ import os
 import selectors
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
@@ -28,6 +28,7 @@ from mpiddp.launch.supervise.limits import Limits
 from mpiddp.launch.supervise.output import Shown
 from mpiddp.launch.supervise.signals import SignalQueue
 from mpiddp.launch.supervise.supervisor import MpirunEnd, Supervisor
+from mpiddp.paths import cause_of
 from mpiddp.protocol.variables import JOB, OUTPUT, SECRET
 
 
@@ -82,12 +83,16 @@ def attempt(
         shown: the ranks whose output is shown.
         exchange: of the function that every rank runs, if the job is no script.
         watch: looks for hosts; if it finds some, the job stops to restart on them.
+
+    Raises:
+        UserError: mpirun cannot be started with this request.
+        JobFailed: it cannot be started, because a machine failed.
     """
     hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
     state = JobState(hosts)
     job = os.urandom(8).hex()
     clock = AwakeClock()
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
         server = None
         settings = {JOB: job}
         if request.control_address is not None:
@@ -96,6 +101,7 @@ def attempt(
             has_own_socket = is_local and starter.kind != "slurm" and not request.is_command
             address = None if has_own_socket else request.control_address
             server = ControlServer(address, len(hosts), selector, clock.now)
+            stack.enter_context(closing(server))
             settings |= {**server.settings, OUTPUT: shown.ranks}
             if exchange is not None:
                 exchange.begin(server.settings[SECRET], len(hosts))
@@ -117,15 +123,15 @@ def attempt(
         )
         with _private_folder(needed=bool(compose(starter, request).files)) as folder:
             command = compose(starter, replace(request, scratch=folder))
-            command.write_files()
+            with _files_of_mpirun():
+                command.write_files()
             env = {**with_own_folder(starter.program, os.environ), **command.settings}
             end = supervisor.run(command.argv, env, signals, _stop_signal(starter))
-        if server is None:
-            outcome = _outcome_by_mpirun(starter, end)
-        else:
-            server.close()
-            outcome = _outcome_by_ranks(starter, end, state, supervisor.verdict)
-            state.remove_error_files()
+    if server is None:
+        outcome = _outcome_by_mpirun(starter, end)
+    else:
+        outcome = _outcome_by_ranks(starter, end, state, supervisor.verdict)
+        state.remove_error_files()
     outcome = replace(
         outcome,
         announcement=state.announcement,
@@ -264,7 +270,18 @@ def _private_folder(needed: bool) -> Iterator[str]:
         return
     import tempfile  # 10 ms, and most jobs need no file
 
-    # Every mpirun splits ssh's arguments at blanks.
-    parent = "/tmp" if " " in tempfile.gettempdir() else None
-    with tempfile.TemporaryDirectory(prefix="mpiddp-", dir=parent) as folder:
+    with _files_of_mpirun():
+        # Every mpirun splits ssh's arguments at blanks.
+        parent = "/tmp" if " " in tempfile.gettempdir() else None
+        made = tempfile.TemporaryDirectory(prefix="mpiddp-", dir=parent)
+    with made as folder:
         yield folder
+
+
+@contextmanager
+def _files_of_mpirun() -> Iterator[None]:
+    """Raise UserError or JobFailed if the body cannot write them."""
+    try:
+        yield
+    except OSError as error:
+        raise cause_of(error)(f"cannot write a file for mpirun: {error.strerror}.") from None

@@ -61,6 +61,7 @@ class ControlServer:
 
     Raises:
         UserError: it cannot listen on `address`.
+        JobFailed: a machine failed.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class JobState:
 
     @property
     def newest_step_at(self) -> float | None:
-        """The time of the newest step of any rank, in time.monotonic()'s seconds."""
+        """The time of the newest step of any rank by the server's clock, in seconds."""
         return max((at for _, at in self.steps.values()), default=None)
 
     @property

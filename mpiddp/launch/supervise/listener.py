@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from mpiddp.errors import UserError
+from mpiddp.paths import cause_of
 from mpiddp.protocol.messages import UNIX
 
 
@@ -20,6 +20,7 @@ class Listener:
 
     Raises:
         UserError: it cannot listen on `address`.
+        JobFailed: a machine failed.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -27,9 +28,7 @@ class Listener:
         if address is None:
             self._folder = _private_folder()
             path = self._folder / "control"
-            self.socket = socket.socket(socket.AF_UNIX)
-            self.socket.bind(str(path))
-            self.socket.listen(1024)
+            self.socket = _listen_at(path)
             self.shown = f"{UNIX}{path}"
         else:
             self.socket = _listen(address)
@@ -45,9 +44,7 @@ class Listener:
     def close(self) -> None:
         self.socket.close()
         if self._folder is not None:
-            with contextlib.suppress(OSError):
-                (self._folder / "control").unlink()
-                self._folder.rmdir()
+            _remove(self._folder / "control")
 
 
 def _listen(address: str) -> socket.socket:
@@ -55,10 +52,24 @@ def _listen(address: str) -> socket.socket:
     try:
         return socket.create_server((address, 0), family=family, backlog=1024)
     except OSError as error:
-        raise UserError(
+        raise cause_of(error)(
             f"cannot listen on {address} of this machine ({error.strerror}). "
             "Name another interface: --interface NAME"
         ) from None
+
+
+def _listen_at(path: Path) -> socket.socket:
+    listener = None
+    try:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen(1024)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        _remove(path)
+        raise cause_of(error)(f"cannot listen at {path} ({error.strerror}).") from None
+    return listener
 
 
 def _private_folder() -> Path:
@@ -67,5 +78,12 @@ def _private_folder() -> Path:
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
-        raise UserError(f"cannot create a folder in /tmp ({error.strerror}).") from None
+        raise cause_of(error)(f"cannot create a folder in /tmp ({error.strerror}).") from None
     return folder
+
+
+def _remove(path: Path) -> None:
+    """Remove the socket, if there is one, and its folder."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()

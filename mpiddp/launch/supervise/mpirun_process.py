@@ -6,23 +6,24 @@ mpirun's orphans, so that none of them outlives the job.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from mpiddp.errors import UserError
-from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all
+from mpiddp.hosts.processes import (
+    adopt_orphans,
+    descendants,
+    end_all,
+    signal_all,
+    signal_at_parents_end,
+)
 from mpiddp.launch.supervise.output import OutputCopy
+from mpiddp.paths import cause_of
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 
 ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
-KILL_S = 5.0  # time for killed processes to end, unless a disk or a driver blocks them
-
-_PR_SET_PDEATHSIG = 1
 
 
 class MpirunProcess:
@@ -31,6 +32,10 @@ class MpirunProcess:
     Args:
         stop_signal: the signal that ends mpirun. If it is not SIGTERM, mpirun is shielded from SIGTERM: a
             service manager or a batch system may send one to every process of a job, whose ranks still save.
+
+    Raises:
+        UserError: mpirun cannot be started with these arguments.
+        JobFailed: a machine failed.
     """
 
     def __init__(
@@ -44,11 +49,10 @@ class MpirunProcess:
         # Children of the shell that this process may have replaced by exec.
         self._strangers = frozenset(descendants(os.getpid()))
         adopt_orphans()
-        libc = ctypes.CDLL(None)
 
         def prepare_child() -> None:
             # If this process is killed, the job must end with it.
-            libc.prctl(_PR_SET_PDEATHSIG, stop_signal, 0, 0, 0)
+            signal_at_parents_end(stop_signal)
             if stop_signal != signal.SIGTERM:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -63,7 +67,7 @@ class MpirunProcess:
                 preexec_fn=prepare_child,
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
-            raise UserError(f"cannot start {argv[0]}: {error.strerror}.") from None
+            raise cause_of(error)(f"cannot start {argv[0]}: {error.strerror}.") from None
         for output in outputs:
             output.started()
 
@@ -92,20 +96,15 @@ class MpirunProcess:
 
         The ranks' output processes end by themselves, once they have sent what the ranks wrote.
         """
-        self._signal_left(signal.SIGKILL)
+        signal_all(self._left, signal.SIGKILL)
 
     def end_orphans(self, grace_s: float) -> list[int]:
         """End the job's remaining processes on this host: SIGTERM, and SIGKILL after `grace_s`.
 
         Returns the processes that cannot be killed.
         """
-        self._signal_left(signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        while (left := self._left()) and time.monotonic() < deadline + KILL_S:
-            if time.monotonic() >= deadline:
-                self._signal_left(signal.SIGKILL)
-            time.sleep(0.02)
-        return left
+        end_all(self._left, grace_s=grace_s)
+        return self._left()
 
     @property
     def has_output_processes(self) -> bool:
@@ -114,10 +113,6 @@ class MpirunProcess:
 
     def kill_output_processes(self) -> None:
         signal_all(self._output_processes, signal.SIGKILL)
-
-    def _signal_left(self, number: int) -> None:
-        """Signal the job's processes on this host."""
-        signal_all(self._left, number)
 
     def _left(self) -> list[int]:
         """The job's processes on this host, without the ranks' output processes."""

@@ -82,6 +82,12 @@ class Outputs:
         """For how long both threads have only waited, in seconds; 0 while a reader delays one."""
         return min(copy.idle_s for copy in self.copies)
 
+    def discard(self) -> None:
+        """mpirun cannot be started: close all files."""
+        for copy in self.copies:
+            copy.discard()
+        self._close_screens()
+
     def finish(self) -> None:
         """No process of the job is left: end after what mpirun's pipes still hold. Does not wait."""
         for copy in self.copies:
@@ -91,9 +97,12 @@ class Outputs:
         """Whether everything has been copied. A terminal that is stopped by Ctrl-S delays it."""
         if not all(copy.is_finished(within_s) for copy in self.copies):
             return False
+        self._close_screens()
+        return True
+
+    def _close_screens(self) -> None:
         for screen in set(self._screens.values()):
             screen.close()
-        return True
 
 
 def _lead_to_one_place() -> bool:
@@ -133,6 +142,10 @@ class OutputCopy:
         """mpirun has its end of the pipe: begin to copy."""
         os.close(self.pipe)
         self._thread.start()
+
+    def discard(self) -> None:
+        for file in (self.pipe, self._reader, self._wake_reader, self._wake_writer):
+            os.close(file)
 
     def add(self, connection: _Connection) -> None:
         connection.socket.setblocking(False)

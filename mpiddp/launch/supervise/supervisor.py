@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.supervise.agenda import Agenda
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
@@ -137,13 +138,20 @@ class Supervisor:
 
         Args:
             stop_signal: the signal that ends mpirun, see `MpirunProcess`.
+
+        Raises:
+            UserError, JobFailed: mpirun cannot be started.
         """
         with with_child_exits(signals):
             self._selector.register(signals, selectors.EVENT_READ, signals)
             self._outputs = Outputs(
                 self._shown, self._state.world_size, has_connections=self._server is not None
             )
-            self._mpirun = MpirunProcess(argv, env, self._outputs.copies, stop_signal)
+            try:
+                self._mpirun = MpirunProcess(argv, env, self._outputs.copies, stop_signal)
+            except (UserError, JobFailed):
+                self._outputs.discard()
+                raise
             if self._limits.stop_after_s is not None:
                 self._stop_after_at = time.monotonic() + self._limits.stop_after_s
             self._watchdog.begin()

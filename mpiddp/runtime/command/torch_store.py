@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 from mpiddp.errors import FAILED, JobFailed, UserError
 from mpiddp.hosts.processes import signal_at_parents_end
-from mpiddp.hosts.sockets import bind
+from mpiddp.hosts.sockets import OPEN_BESIDES, SOCKETS_PER_RANK, allow_open, bind
 from mpiddp.runtime.command.plain_store import PlainServer, PlainStore
 from mpiddp.runtime.command.signals import PASSED
 from mpiddp.runtime.coordinator import Coordinator
@@ -47,6 +47,7 @@ def serve_commands(
     assert world.master_addr is not None
     assert world.master_port is not None
     if result.listener is not None:
+        allow_open(SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
         PlainServer(result.listener)
     try:
         store = PlainStore(world.master_addr, world.master_port)

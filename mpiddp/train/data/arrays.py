@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpiddp.errors import UserError
+from mpiddp.protocol.variables import DATA
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def default_data_dir() -> Path:
     Raises:
         UserError: this user has no home folder.
     """
-    if named := os.environ.get("MPIDDP_DATA"):
+    if named := os.environ.get(DATA):
         return Path(named)
     if cache := os.environ.get("XDG_CACHE_HOME"):
         return Path(cache) / "mpiddp"
