@@ -159,6 +159,17 @@ def test_the_command_printed_by_a_dry_run_can_be_pasted(tmp_path: Path, mpi: str
     assert done.stdout.splitlines() == ["a b", "a b"], done.stderr
 
 
+def test_each_mpirun_has_a_session_folder_of_its_own(tmp_path: Path) -> None:
+    """Those that share one disturb each other, see `openmpi.needs_own_session`."""
+    path = script(tmp_path, "import os; print(os.environ['OMPI_FILE_LOCATION'])")
+    done = launch("-H", "localhost:1", path, TMPDIR=str(tmp_path))
+    session = Path(done.stdout).relative_to(tmp_path)
+    assert session.parts[0].startswith("mpiddp-")
+    assert not (tmp_path / session.parts[0]).exists()
+    done = launch("-H", "localhost:1", path, PRTE_MCA_prte_local_tmpdir_base=str(tmp_path))
+    assert Path(done.stdout).parts[:-3] == tmp_path.parts  # the user's own choice
+
+
 def test_a_missing_script_is_reported_before_anything_starts() -> None:
     done = launch("-H", "localhost:2", "nowhere.py")
     assert (done.returncode, done.stdout) == (2, "")

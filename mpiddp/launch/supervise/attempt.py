@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.hosts.nodes import is_this_host
@@ -19,6 +21,7 @@ from mpiddp.launch import log
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.starters.compose import compose
 from mpiddp.launch.starters.detect import RankStarter, with_own_folder
+from mpiddp.launch.starters.openmpi import SESSION_FOLDER, needs_own_session
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.exchange import Exchange
@@ -121,11 +124,15 @@ def attempt(
             runs_command=request.is_command,
             exchange=exchange,
         )
-        with _private_folder(needed=bool(compose(starter, request).files)) as folder:
+        has_session = needs_own_session(starter, request)
+        has_files = bool(compose(starter, request).files)
+        with _private_folder(needed=has_session or has_files) as folder:
             command = compose(starter, replace(request, scratch=folder))
             with _files_of_mpirun():
                 command.write_files()
             env = {**with_own_folder(starter.program, os.environ), **command.settings}
+            if has_session:
+                env[SESSION_FOLDER] = folder
             end = supervisor.run(command.argv, env, signals, _stop_signal(starter))
     if server is None:
         outcome = _outcome_by_mpirun(starter, end)
@@ -268,14 +275,17 @@ def _private_folder(needed: bool) -> Iterator[str]:
     if not needed:
         yield "."
         return
-    import tempfile  # 10 ms, and most jobs need no file
-
+    # Every mpirun splits ssh's arguments at blanks. (Importing tempfile would take 10 ms.)
+    parent = os.environ.get("TMPDIR", "")
+    if " " in parent or not os.access(parent, os.W_OK | os.X_OK):
+        parent = "/tmp"
+    folder = Path(parent).absolute() / f"mpiddp-{os.urandom(8).hex()}"
     with _files_of_mpirun():
-        # Every mpirun splits ssh's arguments at blanks.
-        parent = "/tmp" if " " in tempfile.gettempdir() else None
-        made = tempfile.TemporaryDirectory(prefix="mpiddp-", dir=parent)
-    with made as folder:
-        yield folder
+        folder.mkdir(mode=0o700)
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
