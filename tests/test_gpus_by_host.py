@@ -120,7 +120,8 @@ if os.fork() == 0:
         file.write(str(os.getpid() if traces else 0))
     os.rename(sys.argv[0] + ".part", sys.argv[0] + ".tracer")
     time.sleep({2 * PATIENCE_S})
-signal.pause()
+else:
+    signal.pause()
 """
 
 
