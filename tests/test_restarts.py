@@ -121,20 +121,22 @@ def test_a_stop_request_before_a_restart_ends_the_launch(tmp_path: Path) -> None
     assert (last, job.returncode) == ("mpiddp: interrupted before a restart.", 130)
 
 
-# `mpiddp launch` whose second attempt finds no memory for a folder in /tmp, or for mpirun.
+# `mpiddp launch` whose second attempt finds no memory for a folder in /tmp, or for mpirun. Each attempt makes
+# two folders: for its control socket, and for mpirun's session.
 SECOND_START_FAILS = """
 import errno, os, subprocess, sys
 from mpiddp import cli
+what, number = sys.argv.pop(1), int(sys.argv.pop(1))
 starts = []
 def once_of(call, is_start):
     def fail_once(*args, **options):
         if is_start(args[0]):
             starts.append(args[0])
-            if len(starts) == 2:
+            if len(starts) == number:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         return call(*args, **options)
     return fail_once
-if sys.argv.pop(1) == "mkdir":
+if what == "mkdir":
     os.mkdir = once_of(os.mkdir, lambda path: str(path).startswith("/tmp/mpiddp-"))
 else:
     is_mpirun = lambda argv: str(argv[0]).endswith("mpirun") and "--version" not in argv
@@ -146,15 +148,16 @@ sys.exit(cli.main())
 @pytest.mark.parametrize(
     ("failing", "sentence"),
     [
-        ("mkdir", "cannot create a folder in /tmp (Cannot allocate memory)."),
-        ("mpirun", "cannot start"),
+        (("mkdir", "3"), "cannot create a folder in /tmp (Cannot allocate memory)."),
+        (("mkdir", "4"), "cannot write a file for mpirun: Cannot allocate memory."),
+        (("mpirun", "2"), "cannot start"),
     ],
 )
 def test_a_later_start_that_fails_is_a_failed_attempt(
-    tmp_path: Path, failing: str, sentence: str
+    tmp_path: Path, failing: tuple[str, str], sentence: str
 ) -> None:
     (tmp_path / "tries").write_text("")
-    command = [sys.executable, "-c", SECOND_START_FAILS, failing, "launch", "-H", "localhost:1"]
+    command = [sys.executable, "-c", SECOND_START_FAILS, *failing, "launch", "-H", "localhost:1"]
     command += ["--max-restarts", "2", script(tmp_path, FAILS_ONCE), f"{tmp_path}/tries", "2"]
     done = subprocess.run(
         command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
@@ -188,7 +191,7 @@ def test_a_first_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     done = subprocess.run(
         command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
-    assert (done.returncode, done.stdout) == (2, "1 []\n"), done.stderr
+    assert (done.returncode, done.stdout) == (2, "2 []\n"), done.stderr
     assert done.stderr.endswith("mpirun: Argument list too long.\n")
 
 
