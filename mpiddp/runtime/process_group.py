@@ -130,7 +130,8 @@ def default_group(
         destroys = backend == "gloo"
         raise
     finally:
-        if destroys and session.is_of_this_process:
+        # A script of torchrun's kind may have destroyed it itself.
+        if destroys and session.is_of_this_process and dist.is_initialized():
             dist.destroy_process_group()
 
 
