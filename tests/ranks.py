@@ -5,6 +5,7 @@ python -c 'from tests.ranks import mpirun; print(mpirun(2, "-c", "print(1)").std
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -25,6 +26,10 @@ CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the sam
 # Most tests read what every rank prints. tests/test_shown_output.py tests what users see by default.
 ALL_OUTPUT = {"MPIDDP_LOG_RANKS": "all", "MPIDDP_PREFIX": "never"}
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_SESSIONS = Path(f"/tmp/mpiddp-tests-{os.getpid()}")
+atexit.register(shutil.rmtree, _SESSIONS, ignore_errors=True)
 
 
 def find_mpirun() -> str:
@@ -51,6 +56,8 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def mpirun_command(ranks: int, *python_args: str) -> list[str]:
     """`mpirun -np RANKS python PYTHON_ARGS…`, on any number of cores."""
     command = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
+    # Several test processes run mpiruns at once, which disturb each other in one session folder.
+    command += ["--mca", "prte_local_tmpdir_base", str(_SESSIONS)]
     return [*command, "-np", str(ranks), sys.executable, *python_args]
 
 
