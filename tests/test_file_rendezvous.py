@@ -27,7 +27,7 @@ def test_a_new_file_works_and_one_of_an_earlier_job_is_refused(tmp_path: Path) -
     file = tmp_path / "store"
     done = launch("-H", "localhost:2", str(EXAMPLE), str(file))
     assert (done.returncode, done.stdout, done.stderr) == (0, SUM, "")
-    assert list(tmp_path.iterdir()) == []  # torch removes its file
+    file.unlink(missing_ok=True)  # torch removes it, if the last rank runs its destructors
 
     file.write_text("of a job that was killed")
     done = launch("-H", "localhost:2", "--max-restarts", "1", str(EXAMPLE), str(file))

@@ -200,6 +200,7 @@ def test_a_run_with_other_options_or_another_text_is_refused(whole: Path, tmp_pa
     assert "was made with another config: text " in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_mixed_precision_learns_and_resumes(tmp_path: Path, precision: str) -> None:
     """float16 with a GradScaler, whose scale is saved."""

@@ -100,7 +100,6 @@ def test_every_launcher_computes_the_losses_of_one_device_and_resumes(
     assert losses(first.stdout) | losses(second.stdout) == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.quick
 def test_a_sharded_run_resumes_with_another_number_of_ranks(
     tmp_path: Path, expected: dict[int, float]
 ) -> None:
