@@ -101,9 +101,8 @@ def _check_working_folder() -> None:
 
 def _print_failure(error: JobFailed, *, is_rank: bool) -> None:
     """Print why a verb failed, or a job before its ranks had joined, unless the launcher prints it."""
-    if (
-        not is_rank
-    ):  # it may run within a rank's script, and must not take its place at the launcher
+    if not is_rank:
+        # It may run within a rank's script, and must not take that script's connection to the launcher.
         print_error(error)
         return
     from mpiddp.runtime.session import current

@@ -83,6 +83,18 @@ def mpirun(
     )
 
 
+def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the text of a Python program, and capture its output."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
 def mpiddp(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m mpiddp ARGUMENTS…` with the variables `extra`, and capture its output."""
     return subprocess.run(

@@ -124,7 +124,7 @@ def test_a_job_of_a_script_has_no_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "told"),
+    ("error", "kind", "reason"),
     [
         (ValueError("a bug"), "exception", "ValueError: a bug\n"),
         (UserError("bad input."), "refusal", "bad input."),
@@ -133,16 +133,16 @@ def test_a_job_of_a_script_has_no_function() -> None:
         (SystemExit(3), "", ""),
     ],
 )
-def test_the_caller_hears_of_errors(error: BaseException, kind: str, told: str) -> None:
+def test_the_caller_receives_errors(error: BaseException, kind: str, reason: str) -> None:
     exchange = Exchange(FUNCTION, LIMIT)
     with launched(exchange) as launcher:
         caller = Caller(launcher.address, launcher.secret, WORLD)
         caller.function()
-        with pytest.raises(type(error)), caller.hears_of_errors():
+        with pytest.raises(type(error)), caller.reporting_errors():
             raise error
     if not kind:
         assert exchange.answers == {}
         return
     facts = exchange.answers[1].facts
     assert facts["kind"] == kind
-    assert (facts.get("sentence") or facts["traceback"]).endswith(told)
+    assert (facts.get("sentence") or facts["traceback"]).endswith(reason)

@@ -10,7 +10,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from socket import gethostname
@@ -28,7 +27,7 @@ from mpiddp.launch.supervise.growing import Growing, Look
 from mpiddp.launch.supervise.job_state import JobState
 from tests.jobs import elastic
 from tests.patience import PATIENCE_S
-from tests.ranks import LAUNCH, ROOT, clean_env, launch
+from tests.ranks import LAUNCH, ROOT, clean_env, launch, run_program
 
 
 @pytest.mark.quick
@@ -142,15 +141,8 @@ except ChildProcessError: print("no child", flush=True)
 
 
 def test_the_process_that_looks_for_hosts() -> None:
-    """It survives a Ctrl-C, reports its errors, and ends with its launcher even in mid-look."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS],
-        env=clean_env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    """It survives a Ctrl-C, reports its errors, and ends with its launcher even while it looks."""
+    done = run_program(PROCESS)
     assert (done.stdout, done.stderr) == ("ended\nno child\n", "")
 
 

@@ -5,7 +5,6 @@ tests/test_preflight.py and tests/test_launch_hosts.py test other hosts, over a 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
 from tests.patience import PATIENCE_S
-from tests.ranks import ROOT, clean_env
+from tests.ranks import run_program
 
 HERE = Host("localhost")
 
@@ -45,14 +44,7 @@ print(len(answers), {(answer.exit_code, answer.stdout) for answer in answers.val
 
 def test_a_hundred_hosts_with_64_open_files() -> None:
     """`ulimit -n 64`: as many hosts at a time as the limit allows."""
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_FILES],
-        env=clean_env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    done = run_program(FEW_FILES)
     assert (done.stdout, done.stderr) == ("100 {(0, 'here')}\n", "")
 
 
@@ -69,14 +61,7 @@ print(sorted(answer.stdout for answer in answers.values()) == ["", *["here\\n"] 
 
 
 def test_a_host_that_hangs_takes_no_time_from_later_ones(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_HANGS, str(tmp_path)],
-        env=clean_env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    done = run_program(ONE_HANGS, str(tmp_path))
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 

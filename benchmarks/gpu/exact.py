@@ -125,7 +125,7 @@ def graphs(context: Context) -> None:
             ended = watched(context, "train", f"--out={out}", *options, *extra, *compiled)
             losses[mode] = _losses(out)
             context.figure(**{f"{name}, {mode}, images/s": summary(out)["images_per_s"]})
-        # torch runs without graphs, and says nothing, where it cannot capture them.
+        # torch silently runs without graphs where it cannot capture them.
         replays = ended.results[0]["graph_replays"]
         context.figure(**{f"{name}, replays of a graph": replays})
         context.require(

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 def _run(caller: Caller, world: World, session: Session, argv: list[str]) -> None:
     from mpiddp.runtime.join import is_failure, join  # imports torch, which takes a while
 
-    with join(world) as coordinator, caller.hears_of_errors():
+    with join(world) as coordinator, caller.reporting_errors():
         with coordinator.all_or_none():
             payload = caller.function()
             facts = payload.facts
@@ -107,7 +107,7 @@ class Caller:
                 raise ConnectionError("the launcher has closed the connection")
 
     @contextlib.contextmanager
-    def hears_of_errors(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """Send the caller an error of the body before the ranks end because of it.
 
         The launcher itself learns of a JobFailed and of an exit code.

@@ -146,7 +146,7 @@ def _timeout(
     if is_draining and not any(stream.unsent for stream in streams):
         return 0.0
     if any(stream.owed and stream.is_readable for stream in streams):
-        return 0.0  # only a look that finds nothing shows that all is read
+        return 0.0  # only a poll that finds nothing shows that all is read
     now = time.monotonic()
     times = [stream.line_since + OPEN_S - now for stream in streams if stream.line]
     if quiet_since is not None:

@@ -69,7 +69,7 @@ class Unreachable(SourceFailed):
 
 
 class NotInstalled(SourceFailed):
-    """The program that asks this mirror is missing, which says nothing about the mirror."""
+    """The program that downloads from this mirror is missing; the mirror itself may work."""
 
 
 @dataclass(frozen=True)
