@@ -27,7 +27,7 @@ from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import counts
 from mpiddp.bench.report import markdown
-from mpiddp.launch.starters.detect import with_own_folder
+from mpiddp.hosts.probe import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests import cluster
 from tests.cluster import needs, slurm

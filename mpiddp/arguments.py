@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from mpiddp.errors import UserError
-from mpiddp.text import did_you_mean, parse_whole, shown
+from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
 # verb: (module with main(argv) -> int, its line in `mpiddp --help`)
 VERBS = {
@@ -40,14 +40,14 @@ RANK_VERBS = ("run", "train", "bench-rank", "run-function")
 
 
 @dataclass(frozen=True)
-class Requests:
-    """What the options of a rank verb request of the launcher."""
+class JobHints:
+    """What the options of a rank verb mean for the launcher."""
 
     backend: str  # "nccl", "gloo", or "auto" for nccl on GPUs
     shows_all_ranks: bool  # unless the user has named the ranks to show
 
 
-# rank verb: the module whose check_options(argv) checks its options before a job starts, and returns Requests
+# rank verb: the module whose check_options(argv) checks its options before a job starts, and returns JobHints
 OPTION_CHECKS = {"train": "mpiddp.train.options"}
 
 
@@ -87,3 +87,11 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"expected {error}, not {shown(text)!r}") from None
 
     return whole_number
+
+
+def duration(text: str) -> float:
+    """A parser for a time in seconds: 90, 90s, 55m or 1.5h."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,6 +1,7 @@
-"""World: this process's rank and the sizes of the job, read from the launcher's environment variables.
+"""World: this process's rank and the sizes of the job, read from the environment variables of its source.
 
-Every launcher is one row of a table: the names of its variables. A row is used only if it is complete,
+Every source of ranks, such as an mpirun, srun or torchrun, is one row of a table: the names of its variables,
+and what else is particular to it. A row is used only if it is complete,
 so a process never assumes that it is rank 0 because a variable is missing.
 
     mpirun -np 2 python -c 'import mpiddp; print(mpiddp.World.from_env())'
@@ -15,19 +16,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.slurm_nodelist import expand_counts
+from mpiddp.hosts.slurm import expand_counts
 from mpiddp.protocol.variables import ANNOUNCED, GPUS, RUN_DIR, RUN_ID
 from mpiddp.text import parse_whole, shown
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """One launcher as data: the variables that hold a rank's identity.
+class RankSource:
+    """A program that starts ranks, as data: the variables that hold a rank's identity.
 
-    The launcher is present if any variable of `proof` is in the environment. No other launcher sets
-    these, and a stale shell profile does not contain them. `local_world_size` is "" if it sets no such
-    variable. With `may_lack_locals`, some versions set neither local variable. The ranks count what is
-    missing when they have joined.
+    The source is present if any variable of `proof` is in the environment. No other source sets these, and a
+    stale shell profile does not contain them.
+
+    - local_world_size: "" if it sets no such variable. The ranks count what is missing when they have joined.
+    - vendors: of the MPIs that its ranks may load, by MPI.get_vendor() of mpi4py; () if they need none.
+    - node_id: this node's index, if local_world_size lists the counts of all nodes.
+    - may_lack_locals: some versions set neither local variable.
+    - hides_gpus: each rank may see only its own GPU.
+    - yields_to: other sources that set the same variables. This one is present only without them.
+    - starts_any_program: its ranks may have an address already (MASTER_ADDR, MASTER_PORT) and need no MPI.
     """
 
     name: str
@@ -35,11 +42,17 @@ class Launcher:
     rank: str
     world_size: str
     local_rank: str
-    local_world_size: str
-    speaks_mpi: bool = False
-    node_id: str = ""  # this node's index, if local_world_size lists the counts of all nodes
+    local_world_size: str = ""
+    vendors: tuple[str, ...] = ()
+    node_id: str = ""
     may_lack_locals: bool = False
-    hides_gpus: bool = False  # each rank may see only its own GPU
+    hides_gpus: bool = False
+    yields_to: tuple[str, ...] = ()
+    starts_any_program: bool = False
+
+    @property
+    def speaks_mpi(self) -> bool:
+        return bool(self.vendors)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -54,50 +67,53 @@ class Launcher:
         return self.variables
 
 
-def _mpi(name: str, prefix: str) -> Launcher:
+def _mpi(name: str, prefix: str, *vendors: str) -> RankSource:
+    """The row of an MPI whose variables have the usual names."""
     rank, size, local_rank, local_size = (
         f"{prefix}_{suffix}" for suffix in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     proof = (rank, size, local_rank, local_size)
-    return Launcher(name, proof, rank, size, local_rank, local_size, speaks_mpi=True)
+    return RankSource(name, proof, rank, size, local_rank, local_size, vendors)
 
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _PMIX = ("PMIX_RANK", "PMIX_NAMESPACE")
 
-# The innermost launcher wins, so the order matters: `mpirun … torchrun` is torchrun's job, and the
+# The innermost source wins, so the order matters: `mpirun … torchrun` is torchrun's job, and the
 # mpirun that started this process takes precedence over a RANK left over in a shell profile.
-LAUNCHERS = (
-    Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *TORCH),
-    _mpi("openmpi", "OMPI_COMM_WORLD"),
-    _mpi("mvapich2", "MV2_COMM_WORLD"),
-    # Other launchers set PMI_RANK and PMI_SIZE as well, so these two alone do not prove Hydra.
-    Launcher(
+RANK_SOURCES = (
+    RankSource("torchrun", ("TORCHELASTIC_RUN_ID",), *TORCH),
+    _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI"),
+    _mpi("mvapich2", "MV2_COMM_WORLD", "MVAPICH"),
+    # Other sources set PMI_RANK and PMI_SIZE as well, so these two alone do not prove Hydra.
+    RankSource(
         "hydra",
         ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", *_PMI),
         *_PMI,
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
-        speaks_mpi=True,
+        vendors=("MPICH", "Intel MPI"),
         may_lack_locals=True,
+        yields_to=("flux", "slurm", "pals"),
     ),
-    replace(_mpi("jsrun", "JSM_NAMESPACE"), hides_gpus=True),
+    # IBM Spectrum MPI is an Open MPI.
+    replace(_mpi("jsrun", "JSM_NAMESPACE", "Open MPI"), hides_gpus=True, starts_any_program=True),
     # The shells of flux alloc and flux batch have FLUX_URI only, and a Flux that srun has started
     # hides Slurm's variables from them.
-    Launcher(
+    RankSource(
         "flux",
         ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
         "FLUX_TASK_RANK",
         "FLUX_JOB_SIZE",
         "FLUX_TASK_LOCAL_ID",
-        "",
-        speaks_mpi=True,
+        vendors=("Open MPI", "MPICH", "Cray MPICH", "Intel MPI", "MVAPICH"),
         hides_gpus=True,
+        starts_any_program=True,
     ),
     # The shell of an salloc and an sbatch script have SLURM_NTASKS too, but they are not tasks: only a
     # job step has ranks.
-    Launcher(
+    RankSource(
         "slurm",
         ("SLURM_STEP_ID",),
         "SLURM_PROCID",
@@ -108,22 +124,22 @@ LAUNCHERS = (
         hides_gpus=True,
     ),
     # Slurm's and Flux's plugins for Cray MPICH set the same variables, so both come first.
-    Launcher(
+    RankSource(
         "pals",
         ("PALS_RANKID", "PALS_LOCAL_RANKID"),
         "PALS_RANKID",
         "PMI_SIZE",
         "PALS_LOCAL_RANKID",
-        "",
-        speaks_mpi=True,
+        vendors=("MPICH", "Cray MPICH", "Open MPI"),
+        starts_any_program=True,
     ),
     # The pods of a PyTorchJob have no local variables. A script within a command of a rank finds these
-    # alone, and its GPU may be the only visible one, if the rank's launcher shows each rank its own.
-    Launcher("env://", TORCH, *TORCH, may_lack_locals=True, hides_gpus=True),
+    # alone, and its GPU may be the only visible one, if the rank's source shows each rank its own.
+    RankSource("env://", TORCH, *TORCH, may_lack_locals=True, hides_gpus=True),
 )
 
 _OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
-ALONE = Launcher("none", (), "", "", "", "")
+ALONE = RankSource("none", (), "", "", "")
 STALE = "these variables do not come from one launcher. Unset the stale ones."
 
 
@@ -141,7 +157,7 @@ class World:
             ranks have joined, under a launcher that does not set it.
         local_world_size: number of ranks on this host; None like `local_rank`.
         launcher: what has started this process. `launcher.name` is "openmpi", "slurm" or another name of
-            `mpiddp.world.LAUNCHERS`, "none" without a launcher.
+            `mpiddp.world.RANK_SOURCES`, "none" without a launcher.
         hostname: this host's own name.
         node_rank: of this host, in [0, num_nodes). The hosts are numbered in the order of their lowest
             rank. None until the ranks have joined.
@@ -157,7 +173,7 @@ class World:
     world_size: int
     local_rank: int | None
     local_world_size: int | None
-    launcher: Launcher = ALONE
+    launcher: RankSource = ALONE
     hostname: str = field(default_factory=socket.gethostname)
     node_rank: int | None = None
     num_nodes: int | None = None
@@ -181,7 +197,7 @@ class World:
                 each other, or do not include the number of ranks.
         """
         env = os.environ if env is None else env
-        for launcher in LAUNCHERS:
+        for launcher in RANK_SOURCES:
             if _present(launcher, env):
                 return cls._from_row(launcher, env)
         for name in _PMIX:
@@ -194,7 +210,7 @@ class World:
         return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
     @classmethod
-    def _from_row(cls, launcher: Launcher, env: Mapping[str, str]) -> World:
+    def _from_row(cls, launcher: RankSource, env: Mapping[str, str]) -> World:
         expected = launcher.expected(env)
         found = [name for name in launcher.variables if name in env]
         missing = [name for name in expected if name not in env]
@@ -241,7 +257,7 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     A local rank that is not known is 0. Decides which of several ranks prints an error, where
     `World.from_env` may have failed.
     """
-    for launcher in LAUNCHERS:
+    for launcher in RANK_SOURCES:
         rank, local_rank = env.get(launcher.rank, ""), env.get(launcher.local_rank, "0")
         if _present(launcher, env):
             with suppress(ValueError):
@@ -251,16 +267,15 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
     return 0, 0
 
 
-def _present(launcher: Launcher, env: Mapping[str, str]) -> bool:
+def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
     if launcher.name == "slurm":
         return _in_slurm_step(env)
     if launcher.name == "torchrun" and is_joined(env):
         return False
     found = {name for name in launcher.proof if name in env}
-    if launcher.name == "hydra" and found <= set(_PMI):
-        # They are Hydra's only if no other launcher that sets them is there.
-        others = [row for row in LAUNCHERS if row.name in ("flux", "slurm", "pals")]
-        return bool(found) and not any(_present(row, env) for row in others)
+    if found and found <= set(_PMI):  # more than those proves this source, whatever else is there
+        others = [row for row in RANK_SOURCES if row.name in launcher.yields_to]
+        return not any(_present(row, env) for row in others)
     return bool(found)
 
 
@@ -305,7 +320,7 @@ def _whole_number(name: str, text: str) -> int:
         raise UserError(f'{name}="{shown(text)}" is not {error}.') from None
 
 
-def _tasks_on_node(launcher: Launcher, env: Mapping[str, str]) -> int:
+def _tasks_on_node(launcher: RankSource, env: Mapping[str, str]) -> int:
     """This node's count in Slurm's compressed list ("2(x3),1" is 2, 2, 2, 1)."""
     name, text = launcher.local_world_size, env[launcher.local_world_size]
     try:

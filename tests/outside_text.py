@@ -34,20 +34,19 @@ from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.shards import index
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
-from mpiddp.hosts import formats, gpu_tools, gpu_variables, slots
-from mpiddp.hosts.allocation import SCHEDULERS, find_allocation
+from mpiddp.hosts import formats, gpus, slots
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.main import table
-from mpiddp.hosts.node_file import of_counts
-from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
+from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation
+from mpiddp.hosts.slurm import expand_counts, expand_nodelist
 from mpiddp.hosts.sockets import port_in
 from mpiddp.hosts.ssh import Answer
+from mpiddp.launch import preflight
 from mpiddp.launch.env_file import parse_env_file
-from mpiddp.launch.options import parse_options
-from mpiddp.launch.remote import preflight
-from mpiddp.launch.starters import detect, environment
-from mpiddp.launch.starters.mpi_args import check_mpi_args, parse_mpi_args
+from mpiddp.launch.options import parse_mpi_args, parse_options
+from mpiddp.launch.starters import environment
+from mpiddp.launch.starters.table import STARTERS, check_mpi_args
 from mpiddp.launch.supervise.control_server import Message
 from mpiddp.launch.supervise.job_state import JobState
 from mpiddp.meshes import main as meshes
@@ -61,7 +60,7 @@ from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.text import parse_duration, parse_whole
 from mpiddp.train import checkpoint, options
 from mpiddp.train.metrics import Summary, read_summary
-from mpiddp.world import LAUNCHERS, World, likely_ranks
+from mpiddp.world import RANK_SOURCES, World, likely_ranks
 
 # Its default is .hypothesis in the checkout.
 set_hypothesis_home_dir(Path(tempfile.gettempdir(), f"mpiddp-hypothesis-{os.getuid()}"))
@@ -248,9 +247,9 @@ def _options(parse: Callable[[list[str]], object]) -> Callable[[list[str]], obje
 
 
 def _version(answer: str) -> None:
-    for kind, pattern in detect._VERSIONS:
-        if match := pattern.search(answer):
-            assert detect.RankStarter(kind, match[1], Path("/mpirun")).major >= 0
+    for kind in STARTERS:
+        if match := kind.version.search(answer):
+            assert match[1][0].isdigit()
 
 
 def _world(env: dict[str, str]) -> None:
@@ -283,7 +282,7 @@ HOSTS = ("node1", "a.x", "10.0.0.1", "[fd00::1]", "joe@", " ", "\t", "\n", ":", 
 HOSTFILE = text_of(
     *HOSTS, "slots=", "gpus=", "0,2", "max_slots=", "max-slots=", "port=", "user=", " = "
 ).map(lambda text: text.encode(errors="surrogatepass")) | st.binary(max_size=40)
-LAUNCHER_VARIABLES = sorted({name for row in LAUNCHERS for name in (*row.variables, *row.proof)})
+LAUNCHER_VARIABLES = sorted({name for row in RANK_SOURCES for name in (*row.variables, *row.proof)})
 SLURM = (
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS"),
     *("SLURM_GPUS_ON_NODE", "SLURM_STEP_NODELIST", "SLURM_STEP_ID", "MASTER_PORT", "MASTER_ADDR"),
@@ -428,12 +427,12 @@ PARSERS: dict[str, Parser] = {
         (UserError,),
     ),
     "MPIDDP_GPUS": Parser(
-        lambda text: gpu_variables.read(text, 0),
+        lambda text: gpus.read(text, 0),
         text_of("[", "]", "{", "}", '"CUDA_VISIBLE_DEVICES"', ":", '"0"', "null", ",", "1"),
         (ValueError,),
     ),
     "nvidia-smi's list of GPUs": Parser(
-        lambda text: gpu_tools.addresses_by_uuid(text, text),
+        lambda text: gpus.addresses_by_uuid(text, text),
         text_of(
             *(
                 "GPU 0: H200 (UUID: ",
@@ -450,9 +449,7 @@ PARSERS: dict[str, Parser] = {
         parse_cores, text_of("0", "-", ",", "12", "9" * 5000, "999999999"), (ValueError,)
     ),
     "--mpi-args": Parser(
-        lambda texts: check_mpi_args(
-            detect.RankStarter("openmpi", "5", Path("/mpirun")), parse_mpi_args(texts)
-        ),
+        lambda texts: check_mpi_args(STARTERS[0], parse_mpi_args(texts)),
         st.lists(text_of("-", "--mca", "pml", "'", '"', "\\", " ", "=", ":", "n"), max_size=3),
         (UserError,),
     ),
@@ -487,7 +484,11 @@ PARSERS: dict[str, Parser] = {
         find_allocation, environment_of(SLURM, NODELIST | COUNTS | NUMBERS), (UserError,)
     ),
     "a node file": Parser(_use_hostfile, NODE_FILE, (UserError,)),
-    "LSF's counts": Parser(of_counts, text_of("n1", " ", "4", "\t"), (ValueError,)),
+    "LSF's counts": Parser(
+        lambda text: find_allocation({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": text or " "}),
+        text_of("n1", " ", "4", "\t"),
+        (UserError,),
+    ),
     "an allocation's variables": Parser(
         find_allocation,
         # No variable has a NUL, or a character that is not from a byte.

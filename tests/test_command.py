@@ -19,7 +19,7 @@ from socket import gethostname
 
 import pytest
 
-from mpiddp.launch.starters.detect import with_own_folder
+from mpiddp.hosts.probe import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from mpiddp.protocol.variables import (
     ANNOUNCED,
@@ -33,7 +33,7 @@ from mpiddp.protocol.variables import (
 )
 from mpiddp.runtime.command.guardian import AGENT_STORE
 from mpiddp.runtime.run_command import command_environment
-from mpiddp.world import LAUNCHERS, TORCH, Launcher, World
+from mpiddp.world import RANK_SOURCES, TORCH, RankSource, World
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ALL_OUTPUT, LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
@@ -86,9 +86,9 @@ OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_S
 
 
 @pytest.mark.parametrize(
-    "launcher", [each for each in LAUNCHERS if each.speaks_mpi], ids=lambda each: each.name
+    "launcher", [each for each in RANK_SOURCES if each.speaks_mpi], ids=lambda each: each.name
 )
-def test_no_variable_of_an_mpi_reaches_the_command(launcher: Launcher) -> None:
+def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None:
     """A script in it is a rank by torchrun's variables. Its GPU may be the only one that it sees."""
     kept = {**OF_TORCHRUN, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
     of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")

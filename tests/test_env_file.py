@@ -21,25 +21,34 @@ from tests.ranks import launch, script
 
 FILE = r"""
 # a comment
-PLAIN=one two
-export EXPORTED = three   # a comment after a blank
+PLAIN=one
+export EXPORTED=three   # a comment after a blank, which doesn't count
 HASH=a#b
 EMPTY=
 SINGLE='as $written \n # ${HOME}' # comment
-DOUBLE="two\nlines \"quoted\" \$5 \\ #"
+DOUBLE="two words \"quoted\" $5 \\ #"
 URL=postgres://u:p@h/db?a=b&c=$d
 HERE
 """
 
+EXPECTED = (
+    "f:2: expected NAME=VALUE, a name alone, or a # comment. "
+    "A value with blanks stands between quotes."
+)
+UNCLOSED = (
+    "f:2: a quote is not closed. A value is on one line, and an apostrophe or a backslash in it stands "
+    "between quotes."
+)
+
 
 def test_the_format_of_the_file() -> None:
     assert dict(each.split("=", 1) for each in parse(FILE)[:-1]) == {
-        "PLAIN": "one two",
+        "PLAIN": "one",
         "EXPORTED": "three",
         "HASH": "a#b",
         "EMPTY": "",
         "SINGLE": r"as $written \n # ${HOME}",
-        "DOUBLE": 'two\nlines "quoted" $5 \\ #',
+        "DOUBLE": 'two words "quoted" $5 \\ #',
         "URL": "postgres://u:p@h/db?a=b&c=$d",
     }
     assert parse(FILE)[-1] == "HERE"
@@ -52,22 +61,17 @@ def test_windows_line_endings_and_a_byte_order_mark_do_no_harm() -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("two words", "f:2: expected NAME=VALUE, a name alone, or a # comment."),
-        ("=private-value", "f:2: expected NAME=VALUE, a name alone, or a # comment."),
-        ("1A=private-value", "f:2: expected NAME=VALUE, a name alone, or a # comment."),
-        ("A-B=private-value", "f:2: expected NAME=VALUE, a name alone, or a # comment."),
-        ("A=\0private-value", "f:2: expected NAME=VALUE, a name alone, or a # comment."),
+        ("two words", EXPECTED),
+        ("A=private value", EXPECTED),
+        ("A = private-value", EXPECTED),
+        ("=private-value", EXPECTED),
+        ("1A=private-value", EXPECTED),
+        ("A-B=private-value", EXPECTED),
+        ("A=\0private-value", EXPECTED),
         ("GONE", "f:2: GONE is not set here. Write: GONE=VALUE"),
-        (
-            'A="private-value',
-            "f:2: the value of A has no closing quote, or text after it. A value is on one line; "
-            r"\n between double quotes is the end of a line.",
-        ),
-        (
-            "A='private'value",
-            "f:2: the value of A has no closing quote, or text after it. A value is on one line; "
-            r"\n between double quotes is the end of a line.",
-        ),
+        ('A="private-value', UNCLOSED),
+        ("A=it's private-value", UNCLOSED),
+        ("A=private-value\\", UNCLOSED),
         (
             "A=${HOME}/private-value",
             "f:2: the value of A contains ${…}, which is not expanded here. Write the value itself, or "
@@ -159,7 +163,7 @@ def test_a_dry_run_shows_no_value_of_the_file(tmp_path: Path) -> None:
     done = launch("--dry-run", "--env-file", str(file), "-n", "1", script(tmp_path, ""))
     assert done.returncode == 0, done.stderr
     assert "PLAIN=… " in done.stdout
-    assert "… stands for the value of PLAIN" in done.stderr
+    assert "… stands for values that are never printed here. Fill in: PLAIN\n" in done.stderr
     assert "private-value" not in done.stdout + done.stderr
 
 
@@ -170,7 +174,7 @@ def test_a_bad_line_of_the_file_starts_nothing(tmp_path: Path) -> None:
     job = script(tmp_path, f"open({str(started)!r}, w)")
     done = launch("--env-file", str(file), "-n", "1", job)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{file}:2: expected NAME=VALUE, a name alone, or a # comment.\n"
+    assert done.stderr == f"{file}:2: {EXPECTED.removeprefix('f:2: ')}\n"
     assert not started.exists()
 
 

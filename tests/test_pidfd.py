@@ -1,6 +1,6 @@
 """A signal reaches the process that was checked, or none: never another one with the same pid.
 
-Tests mpiddp/hosts/pidfd.py and mpiddp/launch/remote/orphans.py.
+Tests mpiddp/hosts/pidfd.py and mpiddp/launch/orphans.py.
 python -m pytest tests/test_pidfd.py
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mpiddp.hosts.pidfd import kill_marked, opened
-from mpiddp.launch.remote.orphans import remote_program
+from mpiddp.launch.orphans import remote_program
 from tests.ranks import ROOT
 
 Start = Callable[[str], subprocess.Popen[bytes]]

@@ -1,6 +1,6 @@
 """The preflight, on real hosts: it names every broken host in one sentence before anything starts.
 
-Tests mpiddp/launch/remote/preflight.py.
+Tests mpiddp/launch/preflight.py.
 python -m pytest tests/test_preflight.py
 """
 

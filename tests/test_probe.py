@@ -13,12 +13,12 @@ from types import ModuleType
 import pytest
 
 from mpiddp.hosts import probe
-from mpiddp.launch.remote import preflight
-from mpiddp.launch.remote.preflight import TRAVELLING, HostRequirements, probe_program
+from mpiddp.launch import preflight
+from mpiddp.launch.preflight import TRAVELLING, Needs, probe_program
 
 
-def requirements(folder: Path) -> HostRequirements:
-    return HostRequirements(
+def requirements(folder: Path) -> Needs:
+    return Needs(
         python=sys.executable,
         mpirun="/nowhere/mpirun",
         daemon="/bin/sh",
@@ -36,7 +36,9 @@ def run_bare(program: str, folder: Path) -> CompletedProcess[str]:
 def test_the_probe_needs_only_the_standard_library(tmp_path: Path) -> None:
     done = run_bare(probe_program(requirements(tmp_path)), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    info = json.loads(done.stdout)
+    login, found = done.stdout.splitlines()
+    assert login == "login"
+    info = json.loads(found)
     assert {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8"} in info["interfaces"]
     assert (info["has_folder"], info["has_daemon"], info["mpirun"]) == (True, True, None)
     assert (info["torch"], info["mpi4py"]) == (None, None)  # they are in site-packages

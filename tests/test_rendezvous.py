@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.slurm_nodelist import expand_nodelist
+from mpiddp.hosts.slurm import expand_nodelist
 from mpiddp.runtime.store import find_by_address
 from mpiddp.world import World
 from tests.patience import PATIENCE_S

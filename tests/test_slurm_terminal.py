@@ -62,7 +62,7 @@ def test_only_the_shell_of_srun_pty_may_launch(task_pids: dict[str, str]) -> Non
 def test_in_a_container_the_process_itself_is_asked() -> None:
     """The task may have another pid there. No process has this one: Linux counts to 2**22."""
     task = {"SLURM_PTY_PORT": "33333", "SLURM_PROCID": "0", "SLURM_TASK_PID": str(2**22 + 1)}
-    text = f"import mpiddp.hosts.slurm_terminal as s; print(s.in_slurm_terminal({task}))"
+    text = f"import mpiddp.hosts.slurm as s; print(s.in_slurm_terminal({task}))"
     without = [sys.executable, "-c", text]
     on_terminal = [sys.executable, "-c", f"import pty; pty.spawn({without})"]
     for command, answer in ((on_terminal, "True"), (without, "False")):

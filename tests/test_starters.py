@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.nodes import Node
-from mpiddp.hosts.transport import BLAUNCH, QRSH
-from mpiddp.launch.starters.command import Command, Request
-from mpiddp.launch.starters.compose import compose
-from mpiddp.launch.starters.detect import RankStarter
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
+from mpiddp.launch.starters.command import Command, JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.environment import (
     fill_in_hint,
     forwarded,
@@ -26,16 +25,27 @@ from mpiddp.launch.starters.environment import (
     shell_line,
     without_values,
 )
+from mpiddp.launch.starters.shared import can_shield
+from mpiddp.launch.starters.table import STARTERS, compose
 
 MPIS: dict[str, RankStarter] = {
-    "openmpi5": RankStarter("openmpi", "5.0.11", Path("/mpi/bin/mpirun")),
-    "openmpi4": RankStarter("openmpi", "4.1.8", Path("/mpi/bin/mpirun")),
-    "mpich": RankStarter("mpich", "5.0.2", Path("/mpi/bin/mpirun")),
-    "intelmpi": RankStarter("intelmpi", "2021.18.1", Path("/mpi/bin/mpirun")),
-    "slurm": RankStarter("slurm", "22.05.8", Path("/usr/bin/srun")),
+    "openmpi5": RankStarter(STARTERS[1], "5.0.11", Path("/mpi/bin/mpirun")),
+    "openmpi4": RankStarter(STARTERS[0], "4.1.8", Path("/mpi/bin/mpirun")),
+    "mpich": RankStarter(STARTERS[3], "5.0.2", Path("/mpi/bin/mpirun")),
+    "intelmpi": RankStarter(STARTERS[2], "2021.18.1", Path("/mpi/bin/mpirun")),
+    "slurm": RankStarter(STARTERS[4], "22.05.8", Path("/usr/bin/srun")),
 }
 JOB = ("/venv/bin/python", "train.py", "--lr", "0.1")
-UNEQUAL = Request((Node("node1", 2), Node("node0", 1)), JOB, "/home/me", exports=("PATH", "TOKEN"))
+
+
+def hosts(*counts: tuple[str, int], transport: Transport = SSH) -> Hosts:
+    """Hosts with their numbers of ranks."""
+    placed = tuple(Host(name, ranks=ranks) for name, ranks in counts)
+    return Hosts("hosts.txt", placed, transport=transport)
+
+
+ENV = {"PATH": "/bin", "TOKEN": "private-value"}
+UNEQUAL = Request(hosts(("node1", 2), ("node0", 1)), JOB, "/home/me", variables=ENV, env=ENV)
 
 
 def argv_of(mpi: str, request: Request) -> list[str]:
@@ -73,8 +83,8 @@ def test_ranks_are_placed_in_the_order_of_the_hostfile(mpi: str, placement: str)
 def test_a_host_list_that_is_too_long_for_an_argument_is_a_file(
     mpi: str, flags: str, first_lines: list[str]
 ) -> None:
-    nodes = tuple(Node(f"node{number}", 8) for number in range(13_000))
-    command = compose(MPIS[mpi], replace(UNEQUAL, nodes=nodes))
+    many = hosts(*((f"node{number}", 8) for number in range(13_000)))
+    command = compose(MPIS[mpi], replace(UNEQUAL, hosts=many))
     assert follows(command.argv, *flags.split())
     assert max(map(len, command.argv)) < 128 * 1024
     lines = command.files["mpiddp-hosts"].splitlines()
@@ -108,10 +118,12 @@ def test_the_job_comes_last_and_no_host_is_oversubscribed(mpi: str) -> None:
     ],
 )
 def test_variables_are_passed_by_name_without_their_values(mpi: str, flag: str) -> None:
-    env = {"TOKEN": "private-value", "HOME": "/home/me", "OTHER": "1"}
-    argv = argv_of(mpi, replace(UNEQUAL, settings={"TOKEN": "private-value"}, env=env))
-    assert follows(argv, *flag.split())
-    assert "private-value" not in " ".join(argv)
+    request = replace(UNEQUAL, env={"PATH": "/bin", "HOME": "/home/me", "OTHER": "1"})
+    command = compose(MPIS[mpi], request)
+    assert follows(command.argv, *flag.split())
+    assert "private-value" not in " ".join(command.argv)
+    assert command.settings["TOKEN"] == "private-value"
+    assert "PATH" not in command.settings  # mpirun inherits it
 
 
 @pytest.mark.parametrize(
@@ -129,9 +141,12 @@ def test_binding(mpi: str, bind: str, flag: str) -> None:
     assert follows(argv_of(mpi, replace(UNEQUAL, bind=bind)), *flag.split())
 
 
-def test_only_root_gets_allow_run_as_root() -> None:
-    assert "--allow-run-as-root" in argv_of("openmpi5", replace(UNEQUAL, as_root=True))
-    assert "--allow-run-as-root" not in argv_of("openmpi5", UNEQUAL)
+@pytest.mark.parametrize(("user", "is_root"), [(0, True), (1000, False)])
+def test_only_root_gets_allow_run_as_root(
+    monkeypatch: pytest.MonkeyPatch, user: int, is_root: bool
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert ("--allow-run-as-root" in argv_of("openmpi5", UNEQUAL)) == is_root
 
 
 def test_open_mpi_parameters_of_the_user_are_kept() -> None:
@@ -142,12 +157,13 @@ def test_open_mpi_parameters_of_the_user_are_kept() -> None:
 
 
 def test_a_network_is_named_for_several_hosts_only() -> None:
-    requested = replace(UNEQUAL, networks=("10.0.0.0/24",), interface="eth1")
+    eth1 = Interface("eth1", "10.0.0.1", "10.0.0.0/24")
+    requested = replace(UNEQUAL, network=JobNetwork(eth1, ("10.0.0.0/24",)))
     assert follows(argv_of("openmpi5", requested), "--mca", "btl_tcp_if_include", "10.0.0.0/24")
     assert follows(argv_of("openmpi4", requested), "--mca", "oob_tcp_if_include", "10.0.0.0/24")
     assert follows(argv_of("mpich", requested), "-iface", "eth1")
     assert follows(argv_of("intelmpi", requested), "-iface", "eth1")
-    alone = replace(requested, nodes=(Node("node0", 2),))
+    alone = replace(requested, hosts=hosts(("node0", 2)))
     for mpi in MPIS:
         assert not {"btl_tcp_if_include", "-iface"} & set(argv_of(mpi, alone))
 
@@ -155,17 +171,17 @@ def test_a_network_is_named_for_several_hosts_only() -> None:
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"])
 def test_only_this_host_logs_in_to_the_others(mpi: str) -> None:
     """With more than 64 hosts, Open MPI by default lets hosts start the daemons of others."""
-    few, many = (tuple(Node(f"node{i}", 1) for i in range(count)) for count in (64, 65))
+    few, many = (hosts(*((f"node{i}", 1) for i in range(count))) for count in (64, 65))
     flag = ("--mca", "plm_rsh_no_tree_spawn", "1")
-    assert not follows(argv_of(mpi, replace(UNEQUAL, nodes=few)), *flag)
-    assert follows(argv_of(mpi, replace(UNEQUAL, nodes=many)), *flag)
+    assert not follows(argv_of(mpi, replace(UNEQUAL, hosts=few)), *flag)
+    assert follows(argv_of(mpi, replace(UNEQUAL, hosts=many)), *flag)
 
 
 @pytest.mark.parametrize(("mpi", "runtime"), [("openmpi5", "prte"), ("openmpi4", "orte")])
 def test_names_with_the_same_short_form_are_kept_whole(mpi: str, runtime: str) -> None:
-    twins = replace(UNEQUAL, nodes=(Node("a.x.org", 1), Node("a.y.org", 1)))
+    twins = replace(UNEQUAL, hosts=hosts(("a.x.org", 1), ("a.y.org", 1)))
     assert follows(argv_of(mpi, twins), "--mca", f"{runtime}_keep_fqdn_hostnames", "1")
-    addresses = replace(UNEQUAL, nodes=(Node("10.0.0.1", 1), Node("10.0.0.2", 1)))
+    addresses = replace(UNEQUAL, hosts=hosts(("10.0.0.1", 1), ("10.0.0.2", 1)))
     assert "fqdn" not in " ".join(argv_of(mpi, addresses))
 
 
@@ -178,10 +194,10 @@ def test_names_with_the_same_short_form_are_kept_whole(mpi: str, runtime: str) -
     ],
 )
 def test_users_and_ports_reach_ssh_in_a_config_file(mpi: str, where: str) -> None:
-    nodes = (Node("node1", 1, user="me", port=2222), Node("node0", 1))
-    request = replace(UNEQUAL, nodes=nodes, scratch="s")
+    special = (Host("node1", user="me", port=2222, ranks=1), Host("node0", ranks=1))
+    request = replace(UNEQUAL, hosts=Hosts("hosts.txt", special), scratch="s")
     command = compose(MPIS[mpi], request)
-    assert where in command.explained(request)
+    assert where in command.explained()
     assert command.files["s/mpiddp-ssh_config"] == (
         "Host node1\n  User me\n  Port 2222\n"
         "Host *\n  Include ~/.ssh/config\n  Include /etc/ssh/ssh_config\n"
@@ -190,15 +206,14 @@ def test_users_and_ports_reach_ssh_in_a_config_file(mpi: str, where: str) -> Non
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_dry_run_prints_a_command_to_paste_and_a_reason_for_every_flag(mpi: str) -> None:
-    settings = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "B": "b c"}
-    settings |= {"A": "private-value", "API_KEY": "private-value"}
+    variables = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "B": "b c"}
+    variables |= dict.fromkeys(("A", "API_KEY", "MY_KEY"), "private-value")
     env = {"API_KEY": "private-value", "A": "other"}
-    request = replace(UNEQUAL, settings=settings, env=env, hidden=frozenset({"A", "API_KEY"}))
-    command = compose(MPIS[mpi], request)
-    text = command.explained(request)
+    command = compose(MPIS[mpi], replace(UNEQUAL, variables=variables, env=env))
+    text = command.explained({"A", "API_KEY"})
     pasted = next(line for line in text.splitlines() if line.startswith("MPIDDP_PLACEMENT="))
-    assert "B='b c' A=… " in pasted
-    assert 'API_KEY="$API_KEY"' in pasted
+    assert "B='b c' A=… MY_KEY=… " in pasted
+    assert "API_KEY=" not in pasted  # the shell has it
     assert "private-value" not in text
     assert shlex.split(pasted)[-len(command.argv) :] == command.argv
     for flag in command.flags:
@@ -207,7 +222,7 @@ def test_a_dry_run_prints_a_command_to_paste_and_a_reason_for_every_flag(mpi: st
 
 
 def test_the_pasted_command_creates_its_files() -> None:
-    text = Command("mpirun", (), ("job",), files={"machines": "node1:2\n"}).explained(UNEQUAL)
+    text = Command("mpirun", (), ("job",), files={"machines": "node1:2\n"}).explained()
     assert text.startswith("cat > machines <<'END'\nnode1:2\nEND\nmpirun job\n")
 
 
@@ -222,7 +237,7 @@ def test_the_allow_list_of_variables() -> None:
         "OMPI_MCA_pml",
     )
     env = dict.fromkeys(allowed + not_forwarded, "")
-    assert forwarded(env) == allowed
+    assert tuple(forwarded(env)) == allowed
     assert "HF_TOKEN" in forwarded(env, ["HF_TOKEN"])
 
 
@@ -238,9 +253,7 @@ def test_the_gpus_of_this_host_are_not_imposed_on_others() -> None:
         "RCCL_MSCCL_ENABLE": "0",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    assert forwarded(env) == tuple(
-        sorted(env.keys() - {"CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"})
-    )
+    assert forwarded(env).keys() == env.keys() - {"CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"}
     assert "CUDA_VISIBLE_DEVICES" in forwarded(env, ["CUDA_VISIBLE_DEVICES"])
 
 
@@ -252,8 +265,8 @@ def test_exports_by_name_and_with_a_value() -> None:
 @pytest.mark.parametrize("word", ["PASS", "AUTH", "COOKIE", "SESSION", "DSN", "TOKEN", "PASSWD"])
 def test_a_variable_that_may_be_a_password_is_not_forwarded(word: str) -> None:
     names = [f"HF_{word}", f"NCCL_{word}_A", f"MPIDDP_MY{word.lower()}"]
-    assert forwarded(dict.fromkeys(names, "")) == ()
-    assert forwarded(dict.fromkeys(names, ""), names[:1]) == (names[0],)
+    assert forwarded(dict.fromkeys(names, "")) == {}
+    assert forwarded(dict.fromkeys(names, "x"), names[:1]) == {names[0]: "x"}
 
 
 def test_a_printed_command_has_no_values() -> None:
@@ -266,8 +279,7 @@ def test_a_printed_command_has_no_values() -> None:
         "-x", "TOKEN", "-x", "V=…", "--hostfile", "PLAIN=i", "-xSAME",
     ]  # fmt: skip
     assert fill_in_hint(exports, env) == (
-        "… stands for the values of A, HF_TOKEN, MY_KEY, PLAIN and V, never printed here: "
-        "fill them in."
+        "… stands for values that are never printed here. Fill in: A, HF_TOKEN, MY_KEY, PLAIN, V"
     )
     assert fill_in_hint(["SAME=j", "TOKEN"], env) == ""
 
@@ -284,25 +296,27 @@ def test_a_printed_command_is_one_line_that_bash_reads() -> None:
     assert read.stdout.split("\0")[:-1] == arguments
 
 
-IN_SLURM = replace(UNEQUAL, schedulers=("Slurm",))
-IN_GRID_ENGINE = replace(UNEQUAL, schedulers=("Grid Engine",), transport=QRSH)
-IN_LSF = replace(UNEQUAL, schedulers=("LSF",), transport=BLAUNCH)
+def inside(variable: str, transport: Transport = SSH) -> Request:
+    granted = hosts(("node1", 2), ("node0", 1), transport=transport)
+    return replace(UNEQUAL, hosts=granted, env={variable: "7"})
+
+
+IN_SLURM = inside("SLURM_JOB_ID")
+IN_GRID_ENGINE = inside("PE_HOSTFILE", QRSH)
+IN_LSF = inside("LSB_JOBID", BLAUNCH)
+SHIELD = "env --ignore-signal=TERM " if can_shield() else ""
 
 
 @pytest.mark.parametrize(
     ("mpi", "request_", "flags"),
     [
-        ("openmpi5", IN_SLURM, "--prtemca ras ^slurm,pbs,lsf,gridengine,flux,pals"),
+        ("openmpi5", IN_SLURM, "--prtemca ras ^flux,slurm,pbs,lsf,gridengine,pals"),
         ("openmpi5", IN_SLURM, "--prtemca plm ssh --prtemca plm_ssh_disable_qrsh 1"),
         ("openmpi4", IN_SLURM, "--mca ras ^slurm,tm,lsf,gridengine,alps --mca plm rsh"),
         ("openmpi4", IN_GRID_ENGINE, "--mca plm_rsh_disable_qrsh 1"),
-        ("openmpi4", IN_GRID_ENGINE, ["--mca", "plm_rsh_agent", "qrsh -inherit"]),
-        ("openmpi5", IN_LSF, "--mca plm_rsh_agent blaunch"),
-        (
-            "openmpi5",
-            replace(IN_GRID_ENGINE, shields_ssh=True),
-            ["--mca", "plm_rsh_agent", "env --ignore-signal=TERM qrsh -inherit"],
-        ),
+        ("openmpi4", IN_GRID_ENGINE, ["--mca", "plm_rsh_agent", f"{SHIELD}qrsh -inherit"]),
+        ("openmpi5", IN_LSF, ["--mca", "plm_rsh_agent", f"{SHIELD}blaunch"]),
+        ("openmpi5", UNEQUAL, ["--mca", "plm_rsh_agent", f"{SHIELD}ssh -x"] if SHIELD else ["-n"]),
         # MPICH's mpiexec(1), "-launcher" and "-rmk".
         ("mpich", IN_SLURM, "-launcher ssh -rmk user"),
         ("mpich", IN_GRID_ENGINE, "-launcher sge -rmk user"),
@@ -319,19 +333,19 @@ def test_an_mpi_does_not_follow_a_scheduler(
     expected = flags.split() if isinstance(flags, str) else flags
     command = compose(MPIS[mpi], request_)
     assert follows(command.argv, *expected)
-    if mpi == "intelmpi":
+    if mpi == "intelmpi" and request_ is not UNEQUAL:
         # "Job Schedulers Support" in the developer reference.
         assert command.settings["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] == "off"
 
 
 @pytest.mark.parametrize("mpi", [mpi for mpi in MPIS if mpi != "slurm"])
 def test_the_reason_names_the_scheduler(mpi: str) -> None:
-    text = compose(MPIS[mpi], IN_SLURM).explained(IN_SLURM)
+    text = compose(MPIS[mpi], IN_SLURM).explained()
     assert "those of this command; mpirun would follow Slurm" in text
-    assert "would follow" not in compose(MPIS[mpi], UNEQUAL).explained(UNEQUAL)
+    assert "would follow" not in compose(MPIS[mpi], UNEQUAL).explained()
 
 
 def test_a_choice_of_the_user_is_kept() -> None:
-    argv = argv_of("openmpi5", replace(IN_SLURM, env={"PRTE_MCA_plm": "slurm"}))
+    argv = argv_of("openmpi5", replace(IN_SLURM, env={**IN_SLURM.env, "PRTE_MCA_plm": "slurm"}))
     assert not follows(argv, "plm", "ssh")
     assert follows(argv, "--prtemca", "ras")

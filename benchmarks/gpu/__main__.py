@@ -23,7 +23,7 @@ from benchmarks.gpu.stage import Context, run_stage, save
 from benchmarks.gpu.stages import GROUPS, STAGES, Group
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, UserError
-from mpiddp.hosts.gpu_tools import gpu_names
+from mpiddp.hosts.gpus import gpu_names
 from mpiddp.text import all_of
 
 STATE = Path("bench/gpu")

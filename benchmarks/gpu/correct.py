@@ -28,7 +28,7 @@ from benchmarks.gpu.jobs import (
 )
 from benchmarks.gpu.stage import Context, Failed
 from mpiddp.bench.machine import available_bytes
-from mpiddp.hosts.gpu_tools import gpu_names
+from mpiddp.hosts.gpus import gpu_names
 
 TINY_MODEL = ["--arch=resnet20", "--use-syn", "--batch-size=8", "--save-every=100000"]
 _QUERY = "name,memory.total,memory.used,utilization.gpu,temperature.gpu,power.draw,clocks.sm"

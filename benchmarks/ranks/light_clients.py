@@ -32,18 +32,18 @@ _SECRET = "a secret of the ranks"
 
 def launcher(ranks: int) -> None:
     """Supervise `clients` as if they were an mpirun with so many ranks."""
-    from mpiddp.hosts.nodes import Node
-    from mpiddp.launch.starters.command import Request
-    from mpiddp.launch.starters.detect import RankStarter
+    from mpiddp.hosts.hostfile import Host, Hosts
+    from mpiddp.launch.starters.command import RankStarter, Request
+    from mpiddp.launch.starters.table import STARTERS
 
     folder = os.environ["LIGHT_CLIENTS_FOLDER"]
     mpirun = Path(folder, "mpirun")
     mpirun.write_text(f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n")
     mpirun.chmod(0o755)
     per_host = RANKS_PER_HOST if ranks >= RANKS_PER_HOST else 1
-    nodes = tuple(Node(f"node{number}", per_host) for number in range(ranks // per_host))
-    request = Request(nodes, ("true",), ".", control_address="127.0.0.1")
-    starter = RankStarter("openmpi", "5.0.11", mpirun)
+    hosts = tuple(Host(f"node{number}", ranks=per_host) for number in range(ranks // per_host))
+    request = Request(Hosts("light clients", hosts), ("true",), ".")
+    starter = RankStarter(STARTERS[1], "5.0.11", mpirun)
     since = time.monotonic()
     with queued_signals() as signals:
         outcome = attempt(starter, request, Limits(), signals, Shown())

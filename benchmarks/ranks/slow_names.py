@@ -13,7 +13,7 @@ import threading
 import time
 
 from benchmarks.ranks.light_clients import report
-from mpiddp.hosts.nodes import addresses_of, resolve_all
+from mpiddp.hosts.names import addresses_of, resolve_all
 
 PAUSE_S = 0.2
 _SERVER = "127.0.0.53"

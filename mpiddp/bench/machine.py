@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.hosts.gpu_tools import gpu_names
+from mpiddp.hosts.gpus import gpu_names
 from mpiddp.hosts.versions import package_version
 
 

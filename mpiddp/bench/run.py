@@ -82,7 +82,7 @@ def _jobs(
     launch_options = parse_options([*where, *ranks, "-m", "mpiddp", "bench-rank"])
     plan = make_plan(replace(launch_options, backend=backend), started_at, os.environ)
     slots = plan.request.world_size
-    per_host = max(node.ranks for node in plan.request.nodes)
+    per_host = max(host.ranks for host in plan.request.hosts.hosts)
     return Jobs(tuple(where), slots, per_host, plan.starter.name, shared.timeout, tuple(training))
 
 

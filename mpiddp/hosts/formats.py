@@ -28,7 +28,7 @@ def render(hosts: Hosts, form: Form) -> str:
     No MPI has a key for `gpus`: they stand in a comment, on a line of its own because MPICH reads no other.
     """
     if form == "slurm":
-        lines = [host.name for host, count in ranks_per_host(hosts) for _ in range(count)]
+        lines = [host.name for host in ranks_per_host(hosts).hosts for _ in range(host.ranks)]
     else:
         used = [host for host in hosts.hosts if form == "openmpi" or host.slots != 0]
         lines = [line for host in used for line in _lines(hosts, host, form)]

@@ -1,13 +1,13 @@
 """The hosts of a job and their slots, parsed from a hostfile or from -H.
 
-Reads Open MPI's hostfile grammar, MPICH's `host:n` and the lists of schedulers into one `Hosts`. Input
-that mpirun or ssh would misread raises an error with the file, the line and what to write instead.
+Reads Open MPI's hostfile grammar, MPICH's `host:n` and the files of schedulers into one `Hosts`: PBS and LSF
+write one line per slot, so that hosts repeat, and Grid Engine writes four columns. Input that mpirun or ssh
+would misread raises an error with the file, the line and what to write instead.
 Try it: `mpiddp hosts check hostfiles/local`.
 """
 
 from __future__ import annotations
 
-import codecs
 import ipaddress
 import re
 import shlex
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.node_file import Line, as_hostfile
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.paths import cause_of
 from mpiddp.text import shown
 
@@ -41,7 +41,7 @@ class Host:
 
     `name` is a host name or an IP literal (IPv6 without brackets). `slots` is None if the file gives no
     count, neither of slots nor of GPUs: then the host gets one slot per GPU, or 1 on a CPU host. `gpus` are
-    the numbers of the GPUs that its ranks use, None for all.
+    the numbers of the GPUs that its ranks use, None for all. `ranks` is 0 until the ranks are placed.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Host:
     user: str | None = None
     port: int | None = None
     gpus: tuple[int, ...] | None = None
+    ranks: int = 0
     line: int | None = field(default=None, compare=False)
     text: str = field(default="", compare=False, repr=False)
 
@@ -66,10 +67,26 @@ class Host:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job in the order of their ranks. `source` is the file's name, or "-H"."""
+    """The hosts of a job in the order of their ranks. `source` is the file's name, or "-H".
+
+    `scheduler` has granted them, "" for hosts that the user names. `transport` reaches them, and the program
+    `starter` starts their ranks.
+    """
 
     source: str = field(compare=False)
     hosts: tuple[Host, ...]
+    scheduler: str = ""
+    transport: Transport = SSH
+    starter: str = "mpirun"
+
+    @property
+    def usable(self) -> tuple[Host, ...]:
+        """The hosts that take ranks: those with slots=0 do not."""
+        return tuple(host for host in self.hosts if host.slots != 0)
+
+    @property
+    def world_size(self) -> int:
+        return sum(host.ranks for host in self.hosts)
 
     @property
     def without_slots(self) -> tuple[Host, ...]:
@@ -125,23 +142,51 @@ def read_hostfile(path: str | Path, *, keep_fqdn: bool = False) -> Hosts:
 def parse_hostfile(data: bytes, source: str, *, keep_fqdn: bool = False) -> Hosts:
     """The hosts in a hostfile's bytes, as `read_hostfile`. `source` is the file's name in errors."""
     texts = dict(enumerate(_text(data, source).split("\n"), start=1))
-    tokens = {number: _tokens(text.partition("#")[0]) for number, text in texts.items()}
-    lines = as_hostfile([line for line in tokens.items() if line[1]], source)
+    rows = {number: _tokens(text.partition("#")[0]) for number, text in texts.items()}
+    rows = {number: tokens for number, tokens in rows.items() if tokens}
+    is_of_grid_engine = all(map(_is_of_grid_engine, rows.values()))
+    if is_of_grid_engine:
+        rows = {number: [tokens[0], f"slots={tokens[1]}"] for number, tokens in rows.items()}
     found = [
         replace(_parse_host(f"{source}:{number}", tokens), line=number, text=texts[number])
-        for number, tokens in lines
+        for number, tokens in rows.items()
     ]
     if not found:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
+    # A line for each slot. A list without a repeated host says nothing about the slots.
+    are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
+    if is_of_grid_engine or (are_bare and len({host.key for host in found}) < len(found)):
+        found = _merged(found)
     return _checked(Hosts(source, tuple(found)), keep_fqdn=keep_fqdn)
 
 
-def granted_hosts(lines: Sequence[Line], source: str) -> Hosts:
-    """The hosts that a scheduler lists. Raises UserError as for a hostfile; `source` stands in errors."""
-    if not lines:
+def granted_hosts(rows: Sequence[Sequence[str]], source: str) -> Hosts:
+    """The hosts that a scheduler lists: for each a name, and maybe "slots=N".
+
+    Raises:
+        UserError: as for a hostfile; `source` stands in its sentence.
+    """
+    if not rows:
         raise UserError(f"{source} lists no host.")
-    found = tuple(_parse_host(source, tokens) for _, tokens in lines)
-    return _checked(Hosts(source, found), keep_fqdn=True)
+    found = [_parse_host(source, row) for row in rows]
+    if all(host.slots is not None for host in found):
+        found = _merged(found)
+    return _checked(Hosts(source, tuple(found)), keep_fqdn=True)
+
+
+def _is_of_grid_engine(tokens: Sequence[str]) -> bool:
+    """Whether these are the columns of sge_pe(5): host, slots, queue instance, processors."""
+    return len(tokens) >= 3 and bool(re.fullmatch("[0-9]{1,6}", tokens[1])) and "@" in tokens[2]
+
+
+def _merged(found: Sequence[Host]) -> list[Host]:
+    """One host for each name, at the place of its first line, with the sum of its slots: 1 of a bare line."""
+    first: dict[str, Host] = {}
+    slots: dict[str, int] = {}
+    for host in found:
+        first.setdefault(host.key, host)
+        slots[host.key] = slots.get(host.key, 0) + (1 if host.slots is None else host.slots)
+    return [replace(host, slots=slots[key]) for key, host in first.items()]
 
 
 def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
@@ -159,27 +204,16 @@ def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
 
 
 def _text(data: bytes, source: str) -> str:
-    """The file's bytes as text. Raises UserError if they are not text that mpirun can parse."""
-    quoted = shlex.quote(source)
+    """The file's bytes as text, without a byte order mark and the ends of Windows' lines."""
     if len(data) > _MAX_BYTES:
         raise UserError(
             f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile. {EXAMPLE}"
         )
-    if data.startswith(codecs.BOM_UTF8):
-        raise UserError(
-            f"{source}:1: starts with a byte order mark (BOM), which mpirun cannot parse. "
-            rf"Run: sed -i '1s/^\xef\xbb\xbf//' {quoted}"
-        )
-    text = data.decode(errors="surrogateescape")
+    text = data.decode("utf-8-sig", errors="surrogateescape")
     if bad := _NO_TEXT.search(text):
         byte = ord(bad[0]) & 0xFF  # a byte that is not UTF-8 is decoded as U+DC00 + itself
         where = f"{source}:{_line_at(text, bad.start())}"
         raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE}")
-    if "\r" in text:
-        raise UserError(
-            f"{source}:{_line_at(text, text.index(chr(13)))}: Windows line endings, which mpirun "
-            rf"cannot parse. Run: sed -i 's/\r$//' {quoted}"
-        )
     return text
 
 
@@ -189,10 +223,10 @@ def _line_at(text: str, index: int) -> int:
 
 def _tokens(line: str) -> list[str]:
     """The tokens of one line. `slots = 2` is one token, as in Open MPI."""
-    return re.findall(r"[^ \t]+", "=".join(part.strip(" \t") for part in line.split("=")))
+    return re.findall(r"[^ \t\r]+", "=".join(part.strip(" \t\r") for part in line.split("=")))
 
 
-def _parse_host(where: str, tokens: list[str]) -> Host:
+def _parse_host(where: str, tokens: Sequence[str]) -> Host:
     """One host from the tokens of its line."""
     before, at, rest = tokens[0].rpartition("@")
     name, count = rest, None

@@ -10,6 +10,7 @@ Nothing here connects to a host.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 from mpiddp.arguments import OneSentenceParser
@@ -118,6 +119,11 @@ def refuse_foreign_syntax(hosts: Hosts, host: Host, mpi: MpiName) -> None:
         raise UserError(
             f"{hosts.where(host)}: gpus= is read by mpiddp launch alone, and {MPI_NAMES[mpi]}'s mpirun "
             f"has no key for it. Write: {right}"
+        )
+    if host.text.endswith("\r"):
+        raise UserError(
+            f"{hosts.where(host)}: Windows line endings, which {MPI_NAMES[mpi]}'s mpirun cannot parse. "
+            rf"Run: sed -i 's/\r$//' {shlex.quote(hosts.source)}"
         )
     written, comment, _ = host.text.partition("#")
     first, *rest = written.split()

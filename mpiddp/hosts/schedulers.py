@@ -1,20 +1,24 @@
-"""The hosts of each scheduler's job, read from its variables and files.
+"""The table of schedulers, and the hosts that they grant, for a launch without --hostfile and -H.
 
-Each function returns None if the job has no other host: then it is no allocation. A UserError says what
-is missing, because a job must never start on one host of several in silence.
+    salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
+
+A row's reader returns None if the job has no other host: then it is no allocation. A UserError says what is
+missing, because a job must never start on one host of several in silence. docs/allocations.md has the
+variables of each scheduler, with their sources.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
-from mpiddp.hosts.node_file import of_counts
-from mpiddp.hosts.slurm_nodelist import expand_counts, expand_nodelist
+from mpiddp.hosts.slurm import expand_counts, expand_nodelist
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import parse_whole, shown
 
 # Kubeflow's MPI operator sets the first three, and Kubeflow Trainer the fourth.
@@ -80,13 +84,15 @@ def lsf(env: Mapping[str, str]) -> Hosts | None:
     name = "LSB_MCPU_HOSTS"
     if not env.get(name):
         return _of_file(env, "LSB_DJOB_HOSTFILE", source, "LSB_JOBID")
-    try:
-        lines = of_counts(env[name])
-    except ValueError as error:
-        raise UserError(
-            f'{name}="{shown(env[name])}" is not LSF\'s: {error}. {NAME_THEM}'
-        ) from None
-    return replace(granted_hosts(lines, name), source=source)
+    names, counts = env[name].split()[::2], env[name].split()[1::2]
+    wrong = [count for count in counts if not re.fullmatch("[0-9]{1,6}", count)]
+    if not names or len(names) != len(counts) or wrong:
+        reason = "it does not have a number after each host"
+        if wrong:
+            reason = f"{shown(wrong[0])!r} is not a number of slots"
+        raise UserError(f'{name}="{shown(env[name])}" is not LSF\'s: {reason}. {NAME_THEM}')
+    rows = [[host, f"slots={count}"] for host, count in zip(names, counts, strict=True)]
+    return replace(granted_hosts(rows, name), source=source)
 
 
 def grid_engine(env: Mapping[str, str]) -> Hosts | None:
@@ -122,8 +128,8 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
         raise UserError(
             f"FLUX_URI is set, but {' '.join(command)} fails: {error}. {NAME_THEM}"
         ) from None
-    lines = [(0, [name]) for name in names]
-    return replace(granted_hosts(lines, "flux getattr hostlist"), source="the Flux instance")
+    rows = [[name] for name in names]
+    return replace(granted_hosts(rows, "flux getattr hostlist"), source="the Flux instance")
 
 
 def mpijob(env: Mapping[str, str]) -> Hosts | None:
@@ -145,8 +151,7 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
 def skypilot(env: Mapping[str, str]) -> Hosts | None:
     """SkyPilot: SKYPILOT_NODE_IPS has a line for each host. The task's commands run on every host."""
     name = "SKYPILOT_NODE_IPS"
-    lines = [(0, [address]) for address in env[name].split()]
-    hosts = granted_hosts(lines, name)
+    hosts = granted_hosts([[address] for address in env[name].split()], name)
     if len(hosts.hosts) > 1 and env.get("SKYPILOT_NODE_RANK", "0") != "0":
         raise UserError(
             f"this is node {shown(env['SKYPILOT_NODE_RANK'])} of a SkyPilot task, and mpiddp launch on "
@@ -165,8 +170,8 @@ def azure_batch(env: Mapping[str, str]) -> Hosts | None:
             "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
             f"nodes of this Azure Batch task are not known. {NAME_THEM}"
         )
-    lines = [(0, [name.strip()]) for name in listed.split(",")]
-    hosts = replace(granted_hosts(lines, "AZ_BATCH_HOST_LIST"), source="the Azure Batch task")
+    rows = [[name.strip()] for name in listed.split(",")]
+    hosts = replace(granted_hosts(rows, "AZ_BATCH_HOST_LIST"), source="the Azure Batch task")
     if len(hosts.hosts) > 1 and env.get("AZ_BATCH_IS_CURRENT_NODE_MASTER") == "false":
         raise UserError(
             "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
@@ -219,12 +224,8 @@ def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Host
             f"allocation's environment. {NAME_THEM}"
         )
     found = read_hostfile(path, keep_fqdn=True)
-    return Hosts(source, _without_lines(found.hosts))
-
-
-def _without_lines(hosts: Sequence[Host]) -> tuple[Host, ...]:
-    """The hosts without the positions in a file that the user has not written."""
-    return tuple(replace(host, line=None) for host in hosts)
+    # Without the positions in a file that the user has not written.
+    return Hosts(source, tuple(replace(host, line=None) for host in found.hosts))
 
 
 def _count_in(env: Mapping[str, str], name: str) -> int | None:
@@ -233,3 +234,100 @@ def _count_in(env: Mapping[str, str], name: str) -> int | None:
         return parse_whole(env.get(name) or "0", high=1000) or None
     except ValueError as error:
         raise UserError(f'{name}="{shown(env[name])}" is not {error}.') from None
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """One scheduler as data. It is present if a variable of `proof` has a value.
+
+    `read` returns the hosts of the job, or None if it has no other host. `transport` reaches these hosts.
+    The program `starter` starts the ranks there. `followed_by` are the components of Open MPI 4 and of 5 that
+    would follow the scheduler's variables; None if no mpirun does.
+    """
+
+    name: str
+    proof: tuple[str, ...]
+    read: Callable[[Mapping[str, str]], Hosts | None]
+    transport: Transport = SSH
+    starter: str = "mpirun"
+    followed_by: tuple[str, str] | None = None
+
+    def is_present(self, env: Mapping[str, str]) -> bool:
+        return any(env.get(name) for name in self.proof)
+
+
+# The first row that has other hosts counts. Flux and SkyPilot start their jobs inside those of other
+# schedulers; a variable of an MPIJob may also be the user's own setting inside a job of Slurm.
+# KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
+SCHEDULERS = (
+    Scheduler("Flux", ("FLUX_URI",), flux, followed_by=("", "flux")),
+    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS",), skypilot),
+    Scheduler("Slurm", ("SLURM_JOB_ID",), slurm, starter="srun", followed_by=("slurm", "slurm")),
+    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, SSH_IN_PBS, followed_by=("tm", "pbs")),
+    Scheduler(
+        "LSF",
+        ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
+        lsf,
+        BLAUNCH,
+        followed_by=("lsf", "lsf"),
+    ),
+    Scheduler(
+        "Grid Engine",
+        ("PE_HOSTFILE", "SGE_TASK_ID"),
+        grid_engine,
+        QRSH,
+        followed_by=("gridengine", "gridengine"),
+    ),
+    Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
+    Scheduler(
+        "Azure Batch",
+        ("AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST"),
+        azure_batch,
+    ),
+    Scheduler(
+        "Kubeflow",
+        ("PET_NNODES",),
+        unread(
+            "a PyTorchJob or TrainJob",
+            "PET_NNODES",
+            "Start the script with torchrun, or use an MPIJob.",
+        ),
+    ),
+    Scheduler(
+        "AWS Batch",
+        ("AWS_BATCH_JOB_NUM_NODES",),
+        unread(
+            "AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "Start the script with torchrun on each node."
+        ),
+    ),
+)
+
+
+def find_allocation(env: Mapping[str, str]) -> Hosts | None:
+    """The hosts of the allocation that this process runs in, None outside of any.
+
+    Its own transport reaches them, or ssh where that is not installed.
+
+    Raises:
+        UserError: the variables or files of the scheduler are incomplete.
+        JobFailed: a machine failed.
+    """
+    for row in SCHEDULERS:
+        if row.is_present(env) and (hosts := row.read(env)):
+            uses_own = row.transport.is_ssh or row.transport.is_installed
+            transport = row.transport if uses_own else SSH
+            return replace(hosts, scheduler=row.name, transport=transport, starter=row.starter)
+    return None
+
+
+def grants_hosts(env: Mapping[str, str]) -> bool:
+    """Whether this process runs in an allocation, also in one that cannot be read. run.sh asks this."""
+    try:
+        return find_allocation(env) is not None
+    except (UserError, JobFailed):
+        return True
+
+
+def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the schedulers whose variables in `env` an mpirun would follow."""
+    return tuple(row.name for row in SCHEDULERS if row.followed_by and row.is_present(env))

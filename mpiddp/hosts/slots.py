@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts, slots_of
+from mpiddp.hosts.hostfile import Hosts, slots_of
 from mpiddp.text import counted, listed, shown
 
 
@@ -52,20 +52,18 @@ def check_ranks(hosts: Hosts, n: int | None, npernode: int | None = None) -> Non
         )
 
 
-def ranks_per_host(
-    hosts: Hosts, n: int | None = None, npernode: int | None = None
-) -> list[tuple[Host, int]]:
+def ranks_per_host(hosts: Hosts, n: int | None = None, npernode: int | None = None) -> Hosts:
     """The hosts with their numbers of ranks: `n` ranks fill the slots (or `npernode`) in order.
 
     Hosts without a rank are left out. Raises UserError as `check_ranks`.
     """
     check_ranks(hosts, n, npernode)
     left = hosts.total_slots if n is None else n
-    counts = []
+    placed = []
     for host in hosts.hosts:
         room = slots_of(hosts, host)
-        count = min(left, room if npernode is None else min(npernode, room))
-        if count:
-            counts.append((host, count))
-        left -= count
-    return counts
+        ranks = min(left, room if npernode is None else min(npernode, room))
+        if ranks:
+            placed.append(replace(host, ranks=ranks))
+        left -= ranks
+    return replace(hosts, hosts=tuple(placed))

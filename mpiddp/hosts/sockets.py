@@ -126,7 +126,7 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
     return listener
 
 
-def probe(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
+def reachable(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
     """The addresses that accept a TCP connection within `PROBE_TIMEOUT_S`. All are tried at once."""
     reached: list[str] = []
     deadline = time.monotonic() + PROBE_TIMEOUT_S

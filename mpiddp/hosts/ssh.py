@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.nodes import is_this_host
+from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
@@ -54,6 +54,7 @@ def run_on_hosts(
     input: str,
     *,
     timeout_s: float,
+    work_s: float = 0.0,
     transport: Transport = SSH,
 ) -> dict[Host, Answer]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
@@ -64,6 +65,7 @@ def run_on_hosts(
     Args:
         program: a path or a name, without arguments.
         timeout_s: the time for all hosts together, or for those on which it runs at a time.
+        work_s: more time for each host from which something has arrived: the login is done.
 
     Raises:
         UserError: `hosts` contains another host, and the transport is not installed here.
@@ -80,9 +82,9 @@ def run_on_hosts(
         deadline = time.monotonic() + timeout_s
         try:
             for host in hosts[first : first + at_once]:
-                running.append(_Running(host, stdin, transport))
-            _collect(running, deadline)
-            answers |= {each.host: each.answer(deadline) for each in running}
+                running.append(_Running(host, stdin, transport, deadline))
+            _collect(running, work_s)
+            answers |= {each.host: each.answer() for each in running}
         finally:
             for each in running:
                 each.close()
@@ -106,8 +108,9 @@ def _command(host: Host, transport: Transport) -> list[str]:
 class _Running:
     """The program on one host, with its output so far."""
 
-    def __init__(self, host: Host, stdin: bytes, transport: Transport) -> None:
+    def __init__(self, host: Host, stdin: bytes, transport: Transport, deadline: float) -> None:
         self.host = host
+        self.deadline = deadline
         self.stdout = b""
         # stdin is a file in memory: a user with many pipes gets pipes that are smaller than a program.
         # stderr is a file too: a connection that ssh keeps for later (ControlPersist) may hold it open
@@ -120,9 +123,9 @@ class _Running:
                 _command(host, transport), stdin=file, stdout=subprocess.PIPE, stderr=self._stderr
             )
 
-    def answer(self, deadline: float) -> Answer:
+    def answer(self) -> Answer:
         try:
-            exit_code = self.process.wait(max(0.0, deadline - time.monotonic()))
+            exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             exit_code = None
         size = os.fstat(self._stderr).st_size
@@ -139,15 +142,22 @@ class _Running:
         os.close(self._stderr)
 
 
-def _collect(running: Sequence[_Running], deadline: float) -> None:
-    """Read every program's stdout to its end, or until the deadline."""
+def _collect(running: Sequence[_Running], work_s: float) -> None:
+    """Read every program's stdout to its end, or until its deadline."""
     with selectors.DefaultSelector() as selector:
         for each in running:
             assert each.process.stdout is not None
             selector.register(each.process.stdout, selectors.EVENT_READ, each)
-        while selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(remaining):
+        while keys := list(selector.get_map().values()):
+            now = time.monotonic()
+            for key in keys:
+                if key.data.deadline <= now:
+                    selector.unregister(key.fileobj)
+            first = min(key.data.deadline for key in keys)
+            for key, _ in selector.select(max(0.0, first - now)):
                 chunk = os.read(key.fd, 65536)
+                if not key.data.stdout:
+                    key.data.deadline += work_s
                 key.data.stdout += chunk
                 if not chunk:
                     selector.unregister(key.fileobj)

@@ -3,27 +3,27 @@
     # comments and blank lines are left out
     WANDB_API_KEY=0123abcd
     export HF_HOME=/data/hf        # a comment after a blank
-    GREETING="two words"           # \\n, \\t, \\", \\\\ and \\$ are escapes between double quotes
+    GREETING="two words"
     PATTERN='as $written'
     HTTPS_PROXY                    # a name alone: the value of the launcher's environment
 
-This is the format of python-dotenv, without values over several lines and without expansion: a `${NAME}`
-outside single quotes is refused, because python-dotenv would replace it. No error shows a part of a value.
+Each line is read as a shell reads an assignment, but nothing is expanded: a `${NAME}` outside single quotes
+is refused, because a shell would replace it. No error shows a part of a value.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
 
 _MAX_BYTES = 1 << 20
-_LINE = re.compile(r"(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*(?P<rest>.*)")
-_QUOTED = re.compile(r"""(?:'(?P<single>[^']*)'|"(?P<double>(?:[^"\\]|\\.)*)")[ \t]*(?:\#.*)?""")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\", "$": "$"}
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
 def read_env_file(path: str, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -49,48 +49,42 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
         number = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{source}:{number}: not UTF-8 text.") from None
     for number, line in enumerate(text.split("\n"), start=1):
-        content = line.strip(" \t\r")
-        if content and not content.startswith("#"):
-            variable = _variable(f"{source}:{number}", content)
-            if "=" not in variable and variable not in env:
-                raise UserError(
-                    f"{source}:{number}: {variable} is not set here. Write: {variable}=VALUE"
-                )
+        variable = _variable(f"{source}:{number}", line.strip(" \t\r"))
+        if variable and "=" not in variable and variable not in env:
+            raise UserError(
+                f"{source}:{number}: {variable} is not set here. Write: {variable}=VALUE"
+            )
+        if variable:
             yield variable
 
 
 def _variable(where: str, line: str) -> str:
-    """The variable of one line: VAR=VALUE or VAR."""
-    found = _LINE.fullmatch(line)
-    rest = found["rest"] if found else ""
-    if found is None or (rest and rest[0] not in "=#") or "\0" in line:
-        raise UserError(f"{where}: expected NAME=VALUE, a name alone, or a # comment.")
-    if not rest.startswith("="):
-        return found["name"]
-    return f"{found['name']}={_value(where, found['name'], rest[1:].lstrip(' 	'))}"
-
-
-def _value(where: str, name: str, text: str) -> str:
-    if not text.startswith(("'", '"')):
-        value = re.sub(r"(^|[ \t]+)#.*", "", text)
-        _refuse_expansion(where, name, value)
-        return value
-    quoted = _QUOTED.fullmatch(text)
-    if quoted is None:
+    """The variable of one line, VAR=VALUE or VAR; "" if there is none."""
+    if line.startswith("#"):
+        return ""
+    words = shlex.shlex(line, posix=True, punctuation_chars=False)
+    words.whitespace_split = True
+    words.commenters = ""  # a "#" within a word is a part of it, as in a password
+    try:
+        found = list(takewhile(lambda word: not word.startswith("#"), words))
+    except ValueError:
         raise UserError(
-            f"{where}: the value of {name} has no closing quote, or text after it. A value is on one "
-            r"line; \n between double quotes is the end of a line."
-        )
-    if quoted["double"] is None:
-        return quoted["single"]
-    # "\$" keeps a dollar sign; what remains of "${" would be expanded elsewhere.
-    _refuse_expansion(where, name, re.sub(r"\\.", "", quoted["double"]))
-    return re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[0]), quoted["double"])
-
-
-def _refuse_expansion(where: str, name: str, value: str) -> None:
-    if "${" in value:
+            f"{where}: a quote is not closed. A value is on one line, and an apostrophe or a backslash in "
+            "it stands between quotes."
+        ) from None
+    found = found[1:] if found[:1] == ["export"] else found
+    if not found:
+        return ""
+    variable = _VARIABLE.fullmatch(found[0])
+    if len(found) > 1 or variable is None or "\0" in line:
         raise UserError(
-            f"{where}: the value of {name} contains ${{…}}, which is not expanded here. Write the value "
-            f"itself, or put it between single quotes: {name}='…'"
+            f"{where}: expected NAME=VALUE, a name alone, or a # comment. A value with blanks stands "
+            "between quotes."
         )
+    # Between single quotes it is no expansion.
+    if "${" in (variable["value"] or "") and "${" in re.sub("'[^']*'", "", line):
+        raise UserError(
+            f"{where}: the value of {variable['name']} contains ${{…}}, which is not expanded here. Write "
+            f"the value itself, or put it between single quotes: {variable['name']}='…'"
+        )
+    return found[0]

@@ -62,13 +62,8 @@ def main(argv: list[str]) -> int:
 def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
     leave_enclosing_job(os.environ)
     options = _with_variables(parse_options([*call.facts["options"], *_JOB]), call.facts["env"])
-    plan = make_plan(options, started_at, os.environ, may_wait=True)
+    plan = make_plan(options, started_at, os.environ)
     options.output.check_ranks(plan.request.world_size)
-    if plan.request.control_address is None:
-        raise UserError(
-            f"mpiddp.spawn: no address of this machine is known that {plan.request.nodes[-1].name} can "
-            'reach, so no result could come back. Name one: interface="NAME"'
-        )
     if hint := left_out_hint(options.how.exports, os.environ):
         log.info(hint)
     return run(options, plan, started_at, exchange)
@@ -92,7 +87,7 @@ def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
         return replace(outcome, sentence=(*refusals, outcome.sentence or error)[0])
     missing = [rank for rank in range(exchange.world_size) if rank not in exchange.answers]
     if outcome.code in (DONE, STOPPED) and missing:
-        ranks = f"rank{'s' * (len(missing) > 1)} {all_of([str(rank) for rank in missing])}"
+        ranks = all_of([f"rank {rank}" for rank in missing])
         return replace(outcome, code=FAILED, sentence=f"{ranks} ended without a result.")
     return outcome
 

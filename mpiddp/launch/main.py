@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 
+from mpiddp.errors import UserError
+from mpiddp.hosts.slurm import in_slurm_terminal
 from mpiddp.launch import log
-from mpiddp.launch.options import parse_options
+from mpiddp.launch.options import Where, parse_options
 from mpiddp.launch.supervise.output import open_closed_streams
-from mpiddp.launch.usable_hosts import refuse_inside_a_rank
-from mpiddp.world import leave_enclosing_job
+from mpiddp.world import World, leave_enclosing_job
 
 
 def main(argv: list[str]) -> int:
@@ -29,23 +31,24 @@ def main(argv: list[str]) -> int:
     is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
     if not is_nested:
-        refuse_inside_a_rank(options.where, os.environ)
+        _refuse_inside_a_rank(options.where, os.environ)
     # Imported here, so that --help and a wrong option answer at once.
     from mpiddp.launch.plan import make_plan
-    from mpiddp.launch.starters.compose import compose
     from mpiddp.launch.starters.environment import (
         fill_in_hint,
         left_out_hint,
         shell_line,
         without_values,
     )
+    from mpiddp.launch.starters.table import compose
 
-    plan = make_plan(options, started_at, os.environ, may_wait=True)
+    plan = make_plan(options, started_at, os.environ)
     options.output.check_ranks(plan.request.world_size)
     if hint := left_out_hint(options.how.exports, os.environ):
         log.info(hint)
     if options.dry_run:
-        print(compose(plan.starter, plan.request).explained(plan.request))
+        hidden = {export.partition("=")[0] for export in options.how.all_exports}
+        print(compose(plan.starter, plan.request).explained(hidden))
         if hint := fill_in_hint(options.how.all_exports, os.environ):
             log.info(hint)
         return 0
@@ -62,3 +65,21 @@ def main(argv: list[str]) -> int:
         if hint := fill_in_hint(exports, os.environ):
             log.info(hint)
     return outcome.code
+
+
+def _refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:
+    """Refuse to start a job from each rank of another launcher, unless the user names the hosts.
+
+    Raises:
+        UserError: this process is one of several ranks, or only some of a launcher's variables are set.
+    """
+    if where.names_hosts or where.local or in_slurm_terminal(env):
+        return
+    world = World.from_env(env)
+    if world.world_size > 1:
+        name = world.launcher.rank
+        raise UserError(
+            f"mpiddp launch starts all ranks itself, but {name}={env[name]} says that this is already one "
+            f"of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place of mpiddp "
+            f"launch, or start it once; --local starts a job on this machine alone."
+        )

@@ -2,138 +2,132 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.hosts.nodes import Node, addresses_of, is_this_host
+from mpiddp.hosts.names import addresses_of, is_this_host
+from mpiddp.launch.starters.command import JobNetwork
 
 if TYPE_CHECKING:
-    from mpiddp.launch.remote.preflight import HostInfo
+    from mpiddp.launch.preflight import HostInfo
+
+_SSH_G_S = 10.0
 
 
-@dataclass(frozen=True)
-class RequestedInterface:
-    """--interface: its interfaces on this machine, and the name or the networks that all hosts use."""
-
-    own: tuple[Interface, ...]
-    everywhere: str
-
-
-@dataclass(frozen=True)
-class JobNetwork:
-    """This machine's interface for the job, and the networks that MPI must use on all hosts, if known.
-
-    `control_address` is the address of this machine that all ranks can reach, None if none is known.
-    """
-
-    interface: Interface | None
-    networks: tuple[str, ...]
-    control_address: str | None
-
-
-def request_interface(requested: str) -> RequestedInterface:
-    """This machine's interfaces that --interface selects, by name, address or network.
+def requested_networks(requested: str) -> tuple[str, ...]:
+    """What --interface means on every host: the names or networks of interfaces.
 
     Raises:
-        UserError: it selects no interface.
+        UserError: it selects no interface of this machine.
     """
-    present = interfaces()
-    found = tuple(interface for interface in present if interface.matches(requested))
-    if not found:
-        names = " and ".join(f"{each.name} ({each.address})" for each in present)
-        raise UserError(
-            f'interface "{requested}" is not on {socket.gethostname()}, which has {names}.'
-        )
-    if requested in [
-        each.address for each in found
-    ]:  # other hosts have other addresses in that network
-        return RequestedInterface(found, ",".join(each.network for each in found))
-    return RequestedInterface(found, requested)
+    own = _own_interfaces(requested)
+    if requested in [each.address for each in own]:  # others have other addresses in that network
+        return tuple(each.network for each in own)
+    return tuple(requested.split(","))
 
 
 def find_network(
-    nodes: Sequence[Node], requested: RequestedInterface | None, infos: Collection[HostInfo]
+    placed: Hosts, infos: Collection[HostInfo], requested: str | None, *, dry_run: bool = False
 ) -> JobNetwork:
-    """The network that `nodes` share.
+    """The network that the hosts share.
 
     Args:
-        requested: an interface that all hosts have, maybe in another network than this machine's.
         infos: the preflight's results.
+        requested: the interface of --interface, which all hosts have, maybe in different networks.
+
+    Raises:
+        UserError: no address of this machine is known that the other hosts can reach.
     """
-    others = [node.name for node in nodes if not is_this_host(node.name)]
+    others = [host for host in placed.hosts if not is_this_host(host.name)]
     if requested is not None:
-        interface: Interface | None = requested.own[0]
-        networks = tuple(requested.everywhere.split(","))
+        interface: Interface | None = _own_interfaces(requested)[0]
+        networks = requested_networks(requested)
     else:
-        interface, networks = _shared_network(others, infos)
-    return JobNetwork(interface, networks, _control_address(others, interface))
+        interface, networks = _shared_network([host.name for host in others], infos)
+    address = interface.address if interface else _control_address(others)
+    if not address and not dry_run:
+        raise UserError(
+            f"no address of this machine is known that {others[-1].name} can reach. "
+            "Name this machine's interface to it: --interface NAME"
+        )
+    return JobNetwork(interface, networks, address if others else "127.0.0.1")
+
+
+def _own_interfaces(requested: str) -> list[Interface]:
+    present = interfaces()
+    if found := [interface for interface in present if interface.matches(requested)]:
+        return found
+    names = " and ".join(f"{each.name} ({each.address})" for each in present)
+    raise UserError(f'interface "{requested}" is not on {socket.gethostname()}, which has {names}.')
 
 
 def _shared_network(
     others: Sequence[str], infos: Collection[HostInfo]
 ) -> tuple[Interface | None, tuple[str, ...]]:
-    link = link_to(others)
-    if link is None:
-        return None, ()
-    if not link.is_direct:
-        return link.interface, ()
-    own = (link.interface.name, link.interface.network)
-    found = [[(each.name, each.network) for each in info.interfaces] for info in infos]
-    # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
-    is_everywhere = bool(found) and all(own in names for names in found)
-    return link.interface, (own[0] if is_everywhere else own[1],)
-
-
-def _control_address(others: Sequence[str], interface: Interface | None) -> str | None:
-    if not others:
-        return "127.0.0.1"
-    if interface:
-        return interface.address
-    return next((address for name in others if (address := address_towards(name))), None)
-
-
-@dataclass(frozen=True)
-class Link:
-    """The interface that leads to all other hosts. `is_direct`: all are in its network."""
-
-    interface: Interface
-    is_direct: bool
-
-
-def link_to(hosts: Sequence[str]) -> Link | None:
-    """The interface by which this machine reaches all of `hosts`; None if no single one leads to all.
+    """This machine's interface that leads to all of `others`, and its network if they are all in it.
 
     The result comes from the kernel's routing table. Nothing is sent.
     """
-    routes = {_route(host) for host in hosts}
-    own = {route[0] if route else None for route in routes}
-    for interface in interfaces():
-        if own == {interface.address} and not interface.is_loopback:
-            network = ip_network(interface.network)
-            is_direct = all(route and ip_address(route[1]) in network for route in routes)
-            return Link(interface, is_direct)
-    return None
+    routes = {_route(name) for name in others}
+    sources = {route[0] if route else None for route in routes}
+    found = [each for each in interfaces() if sources == {each.address} and not each.is_loopback]
+    if not found:
+        return None, ()
+    own = found[0]
+    network = ip_network(own.network)
+    if not all(route and ip_address(route[1]) in network for route in routes):
+        return own, ()
+    names = [[(each.name, each.network) for each in info.interfaces] for info in infos]
+    # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
+    is_everywhere = bool(names) and all((own.name, own.network) in each for each in names)
+    return own, (own.name if is_everywhere else own.network,)
 
 
-def address_towards(host: str) -> str | None:
-    """This machine's own address on the route to `host`; None without a route."""
-    route = _route(host)
-    return route[0] if route else None
+def _control_address(others: Sequence[Host]) -> str:
+    """This machine's address on the route to one of `others`, "" if none is known.
+
+    ssh may reach a host whose name does not resolve: its configuration has the address.
+    """
+    if not others:
+        return "127.0.0.1"
+    for name in (*(host.name for host in others), _name_for_ssh(others[0])):
+        if route := _route(name):
+            return route[0]
+    return ""
 
 
-def _route(host: str) -> tuple[str, str] | None:
-    """This machine's address and the host's, as a connection to it would have them."""
-    found = [address for family, address in addresses_of(host) if family == socket.AF_INET]
+def _name_for_ssh(host: Host) -> str:
+    """The host's name or address in the user's configuration of ssh."""
+    if shutil.which("ssh") is None or addresses_of(host.name):
+        return host.name
+    command = ["ssh", "-G", "--", host.ssh_target]
+    try:
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SSH_G_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return host.name
+    lines = os.fsdecode(answer.stdout).splitlines()
+    names = [line.removeprefix("hostname ") for line in lines if line.startswith("hostname ")]
+    return names[0] if names else host.name
+
+
+def _route(name: str) -> tuple[str, str] | None:
+    """This machine's address and the host's, as a connection to it would have them; None without a route."""
+    found = [address for family, address in addresses_of(name) if family == socket.AF_INET]
     if not found:
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packet:
         try:
-            probe.connect((found[0][0], 9))
+            packet.connect((found[0][0], 9))
         except OSError:  # no route
             return None
-        return str(probe.getsockname()[0]), str(probe.getpeername()[0])
+        return str(packet.getsockname()[0]), str(packet.getpeername()[0])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 
-from mpiddp.arguments import OneSentenceParser
+from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.protocol.variables import LOG_RANKS, MAX_TIMEOUT_S, PREFIX
-from mpiddp.text import MAX_DURATION_DAYS, parse_duration, parse_whole, shown
+from mpiddp.text import parse_whole, shown
 
 
 def option_parser() -> argparse.ArgumentParser:
@@ -42,12 +41,10 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--local", action="store_true", help="this machine alone, also inside an allocation"
     )
-    add.add_argument(
-        "-n", type=_whole("-n", 1), metavar="N", help="number of ranks (default: all slots)"
-    )
+    add.add_argument("-n", type=whole(1), metavar="N", help="number of ranks (default: all slots)")
     add.add_argument(
         "--npernode",
-        type=_whole("--npernode", 1),
+        type=whole(1),
         metavar="K",
         help="number of ranks on each host (default: all slots)",
     )
@@ -111,14 +108,14 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--wait-for-hosts",
         dest="wait_s",
-        type=_duration("--wait-for-hosts"),
+        type=duration,
         metavar="10m",
         help="wait up to this long until all names resolve and all hosts answer (default: not at all)",
     )
     add.add_argument(
         "--timeout",
         dest="timeout_s",
-        type=_whole("--timeout", 1, MAX_TIMEOUT_S),
+        type=whole(1, MAX_TIMEOUT_S),
         metavar="S",
         help="seconds in which all ranks must join (default: 60)",
     )
@@ -128,26 +125,26 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("when something fails")
     add.add_argument(
         "--max-restarts",
-        type=_whole("--max-restarts", 0),
+        type=whole(0),
         default=0,
         metavar="K",
         help="restart a failed job up to K times, from its newest checkpoint (default: 0)",
     )
     add.add_argument(
         "--min-hosts",
-        type=_whole("--min-hosts", 1),
+        type=whole(1),
         metavar="H",
         help="leave out hosts that fail the preflight, as long as H hosts remain",
     )
     add.add_argument(
         "--min-ranks",
-        type=_whole("--min-ranks", 1),
+        type=whole(1),
         metavar="N",
         help="the same, as long as N ranks remain",
     )
     add.add_argument(
         "--spares",
-        type=_whole("--spares", 0),
+        type=whole(0),
         default=0,
         metavar="K",
         help="keep the last K hosts in reserve; each takes the place of a host that fails the preflight",
@@ -155,7 +152,7 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--grow",
         dest="grow_s",
-        type=_duration("--grow"),
+        type=duration,
         metavar="10m",
         help="how often to look for hosts that are back or new in the hostfile, to save and restart on them "
         "(default: they join at the next restart)",
@@ -167,7 +164,7 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--stop-after",
         dest="stop_after_s",
-        type=_duration("--stop-after"),
+        type=duration,
         metavar="55m",
         help="after this time, stop as on Ctrl-C: a script that calls should_stop saves, and the exit "
         "code is 75",
@@ -175,7 +172,7 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--grace",
         dest="grace_s",
-        type=_duration("--grace"),
+        type=duration,
         default=30.0,
         metavar="S",
         help="time that the ranks have to stop before they are killed (default: 30 s)",
@@ -183,7 +180,7 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--save-grace",
         dest="save_grace_s",
-        type=_duration("--save-grace"),
+        type=duration,
         default=600.0,
         metavar="S",
         help="the same while a rank is saving (default: 10m)",
@@ -191,7 +188,7 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--hang-timeout",
         dest="hang_timeout_s",
-        type=_duration("--hang-timeout"),
+        type=duration,
         metavar="S",
         help="end the job if no rank makes a step for this long (default: never)",
     )
@@ -255,31 +252,3 @@ def _folder(text: str) -> str:
     if not text:
         raise UserError('--log-dir "": expected a folder.')
     return text
-
-
-def _duration(option: str) -> Callable[[str], float]:
-    """A parser for a time in seconds, whose error names the option."""
-
-    def parse(text: str) -> float:
-        try:
-            return parse_duration(text)
-        except ValueError:
-            raise UserError(
-                f"{option} {shown(text)}: expected a time such as 90, 90s, 55m or 1.5h, "
-                f"of at most {MAX_DURATION_DAYS} days."
-            ) from None
-
-    return parse
-
-
-def _whole(option: str, low: int, high: int | None = None) -> Callable[[str], int]:
-    """A parser for whole numbers in [low, high), whose error names the option."""
-
-    def parse(text: str) -> int:
-        # Open MPI 5 accepts `-n abc` and `-n 0`, and starts something anyway.
-        try:
-            return parse_whole(text, low, high)
-        except ValueError as error:
-            raise UserError(f"{option} {shown(text)}: expected {error}.") from None
-
-    return parse

@@ -4,22 +4,62 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
+from mpiddp.arguments import OPTION_CHECKS, RANK_VERBS, JobHints
 from mpiddp.errors import UserError
 from mpiddp.launch.env_file import read_env_file
-from mpiddp.launch.job import Job
 from mpiddp.launch.option_parser import option_parser
-from mpiddp.launch.starters.mpi_args import parse_mpi_args
 from mpiddp.paths import is_python, named_by
 from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.text import listed, shown
 
 EXAMPLE = "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train"
 _PYTHON_FILES = (".py", ".pyw")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The command line of a rank: a script, the name of a module, or with `is_command` any program."""
+
+    command: tuple[str, ...]
+    is_module: bool = False
+    is_command: bool = False
+
+    @property
+    def rank_verb(self) -> str | None:
+        """The verb, if the job is one of mpiddp's own verbs that join a job by themselves."""
+        is_ours = self.is_module and self.command[0] == "mpiddp"
+        verb = self.command[1] if is_ours and len(self.command) > 1 else None
+        return verb if verb in RANK_VERBS else None
+
+    def check_options(self) -> JobHints | None:
+        """What the job's options mean for the launcher; None for any job but mpiddp's own.
+
+        The ranks themselves would report a wrong option only after they have joined.
+
+        Raises:
+            UserError: an invalid option.
+            SystemExit: code 0, after --help.
+        """
+        module = OPTION_CHECKS.get(self.rank_verb or "")
+        if module is None:
+            return None
+        hints: JobHints = import_module(module).check_options(list(self.command[2:]))
+        return hints
+
+    def rank_command(self, python: Path) -> tuple[str, ...]:
+        """The command of a rank: a rank verb unchanged, anything else through `mpiddp run`."""
+        if self.rank_verb is not None:
+            return (str(python), "-m", *self.command)
+        kind = ("-m",) if self.is_module else ("--",) if self.is_command else ()
+        return (str(python), "-m", "mpiddp", "run", *kind, *self.command)
 
 
 @dataclass(frozen=True)
@@ -137,15 +177,16 @@ def parse_options(argv: list[str]) -> LaunchOptions:
     values.file_exports = tuple(export for file in files for export in file)
     values.mpi_args = parse_mpi_args(values.mpi_args)
     job = _job(values)
-    requests = job.check_options()
-    if requests is not None and requests.shows_all_ranks and values.log_ranks == DEFAULT_RANKS:
+    hints = job.check_options()
+    if hints is not None and hints.shows_all_ranks and values.log_ranks == DEFAULT_RANKS:
         values.log_ranks = "all"
     where, when = _part(Where, values), _part(When, values)
+    _check_where(where)
     if when.grow_s is not None:
         _check_growth(where)
     return LaunchOptions(
         job=job,
-        backend=requests.backend if requests is not None else None,
+        backend=hints.backend if hints is not None else None,
         where=where,
         how=_part(How, values),
         when=when,
@@ -163,6 +204,18 @@ def _part(kind: type[_Part], values: argparse.Namespace) -> _Part:
     return kind(**{field.name: getattr(values, field.name) for field in fields(kind)})
 
 
+def _check_where(where: Where) -> None:
+    """Raise UserError for options of hosts that do nothing without the preflight."""
+    if where.spares and not where.check:
+        raise UserError(
+            "--spares needs the preflight, which finds the hosts that fail. Leave out --no-check."
+        )
+    if where.wait_s is not None and not where.check:
+        raise UserError(
+            "--wait-for-hosts needs the preflight, which finds the hosts that answer. Leave out --no-check."
+        )
+
+
 def _check_growth(where: Where) -> None:
     """Raise UserError if --grow contradicts the other options."""
     if where.local:
@@ -176,6 +229,27 @@ def _check_growth(where: Where) -> None:
             "--grow with -H: every host of the list takes part from the start, so none can join. Write the "
             "list into a file for --hostfile, or allow missing hosts: --min-hosts H"
         )
+
+
+def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
+    """The arguments of each --mpi-args, split as a shell splits them, in one row.
+
+    Raises:
+        UserError: a quote is not closed, or the first argument is not an option.
+    """
+    arguments: list[str] = []
+    for text in texts:
+        try:
+            found = shlex.split(text)
+        except ValueError as error:
+            raise UserError(f"--mpi-args={shown(text)}: {str(error).lower()}.") from None
+        if found and not found[0].startswith("-"):
+            raise UserError(
+                f'--mpi-args={shown(text)}: "{shown(found[0])}" is not an option, and mpirun would '
+                "start it as a program. Example: --mpi-args='--mca pml ucx'"
+            )
+        arguments += found
+    return tuple(arguments)
 
 
 def _job(values: argparse.Namespace) -> Job:

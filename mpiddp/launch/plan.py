@@ -1,43 +1,31 @@
-"""Turn the options of `mpiddp launch` into a plan: the hosts, their ranks, the network, the starter."""
+"""The plan of a job: from the options of `mpiddp launch` to the request for one command.
+
+options -> read_hosts -> preflight -> keep_usable -> place -> find_network -> Request -> compose
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocation import Allocation, leading_schedulers
-from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.nodes import Node, is_this_host, ranks_by_host, resolve_all
-from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.names import is_this_host, resolve_all
+from mpiddp.hosts.schedulers import find_allocation
+from mpiddp.hosts.slots import exclude
 from mpiddp.launch import log
-from mpiddp.launch.gpu_choice import check_gpu_choice, gpu_table
-from mpiddp.launch.network import (
-    JobNetwork,
-    RequestedInterface,
-    find_network,
-    request_interface,
-)
-from mpiddp.launch.options import How, LaunchOptions, Where
-from mpiddp.launch.rank_counts import place_ranks, with_slots
-from mpiddp.launch.remote.wait import wait_for_hosts
-from mpiddp.launch.starters.command import Request
-from mpiddp.launch.starters.detect import RankStarter, find_mpirun, find_srun, identify
+from mpiddp.launch.network import find_network, requested_networks
+from mpiddp.launch.options import LaunchOptions, Where
+from mpiddp.launch.place import Exports, check_gpu_choice, gpu_table, place, ranks_by_host
+from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.environment import forwarded, parse_exports
-from mpiddp.launch.starters.mpi_args import check_mpi_args
-from mpiddp.launch.starters.shared import can_shield
-from mpiddp.launch.usable_hosts import (
-    Earlier,
-    Named,
-    UsableHosts,
-    check_hosts,
-    find_hosts,
-)
+from mpiddp.launch.starters.table import check_mpi_args, find_starter
 from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol.variables import (
     BIND,
@@ -51,22 +39,32 @@ from mpiddp.protocol.variables import (
     TIMEOUT,
     VERBOSE,
 )
+from mpiddp.text import counted
 
 if TYPE_CHECKING:
-    from mpiddp.launch.remote.preflight import HostInfo
+    from mpiddp.launch.preflight import HostInfo
+
+THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
+
+_read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
 
 @dataclass(frozen=True)
 class Plan:
     """One attempt at a job: the starter, and the request for it.
 
-    `named`: the hosts that were to choose from. `found`: those that were chosen.
+    named: the hosts that were to choose from. hosts: those that were chosen, before their ranks were placed.
+    infos: what the preflight has found on them. left_out: the names of those that failed it.
+    enough: the number of hosts of the job's first attempt.
     """
 
     starter: RankStarter
     request: Request
-    named: Named
-    found: UsableHosts
+    named: Hosts
+    hosts: Hosts
+    infos: Mapping[Host, HostInfo]
+    left_out: tuple[str, ...]
+    enough: int
 
 
 def make_plan(
@@ -75,204 +73,235 @@ def make_plan(
     env: Mapping[str, str],
     *,
     max_ranks: int | None = None,
-    may_wait: bool = False,
-    earlier: Earlier | None = None,
+    named: Hosts | None = None,
+    earlier: Plan | None = None,
+    known: Mapping[Host, HostInfo] | None = None,
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
     Args:
         started_at: when the user started the command, in seconds since 1970.
         max_ranks: an upper bound on the number of ranks, beside the options.
-        may_wait: wait for hosts if the options request it. A restart has pauses of its own.
-        earlier: what earlier attempts say, None for the first one.
+        named: the hosts to choose from, by default those of the options.
+        earlier: the plan of the attempt before this one, whose hosts have run the job.
+        known: the preflight's results of hosts that need no new one.
 
     Raises:
         UserError: bad input, or something that this machine lacks.
         JobFailed: a machine failed.
     """
-    exports = parse_exports(options.how.all_exports, env)
-    requested = request_interface(options.how.interface) if options.how.interface else None
     # Not resolved: the path of its python identifies a virtual environment.
     python = Path(sys.executable).absolute()
-
-    named, allocation = earlier.named if earlier else find_hosts(options.where, env)
-    transport = allocation.transport if allocation else SSH
-    starter = _find_starter(options.how, python, env, allocation)
-    check_mpi_args(starter, options.how.mpi_args)
-    check_gpu_choice(named, exports)
-    _check_spares(options.where)
-    if starter.kind == "slurm":
-        _check_without_preflight(options)
-    if options.when.grow_s is not None and allocation is None and not options.where.names_hosts:
-        raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
-    # Slurm starts a job when its nodes are up, and the site may have no ssh to ask them over.
-    can_wait = may_wait and not options.dry_run and starter.kind != "slurm"
-    if can_wait and options.where.wait_s is not None:
-        expected = [host for host in named.hosts if host.slots != 0]
-        wait_for_hosts(expected, options.where.wait_s, transport)
+    exports = parse_exports(options.how.all_exports, env)
+    named = read_hosts(options.where, env) if named is None else named
+    starter = find_starter(
+        "mpirun" if options.how.mpirun else named.starter, options.how.mpirun, python, env
+    )
+    _check(options, named, starter, exports)
     resolve_all([host.name for host in named.hosts])
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
-        if len(named.hosts) > 1 and starter.kind != "slurm":
-            log.info(f"{transport.name} reaches the other hosts")
+        if len(named.hosts) > 1 and not starter.kind.has_scheduler:
+            log.info(f"{named.transport.name} reaches the other hosts")
+    wanted = _wanted(options.where, named)
+    enough = earlier.enough if earlier else wanted
 
-    def preflight(hosts: Hosts) -> Mapping[Host, HostInfo]:
-        return _preflight(options, starter, python, hosts, env, requested, transport, earlier)
-
-    found = check_hosts(options.where, named, preflight, earlier.enough if earlier else None)
-    hosts = with_slots(
-        options.where,
-        found,
-        options.backend,
-        exports,
-        dry_run=options.dry_run,
-        transport=transport,
-    )
-    nodes = place_ranks(
-        options.where,
+    infos, complaints = _preflight(options, named, starter, env, earlier, known or {})
+    hosts = keep_usable(named, complaints, options.where, min(wanted, enough))
+    _check_versions(infos, starter)
+    placed = place(
         hosts,
-        starter,
+        infos,
+        options,
+        starter.kind,
+        exports,
         max_ranks=max_ranks,
-        some_left_out=found.some_left_out,
+        may_be_fewer=len(hosts.usable) < max(wanted, enough),
     )
-    network = find_network(nodes, requested, found.info.values())
-    _explain(options, starter, nodes, network)
-
-    settings = {name: value for name, value in exports.items() if value is not None}
-    hidden = frozenset(settings)
-    settings |= _settings(options, nodes, network, requested, started_at)
-    if starter.kind != "slurm" and (table := gpu_table(nodes, env, exports)):
-        settings[GPUS] = table  # Slurm itself chooses the GPUs of each host
-    for name, value in _defaults(options.how, starter, python, nodes, network, env).items():
-        settings.setdefault(name, value)
-    return Plan(
-        starter=starter,
-        named=(named, allocation),
-        found=found,
-        request=Request(
-            nodes=nodes,
-            job=options.job.rank_command(python),
-            folder=_working_folder(env),
-            exports=forwarded(env, [*exports, *settings]),
-            settings=settings,
-            env=env,
-            hidden=hidden,
-            bind="none" if options.how.bind == "gpu" else options.how.bind,  # the ranks do it
-            mpi_args=options.how.mpi_args,
-            interface=network.interface.name if network.interface else None,
-            networks=network.networks,
-            as_root=os.geteuid() == 0,
-            is_command=options.job.is_command,
-            control_address=network.control_address,
-            transport=transport,
-            schedulers=leading_schedulers(env),
-            shields_ssh=starter.kind == "openmpi" and len(nodes) > 1 and can_shield(),
-        ),
+    network = find_network(placed, infos.values(), options.how.interface, dry_run=options.dry_run)
+    _explain(options, placed, network)
+    request = Request(
+        hosts=placed,
+        job=options.job.rank_command(python),
+        folder=_working_folder(env),
+        variables={
+            **forwarded(env, exports),
+            **_defaults(options, starter, python, placed, network, env),
+            **{name: value for name, value in exports.items() if value is not None},
+            **_settings(options, starter, placed, network, started_at, env, exports),
+        },
+        env=env,
+        network=network,
+        bind="none" if options.how.bind == "gpu" else options.how.bind,  # the ranks do it
+        mpi_args=options.how.mpi_args,
+        is_command=options.job.is_command,
     )
+    left_out = tuple(host.name for host in complaints)
+    enough = earlier.enough if earlier else len(hosts.usable)
+    infos = {host: infos[host] for host in hosts.hosts if host in infos}
+    return Plan(starter, request, named, hosts, infos, left_out, enough)
 
 
-def _find_starter(
-    how: How, python: Path, env: Mapping[str, str], allocation: Allocation | None
-) -> RankStarter:
-    uses_srun = allocation is not None and allocation.starter == "srun" and how.mpirun is None
-    return identify(find_srun(env) if uses_srun else find_mpirun(how.mpirun, python, env), env)
+def read_hosts(where: Where, env: Mapping[str, str]) -> Hosts:
+    """The hosts that the user names, else those of an allocation, else this machine.
+
+    Raises:
+        UserError: an invalid hostfile, list or allocation.
+    """
+    hosts = THIS_MACHINE
+    if where.hostfile is not None:
+        # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
+        is_file = os.path.isfile(where.hostfile)  # noqa: PTH113 - False for any error
+        read = read_hostfile if is_file else _read_once
+        hosts = read(where.hostfile, keep_fqdn=True)
+    elif where.host_list is not None:
+        hosts = parse_host_list(where.host_list, keep_fqdn=True)
+    elif not where.local and (granted := find_allocation(env)):
+        hosts = granted
+    return hosts if where.exclude is None else exclude(hosts, where.exclude)
 
 
-def _check_spares(where: Where) -> None:
-    """Raise UserError for spares that could never take a host's place."""
-    if where.spares and not where.check:
+def keep_usable(hosts: Hosts, complaints: Mapping[Host, str], where: Where, least: int) -> Hosts:
+    """The hosts without those that failed the preflight, and without the spares that the job does not need.
+
+    The last `--spares` hosts are spares. One takes the place of each unusable host; without enough of
+    them, unusable hosts are left out, within --min-hosts and --min-ranks.
+
+    Args:
+        complaints: why each unusable host is one.
+        least: the number of hosts that have to remain unless the options allow fewer.
+
+    Raises:
+        UserError: too few hosts remain.
+    """
+    wanted = _wanted(where, hosts)
+    left = replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in complaints))
+    if complaints and len(left.usable) < ((where.min_hosts or 1) if where.can_shrink else least):
+        raise UserError("\n".join(complaints.values()))
+    for complaint in complaints.values():
+        log.info(f"leaving out a host: {complaint}")
+    spares = left.usable[wanted:]
+    if spares:
+        log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
+    return replace(left, hosts=tuple(host for host in left.hosts if host not in spares))
+
+
+def _wanted(where: Where, hosts: Hosts) -> int:
+    """The number of hosts that the job has if enough of them can be used."""
+    usable = len(hosts.usable)
+    wanted = usable - where.spares
+    if wanted < 1:
         raise UserError(
-            "--spares needs the preflight, which finds the hosts that fail. Leave out --no-check."
+            f"--spares {where.spares} leaves no host for the ranks: {hosts.source} has "
+            f"{counted(usable, 'host')}."
         )
+    if wanted < (where.min_hosts or 1):
+        beside = f" beside {counted(where.spares, 'spare')}" if where.spares else ""
+        raise UserError(
+            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {where.min_hosts}."
+        )
+    return wanted
 
 
-def _check_without_preflight(options: LaunchOptions) -> None:
-    """Raise UserError for options that have no effect, because srun starts the ranks."""
+def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: Exports) -> None:
+    """Raise UserError for options that contradict each other, or that have no effect here."""
+    check_mpi_args(starter.kind, options.how.mpi_args)
+    check_gpu_choice(hosts, exports)
     where = options.where
-    for option, is_given in (
-        ("--spares", where.spares),
-        ("--grow", options.when.grow_s),
-        ("--min-hosts", where.min_hosts),
-        ("--min-ranks", where.min_ranks),
-    ):
-        if is_given:
+    needs_preflight = {
+        "--spares": where.spares,
+        "--grow": options.when.grow_s,
+        "--min-hosts": where.min_hosts,
+        "--min-ranks": where.min_ranks,
+    }
+    for option, is_given in needs_preflight.items():
+        if starter.kind.has_scheduler and is_given:
             raise UserError(
                 f"{option}: inside a Slurm job, srun starts the ranks and mpiddp checks no host. Start them "
                 "over ssh instead: --mpirun PATH"
             )
+    if options.when.grow_s is not None and not hosts.scheduler and not where.names_hosts:
+        raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
 
 
 def _preflight(
     options: LaunchOptions,
+    named: Hosts,
     starter: RankStarter,
-    python: Path,
-    hosts: Hosts,
     env: Mapping[str, str],
-    requested: RequestedInterface | None,
-    transport: Transport,
-    earlier: Earlier | None,
-) -> Mapping[Host, HostInfo]:
-    """The preflight's results; {} if it does not run. Slurm checks its own hosts.
+    earlier: Plan | None,
+    known: Mapping[Host, HostInfo],
+) -> tuple[Mapping[Host, HostInfo], Mapping[Host, str]]:
+    """What each usable host has, and why the others are not usable; nothing if no preflight runs.
 
-    Hosts with slots=0 take no rank and are not checked.
+    Hosts with slots=0 take no rank and are not checked. The first attempt may wait for hosts; a restart has
+    pauses of its own.
     """
-    used = [host for host in hosts.hosts if host.slots != 0]
-    is_local = all(is_this_host(host.name) for host in used)
+    is_local = all(is_this_host(host.name) for host in named.usable)
     program = options.job.command[0] if options.job.is_command else None
     if is_local and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
-    if is_local or starter.kind == "slurm" or options.dry_run or not options.where.check:
-        return {}
-    from mpiddp.launch.remote import preflight  # only jobs over several hosts pay for it
+    if is_local or starter.kind.has_scheduler or options.dry_run or not options.where.check:
+        return {}, {}
+    from mpiddp.launch import preflight  # only jobs over several hosts pay for it
 
-    requirements = preflight.HostRequirements(
-        python=str(python),
+    interface = options.how.interface
+    needs = preflight.Needs(
+        python=str(Path(sys.executable).absolute()),
         mpirun=str(starter.program),
         daemon=str(starter.daemon),
         folder=_working_folder(env),
         path=env.get("PATH", os.defpath),
-        interface=requested.everywhere if requested else None,
+        interface=",".join(requested_networks(interface)) if interface else None,
         program=program,
     )
-    return preflight.check_hosts(
-        used,
-        requirements,
-        transport,
-        known=earlier.info if earlier else {},
-        proven=earlier.used if earlier else (),
-    )
+    wait_s = 0.0 if earlier else options.where.wait_s or 0.0
+    asked = [host for host in named.usable if host not in known]
+    found, complaints = preflight.preflight(asked, needs, named.transport, wait_s=wait_s)
+    infos = {**known, **found}
+    infos = {host: infos[host] for host in named.usable if host in infos}
+    proven = earlier.hosts.hosts if earlier else ()
+    complaints |= preflight.strangers(infos, proven, needs.mpirun)
+    return {host: info for host, info in infos.items() if host not in complaints}, complaints
 
 
-def _explain(
-    options: LaunchOptions, starter: RankStarter, nodes: Sequence[Node], network: JobNetwork
-) -> None:
-    """Log the choices, if the options request it, and what will not work."""
+def _check_versions(infos: Mapping[Host, HostInfo], starter: RankStarter) -> None:
+    """Raise UserError if the versions of the hosts differ."""
+    if not infos:
+        return
+    from mpiddp.launch.preflight import disagreements
+
+    if found := disagreements(infos.values(), str(starter.program)):
+        raise UserError("\n".join(found))
+
+
+def _explain(options: LaunchOptions, placed: Hosts, network: JobNetwork) -> None:
+    """Log the choices, if the options request it."""
     if options.verbose or options.dry_run:  # --report prints what the ranks find
-        for line in ranks_by_host(nodes):
+        for line in ranks_by_host(placed):
             log.info(line)
     if options.verbose and network.interface:
         interface = network.interface
         log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
-    if network.control_address is None and not options.dry_run:
-        log.info(
-            f"no address of this machine is known that {nodes[-1].name} can reach: "
-            f"{starter.program.name}'s exit code decides the result, and a stop ends the job without a "
-            "save. Name one: --interface NAME"
-        )
 
 
 def _settings(
     options: LaunchOptions,
-    nodes: Sequence[Node],
+    starter: RankStarter,
+    placed: Hosts,
     network: JobNetwork,
-    requested: RequestedInterface | None,
     started_at: float,
+    env: Mapping[str, str],
+    exports: Exports,
 ) -> dict[str, str]:
-    """The environment variables that the launcher sets for the ranks."""
+    """The variables that the launcher sets for the ranks."""
+    networks = ",".join(network.networks) or None
+    # A scheduler chooses the GPUs of each host itself.
+    table = "" if starter.kind.has_scheduler else gpu_table(placed.hosts, env, exports)
     values = {
-        PLACEMENT: ",".join(f"{node.name}:{node.ranks}" for node in nodes),
-        NETWORKS: ",".join(network.networks) or None,
-        INTERFACE: requested.everywhere if requested else None,
+        PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
+        NETWORKS: networks,
+        INTERFACE: networks if options.how.interface else None,
         TIMEOUT: options.how.timeout_s,
         BIND: "gpu" if options.how.bind == "gpu" else None,
         REPORT: 1 if options.report else None,
@@ -280,27 +309,28 @@ def _settings(
         LOG_DIR: options.output.log_dir,
         LAUNCHED_AT: None if options.dry_run else f"{started_at:.3f}",
         "MASTER_ADDR": options.how.master_addr,
+        GPUS: table or None,
     }
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _defaults(
-    how: How,
+    options: LaunchOptions,
     starter: RankStarter,
     python: Path,
-    nodes: Sequence[Node],
+    placed: Hosts,
     network: JobNetwork,
     env: Mapping[str, str],
 ) -> dict[str, str]:
     """Variables that the launcher sets unless the user has set them."""
     defaults = {}
-    starts_here = len(nodes) > 1 and is_this_host(nodes[0].name)
-    if starter.kind == "slurm" and starts_here and network.interface:
+    first, *others = placed.hosts
+    if starter.kind.has_scheduler and others and is_this_host(first.name) and network.interface:
         # srun does not pass on rank 0's address, and its host's name may resolve to another network.
         defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
     # mpi4py finds the library by itself if it is installed beside python.
     if starter.libmpi is not None and starter.program.parent != python.parent:
-        named = None if how.mpirun else env.get("MPI4PY_LIBMPI")
+        named = None if options.how.mpirun else env.get("MPI4PY_LIBMPI")
         defaults["MPI4PY_LIBMPI"] = named or str(starter.libmpi)
     return defaults
 

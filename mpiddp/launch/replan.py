@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.nodes import forget_addresses
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan, make_plan
+from mpiddp.launch.plan import Plan, make_plan, read_hosts
 from mpiddp.launch.supervise.growing import Look
-from mpiddp.launch.usable_hosts import Earlier, Named, count_usable, find_hosts
 from mpiddp.text import all_of, counted
+
+if TYPE_CHECKING:
+    from mpiddp.launch.preflight import HostInfo
 
 AVOIDED_INTERVALS = 8  # looks for hosts, before one is tried again with which the job did not start
 
@@ -36,7 +40,6 @@ class Planner:
         self._options = options
         self._started_at = started_at
         self._named = plan.named  # the latest list without an error
-        self._enough = count_usable(plan.found.hosts.hosts)
         self._seen: set[str] = set()  # hosts that took part, or were left out
         self._avoided: dict[Host, float] = {}  # until a time of time.monotonic()
         self._see(plan)
@@ -53,7 +56,7 @@ class Planner:
         problem: UserError | JobFailed | None = None
         for named in self._choices(read):
             try:
-                plan = self._make(max_ranks, Earlier(named, self._used, self._enough))
+                plan = self._make(max_ranks, named)
             except (UserError, JobFailed) as error:
                 problem = problem or error
                 continue
@@ -75,16 +78,15 @@ class Planner:
         if max_ranks is not None and request.world_size >= max_ranks:
             return Look()
         try:
-            named = self._without_avoided(find_hosts(self._options.where, os.environ))
+            named = self._without_avoided(read_hosts(self._options.where, os.environ))
         except (UserError, JobFailed) as error:
             return Look(problem=_keeps(error))
-        missing = [h for h in named[0].hosts if h.slots != 0 and h not in self._used]
+        missing = [host for host in named.usable if host not in self._used]
         if not missing:
             return Look()
         forget_addresses()
-        earlier = Earlier(named, self._used, self._enough, self.plan.found.info)
         try:
-            return self._compare(self._make(max_ranks, earlier))
+            return self._compare(self._make(max_ranks, named, self.plan.infos))
         except (UserError, JobFailed) as error:
             return Look(problem=f"the job cannot grow now: {error}")
 
@@ -94,7 +96,7 @@ class Planner:
         Returns:
             The names of the avoided hosts.
         """
-        avoided = [host for host in self._used if host not in plan.found.hosts.hosts]
+        avoided = [host for host in self._used if host not in plan.hosts.hosts]
         until = time.monotonic() + self.avoided_s
         self._avoided |= dict.fromkeys(avoided, until)
         self.plan = plan
@@ -107,47 +109,56 @@ class Planner:
 
     @property
     def _used(self) -> tuple[Host, ...]:
-        return self.plan.found.hosts.hosts
+        return self.plan.hosts.hosts
 
-    def _make(self, max_ranks: int | None, earlier: Earlier) -> Plan:
+    def _make(
+        self, max_ranks: int | None, named: Hosts, known: Mapping[Host, HostInfo] | None = None
+    ) -> Plan:
         return make_plan(
-            self._options, self._started_at, os.environ, max_ranks=max_ranks, earlier=earlier
+            self._options,
+            self._started_at,
+            os.environ,
+            max_ranks=max_ranks,
+            named=named,
+            earlier=self.plan,
+            known=known,
         )
 
     def _see(self, plan: Plan) -> None:
-        self._seen |= {node.name for node in plan.request.nodes} | set(plan.found.left_out)
+        self._seen |= {host.name for host in plan.request.hosts.hosts} | set(plan.left_out)
 
-    def _read(self) -> Named:
+    def _read(self) -> Hosts:
         """The hosts that are named now. A list with an error counts as not changed."""
         try:
-            return find_hosts(self._options.where, os.environ)
+            return read_hosts(self._options.where, os.environ)
         except (UserError, JobFailed) as error:
             log.info(_keeps(error))
             return self._named
 
-    def _choices(self, read: Named) -> list[Named]:
+    def _choices(self, read: Hosts) -> list[Hosts]:
         """The lists of hosts to try, the best one first."""
         choices = [self._without_avoided(read)]
         choices += [read] if read not in choices else []
         choices += [self._named] if self._named not in choices else []
         return choices
 
-    def _without_avoided(self, named: Named) -> Named:
+    def _without_avoided(self, named: Hosts) -> Hosts:
         """The list without avoided hosts. Of a host whose line has changed, the earlier line counts."""
-        hosts, allocation = named
         now = time.monotonic()
         earlier = {host.key: host for host in self._used}
         kept = [
             earlier.get(host.key) if self._avoided.get(host, now) > now else host
-            for host in hosts.hosts
+            for host in named.hosts
         ]
         left = tuple(host for host in kept if host is not None)
-        return (replace(hosts, hosts=left), allocation) if count_usable(left) else named
+        kept_hosts = replace(named, hosts=left)
+        return kept_hosts if kept_hosts.usable else named
 
     def _compare(self, plan: Plan) -> Look:
         """What a plan has more than the latest one."""
         before, after = (
-            {node.name: node.ranks for node in each.request.nodes} for each in (self.plan, plan)
+            {host.name: host.ranks for host in each.request.hosts.hosts}
+            for each in (self.plan, plan)
         )
         if sum(after.values()) <= sum(before.values()):
             return Look()

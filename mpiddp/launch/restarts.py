@@ -20,8 +20,7 @@ from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan
 from mpiddp.launch.replan import Planner
-from mpiddp.launch.starters.command import Request
-from mpiddp.launch.starters.detect import RankStarter
+from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.supervise.attempt import Outcome, attempt
 from mpiddp.launch.supervise.exchange import Exchange
 from mpiddp.launch.supervise.growing import HostWatch, Look
@@ -141,7 +140,7 @@ class _Job:
     @contextmanager
     def _watch(self) -> Iterator[HostWatch | None]:
         """The process that looks for hosts during an attempt, if the options request it."""
-        if not self._looks_for_hosts or self._planner.plan.request.control_address is None:
+        if not self._looks_for_hosts:
             yield None
             return
         from mpiddp.launch.growth import WatchProcess  # few jobs need it
@@ -233,7 +232,7 @@ class _Job:
 
     def _log_restart(self, request: Request, count: str = "") -> None:
         known = self._known
-        log.info(f"restarting on {all_of([node.name for node in request.nodes])}{count}.")
+        log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
         global_batch_size = known.announcement.global_batch_size
         if global_batch_size is not None and request.world_size != known.world_size:
             log.info(
@@ -271,11 +270,7 @@ def _is_interrupted_without_folder(signals: SignalQueue) -> bool:
 
 
 def _with_settings(request: Request, settings: dict[str, str]) -> Request:
-    return replace(
-        request,
-        settings={**request.settings, **settings},
-        exports=tuple(sorted({*request.exports, *settings})),
-    )
+    return replace(request, variables={**request.variables, **settings})
 
 
 def _resuming(request: Request, known: _Known) -> Request:
@@ -301,7 +296,7 @@ def _limits(options: LaunchOptions, starter: RankStarter, began_at: float) -> Li
     when = options.when
     # srun may have to wait for other job steps to end.
     starts_in_s = max(START_TIMEOUT_S, 2 * (options.how.timeout_s or 0))
-    start_timeout_s = None if starter.kind == "slurm" else starts_in_s
+    start_timeout_s = None if starter.kind.has_scheduler else starts_in_s
     return Limits(
         grace_s=when.grace_s,
         save_grace_s=when.save_grace_s,

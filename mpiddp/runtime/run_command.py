@@ -22,13 +22,13 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.session import Session, current, reporting
 from mpiddp.text import escaped
-from mpiddp.world import LAUNCHERS, World
+from mpiddp.world import RANK_SOURCES, World
 
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
     *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
-    *(name for launcher in LAUNCHERS if launcher.speaks_mpi for name in launcher.variables),
+    *(name for source in RANK_SOURCES if source.speaks_mpi for name in source.variables),
 )
 _LAUNCHER_S = 2.0
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.slurm_nodelist import expand_nodelist
+from mpiddp.hosts.slurm import expand_nodelist
 from mpiddp.hosts.sockets import port_in
 from mpiddp.runtime.master_address import LOOPBACK
 from mpiddp.text import parse_whole, shown

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpiddp.arguments import Requests
+from mpiddp.arguments import JobHints
 from mpiddp.checkpoints.save_schedule import Interval
 from mpiddp.errors import UserError
 from mpiddp.train.option_parser import option_parser
@@ -115,14 +115,14 @@ def _check_sharded(options: TrainOptions) -> None:
         )
 
 
-def check_options(argv: list[str]) -> Requests:
+def check_options(argv: list[str]) -> JobHints:
     """Check the options before a job starts, and return what they request of the launcher.
 
     Raises:
         UserError: as `parse`.
     """
     options = parse(argv)
-    return Requests(options.backend or "auto", shows_all_ranks=options.per_rank_log)
+    return JobHints(options.backend or "auto", shows_all_ranks=options.per_rank_log)
 
 
 def _dashed(argument: str) -> str:

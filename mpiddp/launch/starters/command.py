@@ -1,58 +1,126 @@
-"""The command that starts every rank: its request, its flags, and the text of --dry-run.
+"""What a starter is given and what it makes of it: Request, Command and Flag, each flag with its reason.
 
-`mpiddp.launch.starters.compose` composes it for the installed MPI. `mpiddp launch --dry-run` prints the
-reason of every flag.
+`mpiddp.launch.starters.table` has a row for each kind of starter. `mpiddp launch --dry-run` prints the reason
+of every flag.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mpiddp.hosts.nodes import Node
-from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.interfaces import Interface
 from mpiddp.launch.starters.environment import LEFT_OUT, is_secret
+
+
+@dataclass(frozen=True)
+class StarterKind:
+    """A kind of program that starts ranks, with all that is particular to it.
+
+    - name: as messages have it. version: the pattern of its --version output.
+    - compose: its command line. refuses: options of its own that would contradict the launcher's, each with
+      what to write instead.
+    - library: the file name of its libmpi, "" if the ranks need none.
+    - daemon: the program that it starts on the other hosts, in the folder of mpirun.
+    - has_scheduler: a scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is
+      left of a job, and may let a start wait.
+    - stop_signal: what ends it. Open MPI's takes SIGHUP like SIGTERM, and can do without SIGTERM. Hydra's
+      survives a SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell script,
+      cannot be shielded. srun passes SIGTERM on to its tasks.
+    - proves_signals: its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the
+      starter's own code, or that of a rank that it has ended.
+    - session_folder: the variable of the folder for its session files, "" if it needs none of its own.
+    - cuts_own_name: it always cuts this machine's name at the first dot.
+    """
+
+    name: str
+    version: re.Pattern[str]
+    compose: Callable[[RankStarter, Request], Command]
+    refuses: Mapping[str, str]
+    library: str = ""
+    daemon: str = ""
+    has_scheduler: bool = False
+    stop_signal: signal.Signals = signal.SIGTERM
+    proves_signals: bool = False
+    session_folder: str = ""
+    cuts_own_name: bool = False
+
+
+@dataclass(frozen=True)
+class RankStarter:
+    """One installed starter. `program` is absolute. `libmpi` is None if mpi4py has to find the library."""
+
+    kind: StarterKind
+    version: str
+    program: Path
+    libmpi: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name} {self.version}"
+
+    @property
+    def daemon(self) -> Path:
+        """The program that it starts on every other host."""
+        return self.program.with_name(self.kind.daemon)
+
+
+@dataclass(frozen=True)
+class JobNetwork:
+    """The network of a job.
+
+    - interface: this machine's, None if no single one leads to all hosts.
+    - networks: those that MPI must use on all hosts ("10.0.0.0/24", or the name of an interface that all
+      have), empty if they are not known.
+    - control_address: this machine's address for all ranks; "" only in a dry run that does not know it.
+    """
+
+    interface: Interface | None = None
+    networks: tuple[str, ...] = ()
+    control_address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Request:
     """The job to start and its hosts, independent of the MPI.
 
-    `nodes` are in the order of the ranks. `settings` are the variables that the launcher sets itself, in
-    mpirun's environment, and the values of `hidden` ones are not printed; `exports` are the names of all
-    variables that the ranks get. `env` is the user's environment. `mpi_args` are the user's own arguments
-    for mpirun. `networks` ("10.0.0.0/24", or the name of an interface that all hosts have), if not empty,
-    are the only ones that MPI may use, and `interface` is this machine's interface. `control_address` is
-    the launcher's address for the ranks, None if it is not known. `transport` reaches the other hosts; with
-    `shields_ssh`, mpirun's processes of it ignore SIGTERM. `schedulers` are those whose variables mpirun
-    must not follow. `scratch` is the folder for mpirun's files. With `is_command`, the script of a rank may
-    run in a container.
+    hosts: in the order of the ranks, each with its number, under the names that mpirun gets.
+    job: the command of a rank. With `is_command`, its script may run in a container.
+    variables: all that the ranks get, by name. env: the user's environment, which mpirun inherits.
+    mpi_args: the user's own arguments for mpirun. scratch: the folder for mpirun's files.
     """
 
-    nodes: tuple[Node, ...]
+    hosts: Hosts
     job: tuple[str, ...]
     folder: str
-    exports: tuple[str, ...] = ()
-    settings: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    hidden: frozenset[str] = frozenset()
+    network: JobNetwork = JobNetwork()
     bind: str = "none"
     mpi_args: tuple[str, ...] = ()
-    interface: str | None = None
-    networks: tuple[str, ...] = ()
-    as_root: bool = False
-    control_address: str | None = None
-    transport: Transport = SSH
-    shields_ssh: bool = False
-    schedulers: tuple[str, ...] = ()
     scratch: str = "."
     is_command: bool = False
 
     @property
     def world_size(self) -> int:
-        return sum(node.ranks for node in self.nodes)
+        return self.hosts.world_size
+
+    @property
+    def names_of_ranks(self) -> list[str]:
+        """The name of each rank's host."""
+        return [host.name for host in self.hosts.hosts for _ in range(host.ranks)]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The variables that mpirun does not inherit from the user."""
+        return {
+            name: value for name, value in self.variables.items() if self.env.get(name) != value
+        }
 
 
 @dataclass(frozen=True)
@@ -85,15 +153,19 @@ class Command:
         for path, text in self.files.items():
             Path(path).write_text(text)
 
-    def explained(self, request: Request) -> str:
+    def explained(self, hidden: Collection[str] = ()) -> str:
         """The command ready to paste, followed by every flag with its reason.
 
-        It is without the values that `request` hides: one that the shell has comes from its variable.
+        Args:
+            hidden: the variables whose values are not printed.
         """
         lines = []
         for path, text in self.files.items():
             lines += [f"cat > {shlex.quote(path)} <<'END'", text.rstrip("\n"), "END"]
-        assignments = [_assignment(name, self.settings[name], request) for name in self.settings]
+        assignments = [
+            f"{name}={LEFT_OUT if name in hidden or is_secret(name) else shlex.quote(value)}"
+            for name, value in self.settings.items()
+        ]
         lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
         # Several flags in a row often share a reason: print it once, below the last of them.
         for position, flag in enumerate(self.flags):
@@ -102,10 +174,3 @@ class Command:
             if not following or following[0].reason != flag.reason:
                 lines.append(f"      {flag.reason}")
         return "\n".join(lines)
-
-
-def _assignment(name: str, value: str, request: Request) -> str:
-    """The assignment in shell syntax."""
-    if name not in request.hidden and not is_secret(name):
-        return f"{name}={shlex.quote(value)}"
-    return f'{name}="${name}"' if request.env.get(name) == value else f"{name}={LEFT_OUT}"

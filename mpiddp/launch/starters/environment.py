@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpu_variables import is_of_one_host
+from mpiddp.hosts.gpus import is_of_one_host
 from mpiddp.text import all_of, escaped
 
 ALLOWED = (
@@ -101,8 +101,7 @@ def fill_in_hint(exports: Iterable[str], env: Mapping[str, str]) -> str:
     names = sorted(each.partition("=")[0] for each in shown if each.endswith(f"={LEFT_OUT}"))
     if not names:
         return ""
-    values, them = ("value", "it") if len(names) == 1 else ("values", "them")
-    return f"{LEFT_OUT} stands for the {values} of {all_of(names)}, never printed here: fill {them} in."
+    return f"{LEFT_OUT} stands for values that are never printed here. Fill in: {', '.join(names)}"
 
 
 def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str | None]:
@@ -159,17 +158,18 @@ def _matches_of(pattern: str, env: Mapping[str, str]) -> list[str]:
     return [name for name in env if fnmatchcase(name, pattern) and _NAME.fullmatch(name)]
 
 
-def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> tuple[str, ...]:
-    """The sorted names of the variables for the ranks: `exports`, and the allowed ones of `env`.
+def forwarded(env: Mapping[str, str], exports: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of `env` for the ranks, sorted by name: those that `exports` names, and the allowed ones.
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
-    allowed = {
-        name
-        for name, value in env.items()
-        if _matches(name, ALLOWED) and not is_secret(name) and not is_of_one_host(name, value)
+    named = set(exports)
+    return {
+        name: env[name]
+        for name in sorted(env)
+        if name in named
+        or (_matches(name, ALLOWED) and not is_secret(name) and not is_of_one_host(name, env[name]))
     }
-    return tuple(sorted(allowed.union(exports)))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import PurePath
 
-from mpiddp.launch.starters.command import Command, Flag, Request, flag
-from mpiddp.launch.starters.detect import RankStarter
+from mpiddp.hosts.schedulers import leading_schedulers
+from mpiddp.launch.starters.command import Command, Flag, RankStarter, Request, flag
 from mpiddp.launch.starters.shared import (
     BINDINGS,
     DETECTION,
@@ -21,19 +21,19 @@ from mpiddp.text import all_of
 
 
 def mpich(starter: RankStarter, request: Request) -> Command:
-    names = [f"{node.name}:{node.ranks}" for node in request.nodes]
+    names = _counts(request)
     hosts = ",".join(names)
     listed = host_file(request, hosts, names)
     files = ssh_config(request)
-    settings = dict(request.settings)
-    exports = list(request.exports)
+    settings = request.settings
+    exports = set(request.variables)
     if files:
         settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = ssh_arguments(files)
-    if len(request.nodes) > 1 and "UCX_TLS" not in request.env:
+    if len(request.hosts.hosts) > 1 and "UCX_TLS" not in request.env:
         # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
         # and then hangs between them.
         settings.setdefault("UCX_TLS", "tcp,self")
-        exports.append("UCX_TLS")
+        exports.add("UCX_TLS")
     flags = [
         flag(
             *(("-f", *listed) if listed else ("-hosts", hosts)),
@@ -49,19 +49,19 @@ def mpich(starter: RankStarter, request: Request) -> Command:
 
 def intel_mpi(starter: RankStarter, request: Request) -> Command:
     files = ssh_config(request)
-    settings = dict(request.settings)
+    settings = request.settings
     if files:
         settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = ssh_arguments(files)
     # A file, because its -hosts accepts no counts and assigns the ranks in another order.
     machines = str(PurePath(request.scratch, "mpiddp-machines"))
-    files[machines] = "".join(f"{node.name}:{node.ranks}\n" for node in request.nodes)
-    if request.schedulers:
+    files[machines] = "".join(f"{line}\n" for line in _counts(request))
+    if leading_schedulers(request.env):
         # Otherwise it takes the counts of Slurm, LSF or PBS in place of the file's.
         settings.setdefault("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "off")
     flags = [
         flag("-machinefile", machines, why="the number of ranks on each host, in order"),
         *_launcher(request, "-bootstrap"),
-        *_hydra(request, request.exports),
+        *_hydra(request, request.variables),
         flag("-genv", *_INTEL_PINNING[request.bind], why=BINDINGS[request.bind]),
         flag("-n", str(request.world_size), why="one process per rank"),
     ]
@@ -77,20 +77,25 @@ _INTEL_PINNING = {
 
 def _launcher(request: Request, option: str, *more: str) -> list[Flag]:
     """The flags that keep Hydra from following a scheduler's variables."""
-    if not request.schedulers:
+    schedulers = leading_schedulers(request.env)
+    if not schedulers:
         return []
-    why = DETECTION.format(schedulers=all_of(request.schedulers))
-    hydra, (program, *_) = request.transport.hydra, request.transport.agent
+    why = DETECTION.format(schedulers=all_of(schedulers))
+    hydra, (program, *_) = request.hosts.transport.hydra, request.hosts.transport.agent
     executable = (f"{option}-exec", program) if hydra == "rsh" else ()
     return [flag(option, hydra, *executable, *more, why=why)]
 
 
-def _hydra(request: Request, exports: Sequence[str]) -> list[Flag]:
+def _counts(request: Request) -> list[str]:
+    return [f"{host.name}:{host.ranks}" for host in request.hosts.hosts]
+
+
+def _hydra(request: Request, exports: Iterable[str]) -> list[Flag]:
     """The flags that MPICH's and Intel's process managers share."""
     flags = [
-        flag("-genvlist", ",".join(exports), why=EXPORT_ONLY),
+        flag("-genvlist", ",".join(sorted(exports)), why=EXPORT_ONLY),
         flag("-wdir", request.folder, why=WDIR),
     ]
-    if len(request.nodes) > 1 and request.interface:
-        flags.append(flag("-iface", request.interface, why=NETWORK))
+    if len(request.hosts.hosts) > 1 and request.network.interface:
+        flags.append(flag("-iface", request.network.interface.name, why=NETWORK))
     return flags

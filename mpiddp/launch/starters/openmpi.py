@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
-from mpiddp.launch.starters.command import Command, Flag, Request, flag
-from mpiddp.launch.starters.detect import RankStarter
-from mpiddp.launch.starters.mpi_args import parameters_in
+from mpiddp.hosts.schedulers import SCHEDULERS, leading_schedulers
+from mpiddp.launch.starters.command import Command, Flag, RankStarter, Request, flag
 from mpiddp.launch.starters.shared import (
     BINDINGS,
     DETECTION,
@@ -16,6 +17,7 @@ from mpiddp.launch.starters.shared import (
     SHIELD,
     SSH_CONFIG,
     WDIR,
+    can_shield,
     host_file,
     ssh_arguments,
     ssh_config,
@@ -35,28 +37,43 @@ _FULL_NAMES = (
 )
 
 
-# The folder that holds the session folder of mpirun itself; the other hosts' daemons have their own.
-SESSION_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
+_PARAMETER_OPTIONS = ("mca", "gmca", "omca", "prtemca", "pmixmca")
+# Components beside those that follow a scheduler of our table. Names that this Open MPI was built without do
+# no harm.
+_ALPS, _PALS = "alps", "pals"
 
 
 def needs_own_session(starter: RankStarter, request: Request) -> bool:
-    """Whether this mpirun should get a folder of its own by SESSION_FOLDER.
+    """Whether this mpirun should get a folder of its own by the variable `kind.session_folder`.
 
     Those of Open MPI 5 that share one disturb each other: of 6,300 mpiruns, twelve at a time, 10 ended with
     "The PMIx server's listener thread failed to start", and of 6,300 with a folder each, none.
     """
-    chosen = (*request.env, *parameters_in(request.mpi_args))
-    is_open_mpi_5 = starter.kind == "openmpi" and starter.major >= 5
-    return is_open_mpi_5 and not any("tmpdir_base" in name for name in chosen)
+    chosen = (*request.env, *_parameters_in(request.mpi_args))
+    return bool(starter.kind.session_folder) and not any("tmpdir_base" in name for name in chosen)
 
 
-def open_mpi(starter: RankStarter, request: Request) -> Command:
+def open_mpi_4(starter: RankStarter, request: Request) -> Command:
+    followers = [row.followed_by[0] for row in SCHEDULERS if row.followed_by and row.followed_by[0]]
+    pins = _pins(request, "--mca", "rsh", [*followers, _ALPS])
+    return _open_mpi(starter, request, "orte", pins)
+
+
+def open_mpi_5(starter: RankStarter, request: Request) -> Command:
+    followers = [row.followed_by[1] for row in SCHEDULERS if row.followed_by]
+    pins = _pins(request, "--prtemca", "ssh", [*followers, _PALS])
+    return _open_mpi(starter, request, "prte", pins)
+
+
+def _open_mpi(
+    starter: RankStarter, request: Request, runtime: str, pins: Iterator[Flag]
+) -> Command:
     flags = []
-    if request.as_root:
+    if os.geteuid() == 0:
         flags.append(
             flag("--allow-run-as-root", why="mpirun refuses to run as root without this flag")
         )
-    names = [node.name for node in request.nodes for _ in range(node.ranks)]
+    names = request.names_of_ranks
     hosts = ",".join(names)
     listed = host_file(request, hosts, names)
     flags += [
@@ -79,36 +96,35 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
         ),
     ]
     files = ssh_config(request)
-    if len(request.nodes) > 1:
+    all_hosts = request.hosts.hosts
+    if len(all_hosts) > 1:
         parameters += [
             ("oob_tcp_keepalive_time", "5", _KEEPALIVE),
             ("oob_tcp_keepalive_intvl", "2", _KEEPALIVE),
             ("oob_tcp_keepalive_probes", "3", _KEEPALIVE),
         ]
-        if request.networks:
-            include = ",".join(request.networks)
+        if request.network.networks:
+            include = ",".join(request.network.networks)
             parameters += [
                 ("btl_tcp_if_include", include, NETWORK),
                 ("oob_tcp_if_include", include, NETWORK),
             ]
-    if any("." in node.name and not _is_address(node.name) for node in request.nodes):
-        runtime = "orte" if starter.major < 5 else "prte"
+    if any("." in host.name and not _is_address(host.name) for host in all_hosts):
         parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _FULL_NAMES))
     if "PRTE_MCA_plm_ssh_agent" not in request.env:
         parameters += _agent(request)
-    if request.schedulers:
-        flags += _pins(starter, request)
+    flags += pins
     if files:
         parameters.append(("plm_rsh_args", ssh_arguments(files), SSH_CONFIG))
-    if len(request.nodes) > _TREE_RADIX:
+    if len(all_hosts) > _TREE_RADIX:
         parameters.append(("plm_rsh_no_tree_spawn", "1", _LOGINS_FROM_HERE))
-    theirs = parameters_in(request.mpi_args)
+    theirs = _parameters_in(request.mpi_args)
     for name, value, why in parameters:
         is_set = {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys()
         if not is_set and name not in theirs:
             flags.append(flag("--mca", name, value, why=why))
     flags.append(flag("--wdir", request.folder, why=WDIR))
-    flags += [flag("-x", name, why=EXPORT) for name in request.exports]
+    flags += [flag("-x", name, why=EXPORT) for name in sorted(request.variables)]
     return Command(
         str(starter.program), tuple(flags), request.job, request.settings, {**files, **listed}
     )
@@ -116,30 +132,38 @@ def open_mpi(starter: RankStarter, request: Request) -> Command:
 
 def _agent(request: Request) -> Iterator[tuple[str, str, str]]:
     """The parameter that names the program for the other hosts, unless it is Open MPI's own choice."""
-    agent, reasons = " ".join(request.transport.agent), []
-    if request.transport.is_ssh:
+    transport, has_others = request.hosts.transport, len(request.hosts.hosts) > 1
+    agent, reasons = " ".join(transport.agent), []
+    if transport.is_ssh:
         agent = "ssh -x"
-    elif len(request.nodes) > 1:
-        reasons.append(f"{request.transport.name} reaches the hosts of the job, without ssh")
-    if request.shields_ssh:
+    elif has_others:
+        reasons.append(f"{transport.name} reaches the hosts of the job, without ssh")
+    if has_others and can_shield():
         agent = f"{SHIELD} {agent}"
-        reasons.append(_SHIELD.format(agent=request.transport.agent[0]))
+        reasons.append(_SHIELD.format(agent=transport.agent[0]))
     if reasons:
         yield "plm_rsh_agent", agent, "; ".join(reasons)
 
 
-# Names that this Open MPI was built without do no harm.
-_RAS = {True: "^slurm,tm,lsf,gridengine,alps", False: "^slurm,pbs,lsf,gridengine,flux,pals"}
-
-
-def _pins(starter: RankStarter, request: Request) -> Iterator[Flag]:
-    """The flags that keep Open MPI from following a scheduler's variables."""
-    is_old = starter.major < 5
-    option, plm = ("--mca", "rsh") if is_old else ("--prtemca", "ssh")
-    why = DETECTION.format(schedulers=all_of(request.schedulers))
-    for name, value in (("ras", _RAS[is_old]), ("plm", plm), (f"plm_{plm}_disable_qrsh", "1")):
+def _pins(request: Request, option: str, plm: str, followers: Sequence[str]) -> Iterator[Flag]:
+    """The flags that keep Open MPI's components from following a scheduler's variables."""
+    schedulers = leading_schedulers(request.env)
+    if not schedulers:
+        return
+    why = DETECTION.format(schedulers=all_of(schedulers))
+    ras = f"^{','.join(followers)}"
+    for name, value in (("ras", ras), ("plm", plm), (f"plm_{plm}_disable_qrsh", "1")):
         if not {f"OMPI_MCA_{name}", f"PRTE_MCA_{name}"} & request.env.keys():
             yield flag(option, name, value, why=why)
+
+
+def _parameters_in(arguments: Sequence[str]) -> frozenset[str]:
+    """The names of the parameters that `arguments` set."""
+    return frozenset(
+        name
+        for option, name in pairwise(arguments)
+        if option.startswith("-") and option.lstrip("-") in _PARAMETER_OPTIONS
+    )
 
 
 def _is_address(name: str) -> bool:

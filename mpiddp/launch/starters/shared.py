@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import PurePath
 
-from mpiddp.hosts.nodes import Node
+from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.starters.command import Request
 
 BINDINGS = {
@@ -26,6 +27,26 @@ DETECTION = (
 SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
 
 
+# What each kind of option of --mpi-args would contradict, and what to write instead.
+_INSTEAD = {
+    "hosts": "the hosts of the job. Write: mpiddp launch --hostfile FILE, -H or --exclude",
+    "counts": "the number of ranks. Write: mpiddp launch -n N or --npernode K",
+    "mapping": "the order of the ranks, which is the hostfile's. Leave it out",
+    "binding": "--bind. Write: mpiddp launch --bind numa or --bind core",
+    "variables": "the variables of the ranks. Write: mpiddp launch -x VAR or --env-file FILE",
+    "folder": "the working folder of the ranks, which is this one. Leave it out",
+    "agent": "the way to the other hosts. Put options of ssh into ~/.ssh/config",
+    "network": "the network of the job. Write: mpiddp launch --interface NAME",
+    "program": "the program of the ranks. Leave it out",
+    "supervision": "the supervision of the ranks. Leave it out",
+}
+
+
+def refusals(**options: str) -> dict[str, str]:
+    """The options of a starter that contradict the launcher's, by kind, each with what to write instead."""
+    return {name: _INSTEAD[kind] for kind, names in options.items() for name in names.split()}
+
+
 def host_file(request: Request, text: str, lines: Iterable[str]) -> dict[str, str]:
     """A file of these lines, if `text` is too long for an argument; else none."""
     if len(text) <= LONGEST_ARGUMENT:
@@ -33,6 +54,7 @@ def host_file(request: Request, text: str, lines: Iterable[str]) -> dict[str, st
     return {str(PurePath(request.scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
 
 
+@cache
 def can_shield() -> bool:
     """Whether this machine's env(1) can start a program that ignores SIGTERM."""
     try:
@@ -43,10 +65,10 @@ def can_shield() -> bool:
 
 def ssh_config(request: Request) -> dict[str, str]:
     """The file that gives ssh the users and ports. No MPI has a command-line option for them."""
-    special = [node for node in request.nodes if node.user or node.port]
+    special = [host for host in request.hosts.hosts if host.user or host.port]
     if not special:
         return {}
-    lines = [line for node in special for line in _ssh_host(node)]
+    lines = [line for host in special for line in _ssh_host(host)]
     lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
     return {str(PurePath(request.scratch, "mpiddp-ssh_config")): "\n".join(lines) + "\n"}
 
@@ -55,9 +77,9 @@ def ssh_arguments(files: Mapping[str, str]) -> str:
     return f"-F {next(iter(files))}"
 
 
-def _ssh_host(node: Node) -> Iterable[str]:
-    yield f"Host {node.name}"
-    if node.user:
-        yield f"  User {node.user}"
-    if node.port:
-        yield f"  Port {node.port}"
+def _ssh_host(host: Host) -> Iterable[str]:
+    yield f"Host {host.name}"
+    if host.user:
+        yield f"  User {host.user}"
+    if host.port:
+        yield f"  Port {host.port}"

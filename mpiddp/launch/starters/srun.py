@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mpiddp.launch.starters.command import Command, Request, flag
-from mpiddp.launch.starters.detect import RankStarter
+from mpiddp.launch.starters.command import Command, RankStarter, Request, flag
 from mpiddp.launch.starters.shared import BINDINGS, EXPORT_ONLY, WDIR, host_file
 
 
 def srun(starter: RankStarter, request: Request) -> Command:
-    names = [node.name for node in request.nodes for _ in range(node.ranks)]
+    names = request.names_of_ranks
     hosts = ",".join(names)
     listed = host_file(request, hosts, names)
-    settings = dict(request.settings)
+    settings = request.settings
     if listed:
         (settings["SLURM_HOSTFILE"],) = listed
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
@@ -41,4 +40,4 @@ def srun(starter: RankStarter, request: Request) -> Command:
 def _with_login(request: Request) -> Iterable[str]:
     """The exports and the variables of a login. srun passes on no variable that is not named."""
     login = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys()
-    return sorted(login.union(request.exports))
+    return sorted(login.union(request.variables))

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.hosts.nodes import is_this_host
+from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.probe import with_own_folder
 from mpiddp.launch import log
-from mpiddp.launch.starters.command import Request
-from mpiddp.launch.starters.compose import compose
-from mpiddp.launch.starters.detect import RankStarter, with_own_folder
-from mpiddp.launch.starters.openmpi import SESSION_FOLDER, needs_own_session
+from mpiddp.launch.starters.command import RankStarter, Request
+from mpiddp.launch.starters.openmpi import needs_own_session
+from mpiddp.launch.starters.table import compose
 from mpiddp.launch.supervise.awake_clock import AwakeClock
 from mpiddp.launch.supervise.control_server import ControlServer, Message
 from mpiddp.launch.supervise.exchange import Exchange
@@ -91,28 +91,21 @@ def attempt(
         UserError: mpirun cannot be started with this request.
         JobFailed: it cannot be started, because a machine failed.
     """
-    hosts = [node.name for node in request.nodes for _ in range(node.ranks)]
+    hosts = request.names_of_ranks
     state = JobState(hosts)
     job = os.urandom(8).hex()
     clock = AwakeClock()
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
-        server = None
-        settings = {JOB: job}
-        if request.control_address is not None:
-            is_local = all(is_this_host(node.name) for node in request.nodes)
-            # A container may have a /tmp of its own, without this launcher's Unix socket.
-            has_own_socket = is_local and starter.kind != "slurm" and not request.is_command
-            address = None if has_own_socket else request.control_address
-            server = ControlServer(address, len(hosts), selector, clock.now)
-            stack.enter_context(closing(server))
-            settings |= {**server.settings, OUTPUT: shown.ranks}
-            if exchange is not None:
-                exchange.begin(server.settings[SECRET], len(hosts))
-        request = replace(
-            request,
-            settings={**request.settings, **settings},
-            exports=tuple(sorted({*request.exports, *settings})),
-        )
+        is_local = all(is_this_host(name) for name in hosts)
+        # A container may have a /tmp of its own, without this launcher's Unix socket.
+        has_own_socket = is_local and not starter.kind.has_scheduler and not request.is_command
+        address = None if has_own_socket else request.network.control_address
+        server = ControlServer(address, len(hosts), selector, clock.now)
+        stack.enter_context(closing(server))
+        settings = {JOB: job, **server.settings, OUTPUT: shown.ranks}
+        if exchange is not None:
+            exchange.begin(server.settings[SECRET], len(hosts))
+        request = replace(request, variables={**request.variables, **settings})
         supervisor = Supervisor(
             selector,
             server,
@@ -132,13 +125,10 @@ def attempt(
                 command.write_files()
             env = {**with_own_folder(starter.program, os.environ), **command.settings}
             if has_session:
-                env[SESSION_FOLDER] = folder
-            end = supervisor.run(command.argv, env, signals, _stop_signal(starter))
-    if server is None:
-        outcome = _outcome_by_mpirun(starter, end)
-    else:
-        outcome = _outcome_by_ranks(starter, end, state, supervisor.verdict)
-        state.remove_error_files()
+                env[starter.kind.session_folder] = folder
+            end = supervisor.run(command.argv, env, signals, starter.kind.stop_signal)
+    outcome = _outcome_by_ranks(starter, end, state, supervisor.verdict)
+    state.remove_error_files()
     outcome = replace(
         outcome,
         announcement=state.announcement,
@@ -147,12 +137,12 @@ def attempt(
         is_at_once=end.is_at_once,
         grows=end.grows and not end.interrupted,
     )
-    if outcome.code not in (DONE, BAD_INPUT, STOPPED) and starter.kind != "slurm":
-        from mpiddp.launch.remote.orphans import kill_orphans
+    if outcome.code not in (DONE, BAD_INPUT, STOPPED) and not starter.kind.has_scheduler:
+        from mpiddp.launch.orphans import kill_orphans
 
         silent = state.silent_hosts()
-        nodes = [node for node in request.nodes if node.name not in silent]
-        kill_orphans(nodes, job, request.job[0], log.info, request.transport)
+        left = [host for host in request.hosts.hosts if host.name not in silent]
+        kill_orphans(left, job, request.job[0], log.info, request.hosts.transport)
     return outcome
 
 
@@ -213,15 +203,6 @@ def _has_reason(first: Message, state: JobState) -> bool:
     return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
 
 
-def _outcome_by_mpirun(starter: RankStarter, end: MpirunEnd) -> Outcome:
-    """The verdict if the ranks cannot reach this process."""
-    if end.interrupted:
-        return Outcome(INTERRUPTED, _interruption(end))
-    if end.code in (DONE, BAD_INPUT, STOPPED):
-        return Outcome(end.code)
-    return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
-
-
 def _interruption(end: MpirunEnd) -> str:
     if end.limit:
         return f"interrupted: {end.limit}; the job was killed."
@@ -243,21 +224,9 @@ def _cause(starter: RankStarter, code: int) -> str:
     return f"{starter.program.name} ended with exit code {code}"
 
 
-def _stop_signal(starter: RankStarter) -> signal.Signals:
-    """The signal that ends mpirun. Open MPI's takes SIGHUP alike, and can do without SIGTERM.
-
-    Hydra's survives a SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell
-    script, cannot be shielded. srun passes SIGTERM on to its tasks.
-    """
-    return signal.SIGHUP if starter.kind == "openmpi" else signal.SIGTERM
-
-
 def _signal(starter: RankStarter, code: int) -> str | None:
-    """The signal that killed a rank by mpirun's exit code, "" if none did; None if the code is ambiguous.
-
-    Except under Open MPI, 128 + N may be the starter's own code, or that of a rank that it has ended.
-    """
-    if starter.kind != "openmpi":
+    """The signal that killed a rank by mpirun's exit code, "" if none did; None if the code is ambiguous."""
+    if not starter.kind.proves_signals:
         return None
     return _signal_name(code - 128) if code - 128 in signal.valid_signals() else ""
 

@@ -1,6 +1,8 @@
 """The preflight: check every host before anything starts, so that a broken host causes an error, not a hang.
 
-It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there.
+It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there. With
+`--wait-for-hosts 10m` it asks those that do not answer again: the pods of a cluster start one by one, and a
+name may not resolve at first.
 """
 
 from __future__ import annotations
@@ -10,40 +12,43 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 
-from mpiddp.errors import UserError
-from mpiddp.hosts import gpu_tools, interfaces, probe, versions
-from mpiddp.hosts.gpu_variables import hides_all_gpus
+from mpiddp.hosts import gpus, interfaces, names, probe, versions
+from mpiddp.hosts.gpus import NO_ANSWER, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.nodes import UnusableHosts
 from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, Answer, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.launch.remote.gpus import no_answer_of_gpus, no_python
-from mpiddp.text import all_of
+from mpiddp.launch import log
+from mpiddp.text import all_of, counted, duration, listed
 
-TIMEOUT_S = 15.0
+LOGIN_S = 15.0  # for the login alone: a tool of the host may take longer (`probe.LONGEST_S`)
+PAUSE_S = 1.0  # between two attempts to reach a host
+REPEAT_S = 60.0  # between two lines about the same hosts
 
 # The modules that are sent to the hosts, each after those that it imports.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpu_tools, versions, probe)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, versions, probe)
 
+# The first line is the proof of a login.
 _REMOTE_PROGRAM = """
 import json, sys, types
-sources, requirements = json.loads({payload!r})
+print("login", flush=True)
+sources, needs = json.loads({payload!r})
 for name, source in sources.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(source, name, "exec"), module.__dict__)
-print(json.dumps(sys.modules[{probe!r}].host_info(requirements)))
+print(json.dumps(sys.modules[{probe!r}].host_info(needs)))
 """
 
 
 @dataclass(frozen=True)
-class HostRequirements:
-    """What every host must have. Paths are absolute."""
+class Needs:
+    """What every host must have. It travels there as JSON. Paths are absolute."""
 
     python: str
     mpirun: str
@@ -62,71 +67,87 @@ class HostInfo:
     has_folder: bool
     has_daemon: bool
     has_program: bool
-    mpirun: str | None  # its first lines of --version
+    mpirun: str | None  # the first line of its --version
     torch: str | None
     mpi4py: str | None
     gpus: int | None  # None if the vendor's tool does not answer
     interfaces: tuple[Interface, ...]
 
 
-def check_hosts(
-    hosts: Sequence[Host],
-    requirements: HostRequirements,
-    transport: Transport = SSH,
-    *,
-    known: Mapping[Host, HostInfo] | None = None,
-    proven: Collection[Host] = (),
-) -> dict[Host, HostInfo]:
-    """Check that every host can be used, and that all have the same versions.
+Complaints = dict[Host, str]  # a sentence for each host that cannot be used
 
-    Args:
-        known: the results of hosts that need no new check.
-        proven: hosts that have run the job. Another one with other versions cannot be used.
 
-    Raises:
-        UnusableHosts: some hosts cannot be used.
-        UserError: versions differ between the hosts.
+def preflight(
+    hosts: Sequence[Host], needs: Needs, transport: Transport = SSH, *, wait_s: float = 0.0
+) -> tuple[dict[Host, HostInfo], Complaints]:
+    """What each host that can be used has, and why the others cannot.
+
+    Each host is asked until it answers once, for at most `wait_s` after the first time.
     """
-    known = known or {}
-    answers = run_on_hosts(
-        [host for host in hosts if host not in known],
-        requirements.python,
-        probe_program(requirements),
-        timeout_s=TIMEOUT_S,
-        transport=transport,
-    )
-    infos = {host: known[host] for host in hosts if host in known}
-    complaints: dict[Host, str] = {}
-    hint = ""
-    for host, answer in answers.items():
-        info = _read(host, answer)
-        if info is None and answer.exit_code != NO_PROGRAM:
-            hint = transport.hint
-        complaint = (
-            _complaint(info, requirements)
-            if info
-            else _no_answer(host, answer, requirements, transport)
+    began = time.monotonic()
+    infos: dict[Host, HostInfo] = {}
+    complaints: Complaints = {}
+    waiting = list(hosts)
+    logged, logged_at = len(hosts) + 1, began
+    login_s = LOGIN_S
+    while True:
+        answers = run_on_hosts(
+            waiting,
+            needs.python,
+            probe_program(needs),
+            timeout_s=login_s,
+            work_s=probe.LONGEST_S,
+            transport=transport,
         )
-        if complaint:
-            complaints[host] = complaint
-        elif info:
-            infos[host] = info
-    complaints |= _strangers(infos, proven, requirements)
-    if complaints:
-        raise UnusableHosts(complaints, hint)
-    if disagreements := _disagreements(infos.values(), requirements):
-        raise UserError("\n".join(disagreements))
-    return infos
+        waiting = []
+        for host, answer in answers.items():
+            info = _read(host, answer)
+            complaint = (
+                _complaint(info, needs) if info else _no_answer(host, answer, needs, transport)
+            )
+            complaints.pop(host, None)
+            if complaint:
+                complaints[host] = complaint
+            elif info:
+                infos[host] = info
+            if info is None and _may_answer_later(answer):
+                waiting.append(host)
+        now = time.monotonic()
+        if not waiting or now - began >= wait_s:
+            break
+        if len(waiting) != logged or now - logged_at >= REPEAT_S:
+            logged, logged_at = len(waiting), now
+            log.info(
+                f"{len(hosts) - len(waiting)} of {counted(len(hosts), 'host')} answer; waiting for "
+                f"{listed([host.name for host in waiting], most=3)} "
+                f"(up to {duration(max(1.0, wait_s + began - now))})"
+            )
+        time.sleep(min(PAUSE_S, wait_s + began - now))
+        login_s = max(1.0, min(LOGIN_S, wait_s + began - time.monotonic()))
+        names.forget_addresses()
+        names.resolve_all([host.name for host in waiting])
+    if logged <= len(hosts) and not waiting:
+        log.info(f"all {counted(len(hosts), 'host')} answer after {duration(now - began)}")
+    if waiting and transport.hint:
+        complaints[waiting[-1]] += f"\n{transport.hint}"
+    in_order = {host: complaints[host] for host in hosts if host in complaints}
+    return {host: infos[host] for host in hosts if host in infos}, in_order
 
 
-def probe_program(requirements: HostRequirements) -> str:
+def _may_answer_later(answer: Answer) -> bool:
+    """Whether the host did not answer, for a reason that may pass. Only people change a host key."""
+    is_final = answer.exit_code == NO_PROGRAM or "Host key verification failed" in answer.stderr
+    return not is_final
+
+
+def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
     # The names by which the probe imports, with empty parent packages.
     sources = {"mpiddp": "", "mpiddp.hosts": ""}
     for module in TRAVELLING:
         assert module.__file__ is not None
         sources[module.__name__] = Path(module.__file__).read_text()
-    payload = json.dumps([sources, asdict(requirements)])
+    payload = json.dumps([sources, asdict(needs)])
     return _REMOTE_PROGRAM.format(payload=payload, probe=probe.__name__)
 
 
@@ -141,17 +162,17 @@ def _read(host: Host, answer: Answer) -> HostInfo | None:
     return None
 
 
-def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
+def _complaint(info: HostInfo, needs: Needs) -> str | None:
     """The problem of this host alone, as one sentence; None if it has none."""
     name = info.host.name
     if not info.has_folder:
         return (
-            f"{name}: the working folder {requirements.folder} is missing. "
+            f"{name}: the working folder {needs.folder} is missing. "
             "Create it there, or launch from a folder that every host has."
         )
     for program, is_there in (
-        (requirements.mpirun, info.mpirun is not None),
-        (requirements.daemon, info.has_daemon),
+        (needs.mpirun, info.mpirun is not None),
+        (needs.daemon, info.has_daemon),
     ):
         if not is_there:
             return (
@@ -159,13 +180,11 @@ def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
                 "Install the same MPI at the same path on every host."
             )
     if not info.has_program:
-        where = (
-            "missing or not executable" if os.sep in str(requirements.program) else "not on PATH"
-        )
-        return f"{name}: {requirements.program} is {where}. Install it on every host."
+        where = "missing or not executable" if os.sep in str(needs.program) else "not on PATH"
+        return f"{name}: {needs.program} is {where}. Install it on every host."
     if info.gpus is None and not hides_all_gpus(os.environ):
-        return no_answer_of_gpus(name)
-    interface = requirements.interface
+        return NO_ANSWER.format(name=name)
+    interface = needs.interface
     if interface and not any(each.matches(interface) for each in info.interfaces):
         return (
             f'interface "{interface}" is not on {name}, '
@@ -174,21 +193,19 @@ def _complaint(info: HostInfo, requirements: HostRequirements) -> str | None:
     return None
 
 
-def _no_answer(
-    host: Host, answer: Answer, requirements: HostRequirements, transport: Transport
-) -> str:
+def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -> str:
     """The reason why the probe did not answer, as one sentence."""
     if answer.exit_code == NO_PROGRAM:
-        return no_python(host.name, requirements.python)
+        return f"{host.name}: {needs.python} is missing. Install it at the same path on every host."
     if not transport.is_ssh:
-        no_answer = [f"no answer in {TIMEOUT_S:g} s" if answer.exit_code is None else "no output"]
+        no_answer = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
         reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
         return (
             f"{transport.name} {host.name} failed: {reason}. "
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     if answer.exit_code is None:
-        return f"ssh {host.name}: no answer in {TIMEOUT_S:g} s. Try: {_ssh(host)} true"
+        return f"ssh {host.name}: no answer in {LOGIN_S:g} s. Try: {_ssh(host)} true"
     return _ssh_complaint(host, answer.stderr)
 
 
@@ -234,37 +251,34 @@ def _port(host: Host) -> str:
     return f"-p {host.port} " if host.port else ""
 
 
-def _strangers(
-    infos: Mapping[Host, HostInfo], proven: Collection[Host], requirements: HostRequirements
-) -> dict[Host, str]:
-    """The hosts with other versions than all of `proven` have, with a sentence for each."""
-    complaints = {}
+def strangers(infos: Mapping[Host, HostInfo], proven: Collection[Host], mpirun: str) -> Complaints:
+    """A sentence for each host with other versions than all of `proven` have, which have run the job."""
     judges = [info for host, info in infos.items() if host in proven]
-    if not judges or _disagreements(judges, requirements):
+    if not judges or disagreements(judges, mpirun):
         return {}
-    for host, info in infos.items():
-        if host not in proven and (found := _disagreements([*judges, info], requirements)):
-            complaints[host] = f"{host.name}: {found[0]}"
-    return complaints
+    return {
+        host: f"{host.name}: {found[0]}"
+        for host, info in infos.items()
+        if host not in proven and (found := disagreements([*judges, info], mpirun))
+    }
 
 
-def _disagreements(infos: Iterable[HostInfo], requirements: HostRequirements) -> list[str]:
-    """The version differences between hosts that can each be used alone."""
+def disagreements(infos: Iterable[HostInfo], mpirun: str) -> list[str]:
+    """The version differences between hosts that can each be used alone. `mpirun` is its path."""
     infos = tuple(infos)
-    complaints = []
+    found = []
     for package in ("torch", "mpi4py"):
         versions = {info.host.name: getattr(info, package) or "missing" for info in infos}
         if len(set(versions.values())) > 1:
-            complaints.append(
+            found.append(
                 f"{package} differs: {_by_value(versions)}. Install the same version on every host."
             )
-    versions = {info.host.name: (info.mpirun or "").partition("\n")[0] for info in infos}
+    versions = {info.host.name: info.mpirun or "" for info in infos}
     if len(set(versions.values())) > 1:
-        complaints.append(
-            f"{requirements.mpirun} differs: {_by_value(versions)}. "
-            "Install the same MPI on every host."
+        found.append(
+            f"{mpirun} differs: {_by_value(versions)}. Install the same MPI on every host."
         )
-    return complaints
+    return found
 
 
 def _by_value(values: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpiddp.hosts import pidfd
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.nodes import Node, is_this_host
+from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.ssh import run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.protocol.variables import JOB
@@ -26,7 +26,7 @@ for pid in kill_marked({mark!r}):
 
 
 def kill_orphans(
-    nodes: Sequence[Node],
+    hosts: Sequence[Host],
     job: str,
     python: str,
     log: Callable[[str], None],
@@ -37,15 +37,11 @@ def kill_orphans(
     Args:
         python: an interpreter that every host has.
     """
-    hosts = [
-        Host(node.name, user=node.user, port=node.port)
-        for node in nodes
-        if not is_this_host(node.name)
-    ]
+    others = [host for host in hosts if not is_this_host(host.name)]
     if not transport.is_installed:
         return
     answers = run_on_hosts(
-        hosts, python, remote_program(job), timeout_s=TIMEOUT_S, transport=transport
+        others, python, remote_program(job), timeout_s=TIMEOUT_S, transport=transport
     )
     for host, answer in answers.items():
         if answer.exit_code != 0:
@@ -54,9 +50,7 @@ def kill_orphans(
                 "its ranks end by themselves."
             )
         elif killed := [line for line in answer.stdout.splitlines() if line.isdigit()]:
-            count = len(killed)
-            processes = "leftover process" if count == 1 else "leftover processes"
-            log(f"killed {count} {processes} of the job on {host.name}.")
+            log(f"killed leftover processes of the job on {host.name}: {len(killed)}.")
 
 
 def remote_program(job: str) -> str:

