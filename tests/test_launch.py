@@ -353,33 +353,6 @@ def test_hosts_without_slots_may_be_unreachable(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 1), ("sys.exit(2)", 2)])
-def test_mpiruns_exit_code_counts_without_a_control_address(
-    tmp_path: Path, end: str, code: int
-) -> None:
-    """For example if only ssh can resolve the names of the hosts."""
-    text = (
-        "import os, sys, time; from dataclasses import replace\n"
-        "from mpiddp.launch import plan, restarts\n"
-        "from mpiddp.launch.options import parse_options\n"
-        "options = parse_options(sys.argv[1:])\n"
-        "planned = plan.make_plan(options, time.time(), os.environ)\n"
-        "request = replace(planned.request, control_address=None)\n"
-        "outcome = restarts.run(options, replace(planned, request=request), time.time())\n"
-        "sys.exit(outcome.code)\n"
-    )
-    command = [sys.executable, "-c", text, "-H", "localhost:2"]
-    done = subprocess.run(
-        [*command, script(tmp_path, f"import sys\n{end}")],
-        env=clean_env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == code, done.stderr
-
-
 def test_processes_that_mpirun_leaves_behind_are_killed(tmp_path: Path) -> None:
     """Even a daemon in its own session that ignores SIGTERM."""
     daemon = tmp_path / "daemon"

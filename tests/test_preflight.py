@@ -124,6 +124,35 @@ def test_more_slots_than_gpus(hosts: Cluster) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
 
 
+def gpu_tool(hosts: Cluster, text: str) -> dict[str, str]:
+    """An environment in which every host has an nvidia-smi that runs `text`."""
+    tools = hosts.shared / "own tools"
+    tools.mkdir(exist_ok=True)
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\ncd '{tools}'\n{text}\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    path = hosts["node0"].run(["sh", "-c", "echo $PATH"]).stdout.strip()
+    return {"PATH": f"{tools}:{path}"}
+
+
+def test_every_host_is_asked_once(hosts: Cluster) -> None:
+    """A host that breaks right after its answer cannot make the launch forget the others."""
+    calls = hosts.shared / "own tools" / "calls"
+    env = gpu_tool(
+        hosts, "if [ -e calls ] && grep -q $(hostname) calls; then sleep 600; fi\nhostname >>calls"
+    )
+    where = ("-H", "node0:1,node1:1,node2:1,nowhere:1", "--min-hosts", "2")
+    done = launch(hosts, *where, env=env)
+    assert (done.returncode, done.stdout) == (0, "started\n" * 3), done.stderr
+    assert sorted(calls.read_text().split()) == ["node0", "node1", "node2"]
+
+
+def test_gpus_that_take_long_to_wake_are_waited_for(hosts: Cluster) -> None:
+    """Longer than a login may take, as without persistence mode on a machine with many GPUs."""
+    env = gpu_tool(hosts, '[ "$(hostname)" = node0 ] || sleep 16\necho "GPU 0: A"')
+    done = launch(hosts, "-H", "node0:1,node1:1", "-n", "99", env=env)  # refused after the check
+    assert refusal(done) == "-n 99 is more than the 2 slots of -H (node0=1, node1=1)."
+
+
 def test_a_bare_host_without_gpus_gets_one_rank(hosts: Cluster) -> None:
     done = launch(hosts, "-H", "node1,node2")
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """`--wait-for-hosts`: hosts whose names do not resolve at first, and whose sshd starts late.
 
-Tests mpiddp/launch/wait.py.
+Tests mpiddp/launch/preflight.py.
 python -m pytest tests/test_wait_for_hosts.py
 """
 
