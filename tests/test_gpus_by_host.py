@@ -2,7 +2,7 @@
 
 No machine of the tests has a GPU: the tools are stubs that print what their documentation shows.
 
-Tests mpiddp/hosts/gpus.py, mpiddp/launch/place.py, mpiddp/runtime/own_gpu.py.
+Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/own_gpu.py.
 python -m pytest tests/test_gpus_by_host.py
 """
 
@@ -22,7 +22,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import gpu_addresses, gpu_names
 from mpiddp.hosts.hostfile import Host
-from mpiddp.launch.place import gpu_table, variables_of_ranks
+from mpiddp.launch.variables import env_on_host, gpu_table
 from mpiddp.runtime.own_gpu import (
     GpuUnknown,
     bind_to_gpu,
@@ -158,10 +158,10 @@ def test_the_table_has_this_hosts_own_value_and_the_hostfiles_numbers() -> None:
 
 def test_gpus_are_counted_with_the_variables_that_the_ranks_get() -> None:
     env = {"CUDA_VISIBLE_DEVICES": "0"}
-    assert variables_of_ranks(HOST, env, {}) == env
-    assert variables_of_ranks("far.invalid", env, {}) == {}
-    assert variables_of_ranks("far.invalid", env, {"CUDA_VISIBLE_DEVICES": None}) == env
-    assert variables_of_ranks("far.invalid", {"CUDA_VISIBLE_DEVICES": ""}, {}) != {}
+    assert env_on_host(HOST, env, {}) == env
+    assert env_on_host("far.invalid", env, {}) == {}
+    assert env_on_host("far.invalid", env, {"CUDA_VISIBLE_DEVICES": None}) == env
+    assert env_on_host("far.invalid", {"CUDA_VISIBLE_DEVICES": ""}, {}) != {}
 
 
 @pytest.mark.parametrize(("rank", "gpus"), [(0, "1"), (1, "1"), (2, None), (3, "0,2")])

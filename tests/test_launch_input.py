@@ -24,11 +24,12 @@ from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.hosts.slurm import expand_counts, expand_nodelist
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.place import check_gpu_choice, place, ranks_by_host
+from mpiddp.launch.place import place, ranks_by_host
 from mpiddp.launch.plan import read_hosts
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.environment import parse_exports
 from mpiddp.launch.starters.table import STARTERS, find_starter, identify
+from mpiddp.launch.variables import check_gpu_choice
 from tests.homes import leave_home
 from tests.patience import PATIENCE_S
 

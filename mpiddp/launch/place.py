@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,8 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import (
     NO_ANSWER,
     VISIBLE,
-    for_numbers,
     gpu_names,
     hides_all_gpus,
-    is_of_one_host,
-    written,
 )
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
@@ -25,14 +22,11 @@ from mpiddp.hosts.slots import ranks_per_host
 from mpiddp.launch import log
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.starters.command import StarterKind
+from mpiddp.launch.variables import Exports, env_on_host
 from mpiddp.text import counted
 
 if TYPE_CHECKING:
     from mpiddp.launch.preflight import HostInfo
-
-Exports = Mapping[
-    str, str | None
-]  # the variables that the user names; None is the launcher's own value
 
 
 def place(
@@ -122,7 +116,7 @@ def _with_slots(
     notes: list[str] = []
     fitted: list[Host] = []
     for host in hosts.hosts:
-        env = variables_of_ranks(host.name, os.environ, exports)
+        env = env_on_host(host.name, os.environ, exports)
         is_here = is_this_host(host.name)
         is_compared = backend != "gloo" and (host in infos or (is_here and len(hosts.hosts) == 1))
         gpus = 0
@@ -220,45 +214,3 @@ def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: lis
         raise UserError(f"{found}: ranks would share GPUs.")
     notes.append(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
     return host.slots
-
-
-def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
-    """Raise UserError if both the hostfile and -x choose GPUs."""
-    chosen = sorted(exports.keys() & set(VISIBLE))
-    for host in hosts.hosts:
-        if chosen and host.gpus is not None:
-            raise UserError(
-                f"{hosts.where(host)}: gpus= and -x {chosen[0]} both choose the GPUs of {host.name}. "
-                "Leave one out."
-            )
-
-
-def variables_of_ranks(name: str, env: Mapping[str, str], exports: Exports) -> dict[str, str]:
-    """`env`, with the variables that choose GPUs as the ranks on the host `name` get them."""
-    variables = {**env, **{each: value for each, value in exports.items() if value is not None}}
-    if is_this_host(name):
-        return variables
-    return {
-        each: value
-        for each, value in variables.items()
-        if each in exports or not is_of_one_host(each, value)
-    }
-
-
-def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Exports) -> str:
-    """MPIDDP_GPUS: what the ranks of each host set before they load torch; "" for nothing.
-
-    Numbers of the hostfile do not count in a job whose user hides all GPUs, and nobody has checked them.
-    """
-    own = {
-        name: env[name]
-        for name in VISIBLE
-        if name in env and name not in exports and is_of_one_host(name, env[name])
-    }
-    choices: list[dict[str, str]] = []
-    for host in hosts:
-        if host.gpus is not None and not hides_all_gpus(env):
-            choices.append(for_numbers(host.gpus, env))
-        else:
-            choices.append(own if is_this_host(host.name) else {})
-    return written(choices)

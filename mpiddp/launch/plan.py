@@ -22,23 +22,12 @@ from mpiddp.hosts.slots import exclude
 from mpiddp.launch import log
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions, Where
-from mpiddp.launch.place import Exports, check_gpu_choice, gpu_table, place, ranks_by_host
+from mpiddp.launch.place import place, ranks_by_host
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
-from mpiddp.launch.starters.environment import forwarded, parse_exports
+from mpiddp.launch.starters.environment import parse_exports
 from mpiddp.launch.starters.table import check_mpi_args, find_starter
+from mpiddp.launch.variables import Exports, check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
-from mpiddp.protocol.variables import (
-    BIND,
-    GPUS,
-    INTERFACE,
-    LAUNCHED_AT,
-    LOG_DIR,
-    NETWORKS,
-    PLACEMENT,
-    REPORT,
-    TIMEOUT,
-    VERBOSE,
-)
 from mpiddp.text import counted
 
 if TYPE_CHECKING:
@@ -94,9 +83,7 @@ def make_plan(
     python = Path(sys.executable).absolute()
     exports = parse_exports(options.how.all_exports, env)
     named = read_hosts(options.where, env) if named is None else named
-    starter = find_starter(
-        "mpirun" if options.how.mpirun else named.starter, options.how.mpirun, python, env
-    )
+    starter = find_starter(named.starter, options.how.mpirun, python, env)
     _check(options, named, starter, exports)
     resolve_all([host.name for host in named.hosts])
     if options.verbose:
@@ -124,12 +111,7 @@ def make_plan(
         hosts=placed,
         job=options.job.rank_command(python),
         folder=_working_folder(env),
-        variables={
-            **forwarded(env, exports),
-            **_defaults(options, starter, python, placed, network, env),
-            **{name: value for name, value in exports.items() if value is not None},
-            **_settings(options, starter, placed, network, started_at, env, exports),
-        },
+        variables=variables_of_ranks(options, starter, placed, network, started_at, env),
         env=env,
         network=network,
         bind="none" if options.how.bind == "gpu" else options.how.bind,  # the ranks do it
@@ -283,56 +265,6 @@ def _explain(options: LaunchOptions, placed: Hosts, network: JobNetwork) -> None
     if options.verbose and network.interface:
         interface = network.interface
         log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
-
-
-def _settings(
-    options: LaunchOptions,
-    starter: RankStarter,
-    placed: Hosts,
-    network: JobNetwork,
-    started_at: float,
-    env: Mapping[str, str],
-    exports: Exports,
-) -> dict[str, str]:
-    """The variables that the launcher sets for the ranks."""
-    networks = ",".join(network.networks) or None
-    # A scheduler chooses the GPUs of each host itself.
-    table = "" if starter.kind.has_scheduler else gpu_table(placed.hosts, env, exports)
-    values = {
-        PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
-        NETWORKS: networks,
-        INTERFACE: networks if options.how.interface else None,
-        TIMEOUT: options.how.timeout_s,
-        BIND: "gpu" if options.how.bind == "gpu" else None,
-        REPORT: 1 if options.report else None,
-        VERBOSE: 1 if options.verbose else None,
-        LOG_DIR: options.output.log_dir,
-        LAUNCHED_AT: None if options.dry_run else f"{started_at:.3f}",
-        "MASTER_ADDR": options.how.master_addr,
-        GPUS: table or None,
-    }
-    return {name: str(value) for name, value in values.items() if value is not None}
-
-
-def _defaults(
-    options: LaunchOptions,
-    starter: RankStarter,
-    python: Path,
-    placed: Hosts,
-    network: JobNetwork,
-    env: Mapping[str, str],
-) -> dict[str, str]:
-    """Variables that the launcher sets unless the user has set them."""
-    defaults = {}
-    first, *others = placed.hosts
-    if starter.kind.has_scheduler and others and is_this_host(first.name) and network.interface:
-        # srun does not pass on rank 0's address, and its host's name may resolve to another network.
-        defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
-    # mpi4py finds the library by itself if it is installed beside python.
-    if starter.libmpi is not None and starter.program.parent != python.parent:
-        named = None if options.how.mpirun else env.get("MPI4PY_LIBMPI")
-        defaults["MPI4PY_LIBMPI"] = named or str(starter.libmpi)
-    return defaults
 
 
 def _working_folder(env: Mapping[str, str]) -> str:

@@ -1,0 +1,147 @@
+"""The variables of the ranks: the user's, the launcher's own, and the GPUs of each host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host, written
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import is_this_host
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.starters.command import JobNetwork, RankStarter
+from mpiddp.launch.starters.environment import forwarded, parse_exports
+from mpiddp.protocol.variables import (
+    BIND,
+    GPUS,
+    INTERFACE,
+    LAUNCHED_AT,
+    LOG_DIR,
+    NETWORKS,
+    PLACEMENT,
+    REPORT,
+    TIMEOUT,
+    VERBOSE,
+)
+
+Exports = Mapping[
+    str, str | None
+]  # the variables that the user names; None is the launcher's own value
+
+
+def variables_of_ranks(
+    options: LaunchOptions,
+    starter: RankStarter,
+    placed: Hosts,
+    network: JobNetwork,
+    started_at: float,
+    env: Mapping[str, str],
+) -> dict[str, str]:
+    """All variables that the ranks get. Those of the launcher's options take precedence.
+
+    Args:
+        started_at: when the user started the command, in seconds since 1970.
+    """
+    exports = parse_exports(options.how.all_exports, env)
+    return {
+        **forwarded(env, exports),
+        **_defaults(options, starter, placed, network, env),
+        **{name: value for name, value in exports.items() if value is not None},
+        **_settings(options, starter, placed, network, started_at, env, exports),
+    }
+
+
+def _settings(
+    options: LaunchOptions,
+    starter: RankStarter,
+    placed: Hosts,
+    network: JobNetwork,
+    started_at: float,
+    env: Mapping[str, str],
+    exports: Exports,
+) -> dict[str, str]:
+    """The variables that the launcher itself sets."""
+    networks = ",".join(network.networks) or None
+    # A scheduler chooses the GPUs of each host itself.
+    table = "" if starter.kind.has_scheduler else gpu_table(placed.hosts, env, exports)
+    values = {
+        PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
+        NETWORKS: networks,
+        INTERFACE: networks if options.how.interface else None,
+        TIMEOUT: options.how.timeout_s,
+        BIND: "gpu" if options.how.bind == "gpu" else None,
+        REPORT: 1 if options.report else None,
+        VERBOSE: 1 if options.verbose else None,
+        LOG_DIR: options.output.log_dir,
+        LAUNCHED_AT: None if options.dry_run else f"{started_at:.3f}",
+        "MASTER_ADDR": options.how.master_addr,
+        GPUS: table or None,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def _defaults(
+    options: LaunchOptions,
+    starter: RankStarter,
+    placed: Hosts,
+    network: JobNetwork,
+    env: Mapping[str, str],
+) -> dict[str, str]:
+    """Variables that the launcher sets unless the user has set them."""
+    defaults = {}
+    first, *others = placed.hosts
+    if starter.kind.has_scheduler and others and is_this_host(first.name) and network.interface:
+        # srun does not pass on rank 0's address, and its host's name may resolve to another network.
+        defaults["MASTER_ADDR"] = env.get("MASTER_ADDR") or network.interface.address
+    # mpi4py finds the library by itself if it is installed beside python.
+    if (
+        starter.libmpi is not None
+        and starter.program.parent != Path(sys.executable).absolute().parent
+    ):
+        named = None if options.how.mpirun else env.get("MPI4PY_LIBMPI")
+        defaults["MPI4PY_LIBMPI"] = named or str(starter.libmpi)
+    return defaults
+
+
+def check_gpu_choice(hosts: Hosts, exports: Exports) -> None:
+    """Raise UserError if both the hostfile and -x choose GPUs."""
+    chosen = sorted(exports.keys() & set(VISIBLE))
+    for host in hosts.hosts:
+        if chosen and host.gpus is not None:
+            raise UserError(
+                f"{hosts.where(host)}: gpus= and -x {chosen[0]} both choose the GPUs of {host.name}. "
+                "Leave one out."
+            )
+
+
+def env_on_host(name: str, env: Mapping[str, str], exports: Exports) -> dict[str, str]:
+    """`env`, with the variables that choose GPUs as the ranks on the host `name` get them."""
+    variables = {**env, **{each: value for each, value in exports.items() if value is not None}}
+    if is_this_host(name):
+        return variables
+    return {
+        each: value
+        for each, value in variables.items()
+        if each in exports or not is_of_one_host(each, value)
+    }
+
+
+def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Exports) -> str:
+    """MPIDDP_GPUS: what the ranks of each host set before they load torch; "" for nothing.
+
+    Numbers of the hostfile do not count in a job whose user hides all GPUs, and nobody has checked them.
+    """
+    own = {
+        name: env[name]
+        for name in VISIBLE
+        if name in env and name not in exports and is_of_one_host(name, env[name])
+    }
+    choices: list[dict[str, str]] = []
+    for host in hosts:
+        if host.gpus is not None and not hides_all_gpus(env):
+            choices.append(for_numbers(host.gpus, env))
+        else:
+            choices.append(own if is_this_host(host.name) else {})
+    return written(choices)
