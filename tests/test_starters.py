@@ -30,13 +30,25 @@ from mpiddp.launch.starters.shared import can_shield
 from mpiddp.launch.starters.table import STARTERS, compose
 from tests.ranks import ROOT, clean_env, script
 
-MPIS: dict[str, RankStarter] = {
-    "openmpi5": RankStarter(STARTERS[1], "5.0.11", Path("/mpi/bin/mpirun")),
-    "openmpi4": RankStarter(STARTERS[0], "4.1.8", Path("/mpi/bin/mpirun")),
-    "mpich": RankStarter(STARTERS[3], "5.0.2", Path("/mpi/bin/mpirun")),
-    "intelmpi": RankStarter(STARTERS[2], "2021.18.1", Path("/mpi/bin/mpirun")),
-    "slurm": RankStarter(STARTERS[4], "22.05.8", Path("/usr/bin/srun")),
+# What their --version prints.
+VERSIONS = {
+    "openmpi5": "mpirun (Open MPI) 5.0.11",
+    "openmpi4": "mpirun (Open MPI) 4.1.8",
+    "mpich": "HYDRA build details:\n    Version:      5.0.2",
+    "intelmpi": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 2026",
+    "slurm": "slurm-wlm 22.05.8",
 }
+
+
+def starter_of(answer: str) -> RankStarter:
+    """The starter whose --version prints `answer`."""
+    kind = next(each for each in STARTERS if each.version.search(answer))
+    match = kind.version.search(answer)
+    assert match is not None
+    return RankStarter(kind, match[1], Path("/mpi/bin/mpirun"))
+
+
+MPIS = {name: starter_of(answer) for name, answer in VERSIONS.items()}
 JOB = ("/venv/bin/python", "train.py", "--lr", "0.1")
 
 
