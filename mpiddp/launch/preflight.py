@@ -87,6 +87,7 @@ def preflight(
     began = time.monotonic()
     infos: dict[Host, HostInfo] = {}
     complaints: Complaints = {}
+    answered: set[Host] = set()
     waiting = list(hosts)
     logged, logged_at = len(hosts) + 1, began
     login_s = LOGIN_S
@@ -110,7 +111,9 @@ def preflight(
                 complaints[host] = complaint
             elif info:
                 infos[host] = info
-            if info is None and _may_answer_later(answer):
+            if info or answer.exit_code == NO_PROGRAM:
+                answered.add(host)
+            elif "Host key verification failed" not in answer.stderr:  # only people change a key
                 waiting.append(host)
         now = time.monotonic()
         if not waiting or now - began >= wait_s:
@@ -128,16 +131,10 @@ def preflight(
         names.resolve_all([host.name for host in waiting])
     if logged <= len(hosts) and not waiting:
         log.info(f"all {counted(len(hosts), 'host')} answer after {duration(now - began)}")
-    if waiting and transport.hint:
-        complaints[waiting[-1]] += f"\n{transport.hint}"
     in_order = {host: complaints[host] for host in hosts if host in complaints}
+    if transport.hint and (silent := [host for host in in_order if host not in answered]):
+        in_order[silent[-1]] += f"\n{transport.hint}"
     return {host: infos[host] for host in hosts if host in infos}, in_order
-
-
-def _may_answer_later(answer: Answer) -> bool:
-    """Whether the host did not answer, for a reason that may pass. Only people change a host key."""
-    is_final = answer.exit_code == NO_PROGRAM or "Host key verification failed" in answer.stderr
-    return not is_final
 
 
 def probe_program(needs: Needs) -> str:
