@@ -121,9 +121,9 @@ def test_no_value_of_a_variable_is_printed(tmp_path: Any) -> None:
     assert done.stdout.splitlines() == ["launcher", "private-value-1 private-value-2"]
     assert own_lines(done.stderr) == [
         f"mpiddp: to resume: mpiddp launch -H localhost:1 -x A=… -xB {path} -x C=d",
-        "mpiddp: … stands for the value of A, never printed here: fill it in.",
+        "mpiddp: … stands for values that are never printed here. Fill in: A",
     ]
     dry = launch("--dry-run", *options, path, B="private-value-2")
     assert "private-value" not in dry.stdout + dry.stderr
     assert re.search(r'(^| )A=… B="\$B" ', dry.stdout)
-    assert "… stands for the value of A" in dry.stderr
+    assert "… stands for values that are never printed here. Fill in: A\n" in dry.stderr

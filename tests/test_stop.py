@@ -383,6 +383,6 @@ def test_grace_accepts_times_with_units(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "5d", "soon", "nan"])
 def test_grace_refuses_an_invalid_time(text: str) -> None:
-    expected = r"--grace .*: expected a time such as 90, 90s, 55m or 1\.5h, of at most 1000 days\."
+    expected = r"argument --grace: .* is not a duration such as 90, 90s, 55m or 1\.5h, of at most 1000 days\."
     with pytest.raises(UserError, match=expected):
         option_parser().parse_args([f"--grace={text}", "script.py"])
