@@ -260,14 +260,6 @@ def test_options_that_change_the_weights_may_not_differ() -> None:
     }  # fmt: skip
 
 
-def test_a_run_that_broken_images_ended_may_resume_and_skip_them() -> None:
-    config = configured("--skip-broken=3")
-    older = saved(configured())
-    assert older.pop("skip_broken") == 0
-    assert differences(older, config) == []
-    assert "--skip-broken" in refusal("--skip-broken=-1")
-
-
 def test_a_config_from_before_clipping_is_no_difference() -> None:
     older = saved(configured())
     del older["clip_grad_norm"], older["parallel"]

@@ -386,7 +386,7 @@ def test_a_compiled_model_trains_and_saves_under_the_same_names() -> None:
         "from tests.training import configured\n"
         "from mpiddp.train.engine import backward\n"
         "from mpiddp.train.parallel import wrap\n"
-        "from mpiddp.train.sharding import Step\n"
+        "from mpiddp.train.order import Step\n"
         "torch.manual_seed(0)\n"
         "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))\n"
         "batch = torch.randn(4, 3, 4, 4), torch.arange(4)\n"

@@ -31,17 +31,14 @@ class TrainConfig(TrainOptions):
 
 
 # Options that may differ between a checkpoint and the run that resumes from it: paths, intervals of
-# logging and saving, settings that change weights by rounding at most, the number of broken images that
-# end a run, and the split of the same global batch, which only changes the images that BatchNorm
-# normalizes together.
+# logging and saving, settings that change weights by rounding at most, and the split of the same global
+# batch, which only changes the images that BatchNorm normalizes together.
 FREE_TO_CHANGE = frozenset(
     {
         "batch_size",
         "uneven",
         "grad_accum_steps",
         "num_workers",
-        "cache",
-        "skip_broken",
         "data_dir",
         "weights",
         "backend",

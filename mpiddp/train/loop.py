@@ -29,8 +29,8 @@ from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.copies import Copies
+from mpiddp.train.data.dataset import Data
 from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.data.source import Data
 from mpiddp.train.divergence import refuse_divergence
 from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_device, train_step
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
@@ -91,7 +91,7 @@ def train(inputs: TrainInputs) -> Summary | None:
     memory: TensorBytes | None = None
 
     for epoch in range(progress.epoch, config.epochs):
-        steps = list(plan.shards.steps(epoch, progress.position))
+        steps = list(plan.order.steps(epoch, progress.position))
         order = [numbers for step in steps for numbers in step.micro_batches]
         batches = prefetched(data.train.batches(order, epoch=epoch), device)
         loss_sum, num_images = torch.zeros((), device=device), 0
@@ -177,7 +177,7 @@ def train(inputs: TrainInputs) -> Summary | None:
         world_size=coordinator.world.world_size,
         num_nodes=coordinator.world.num_nodes or 1,
         hosts=dict(Counter(coordinator.hostnames)),
-        global_batch_size=plan.shards.global_batch_size,
+        global_batch_size=plan.order.global_batch_size,
         epochs=config.epochs,
         steps=progress.step,
         train_loss=train_loss,

@@ -11,9 +11,9 @@ from mpiddp.checkpoints.save_schedule import Interval, parse_interval
 from mpiddp.runtime.arguments import RankParser
 from mpiddp.text import shown
 from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.schedule import SCHEDULES
 
-DATASETS = ("cifar10", "fashion-mnist", "image-folder")
 STEMS = ("auto", "imagenet", "cifar")
 AMP = ("auto", "bf16", "fp16", "off")
 COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
@@ -90,19 +90,6 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         type=whole(0, 1025),
         default=4,
         help="processes per rank that decode images",
-    )
-    add(
-        "--cache",
-        choices=("off", "ram"),
-        default="off",
-        help="keep an image folder's files in memory",
-    )
-    add(
-        "--skip-broken",
-        type=whole(0),
-        default=0,
-        metavar="K",
-        help="replace up to K broken images of an image folder per rank by the next ones",
     )
     add(
         "--batch-size",

@@ -26,8 +26,6 @@ class TrainOptions:
     use_syn: bool
     image_size: int | None
     num_workers: int
-    cache: str
-    skip_broken: int  # images of a folder, per rank
     batch_size: int | None  # images per rank and backward pass, the largest
     global_batch_size: int | None
     uneven: bool
