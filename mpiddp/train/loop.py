@@ -223,7 +223,8 @@ def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
                 contents = shards.into(contents, like)
         model.load_state_dict(contents["model"])
         checkpoint.restore_optimizer(optimizer, contents["trainer"]["optimizer"])
-        scaler.load_state_dict(contents["trainer"]["scaler"])
+        if contents["trainer"]["scaler"]:  # empty unless the saved run had --amp fp16
+            scaler.load_state_dict(contents["trainer"]["scaler"])
     torch.manual_seed(config.seed + 1 + inputs.coordinator.world.rank)
     if received:
         checkpoint.restore_rank(model, received, inputs.coordinator.world.world_size)
