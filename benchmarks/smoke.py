@@ -80,13 +80,10 @@ class Place:
         """
         program, *arguments = map(str, command)
         shown = " ".join([program, *arguments[:4]])
-        # Those of a user who has activated the environment. This checkout is not imported.
-        env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
-        env.pop("PYTHONPATH", None)
         try:
             done = subprocess.run(
                 [str(BIN / program), *arguments],
-                env=env,
+                env=_variables(),
                 cwd=cwd or self.folder,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -107,6 +104,17 @@ class Place:
         path = self.folder / "script.py"
         path.write_text(text)
         return path
+
+
+def _variables() -> dict[str, str]:
+    """Those of a user who has activated the environment: this checkout is not imported."""
+    return {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "OMP_NUM_THREADS": "1",
+        "MPIDDP_LOG_RANKS": "all",
+        "MPIDDP_PREFIX": "never",
+    }
 
 
 def _expect(is_right: bool, output: str) -> None:

@@ -62,7 +62,9 @@ def test_a_data_set_without_files_names_them_and_where_it_looked(name: str, tmp_
         open_data(config, ALONE, torch.device("cpu"))
     message = str(caught.value)
     assert message.startswith(f"no {DATASETS[name].title} (")
-    assert message.endswith("; copy the files into one of them, or leave --data-dir out.")
+    is_elsewhere = DATASETS[name].fetch or DATASETS[name].system_folder
+    way = ", or leave --data-dir out." if is_elsewhere else "."
+    assert message.endswith(f"; copy the files into one of them{way}")
     for layout in DATASETS[name].layouts:
         assert f"{tmp_path}/{layout.folder}" in message
         assert all(file in message for file in layout.files)

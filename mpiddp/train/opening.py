@@ -117,10 +117,14 @@ def load(spec: DatasetSpec, *folders: Path) -> tuple[ImageArrays, ImageArrays]:
     if found is None:
         names = " or ".join(", ".join(layout.files) for layout in spec.layouts)
         looked = [f / sub for f in folders for sub in ("", *(each.folder for each in spec.layouts))]
-        way = f"or: {spec.hint}" if spec.system_folder in folders else "or leave --data-dir out."
+        way = "."
+        if spec.system_folder in folders:
+            way = f", or: {spec.hint}"
+        elif spec.system_folder or spec.fetch:  # looked for only where the user names no folder
+            way = ", or leave --data-dir out."
         raise UserError(
             f"no {spec.title} ({names}) in {', '.join(map(str, looked))}; "
-            f"copy the files into one of them, {way}"
+            f"copy the files into one of them{way}"
         )
     folder, layout = found
     train, test = layout.read([folder / name for name in layout.files])
