@@ -185,11 +185,11 @@ def test_the_output_of_rank_0(run: Path) -> None:
     assert printed.count("epoch 1/2  step 2/10  loss ") == 1  # only rank 0 prints
     table = printed.rpartition("\n\n")[2].splitlines()
     assert [line.partition("  ")[0] for line in table] == [
-        "data set", "arch", "ranks", "steps", "images/s", "step time", "tensors",
+        "data set", "arch", "ranks", "steps", "images/s", "step time",
         "train loss", "test accuracy", "wall time", "run folder",
     ]  # fmt: skip
-    assert table[8].endswith("% of 37 images")
-    assert table[10].endswith(str(run))
+    assert table[7].endswith("% of 37 images")
+    assert table[9].endswith(str(run))
 
 
 # Options

@@ -34,12 +34,11 @@ from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.divergence import refuse_divergence
 from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_device, train_step
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
-from mpiddp.train.metrics import StepTimer, Summary, largest, measure_speed
+from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.per_rank_log import PerRankLog
 from mpiddp.train.plan import Plan
 from mpiddp.train.saver import Saver
-from mpiddp.train.tensor_bytes import TensorBytes, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,6 @@ def train(inputs: TrainInputs) -> Summary | None:
     evaluation_batch = max(config.batch_size, default_batch_size(data.shape))
     score: Score | None = None
     train_loss: float | None = None
-    memory: TensorBytes | None = None
 
     for epoch in range(progress.epoch, config.epochs):
         steps = list(plan.order.steps(epoch, progress.position))
@@ -102,10 +100,6 @@ def train(inputs: TrainInputs) -> Summary | None:
             lr = plan.lr(progress.step)
             loss_sum += train_step(state, ddp, batches, step, lr, config)
             num_images += step.num_images
-            if memory is None:
-                memory = tensor_bytes(model, state.optimizer)
-                if inputs.copies:
-                    log.info(f"parameters, gradients and momentum: {memory}")
             clear_gradients(ddp, config)
             timer.tick()
             images_of_steps.append(step.num_images)
@@ -188,8 +182,6 @@ def train(inputs: TrainInputs) -> Summary | None:
         step_time_p95_s=speed.step_time_p95_s,
         wall_s=time.monotonic() - started_at,
         parallel=config.parallel,
-        tensor_bytes_of_rank=largest(memory.of_rank if memory else 0, device) or None,
-        tensor_bytes_of_copy=memory.of_copy if memory else None,
     )
 
 
