@@ -38,7 +38,7 @@ pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install mat
 
 BENCH = [sys.executable, "-m", "mpiddp", "bench"]
 RANK = [sys.executable, "-m", "mpiddp", "bench-rank"]
-NO_SCRIPTS = {"__init__", "harness"}
+NO_SCRIPTS = {"__init__", "harness", "smoke"}
 SMALL = ["--arch", "resnet20", "--batch-size", "2"]
 
 

@@ -129,7 +129,7 @@ def as_arguments(options: DataclassInstance) -> list[str]:
 
 def _description(prog: str, purpose: str, benchmark: Benchmark[Options]) -> str:
     name = name_of(prog)
-    files = f"{name}.json" + (f" and {name}.png" if benchmark.draw else "")
+    files = f"{name}.json" + (f" and {name}.png" if benchmark.chart else "")
     others = ""
     if benchmark.takes_training:
         others = (
