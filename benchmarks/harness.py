@@ -1,12 +1,13 @@
-"""Shared by the scripts of this folder: their entry point, and the mpirun of each MPI."""
+"""Shared by the scripts of this folder: their entry point, files of results, and the mpirun of each MPI."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mpiddp.bench.benchmark import Benchmark, Options
 from mpiddp.bench.jobs import BenchJobFailed, Finished, run
@@ -41,6 +42,18 @@ def start_benchmark(name: str, purpose: str, benchmark: Benchmark[Options]) -> N
     """Run `python -m benchmarks.NAME` as `mpiddp bench` runs its benchmarks."""
     prog = f"python -m benchmarks.{name}"
     start(lambda: run_benchmark(prog, purpose, benchmark, sys.argv[1:]))
+
+
+def append_record(file: Path, record: dict[str, Any]) -> None:
+    """Append a line of JSON."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The records of `append_record`; [] without a file."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def run_ranks(ranks: int, *python_args: str, timeout_s: float) -> Finished:

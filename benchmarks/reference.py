@@ -17,12 +17,11 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from benchmarks.harness import start_benchmark
 from mpiddp.arguments import whole
-from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import Spread, markdown, shown, spread
@@ -34,10 +33,6 @@ from mpiddp.train.architectures import ARCHITECTURES
 from tests import cluster
 from tests.cluster import cpus, links
 from tests.ranks import ROOT
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LINKS = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}
 SLOWEST = "100 Mbit/s"
@@ -249,49 +244,39 @@ def _title(results: Results) -> str:
     )
 
 
-def draw(results: Results, figure: Figure) -> None:
-    scaling, remedies = charts.axes(figure, columns=2)
-    _draw_scaling(results, scaling)
-    _draw_remedies(results, remedies)
-    figure.suptitle(
-        f"{_title(results)}\n{results['cores_per_worker']:g} cores for each worker; load of this machine "
-        f"before: {results['load_before']:.1f}",
-        fontsize=10,
-    )
-
-
-def _draw_scaling(results: Results, on: Axes) -> None:
+def chart(results: Results) -> Chart:
     sizes = [1, *results["sizes"]]
     alone = _speed(ALONE, results)
-    ideal = [alone["median"] * hosts for hosts in sizes]
-    on.plot(sizes, ideal, "--", color="#222222", linewidth=1, label="ideal")
-    for link, colour in zip(LINKS, (charts.BLUE, charts.GREEN, charts.ORANGE), strict=True):
-        speeds = [alone, *(_speed(_name(hosts, link), results) for hosts in results["sizes"])]
-        medians = [speed["median"] for speed in speeds]
-        on.plot(sizes, medians, "o-", color=colour, markersize=5, label=link)
-        on.errorbar(sizes, medians, charts.whiskers(speeds), **charts.WHISKER)
-    shared = _speed(SHARED, results)["median"]
-    on.plot([2], [shared], "D", color=charts.PURPLE, markersize=6, label=SHARED)
-    on.set_xticks(sizes)
-    on.set_xlabel("hosts with one worker each")
-    on.set_ylabel("images/s over all workers")
-    on.set_ylim(bottom=0)
-    on.legend(frameon=False, fontsize=9)
-
-
-def _draw_remedies(results: Results, on: Axes) -> None:
+    scaling = {
+        link: {
+            hosts: alone if hosts == 1 else _speed(_name(hosts, link), results) for hosts in sizes
+        }
+        for link in LINKS
+    }
+    scaling |= {
+        SHARED: {2: _speed(SHARED, results)},
+        "ideal": {hosts: spread([alone["median"] * hosts]) for hosts in sizes},
+    }
     names = {PLAIN: _plain(results), **{name: name for name in REMEDIES}}
-    speeds = [_speed(name, results) for name in names.values()]
-    ideal = _speed(ALONE, results)["median"] * results["sizes"][-1]
-    charts.bars(on, [name.replace(", ", ",\n") for name in names], {"reached": speeds}, "images/s")
-    on.axhline(ideal, linestyle="--", color="#222222", linewidth=1, label="ideal")
-    on.set_ylim(0, 1.06 * max(ideal, *(speed["high"] for speed in speeds)))
-    on.set_xlabel(f"{results['sizes'][-1]} hosts at {SLOWEST}")
-    charts.legend_above(on)
+    reached = {shown.replace(", ", ",\n"): _speed(name, results) for shown, name in names.items()}
+    panels = (
+        Panel("images/s over all workers", "hosts with one worker each", scaling),
+        Panel(
+            f"images/s over {sizes[-1]} hosts at {SLOWEST}",
+            f"without loss: {alone['median'] * sizes[-1]:,.0f} images/s",
+            {"reached": reached},
+            "bars",
+        ),
+    )
+    title = (
+        f"{_title(results)}\n{results['cores_per_worker']:g} cores for each worker; load of this machine "
+        f"before: {results['load_before']:.1f}"
+    )
+    return Chart(title, panels)
 
 
 BENCHMARK = Benchmark(
-    Options, _add_options, measure, table, draw, size=(11, 4.8), takes_hosts=False
+    Options, _add_options, measure, table, chart, size=(11, 4.8), takes_hosts=False
 )
 
 if __name__ == "__main__":

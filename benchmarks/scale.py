@@ -24,17 +24,15 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.harness import start_benchmark
 from mpiddp.bench.benchmark import Benchmark, Results
-from mpiddp.bench.charts import BLUE, GREY, ORANGE
+from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.options import counts
+from mpiddp.bench.report import Spread, spread
 from mpiddp.text import align_columns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MEASURED = ("launcher", "rank_0", "watch", "names")
 TIMEOUT_S = 900
@@ -99,20 +97,20 @@ def table(results: Results) -> str:
     return align_columns(rows, right=range(8))
 
 
-def draw(results: Results, figure: Figure) -> None:
-    axes = figure.subplots()
-    for name, label, color in (("launcher", "launcher", BLUE), ("rank_0", "rank 0", ORANGE)):
+def chart(results: Results) -> Chart:
+    series: dict[str, dict[int, Spread]] = {}
+    for name, label in (("launcher", "launcher"), ("rank_0", "rank 0")):
         costs = {int(ranks): cost["cpu_s"] for ranks, cost in results["costs"][name].items()}
         smallest = min(costs)
-        ideal = [costs[smallest] * ranks / smallest for ranks in costs]
-        axes.loglog(list(costs), list(costs.values()), marker="o", color=color, label=label)
-        axes.loglog(list(costs), ideal, linestyle="--", color=color, linewidth=1)
-    axes.axhline(5.0, color=GREY, linewidth=1)
-    axes.set(xlabel="ranks", ylabel="processor time, s")
-    axes.legend()
+        series[label] = {ranks: spread([cost]) for ranks, cost in costs.items()}
+        series[f"ideal {label}"] = {
+            ranks: spread([costs[smallest] * ranks / smallest]) for ranks in costs
+        }
+    panel = Panel("processor time, s", "ranks", series, logarithmic="xy", tick=str)
+    return Chart("", [panel])
 
 
-BENCHMARK = Benchmark(Options, _add_options, measure, table, draw, takes_hosts=False)
+BENCHMARK = Benchmark(Options, _add_options, measure, table, chart, takes_hosts=False)
 
 if __name__ == "__main__":
     start_benchmark("scale", "the cost of large jobs to the launcher and to rank 0", BENCHMARK)

@@ -12,13 +12,12 @@ that remains. `benchmarks.ranks.variants` runs in the ranks.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import run_ranks, start_benchmark
+from benchmarks.harness import append_record, read_records, run_ranks, start_benchmark
 from mpiddp.arguments import whole
 from mpiddp.bench.benchmark import Benchmark, Results
 from mpiddp.bench.jobs import Jobs, note
@@ -150,11 +149,10 @@ def measure(options: Options, jobs: Jobs) -> Results:
         of_ranks = as_arguments(picked(RankOptions, options))
         job = ("-m", "benchmarks.ranks.variants", *of_ranks)
         [found] = run_ranks(ranks, *job, timeout_s=jobs.timeout_s).results
-        with file.open("a") as lines:
-            lines.write(json.dumps(found) + "\n")
+        append_record(file, found)
     if not file.exists():
         raise UserError(f"--file {file} does not exist, and --rounds 0 measures nothing.")
-    return {"jobs": [json.loads(line) for line in file.read_text().splitlines()]}
+    return {"jobs": read_records(file)}
 
 
 def table(results: Results) -> str:

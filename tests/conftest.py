@@ -7,11 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import tiers
 from tests.cluster import Cluster, slurm
 from tests.cluster.slurm import Slurm
 from tests.data_cache import official_batches
+
+# tests/test_parsers.py with other inputs in every run, and many more: pytest --hypothesis-profile=long
+settings.register_profile(
+    "long",
+    max_examples=20_000,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.train.data import cifar10, cifar10_fetch
-from mpiddp.train.data.arrays import default_data_dir
+from mpiddp.train.data import cifar10_fetch
+from mpiddp.train.data.cifar10_files import BIN_FOLDER
+from mpiddp.train.data.datasets import DATASETS, find
+from mpiddp.train.opening import default_data_dir
 
 
 def fetched_cifar10() -> Path:
@@ -20,9 +22,9 @@ def fetched_cifar10() -> Path:
 
 def official_batches() -> Path:
     """The folder of CIFAR-10's six batches in the binary layout, fetched as above."""
-    found = cifar10.find(fetched_cifar10())
-    if found is None or found[1] is not cifar10.BIN:
-        pytest.skip(f"this test needs {cifar10.BIN.folder_name}, and another layout is cached")
+    found = find(DATASETS["cifar10"], [fetched_cifar10()])
+    if found is None or found[1].folder != BIN_FOLDER:
+        pytest.skip(f"this test needs {BIN_FOLDER}, and another layout is cached")
     return found[0]
 
 
@@ -30,7 +32,8 @@ def official_batches() -> Path:
 def _fetch_once() -> Path | UserError:
     folder = default_data_dir()
     try:
-        cifar10_fetch.fetch(folder, print)
+        if find(DATASETS["cifar10"], [folder]) is None:
+            cifar10_fetch.fetch(folder, print)
     except UserError as error:
         return error
     return folder

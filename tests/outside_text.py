@@ -1,7 +1,7 @@
 """Every parser of text from outside, with the errors that it documents and inputs to try.
 
 Whatever the text, a parser returns or raises one of these errors, within bounded time and memory.
-tests/test_parsers.py tries a few hundred inputs of each; benchmarks/parsers.py tries more for minutes.
+tests/test_parsers.py tries 60 inputs of each, and 20,000 with --hypothesis-profile=long.
 """
 
 from __future__ import annotations

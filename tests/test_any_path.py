@@ -18,7 +18,7 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.plan import _working_folder
 from mpiddp.paths import named_by, read_limited
-from mpiddp.train.data.arrays import default_data_dir
+from mpiddp.train.opening import default_data_dir
 from tests.homes import leave_home
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpiddp, script

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpiddp.train.option_parser import COMPRESSIONS
+from mpiddp.train.options import COMPRESSIONS
 from tests.ranks import mpirun
 
 

@@ -1,6 +1,6 @@
 """A training uses each image exactly once per epoch, despite kills and with any number of ranks.
 
-Tests mpiddp/train/sharding.py, mpiddp/train/resume.py.
+Tests mpiddp/train/order.py, mpiddp/train/resume.py.
 python -m pytest tests/test_exactly_once.py
 """
 

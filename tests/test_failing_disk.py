@@ -26,8 +26,10 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.protocol.variables import RESTART_COUNT
 from mpiddp.train import checkpoint
-from mpiddp.train.data import cifar10, fashion_mnist
+from mpiddp.train.data import cifar10_files
+from mpiddp.train.data.datasets import DATASETS, MNIST_FILES
 from mpiddp.train.engine import load_weights
+from mpiddp.train.opening import load
 from tests.ranks import mpiddp
 from tests.training import configured
 
@@ -82,14 +84,11 @@ def test_a_file_on_a_disk_that_fails_is_no_bad_input(
 
 
 def test_data_on_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
-    for name in fashion_mnist._FILES:
+    for name in (*MNIST_FILES, *cifar10_files.PY):
         (tmp_path / name).symlink_to(BAD_SECTOR)
-    with pytest.raises(JobFailed, match=EIO):
-        fashion_mnist.load(tmp_path)
-    for file in cifar10.PY.files(tmp_path):
-        file.symlink_to(BAD_SECTOR)
-    with pytest.raises(JobFailed, match=EIO):
-        cifar10.read(tmp_path, cifar10.PY)
+    for dataset in ("fashion-mnist", "cifar10"):
+        with pytest.raises(JobFailed, match=EIO):
+            load(DATASETS[dataset], tmp_path)
 
 
 def _unreadable_checkpoint(out: Path) -> Path:

@@ -18,7 +18,6 @@ from PIL import Image
 from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.train.data.broken import BrokenImages
 from mpiddp.train.data.decode import center_crop, random_resized_crop
 from mpiddp.train.data.image_folder import (
     MEAN,
@@ -26,7 +25,6 @@ from mpiddp.train.data.image_folder import (
     ImageFolder,
     class_names,
 )
-from mpiddp.train.data.ram_cache import RamCache
 from tests.ranks import clean_env, script
 
 CPU = torch.device("cpu")
@@ -151,19 +149,6 @@ def test_workers_ignore_sigterm(
         command, env=clean_env(), capture_output=True, text=True, start_new_session=True
     )
     assert (done.stdout.split(), done.stderr) == (["received", "12"], "")
-
-
-def test_cached_files_give_the_same_images(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    cache = RamCache("test", root=tmp_path_factory.mktemp("memory"))
-    images = source(folder, augment=True, num_workers=1, cache=cache)
-    expected = everything(source(folder, augment=True))
-    for _ in range(2):
-        assert all(map(torch.equal, everything(images), expected))
-        for path in folder.glob("*/*.*"):  # they are cached now
-            path.unlink()
-    cache.close()
 
 
 def test_workers_do_not_use_the_ranks_generator(folder: Path) -> None:
@@ -313,82 +298,14 @@ def test_the_suffix_need_not_be_that_of_the_format(folder: Path) -> None:
     assert bytes_of(pixels[2])[1].round().unique().tolist() == [77]
 
 
-# Broken images that are skipped
-
-
-def truncate(*paths: Path) -> None:
-    for path in paths:
-        path.write_bytes(path.read_bytes()[:40])
-
-
-@pytest.mark.parametrize("augment", [False, True])
-def test_the_next_image_takes_the_place_of_a_broken_one(folder: Path, augment: bool) -> None:
-    whole, _ = everything(source(folder))
-    truncate(folder / "cat" / "3.bmp", folder / "dog" / "0.png", folder / "eel" / "3.bmp")
-    warned: list[str] = []
-    images = source(folder, augment=augment, broken=BrokenImages(3, warned.append))
-    expected, labels = everything(images)
-    # 3 and 4 become 5, which is a dog; 11, the last, becomes 0, the first cat.
-    assert labels.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 0]
-    if not augment:
-        assert torch.equal(expected[[3, 4, 11]], whole[[5, 5, 0]])
-    names = [sentence.partition(": Pillow cannot read this image (")[0] for sentence in warned]
-    assert names == [
-        f"warning: {folder}/{name}" for name in ("cat/3.bmp", "dog/0.png", "eel/3.bmp")
-    ]
-    assert warned[1].endswith("). The next image takes its place (2 of at most 3, --skip-broken).")
-    for num_workers, size in ((0, 1), (1, 5), (2, 1)):
-        warned.clear()
-        broken = BrokenImages(3, warned.append)
-        images = source(folder, augment=augment, num_workers=num_workers, broken=broken)
-        for _ in range(2):
-            got, got_labels = everything(images, size=size)
-            assert torch.equal(got, expected)
-            assert torch.equal(got_labels, labels)
-        assert sorted(each.partition(": Pillow")[0] for each in warned) == names
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_one_broken_image_too_many_ends_the_run(folder: Path, num_workers: int) -> None:
-    """Neither of two workers meets more than one of the two."""
-    truncate(folder / "cat" / "0.png", folder / "dog" / "3.bmp")
-    warned: list[str] = []
-    images = source(folder, num_workers=num_workers, broken=BrokenImages(1, warned.append))
-    with pytest.raises(UserError) as caught:
-        everything(images, size=1)
-    assert str(caught.value).startswith(f"{folder}/dog/3.bmp: Pillow cannot read this image (")
-    assert str(caught.value).endswith("). Replace or remove it. --skip-broken 1 allows no more.")
-    assert len(warned) == 1
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_image_on_a_disk_that_fails_is_not_broken(folder: Path, num_workers: int) -> None:
-    """No other image takes its place. A link to /proc/self/mem cannot be read, as a bad sector."""
+    """A link to /proc/self/mem cannot be read, as a bad sector."""
     (folder / "dog" / "0.png").unlink()
     (folder / "dog" / "0.png").symlink_to("/proc/self/mem")
-    warned: list[str] = []
-    images = source(folder, num_workers=num_workers, broken=BrokenImages(9, warned.append))
     with pytest.raises(JobFailed) as caught:
-        everything(images)
+        everything(source(folder, num_workers=num_workers))
     assert str(caught.value) == f"{folder}/dog/0.png cannot be read (Input/output error)."
-    assert warned == []
-
-
-def test_the_splits_of_a_rank_share_the_limit(folder: Path) -> None:
-    truncate(folder / "cat" / "0.png")
-    broken = BrokenImages(1, str)
-    everything(source(folder, broken=broken))
-    truncate(folder / "eel" / "0.png")
-    with pytest.raises(UserError, match=r"eel/0\.png"):
-        everything(source(folder, broken=broken))
-
-
-def test_a_folder_of_broken_images(folder: Path) -> None:
-    truncate(*(path for path in folder.glob("*/*") if path.suffix != ".txt"))
-    with pytest.raises(UserError, match=f"^{folder}: none of its images can be read"):
-        everything(source(folder, broken=BrokenImages(99, str)))
-    with pytest.raises(UserError, match=r"--skip-broken 5 allows no more"):
-        everything(source(folder, broken=BrokenImages(5, str)))
 
 
 def test_a_deleted_image_is_named(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Whatever the text from outside, a parser returns or raises its documented error, in bounded time.
 
-tests/outside_text.py lists the parsers. `python -m benchmarks.parsers --minutes 5` tries more inputs.
+tests/outside_text.py lists the parsers. `--hypothesis-profile=long` tries more inputs.
 python -m pytest tests/test_parsers.py
 """
 
@@ -22,12 +22,13 @@ IN_THE_SUITE = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+IS_LONG = settings.get_current_profile_name() == "long"
 LONG = 50_000  # repeats: a parser whose time grows with the square of the length takes minutes
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_any_text_gives_a_value_or_the_documented_error(name: str) -> None:
-    @IN_THE_SUITE
+    @(settings() if IS_LONG else IN_THE_SUITE)
     @given(PARSERS[name].inputs)
     def check(text: object) -> None:
         PARSERS[name].check(text)

@@ -106,6 +106,25 @@ def test_go_on_prefers_the_runs_own_checkpoints_to_resume(tmp_path: Path, pool: 
     ]
 
 
+def test_a_finished_run_goes_on_with_other_options(tmp_path: Path, pool: Ranks) -> None:
+    """They hold from the next step on, also those that the optimizer's own state names."""
+    run = tmp_path / "run"
+    command = [*two_epochs(tmp_path, "--batch-size=4", "--amp=off"), "--out", run]
+    changed = ["--epochs=3", "--momentum=0.5", "--weight-decay=0.01", "--amp=fp16"]
+    ran = pool.run(2, tmp_path, [command, [*command, *changed]])
+    assert [turn.code for turn in ran] == [0, 0], ran
+    assert (
+        "resuming with other options: --epochs 2, now 3; --momentum 0.9, now 0.5; "
+        "--weight-decay 0.0005, now 0.01; --amp off, now fp16\n"
+    ) in ran[1].stdout
+    assert summary(run)["steps"] == 9
+    saved = torch.load(step_folder(run, 9) / "trainer.pt")
+    groups = saved["optimizer"]["param_groups"]
+    assert [group["momentum"] for group in groups] == [0.5, 0.5]
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+    assert saved["scaler"]["scale"] > 0
+
+
 @pytest.mark.slow
 def test_resume_on_cifar10_across_the_end_of_an_epoch(tmp_path: Path, pool: Ranks) -> None:
     """An epoch has two steps, and ends with an evaluation of all 10,000 test images."""

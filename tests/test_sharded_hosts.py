@@ -72,14 +72,19 @@ def test_hsdp_shards_within_each_of_two_hosts(hosts: Cluster) -> None:
     found = {}
     for parallel in ("ddp", "hsdp"):
         out = hosts.shared / parallel
-        ran = train(hosts, "node0:2,node1:2", *STEPS_50, f"--parallel={parallel}", f"--out={out}")
+        job = ("-m", "tests.jobs.counted_bytes", str(hosts.shared))
+        options = [*STEPS_50, f"--parallel={parallel}", f"--out={out}"]
+        ran = train(hosts, "node0:2,node1:2", *options, job=job)
         assert ran.returncode == 0, ran.stderr
+        shares = [(hosts.shared / f"bytes_{rank}").read_text().split() for rank in range(4)]
+        for own, one_copy in shares:  # hsdp: half on each of the two ranks of a host
+            share = int(one_copy) / (2 if parallel == "hsdp" else 1)
+            assert int(own) == pytest.approx(share, rel=0.1)
+        for rank in range(4):
+            (hosts.shared / f"bytes_{rank}").unlink()
         found[parallel] = losses(out)
     assert len(found["ddp"]) == 50
     assert found["hsdp"] == pytest.approx(found["ddp"], rel=TOLERANCE)
-    memory = summary(hosts.shared / "hsdp")
-    half = memory["tensor_bytes_of_copy"] / 2  # on each of the two ranks of a host
-    assert memory["tensor_bytes_of_rank"] == pytest.approx(half, rel=0.1)
 
 
 def test_copies_that_differ_end_the_training(hosts: Cluster) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny_data
+from tests.ranks import mpirun
 from tests.training import Command, Ranks, Turn, records, summary, waiting_ranks
 
 # The same convolutions for all: fully_shard takes contiguous parameters only.
@@ -53,20 +54,30 @@ def test_the_losses_of_50_steps_are_those_of_ddp(
         parallel: [*STEPS_50, f"--lr={lr}", f"--parallel={parallel}"]
         for parallel in ("ddp", "fsdp")
     }
-    turns = run_all(pool, ranks, tmp_path, commands)
+    run_all(pool, ranks, tmp_path, commands)
     ddp, fsdp = (losses(tmp_path / name) for name in commands)
     assert len(ddp) == 50
     assert fsdp == pytest.approx(ddp, rel=TOLERANCE)
     assert ddp[0] != pytest.approx(ddp[-1], rel=0.01)  # it has trained
 
-    found = summary(tmp_path / "fsdp")
-    one_copy = found["tensor_bytes_of_copy"]
-    assert one_copy == 3 * 4 * found["num_parameters"]  # parameters, gradients, momentum in fp32
-    assert found["tensor_bytes_of_rank"] < 1.1 * one_copy / ranks
-    assert f"{one_copy / 1e6:.1f} MB in one copy" in turns["fsdp"].stdout
-    of_ddp = summary(tmp_path / "ddp")
-    assert of_ddp["tensor_bytes_of_rank"] >= of_ddp["tensor_bytes_of_copy"] == one_copy
-    assert (of_ddp["parallel"], found["parallel"]) == ("ddp", "fsdp")
+    assert [summary(tmp_path / name)["parallel"] for name in commands] == ["ddp", "fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "share"), [(2, "ddp", 1), (2, "fsdp", 1 / 2), (4, "fsdp", 1 / 4)]
+)
+def test_each_rank_holds_its_share_of_the_state(
+    tmp_path: Path, ranks: int, parallel: str, share: float
+) -> None:
+    done = mpirun(
+        ranks, "-m", "tests.jobs.counted_bytes", str(tmp_path), *map(str, STEPS_50),
+        "--steps-per-epoch=1", f"--parallel={parallel}", "--out", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    state = 3 * 4 * summary(tmp_path / "run")["num_parameters"]  # with gradients, momentum; fp32
+    found = [(tmp_path / f"bytes_{rank}").read_text().split() for rank in range(ranks)]
+    assert {int(one_copy) for _, one_copy in found} == {state}
+    assert share * state <= max(int(own) for own, _ in found) < 1.1 * share * state
 
 
 def test_tails_accumulation_clipping_and_evaluation_are_those_of_ddp(

@@ -185,11 +185,11 @@ def test_the_output_of_rank_0(run: Path) -> None:
     assert printed.count("epoch 1/2  step 2/10  loss ") == 1  # only rank 0 prints
     table = printed.rpartition("\n\n")[2].splitlines()
     assert [line.partition("  ")[0] for line in table] == [
-        "data set", "arch", "ranks", "steps", "images/s", "step time", "tensors",
+        "data set", "arch", "ranks", "steps", "images/s", "step time",
         "train loss", "test accuracy", "wall time", "run folder",
     ]  # fmt: skip
-    assert table[8].endswith("% of 37 images")
-    assert table[10].endswith(str(run))
+    assert table[7].endswith("% of 37 images")
+    assert table[9].endswith(str(run))
 
 
 # Options
@@ -386,7 +386,7 @@ def test_a_compiled_model_trains_and_saves_under_the_same_names() -> None:
         "from tests.training import configured\n"
         "from mpiddp.train.engine import backward\n"
         "from mpiddp.train.parallel import wrap\n"
-        "from mpiddp.train.sharding import Step\n"
+        "from mpiddp.train.order import Step\n"
         "torch.manual_seed(0)\n"
         "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))\n"
         "batch = torch.randn(4, 3, 4, 4), torch.arange(4)\n"

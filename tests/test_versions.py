@@ -1,24 +1,19 @@
-"""The versions that mpiddp claims: docs/dependencies.md has them, and what cannot be installed is a row.
+"""The versions that mpiddp claims: docs/dependencies.md has them, and the checks that ran with each.
 
-Tests benchmarks/versions, setup.py.
+Tests benchmarks/smoke.py, setup.py.
 python -m pytest tests/test_versions.py
 """
 
 from __future__ import annotations
 
-import json
-import os
+import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-
-from benchmarks.versions import environments, results
-from benchmarks.versions.environments import KINDS, Environment, NotBuilt
-from benchmarks.versions.results import SHOWN, Result
-from benchmarks.versions.smoke import checks_of
+from benchmarks.smoke import SHOWN, checks_of
 from tests.ranks import ROOT
-from tests.test_command import running
 
 COLUMNS = ["Python", "versions", *SHOWN, "result"]
 
@@ -56,58 +51,33 @@ def test_the_oldest_versions_that_setup_py_claims_have_passed() -> None:
             assert any(row["result"].startswith("passed ") for row in found), (package, version)
 
 
-def test_the_table_has_what_failed_and_what_was_not_built(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    assert results.newest(file) == {}
-    planned = Result("3.14", "newest", "not run yet")
-    passed = Result("3.13", "oldest", "passed", "", "3.13.1", {"torch": "2.8.0"}, {"launch": 2.0})
-    for result in (
-        Result("3.13", "oldest", "failed", "launch: a first try"),
-        Result("3.14", "oldest", "not built", "torch==2.8.0 | has no wheel"),
-        passed,
-    ):
-        results.append(file, result)
-    assert results.table([*results.newest(file).values(), planned]).splitlines() == [
-        "| Python | versions | torch | numpy | mpi4py | pillow | cloudpickle | Open MPI | result |",
-        "|---|---|---|---|---|---|---|---|---|",
-        "| 3.13.1 | oldest | 2.8.0 | - | - | - | - | - | passed 1 check |",
-        "| 3.14 | oldest | - | - | - | - | - | - | not built: torch==2.8.0 \\| has no wheel |",
-        "| 3.14 | newest | - | - | - | - | - | - | not run yet |",
-    ]
-    assert json.loads(file.read_text().splitlines()[-1])["checks"] == {"launch": 2.0}
+def test_the_checks_pass_with_the_versions_that_are_installed_here() -> None:
+    command = [sys.executable, "benchmarks/smoke.py", "pinned", "openmpi"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    (row,) = done.stdout.splitlines()
+    cells = dict(zip(COLUMNS, row.strip("| ").split(" | "), strict=True))
+    assert (cells["Python"], cells["versions"]) == (platform.python_version(), "pinned")
+    assert cells["torch"].startswith("2.")
+    assert cells["result"] == "passed 4 checks"
 
 
-def test_what_cannot_be_installed_has_uvs_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uv = tmp_path / "uv"
-    uv.write_text(
-        "#!/bin/sh\nprintf '  × No solution found:\\n  ╰─▶ Because torch has no wheel\\n' >&2; exit 1\n"
+def test_a_check_that_fails_is_named_in_the_row(tmp_path: Path) -> None:
+    (tmp_path / "python").symlink_to(
+        sys.executable
+    )  # an environment without the package's programs
+    command = [str(tmp_path / "python"), "benchmarks/smoke.py", "newest", "train"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.endswith(
+        "| failed: version: mpiddp --version: No such file or directory |\n"
     )
-    uv.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
-    monkeypatch.setattr(environments, "FOLDER", tmp_path / "versions")
-    with pytest.raises(NotBuilt, match=r"^No solution found: Because torch has no wheel$"):
-        environments.make(Environment("3.13", KINDS[0]), tmp_path / "mpiddp.whl", 600)
-    uv.write_text("#!/bin/sh\nexec sleep 600\n")
-    with pytest.raises(NotBuilt, match=r"^uv venv --python did not end within 0 s$"):
-        environments.make(Environment("3.13", KINDS[0]), tmp_path / "mpiddp.whl", 0.2)
-
-
-def test_a_command_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
-    text = "setsid sleep 1015 & touch ready; exec sleep 1016"
-    command = ["sh", "-c", text]
-    timeout_s = 0.1
-    while not (tmp_path / "ready").exists():
-        timeout_s *= 2
-        assert environments.run(command, env=os.environ, cwd=tmp_path, timeout_s=timeout_s) is None
-        assert running("sleep 1015", "sleep 1016") == []
 
 
 def test_every_kind_has_checks_for_its_extras() -> None:
-    by_kind = {kind.name: checks_of(Environment("3.13", kind)) for kind in KINDS}
-    assert set(by_kind["launcher"]) == {"version", "hosts check", "dry run", "verify"}
-    assert set(by_kind["oldest"]) - set(by_kind["launcher"]) == {
+    launcher = {"version", "hosts check", "dry run", "verify"}
+    assert set(checks_of(["openmpi"])) == launcher
+    assert set(checks_of(["train", "openmpi", "spawn"])) - launcher == {
         *("launch", "command", "raw mpirun", "train", "images", "spawn"),
     }
-    assert by_kind["newest"].keys() >= {"bench", "test"}
+    assert checks_of(["train", "bench", "test"]).keys() >= {"bench", "test"}

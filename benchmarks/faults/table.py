@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness import append_record, read_records
 from mpiddp.bench.report import markdown
 
 NAMES = {
@@ -50,8 +50,7 @@ class Tally:
 
 
 def read(file: Path) -> tuple[list[Run], list[Tally]]:
-    lines = file.read_text().splitlines() if file.exists() else []
-    records = [json.loads(line) for line in lines]
+    records = read_records(file)
     return (
         [Run(**record) for record in records if "times" not in record],
         [Tally(**record) for record in records if "times" in record],
@@ -59,8 +58,7 @@ def read(file: Path) -> tuple[list[Run], list[Tally]]:
 
 
 def write(file: Path, record: Run | Tally) -> None:
-    with file.open("a") as lines:
-        lines.write(json.dumps(asdict(record)) + "\n")
+    append_record(file, asdict(record))
 
 
 def runs_table(runs: Iterable[Run], order: Iterable[str]) -> str:

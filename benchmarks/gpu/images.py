@@ -16,8 +16,11 @@ from PIL import Image
 from mpiddp.errors import UserError
 from mpiddp.train.data import cifar10
 from mpiddp.train.data.arrays import ImageArrays
+from mpiddp.train.data.cifar10_files import BIN, BIN_FOLDER
+from mpiddp.train.data.datasets import DATASETS
+from mpiddp.train.opening import load
 
-BATCHES = (*cifar10.TRAIN_BATCHES, *cifar10.TEST_BATCHES)
+BATCHES = tuple(Path(name).stem for name in BIN)
 _SIDE = 100  # images in a row and in a column of a mosaic
 
 
@@ -32,8 +35,8 @@ def write_mosaics(data: Path, folder: Path) -> None:
     Raises:
         UserError: there is no CIFAR-10 in `data`, or a damaged one.
     """
-    dataset = cifar10.load(data)
-    parts = [*_batches(dataset.train), *_batches(dataset.test)]
+    train, test = load(DATASETS["cifar10"], data)
+    parts = [*_batches(train), *_batches(test)]
     for batch, (images, labels) in zip(BATCHES, parts, strict=True):
         mosaic_file, labels_file = files_of(batch)
         rows = images.reshape(_SIDE, _SIDE, 32, 32, 3).transpose(0, 2, 1, 3, 4)
@@ -58,11 +61,11 @@ def write_batches(folder: Path, data: Path) -> None:
     Raises:
         UserError: they are not those of CIFAR-10.
     """
-    target = data / cifar10.BIN.folder_name
+    target = data / BIN_FOLDER
     part = data / f".{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    for batch in BATCHES:
+    for batch, name in zip(BATCHES, BIN, strict=True):
         mosaic_file, labels_file = files_of(batch)
         with Image.open(folder / mosaic_file, formats=["WEBP"]) as mosaic:
             pixels = np.asarray(mosaic.convert("RGB"))
@@ -75,7 +78,7 @@ def write_batches(folder: Path, data: Path) -> None:
         records = np.empty((_SIDE**2, cifar10.RECORD_BYTES), np.uint8)
         records[:, 0] = labels
         records[:, 1:] = images.reshape(_SIDE**2, 3 * 32 * 32)
-        records.tofile(part / f"{batch}{cifar10.BIN.suffix}")
+        records.tofile(part / name)
     shutil.rmtree(target, ignore_errors=True)
     part.rename(target)
-    cifar10.load(data)  # compares the SHA-256
+    load(DATASETS["cifar10"], data)  # compares the SHA-256 of each file

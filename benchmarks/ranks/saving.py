@@ -23,10 +23,10 @@ from mpiddp.train.config import resolve_defaults
 from mpiddp.train.copies import find_copies
 from mpiddp.train.engine import TrainState, backward, build_optimizer, to_device
 from mpiddp.train.options import parse
+from mpiddp.train.order import Step
 from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.saver import Saver
-from mpiddp.train.sharding import Step
 
 STEPS = 20
 

@@ -8,20 +8,17 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mpiddp.arguments import whole
-from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import as_arguments, counts, parse_rank_options, seconds, size_bytes
-from mpiddp.bench.report import aligned, size_name
+from mpiddp.bench.report import Spread, aligned, size_name, spread
 from mpiddp.errors import UserError
 from mpiddp.text import percentile
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MIN_BYTES = 1024
 STEP = 4  # the factor from one size to the next
@@ -139,38 +136,23 @@ def _title(results: Results) -> str:
     return f"All-reduce over {results['ranks']} ranks, fp32, time of the slowest rank"
 
 
-def draw(results: Results, figure: Figure) -> None:
-    latency, bandwidth = charts.axes(figure, columns=2)
-    for backend, colour in (("gloo", charts.BLUE), ("nccl", charts.GREEN)):
-        points = [point for point in results["points"] if point["backend"] == backend]
-        if not points:
-            continue
-        sizes = [point["bytes"] for point in points]
-        bus = [point["bus_gb_per_s"] for point in points]
-        times = [1e6 * point["time_s"] for point in points]
-        latency.plot(sizes, times, "o-", color=colour, markersize=4, label=backend)
-        medians = [each["median"] for each in bus]
-        bandwidth.plot(sizes, medians, "o-", color=colour, markersize=4, label=backend)
-        bandwidth.fill_between(
-            sizes,
-            [each["low"] for each in bus],
-            [each["high"] for each in bus],
-            color=colour,
-            alpha=0.2,
-            linewidth=0,
-        )
-    all_sizes = sorted({point["bytes"] for point in results["points"]})
-    for on in (latency, bandwidth):
-        on.set_xscale("log", base=2)
-        on.set_xticks(all_sizes, [size_name(size) for size in all_sizes], rotation=45, ha="right")
-        on.minorticks_off()
-        on.set_xlabel("size")
-        charts.legend_above(on)
-    latency.set_yscale("log")
-    latency.set_ylabel("median time, µs (logarithmic)")
-    bandwidth.set_ylim(bottom=0)
-    bandwidth.set_ylabel("bus bandwidth, GB/s (median, p10 to p90)")
-    figure.suptitle(_title(results), fontsize=10)
+def chart(results: Results) -> Chart:
+    times: dict[str, dict[int, Spread]] = defaultdict(dict)
+    bandwidths: dict[str, dict[int, Spread]] = defaultdict(dict)
+    for point in results["points"]:
+        times[point["backend"]][point["bytes"]] = spread([1e6 * point["time_s"]])
+        bandwidths[point["backend"]][point["bytes"]] = point["bus_gb_per_s"]
+    panels = (
+        Panel("median time, µs", "size", times, logarithmic="xy", tick=size_name),
+        Panel(
+            "bus bandwidth, GB/s (median, p10 to p90)",
+            "size",
+            bandwidths,
+            logarithmic="x",
+            tick=size_name,
+        ),
+    )
+    return Chart(_title(results), panels)
 
 
 BENCHMARK = Benchmark(
@@ -178,7 +160,7 @@ BENCHMARK = Benchmark(
     _add_options,
     measure,
     table,
-    draw,
+    chart,
     size=(10, 4.8),
     example="-H localhost:2 --max-size 64M",
 )

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mpiddp.bench.charts import Chart
 from mpiddp.bench.jobs import Jobs
 from mpiddp.bench.result_lines import Result
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-    from matplotlib.figure import Figure
 
 Results = Result  # the contents of the JSON file: numbers, strings, lists and dicts
 Options = TypeVar("Options", bound="DataclassInstance")
@@ -24,7 +24,7 @@ Options = TypeVar("Options", bound="DataclassInstance")
 
 @dataclass(frozen=True)
 class Benchmark(Generic[Options]):
-    """`measure` runs the jobs; `table` and `draw` show only its results.
+    """`measure` runs the jobs; `table` and `chart` show only its results.
 
     `options` is the frozen dataclass of the options that `add_options` adds. `size` is the size of the
     chart in inches. With `takes_hosts` the jobs run over a hostfile, otherwise on this machine. With
@@ -35,7 +35,7 @@ class Benchmark(Generic[Options]):
     add_options: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[Options, Jobs], Results]
     table: Callable[[Results], str]
-    draw: Callable[[Results, Figure], None] | None = None
+    chart: Callable[[Results], Chart] | None = None
     size: tuple[float, float] = (8, 4.8)
     takes_hosts: bool = True
     takes_training: bool = False

@@ -1,30 +1,48 @@
-"""A common style for all charts. Only this module imports matplotlib, in the launching process."""
+"""One way to draw every benchmark: panels of named series. Only this module imports matplotlib, in the
+launching process.
+"""
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpiddp.bench.report import Spread
 from mpiddp.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish as well.
-BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#F0E442",
-)
-GREY, LOST = "#8C8C8C", "#E8E8E8"
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+_GREY, _BLACK = "#8C8C8C", "#222222"
+_MARKS: dict[str, Any] = {"capsize": 3, "markersize": 4}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes. Each series maps places on the x axis to measurements.
+
+    "lines" have numbers on the x axis. "bars" start at zero and "points" need not, and both have names there.
+    A series whose name begins with "ideal" is a dashed line without marks.
+    """
+
+    label: str  # of the measurements
+    x_label: str
+    series: Mapping[str, Mapping[Any, Spread]]
+    kind: Literal["lines", "bars", "points"] = "lines"
+    logarithmic: str = ""  # the axes that are: "x", "y" or "xy"
+    tick: Callable[[Any], str] | None = None  # names the places on the x axis; each has a tick
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    panels: Sequence[Panel]
 
 
 def need_matplotlib() -> None:
@@ -38,64 +56,74 @@ def need_matplotlib() -> None:
         ) from None
 
 
-def new_figure(size: tuple[float, float]) -> Figure:
+def save(chart: Chart, path: Path, size: tuple[float, float], footnotes: Sequence[str]) -> None:
+    """Draw the chart, and write it as a PNG of this size in inches. Long footnotes are wrapped."""
     # Without pyplot, matplotlib draws into memory and needs no screen.
     from matplotlib.figure import Figure
 
-    return Figure(figsize=size, layout="constrained")
-
-
-def save(figure: Figure, path: Path, footnotes: Sequence[str]) -> None:
-    """Write the PNG. Each footnote starts on a new line, and long footnotes are wrapped."""
-    width = int(figure.get_figwidth() * 20)  # characters of this size
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(chart.panels), squeeze=False).flat
+    for on, panel in zip(panels, chart.panels, strict=True):
+        _draw(on, panel)
+    figure.suptitle(chart.title, fontsize=10)
+    width = int(size[0] * 20)  # characters of this size
     lines = [line for note in footnotes for line in textwrap.wrap(note, width)]
-    figure.supxlabel("\n".join(lines), fontsize=7, color=GREY, x=0.01, ha="left")
+    figure.supxlabel("\n".join(lines), fontsize=7, color=_GREY, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
-def axes(figure: Figure, rows: int = 1, columns: int = 1) -> list[Axes]:
-    """Plain axes from left to right and top to bottom, with a light grid."""
-    made: list[Axes] = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for each in made:
-        each.spines[["top", "right"]].set_visible(False)
-        each.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-        each.set_axisbelow(True)
-    return made
+def _draw(on: Axes, panel: Panel) -> None:
+    places = list(dict.fromkeys(x for points in panel.series.values() for x in points))
+    colours = iter(_COLOURS)
+    for index, (name, points) in enumerate(panel.series.items()):
+        medians = [each["median"] for each in points.values()]
+        sides = _whiskers(list(points.values()))
+        if panel.kind == "lines":
+            if name.startswith("ideal"):
+                on.plot(list(points), medians, "--", color=_BLACK, linewidth=1, label=name)
+            else:
+                style: dict[str, Any] = {"color": next(colours), "label": name, **_MARKS}
+                on.errorbar(list(points), medians, sides, fmt="o-", **style)
+            continue
+        width = 0.8 / len(panel.series)
+        offset = (index - (len(panel.series) - 1) / 2) * width
+        at = [places.index(x) + offset for x in points]
+        colour = next(colours)
+        if panel.kind == "bars":
+            on.bar(at, medians, width * 0.92, color=colour, label=name)
+            on.errorbar(at, medians, sides, fmt="none", ecolor=_BLACK, elinewidth=1, capsize=3)
+        else:
+            on.errorbar(at, medians, sides, fmt="o", color=colour, label=name, **_MARKS)
+    _label(on, panel, places)
 
 
-def bars(
-    on: Axes, groups: Sequence[str], series: Mapping[str, Sequence[Spread | None]], label: str
-) -> None:
-    """Draw bars from zero, one of each series in every group, each with a line from low to high.
-
-    A missing measurement leaves a gap.
-    """
-    width = 0.8 / len(series)
-    for index, (name, values) in enumerate(series.items()):
-        offset = (index - (len(series) - 1) / 2) * width
-        measured = [
-            (position + offset, each) for position, each in enumerate(values) if each is not None
-        ]
-        positions = [position for position, _ in measured]
-        heights = [each["median"] for _, each in measured]
-        colour = (BLUE, ORANGE, GREEN, PURPLE)[index]
-        on.bar(positions, heights, width * 0.92, color=colour, label=name)
-        if any(each["low"] < each["high"] for _, each in measured):
-            on.errorbar(positions, heights, whiskers([each for _, each in measured]), **WHISKER)
-    on.set_xticks(range(len(groups)), groups)
-    on.set_ylabel(label)
-    on.set_ylim(bottom=0)
-
-
-def legend_above(on: Axes) -> None:
-    """Put the legend above the axes, where it hides nothing."""
-    on.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=9)
+def _label(on: Axes, panel: Panel, places: Sequence[Any]) -> None:
+    on.spines[["top", "right"]].set_visible(False)
+    on.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+    on.set_axisbelow(True)
+    if "x" in panel.logarithmic:
+        on.set_xscale("log", base=2)
+    if "y" in panel.logarithmic:
+        on.set_yscale("log")
+    elif panel.kind != "points":
+        on.set_ylim(bottom=0)
+    names = [panel.tick(place) if panel.tick else str(place) for place in places]
+    slant: dict[str, Any] = (
+        {"rotation": 30, "ha": "right"} if max(map(len, names)) * len(names) > 60 else {}
+    )
+    if panel.kind != "lines":
+        on.set_xticks(range(len(places)), names, **slant)
+        on.set_xlim(-0.5, len(places) - 0.5)
+    elif panel.tick is not None:
+        on.set_xticks(places, names, **slant)
+        on.minorticks_off()
+    on.set_xlabel(panel.x_label)
+    on.set_ylabel(panel.label + (" (logarithmic)" if "y" in panel.logarithmic else ""))
+    # Above the axes, where it hides nothing.
+    on.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
 
 
-WHISKER: dict[str, Any] = {"fmt": "none", "ecolor": "#222222", "elinewidth": 1, "capsize": 3}
-
-
-def whiskers(values: Sequence[Spread]) -> list[list[float]]:
+def _whiskers(values: Sequence[Spread]) -> list[list[float]]:
     """The distances of low and high from each median: [2][N]."""
     return [
         [each["median"] - each["low"] for each in values],

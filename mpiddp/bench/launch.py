@@ -14,18 +14,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note, progress, run
 from mpiddp.bench.machine import children, peak_bytes
 from mpiddp.bench.options import add_rounds, counts
-from mpiddp.bench.report import aligned, shown, spread
+from mpiddp.bench.report import Spread, aligned, shown, spread
 from mpiddp.bench.rounds import ratios, turns
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # With gloo there may be more ranks than GPUs.
 JOB = (str(Path(__file__).with_name("ranks") / "first_all_reduce.py"), "--backend", "gloo")
@@ -165,37 +161,29 @@ def table(results: Results) -> str:
     )
 
 
-def draw(results: Results, figure: Figure) -> None:
-    points = results["points"]
-    groups = [str(point["ranks"]) for point in points]
-    wall, cpu, memory = charts.axes(figure, columns=3)
-    for on, name, label in (
-        (wall, "wall_s", "command to first all-reduce, s"),
-        (cpu, "cpu_s", "CPU time of the whole job, s"),
-    ):
-        series = {each: [point[each][name] for point in points] for each in LAUNCHERS}
-        charts.bars(on, groups, series, label)
-        ratios = [point[f"{name}_ratio"]["median"] for point in points]
-        for index, (point, ratio) in enumerate(zip(points, ratios, strict=True)):
-            top = point["mpiddp"][name]["high"]
-            on.annotate(
-                f"{ratio:.2f}×",
-                (index - 0.2, top),
-                (0, 4),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-            )
+def chart(results: Results) -> Chart:
+    points = {point["ranks"]: point for point in results["points"]}
+
+    def of_both(name: str) -> dict[str, dict[int, Spread]]:
+        return {
+            launcher: {ranks: point[launcher][name] for ranks, point in points.items()}
+            for launcher in LAUNCHERS
+        }
+
     resident = {
-        "launcher": [spread([point["mpiddp"]["resident_mb"]]) for point in points],
-        "torchrun's agent": [spread([point["torchrun"]["resident_mb"]]) for point in points],
-        "mpirun": [spread([point["mpiddp"]["children_mb"]]) for point in points],
+        name: {ranks: spread([point[launcher][part]]) for ranks, point in points.items()}
+        for name, launcher, part in (
+            ("launcher", "mpiddp", "resident_mb"),
+            ("torchrun's agent", "torchrun", "resident_mb"),
+            ("mpirun", "mpiddp", "children_mb"),
+        )
     }
-    charts.bars(memory, groups, resident, "peak memory of the resident processes, MB")
-    for on in (wall, cpu, memory):
-        on.set_xlabel("ranks")
-        charts.legend_above(on)
-    figure.suptitle("mpiddp launch and torchrun: medians, lowest to highest", fontsize=10)
+    panels = (
+        Panel("command to first all-reduce, s", "ranks", of_both("wall_s"), "bars"),
+        Panel("CPU time of the whole job, s", "ranks", of_both("cpu_s"), "bars"),
+        Panel("peak memory of the resident processes, MB", "ranks", resident, "bars"),
+    )
+    return Chart("mpiddp launch and torchrun: medians, lowest to highest", panels)
 
 
 BENCHMARK = Benchmark(
@@ -203,7 +191,7 @@ BENCHMARK = Benchmark(
     _add_options,
     measure,
     table,
-    draw,
+    chart,
     size=(12, 4.5),
     takes_hosts=False,
     example="--ranks 2,4 --rounds 3",

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mpiddp.arguments import whole
-from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import add_rounds, as_arguments, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.errors import UserError
 from mpiddp.text import counted
 from mpiddp.train.options import parse as parse_training
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -98,25 +94,18 @@ def _title(results: Results) -> str:
     return f"Data sources, {ranks}, compared with the speed of {results['arch']}"
 
 
-def draw(results: Results, figure: Figure) -> None:
-    [on] = charts.axes(figure)
-    names = [source["source"] for source in results["sources"]]
-    speeds = [source["images_per_s"] for source in results["sources"]]
-    medians = [speed["median"] for speed in speeds]
-    # The speeds of decoding and of ready tensors differ by a factor of a thousand. Bars cannot show
-    # both, and the length of a bar has no meaning on a logarithmic axis.
-    on.errorbar(medians, names, xerr=charts.whiskers(speeds), fmt="o", color=charts.BLUE, capsize=3)
-    for name, median in zip(names, medians, strict=True):
-        text = f"{median:,.0f}"
-        on.annotate(text, (median, name), (0, 7), textcoords="offset points", ha="center")
-    model_speeds = [source["model_images_per_s"] for source in results["sources"]]
-    on.plot(model_speeds, names, "|", color=charts.ORANGE, markersize=22, markeredgewidth=2)
-    on.set_xscale("log")
-    on.set_ylim(len(names) - 0.5, -0.6)
-    on.set_xmargin(0.1)
-    on.grid(axis="x", color="#DDDDDD", linewidth=0.8)
-    on.set_xlabel("images/s over all ranks (logarithmic; medians, lowest to highest)")
-    figure.suptitle(f"{_title(results)} (bars)", fontsize=10)
+def chart(results: Results) -> Chart:
+    # The speeds of decoding and of ready tensors differ by a factor of a thousand. Bars cannot show both, and
+    # the length of a bar has no meaning on a logarithmic axis.
+    sources = {source["source"]: source for source in results["sources"]}
+    series = {
+        "source": {name: source["images_per_s"] for name, source in sources.items()},
+        results["arch"]: {
+            name: spread([source["model_images_per_s"]]) for name, source in sources.items()
+        },
+    }
+    panel = Panel("images/s over all ranks", "", series, kind="points", logarithmic="y")
+    return Chart(_title(results), [panel])
 
 
 BENCHMARK = Benchmark(
@@ -124,7 +113,7 @@ BENCHMARK = Benchmark(
     _add_options,
     measure,
     table,
-    draw,
+    chart,
     takes_training=True,
     example="-H localhost:2 --workers 0,2,4 --arch resnet18",
 )

@@ -13,6 +13,8 @@ from mpiddp.bench.benchmark import Benchmark, Options
 from mpiddp.errors import UserError
 from mpiddp.launch.starters.environment import forwarded
 from mpiddp.text import parse_duration, shown
+from mpiddp.train.option_parser import flag_of, options_of
+from mpiddp.train.options import TrainOptions
 from mpiddp.train.options import parse as parse_training
 
 if TYPE_CHECKING:
@@ -23,19 +25,9 @@ Record = TypeVar("Record", bound="DataclassInstance")
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 # Every benchmark runs its own number of steps from a fresh start, and keeps no checkpoint.
-_NOT_APPLICABLE = (
-    "--resume",
-    "--go-on",
-    "--epochs",
-    "--steps-per-epoch",
-    "--stop-at-step",
-    "--save-every",
-    "--keep",
-    "--on-save-error",
-    "--check-determinism",
-    "--check-divergence",
-    "--per-rank-log",
-)
+_NOT_APPLICABLE = {
+    flag_of(name, about) for name, about in options_of(TrainOptions).items() if not about.of_steps
+}
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ def as_arguments(options: DataclassInstance) -> list[str]:
 
 def _description(prog: str, purpose: str, benchmark: Benchmark[Options]) -> str:
     name = name_of(prog)
-    files = f"{name}.json" + (f" and {name}.png" if benchmark.draw else "")
+    files = f"{name}.json" + (f" and {name}.png" if benchmark.chart else "")
     others = ""
     if benchmark.takes_training:
         others = (

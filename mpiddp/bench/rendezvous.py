@@ -11,18 +11,14 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note, progress
 from mpiddp.bench.machine import available_bytes
 from mpiddp.bench.options import add_rounds, counts, parse_rank_options
 from mpiddp.bench.report import aligned, shown, spread
 from mpiddp.text import percentile
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TORCH_RANK_BYTES = 260e6  # memory of a rank that has imported torch and joined
 SERIES = {"MPI alone": (), "with torch": ("--torch",)}
@@ -139,33 +135,27 @@ def table(results: Results) -> str:
     return f"Rendezvous by number of ranks, all on this machine\n\n{aligned(head, rows)}"
 
 
-def draw(results: Results, figure: Figure) -> None:
-    panels = (
-        ("wall_s", "command to all ranks joined, s"),
-        ("rendezvous_s", "last rank ready to all ranks joined, s"),
-        ("cpu_s_per_rank", "CPU time of each rank, s"),
-    )
-    ranks = sorted({point["ranks"] for point in results["points"]})
-    for on, (name, label) in zip(charts.axes(figure, columns=3), panels, strict=True):
-        for series, colour in zip(SERIES, (charts.BLUE, charts.ORANGE), strict=True):
-            points = [point for point in results["points"] if point["series"] == series]
-            values = [point[name] for point in points]
-            on.errorbar(
-                [point["ranks"] for point in points],
-                [value["median"] for value in values],
-                charts.whiskers(values),
-                fmt="o-",
-                color=colour,
-                markersize=4,
-                capsize=3,
-                label=series,
-            )
-        on.set_xlim(0, ranks[-1] * 1.05)
-        on.set_ylim(bottom=0)
-        on.set_xlabel("ranks")
-        on.set_ylabel(label)
-        charts.legend_above(on)
-    figure.suptitle("Rendezvous: medians, lowest to highest", fontsize=10)
+def chart(results: Results) -> Chart:
+    panels = [
+        Panel(
+            label,
+            "ranks",
+            {
+                series: {
+                    point["ranks"]: point[name]
+                    for point in results["points"]
+                    if point["series"] == series
+                }
+                for series in SERIES
+            },
+        )
+        for name, label in (
+            ("wall_s", "command to all ranks joined, s"),
+            ("rendezvous_s", "last rank ready to all ranks joined, s"),
+            ("cpu_s_per_rank", "CPU time of each rank, s"),
+        )
+    ]
+    return Chart("Rendezvous: medians, lowest to highest", panels)
 
 
 BENCHMARK = Benchmark(
@@ -173,7 +163,7 @@ BENCHMARK = Benchmark(
     _add_options,
     measure,
     table,
-    draw,
+    chart,
     size=(12, 4.5),
     takes_hosts=False,
     example="--ranks 2,8,32 --no-torch",

@@ -33,7 +33,7 @@ def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: 
     """
     started_at = time.time()
     shared, options, training = parse(prog, purpose, benchmark, argv)
-    if benchmark.draw:
+    if benchmark.chart:
         charts.need_matplotlib()
     name = name_of(prog)
     started = time.strftime("%Y%m%d-%H%M%S", time.localtime(started_at))
@@ -103,10 +103,9 @@ def _write(folder: Path, name: str, benchmark: Benchmark[Options], record: Resul
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        if benchmark.draw:
-            figure = charts.new_figure(benchmark.size)
-            benchmark.draw(record["results"], figure)
-            charts.save(figure, folder / f"{name}.png", _footnotes(record))
+        if benchmark.chart:
+            chart = benchmark.chart(record["results"])
+            charts.save(chart, folder / f"{name}.png", benchmark.size, _footnotes(record))
             files.append(f"{name}.png")
     except OSError as error:
         raise cause_of(error)(f"--out {folder} cannot be written: {error.strerror}.") from None

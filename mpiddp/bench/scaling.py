@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mpiddp.arguments import whole
-from mpiddp.bench import charts
 from mpiddp.bench.benchmark import Benchmark, Results
+from mpiddp.bench.charts import Chart, Panel
 from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.options import add_rounds, as_arguments, counts, parse_rank_options, picked
 from mpiddp.bench.report import aligned, shown, spread
@@ -22,9 +21,6 @@ from mpiddp.bench.rounds import ratios, turns
 from mpiddp.errors import UserError
 from mpiddp.text import counted, percentile
 from mpiddp.train.options import parse as parse_training
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -158,26 +154,15 @@ def _title(results: Results) -> str:
     )
 
 
-def draw(results: Results, figure: Figure) -> None:
-    points = results["points"]
-    [on] = charts.axes(figure)
-    positions = range(len(points))
-    speeds = [point["images_per_s"] for point in points]
-    reached = [speed["median"] for speed in speeds]
-    lost = [max(0.0, p["ideal_images_per_s"] - r) for p, r in zip(points, reached, strict=True)]
-    on.bar(positions, reached, 0.7, color=charts.BLUE, label="reached")
-    on.bar(positions, lost, 0.7, bottom=reached, color=charts.LOST, label="lost")
-    on.errorbar(positions, reached, charts.whiskers(speeds), **charts.WHISKER)
-    for position, point in zip(positions, points, strict=True):
-        top = max(point["images_per_s"]["high"], point["ideal_images_per_s"])
-        text = f"{point['efficiency']['median']:.1%}"
-        on.annotate(text, (position, top), (0, 4), textcoords="offset points", ha="center")
-    on.set_xticks(positions, [f"{p['ranks']}\n{counted(p['num_hosts'], 'host')}" for p in points])
-    on.set_xlabel("ranks")
-    on.set_ylabel("images/s over all ranks")
-    on.set_ylim(0, on.get_ylim()[1] * 1.06)
-    charts.legend_above(on)
-    figure.suptitle(_title(results), fontsize=10)
+def chart(results: Results) -> Chart:
+    points = {f"{p['ranks']}\n{counted(p['num_hosts'], 'host')}": p for p in results["points"]}
+    series = {
+        "reached": {name: point["images_per_s"] for name, point in points.items()},
+        "without loss": {
+            name: spread([point["ideal_images_per_s"]]) for name, point in points.items()
+        },
+    }
+    return Chart(_title(results), [Panel("images/s over all ranks", "ranks", series, "bars")])
 
 
 BENCHMARK = Benchmark(
@@ -185,7 +170,7 @@ BENCHMARK = Benchmark(
     _add_options,
     measure,
     table,
-    draw,
+    chart,
     size=(7.5, 4.8),
     takes_training=True,
     example="-H localhost:2 --arch resnet18",

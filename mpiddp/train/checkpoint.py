@@ -28,7 +28,8 @@ from mpiddp.checkpoints.saved import Received, Saved
 from mpiddp.checkpoints.shards.index import INDEX
 from mpiddp.checkpoints.tensor_file import write_tensors
 from mpiddp.errors import UserError
-from mpiddp.train.config import TrainConfig, differences
+from mpiddp.runtime.log import log
+from mpiddp.train.config import TrainConfig, changed_options
 
 _PARTS = ("model", "trainer")
 _REPLICATED = "replicated"
@@ -80,13 +81,17 @@ def read(folder: Path, config: TrainConfig, data: str) -> Saved[Contents]:
         JobFailed: a disk has failed.
     """
     state = _read_state(folder)
-    different = differences(state["config"], config)
+    changes = changed_options(state["config"], config)
+    refused = [change for change in changes if change.refusal]
     saved_data = state.get("data", data)  # version 0.1.0 did not write it
-    if different:
+    if refused:
         raise UserError(
-            f"{folder} was made with other options: {'; '.join(different)}. "
-            "Use the same options, or name another --out."
+            f"{folder} was made with other options: {'; '.join(map(str, refused))}. "
+            "Use the same options, or start a new run from its weights: "
+            f"--out OTHER --weights {folder / 'model.pt'}"
         )
+    if changes:
+        log.info(f"resuming with other options: {'; '.join(map(str, changes))}")
     if saved_data != data:
         raise UserError(
             f"{folder} was made with other data: {saved_data}; the data is now {data}. "
@@ -178,12 +183,15 @@ _IS_CONTENTS: dict[str, Callable[[object], bool]] = {
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load `state`, with the momentum in the memory layout of the parameters.
+    """Load `state`, with this run's settings, and the momentum in the memory layout of the parameters.
 
-    The saved run may have used another layout. The fused kernels read a parameter and its momentum
-    element by element in memory order.
+    The saved run may have had another --momentum or --weight-decay, and another layout. The fused kernels
+    read a parameter and its momentum element by element in memory order.
     """
+    settings = [{**group} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
     for parameter, held in optimizer.state.items():
         momentum = held.get("momentum_buffer")
         if momentum is not None:

@@ -6,18 +6,19 @@ checkpoint contain the result, and a run that resumes is compared with it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.option_parser import ON_CPU, ON_GPU
-from mpiddp.train.options import TrainOptions
+from mpiddp.train.option_parser import options_of
+from mpiddp.train.options import ON_CPU, ON_GPU, TrainOptions
 from mpiddp.world import World
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(TrainOptions):
     """Every setting of a run. None is a value here: no limit, no file, or the data set's default."""
 
@@ -30,49 +31,30 @@ class TrainConfig(TrainOptions):
         return asdict(self)
 
 
-# Options that may differ between a checkpoint and the run that resumes from it: paths, intervals of
-# logging and saving, settings that change weights by rounding at most, the number of broken images that
-# end a run, and the split of the same global batch, which only changes the images that BatchNorm
-# normalizes together.
-FREE_TO_CHANGE = frozenset(
-    {
-        "batch_size",
-        "uneven",
-        "grad_accum_steps",
-        "num_workers",
-        "cache",
-        "skip_broken",
-        "data_dir",
-        "weights",
-        "backend",
-        "timeout",
-        "out",
-        "resume",
-        "go_on",
-        "save_every",
-        "keep",
-        "on_save_error",
-        "log_every",
-        "per_rank_log",
-        "stop_at_step",
-        "compile",
-        "bucket_mb",
-        "channels_last",
-        "deterministic",
-        "check_determinism",
-        "check_divergence",
-        "parallel",
-    }
-)
+@dataclass(frozen=True)
+class Change:
+    """An option whose value differs between a checkpoint and the run that resumes from it."""
+
+    name: str
+    before: Any
+    now: Any
+    refusal: str  # what of the checkpoint contradicts the new value; "" if a resume may change it
+
+    def __str__(self) -> str:
+        reason = f" ({self.refusal})" if self.refusal else ""
+        return f"--{self.name.replace('_', '-')} {self.before}, now {self.now}{reason}"
 
 
-def differences(saved: dict[str, Any], config: TrainConfig) -> list[str]:
-    """The settings of `saved` (a config.json) that `config` may not change: "--lr 0.1, now 0.2"."""
-    names = [field.name for field in fields(config) if field.name not in FREE_TO_CHANGE]
+def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
+    """The options with other values than in `saved`, a config.json, that matter to the steps or are refused.
+
+    Paths, the split of the same global batch, settings that change weights by rounding at most, and
+    intervals of logging and saving are none of them.
+    """
     return [
-        f"--{name.replace('_', '-')} {saved.get(name)}, now {getattr(config, name)}"
-        for name in names
-        if saved.get(name) != getattr(config, name)
+        Change(name, saved.get(name), getattr(config, name), about.fixed)
+        for name, about in options_of(TrainOptions).items()
+        if (about.noted or about.fixed) and saved.get(name) != getattr(config, name)
     ]
 
 

@@ -24,8 +24,8 @@ from mpiddp.runtime.log import log
 from mpiddp.runtime.script_steps import should_stop
 from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig
+from mpiddp.train.data.dataset import Batch
 from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.data.source import Batch
 from mpiddp.train.engine import TrainState, train_step
 from mpiddp.train.loop import TrainInputs, build_state
 from mpiddp.train.parallel import clear_gradients
@@ -124,7 +124,7 @@ def _train(inputs: TrainInputs) -> Trace | None:
     recorder = Recorder(state)
     done = 0
     for epoch in range(config.epochs):
-        steps = list(plan.shards.steps(epoch))[: num_steps - done]
+        steps = list(plan.order.steps(epoch))[: num_steps - done]
         order = [numbers for step in steps for numbers in step.micro_batches]
         batches = recorder.record(prefetched(data.train.batches(order, epoch=epoch), inputs.device))
         for step in steps:

@@ -19,10 +19,10 @@ from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.paths import cause_of
 from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.source import Batch, Data
+from mpiddp.train.data.dataset import Batch, Data
+from mpiddp.train.order import Step
 from mpiddp.train.parallel import is_sharded, reducing
 from mpiddp.train.resnet import ARCHS
-from mpiddp.train.sharding import Step
 from mpiddp.train.sync_batch_norm import synchronized
 
 SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.source import Source
+from mpiddp.train.data.dataset import Dataset
 from mpiddp.train.engine import autocast, averaged_buffers
+from mpiddp.train.order import share_of
 from mpiddp.train.parallel import is_sharded, reshard
-from mpiddp.train.sharding import share_of
 
 BATCH_PIXELS = 500 * 32 * 32
 
@@ -34,27 +34,27 @@ def default_batch_size(shape: tuple[int, int, int]) -> int:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    source: Source,
+    dataset: Dataset,
     config: TrainConfig,
     device: torch.device,
     *,
     batch_size: int,
 ) -> Score:
-    """Score the bare model on all images of the source. A collective: every rank must call it.
+    """Score the bare model on all images of the data set. A collective: every rank must call it.
 
     The batch size does not change the result, because BatchNorm uses its running statistics.
     """
-    share = share_of(source.num_images, dist.get_rank(), dist.get_world_size())
+    share = share_of(dataset.num_images, dist.get_rank(), dist.get_world_size())
     indices = list(torch.arange(share.start, share.stop).split(batch_size)) if share else []
     num_counted = len(indices)
     if is_sharded(model):  # each pass needs all ranks
-        largest_share = -(-source.num_images // dist.get_world_size())
+        largest_share = -(-dataset.num_images // dist.get_world_size())
         most = -(-largest_share // batch_size)
         indices += [torch.tensor([0])] * (most - num_counted)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, images
     model.eval()
     with averaged_buffers(model), autocast(config, device):
-        for index, (images, labels) in enumerate(source.batches(indices, epoch=0)):
+        for index, (images, labels) in enumerate(dataset.batches(indices, epoch=0)):
             logits = model(images)
             if index >= num_counted:
                 continue

@@ -29,17 +29,16 @@ from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.copies import Copies
+from mpiddp.train.data.dataset import Data
 from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.data.source import Data
 from mpiddp.train.divergence import refuse_divergence
 from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_device, train_step
 from mpiddp.train.evaluate import Score, default_batch_size, evaluate
-from mpiddp.train.metrics import StepTimer, Summary, largest, measure_speed
+from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.per_rank_log import PerRankLog
 from mpiddp.train.plan import Plan
 from mpiddp.train.saver import Saver
-from mpiddp.train.tensor_bytes import TensorBytes, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,9 @@ def train(inputs: TrainInputs) -> Summary | None:
     evaluation_batch = max(config.batch_size, default_batch_size(data.shape))
     score: Score | None = None
     train_loss: float | None = None
-    memory: TensorBytes | None = None
 
     for epoch in range(progress.epoch, config.epochs):
-        steps = list(plan.shards.steps(epoch, progress.position))
+        steps = list(plan.order.steps(epoch, progress.position))
         order = [numbers for step in steps for numbers in step.micro_batches]
         batches = prefetched(data.train.batches(order, epoch=epoch), device)
         loss_sum, num_images = torch.zeros((), device=device), 0
@@ -102,10 +100,6 @@ def train(inputs: TrainInputs) -> Summary | None:
             lr = plan.lr(progress.step)
             loss_sum += train_step(state, ddp, batches, step, lr, config)
             num_images += step.num_images
-            if memory is None:
-                memory = tensor_bytes(model, state.optimizer)
-                if inputs.copies:
-                    log.info(f"parameters, gradients and momentum: {memory}")
             clear_gradients(ddp, config)
             timer.tick()
             images_of_steps.append(step.num_images)
@@ -177,7 +171,7 @@ def train(inputs: TrainInputs) -> Summary | None:
         world_size=coordinator.world.world_size,
         num_nodes=coordinator.world.num_nodes or 1,
         hosts=dict(Counter(coordinator.hostnames)),
-        global_batch_size=plan.shards.global_batch_size,
+        global_batch_size=plan.order.global_batch_size,
         epochs=config.epochs,
         steps=progress.step,
         train_loss=train_loss,
@@ -188,8 +182,6 @@ def train(inputs: TrainInputs) -> Summary | None:
         step_time_p95_s=speed.step_time_p95_s,
         wall_s=time.monotonic() - started_at,
         parallel=config.parallel,
-        tensor_bytes_of_rank=largest(memory.of_rank if memory else 0, device) or None,
-        tensor_bytes_of_copy=memory.of_copy if memory else None,
     )
 
 
@@ -223,7 +215,8 @@ def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
                 contents = shards.into(contents, like)
         model.load_state_dict(contents["model"])
         checkpoint.restore_optimizer(optimizer, contents["trainer"]["optimizer"])
-        scaler.load_state_dict(contents["trainer"]["scaler"])
+        if contents["trainer"]["scaler"]:  # empty unless the saved run had --amp fp16
+            scaler.load_state_dict(contents["trainer"]["scaler"])
     torch.manual_seed(config.seed + 1 + inputs.coordinator.world.rank)
     if received:
         checkpoint.restore_rank(model, received, inputs.coordinator.world.world_size)

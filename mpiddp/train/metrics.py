@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +74,14 @@ class Summary:
     step_time_p95_s: float | None
     wall_s: float
     parallel: str = "ddp"
-    # Parameters, gradients and optimizer state: allocated on the rank that has most, and of one copy.
-    tensor_bytes_of_rank: int | None = None
-    tensor_bytes_of_copy: int | None = None
 
 
 def read_summary(content: bytes) -> Summary | None:
-    """The contents of a summary.json. None if another version, or another program, has written it."""
+    """The contents of a summary.json, whichever version wrote it. None if another program did."""
     try:
-        summary = Summary(**json.loads(content))
+        found = json.loads(content)
+        known = {each.name for each in fields(Summary)}
+        summary = Summary(**{name: found[name] for name in found if name in known})
         table(summary, Path())  # fails on values of other types
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -139,7 +138,6 @@ def table(summary: Summary, out: Path) -> str:
         "steps": f"{summary.steps:,} of {summary.global_batch_size} images",
         "images/s": f"{_or_dash(summary.images_per_s, ',.0f')} over all ranks",
         "step time": f"p50 {_ms(summary.step_time_p50_s)}, p95 {_ms(summary.step_time_p95_s)}",
-        "tensors": _tensors(summary),
         "train loss": _or_dash(summary.train_loss, ".4f"),
         "test accuracy": "no test set"
         if summary.test_accuracy is None
@@ -152,16 +150,6 @@ def table(summary: Summary, out: Path) -> str:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _tensors(summary: Summary) -> str:
-    """The memory of the training's state."""
-    of_rank, of_copy = summary.tensor_bytes_of_rank, summary.tensor_bytes_of_copy
-    if of_rank is None or of_copy is None:
-        return "-"
-    return (
-        f"{of_rank / 1e6:.1f} MB a rank ({summary.parallel}; one copy has {of_copy / 1e6:.1f} MB)"
-    )
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The options of `mpiddp train`: parsed, checked and frozen, as the user wrote them.
+"""The options of `mpiddp train`: each with its help, its values and whether a resume may change it.
 
 `mpiddp.train.config` derives the configuration of a run from them. This module does not import torch,
 so --help and option errors appear at once.
@@ -6,65 +6,326 @@ so --help and option errors appear at once.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
-from mpiddp.arguments import JobHints
+from mpiddp.arguments import DefaultsShown, JobHints, whole
 from mpiddp.checkpoints.save_schedule import Interval
 from mpiddp.errors import UserError
-from mpiddp.train.option_parser import option_parser
+from mpiddp.runtime.arguments import RankParser
+from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.data.datasets import DATASETS
+from mpiddp.train.option_parser import add_options, interval, number, option, path
+from mpiddp.train.schedule import SCHEDULES
+
+COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
+
+CHECKED_STEPS = 10  # of --check-determinism
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """Every option of the command line. None: the user did not set it."""
+class DeviceDefaults:
+    """The defaults of a run on one kind of device."""
 
-    arch: str | None
-    stem: str
-    weights: str | None
-    dataset: str
-    data_dir: str | None
-    use_syn: bool
-    image_size: int | None
-    num_workers: int
-    cache: str
-    skip_broken: int  # images of a folder, per rank
-    batch_size: int | None  # images per rank and backward pass, the largest
-    global_batch_size: int | None
-    uneven: bool
-    grad_accum_steps: int
-    keep_tail: bool
-    epochs: int | None
-    steps_per_epoch: int | None
-    lr: float
-    lr_scaling: bool
-    schedule: str
-    warmup_epochs: float | None
-    momentum: float
-    weight_decay: float
-    label_smoothing: float
-    clip_grad_norm: float | None
-    parallel: str
-    sync_bn: bool
-    amp: str
-    channels_last: bool
-    compile: str  # "off" or one of COMPILE_MODES
-    bucket_mb: int  # MiB of gradients per all-reduce
-    grad_compression: str
-    seed: int
-    deterministic: bool
-    backend: str | None
-    timeout: float  # seconds
-    out: str | None
-    resume: str
-    go_on: bool
-    save_every: Interval | None  # None: once an epoch
-    keep: int
-    on_save_error: str
-    log_every: int  # steps
-    per_rank_log: bool
-    stop_at_step: int | None
-    check_determinism: int | None  # steps of each of its two runs
-    check_divergence: int | None  # steps between two checks
+    arch: str
+    batch_size: int  # images per rank and backward pass
+    epochs: int
+
+
+ON_CPU = DeviceDefaults("resnet20", batch_size=64, epochs=4)  # small and quick
+ON_GPU = DeviceDefaults("resnet18", batch_size=256, epochs=30)
+
+# Why a resume may not change an option: it would change what the steps of the checkpoint have done.
+_OTHER_TENSORS = "its tensors have other shapes"
+_OTHER_IMAGES = "its steps have seen other images"
+_OTHER_STEPS = "its steps and epochs are counted in other sizes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Every option of the command line, as the user wrote it. None: the user did not set it."""
+
+    arch: str | None = option(
+        "model",
+        f"one of {', '.join(ARCHITECTURES)}; default: {ON_CPU.arch} on CPUs, {ON_GPU.arch} on GPUs",
+        choices=ARCHITECTURES,
+        metavar="ARCH",
+        fixed=_OTHER_TENSORS,
+    )
+    stem: str = option(
+        "model",
+        "auto: cifar for images under 64 pixels",
+        choices=("auto", "imagenet", "cifar"),
+        default="auto",
+        fixed=_OTHER_TENSORS,
+    )
+    weights: str | None = option(
+        "model", "start from a torchvision state_dict", type=path, metavar="FILE"
+    )
+
+    dataset: str = option(
+        "data", "data set", choices=tuple(DATASETS), default="cifar10", fixed=_OTHER_IMAGES
+    )
+    data_dir: str | None = option(
+        "data",
+        "folder of the data set (default: $MPIDDP_DATA, else ~/.cache/mpiddp)",
+        type=path,
+        metavar="DIR",
+    )
+    use_syn: bool = option(
+        "data",
+        "random images and labels in the data set's shape",
+        action="store_true",
+        fixed=_OTHER_IMAGES,
+    )
+    image_size: int | None = option(
+        "data",
+        "image size of an image folder, in pixels (default: 224)",
+        type=whole(1, 1 << 14),
+        fixed=_OTHER_IMAGES,
+    )
+    num_workers: int = option(
+        "data", "processes per rank that decode images", type=whole(0, 1025), default=4
+    )
+    batch_size: int | None = option(  # the largest of a rank's backward passes
+        "data",
+        "images per rank and backward pass "
+        f"(default: {ON_CPU.batch_size} on CPUs, {ON_GPU.batch_size} on GPUs)",
+        type=whole(1),
+    )
+    global_batch_size: int | None = option(
+        "data",
+        "images per step over all ranks; use instead of --batch-size",
+        type=whole(1),
+        fixed=_OTHER_STEPS,
+    )
+    uneven: bool = option(
+        "data",
+        "allow a global batch that is not divisible by the number of ranks",
+        action="store_true",
+    )
+    grad_accum_steps: int = option("data", "backward passes per step", type=whole(1), default=1)
+    keep_tail: bool = option(
+        "data",
+        "also train on the last, smaller batch of an epoch",
+        action="store_true",
+        fixed=_OTHER_STEPS,
+    )
+
+    epochs: int | None = option(
+        "schedule",
+        f"number of epochs (default: {ON_CPU.epochs} on CPUs, {ON_GPU.epochs} on GPUs)",
+        type=whole(1),
+        of_steps=False,
+        noted=True,
+    )
+    steps_per_epoch: int | None = option(
+        "schedule",
+        "end every epoch after this many steps",
+        type=whole(1),
+        of_steps=False,
+        fixed=_OTHER_STEPS,
+    )
+    lr: float = option(
+        "schedule",
+        "peak learning rate for a global batch of 256; scales with the batch",
+        type=number(0, above=True),
+        default=0.4,
+        noted=True,
+    )
+    lr_scaling: bool = option(
+        "schedule", "use --lr unscaled", flag="--no-lr-scaling", action="store_false", noted=True
+    )
+    schedule: str = option(
+        "schedule",
+        "learning rate schedule",
+        choices=SCHEDULES,
+        default="one-cycle",
+        noted=True,
+    )
+    warmup_epochs: float | None = option(
+        "schedule",
+        "warm-up epochs (default: a quarter of all epochs, at most 5)",
+        type=number(0),
+        noted=True,
+    )
+    momentum: float = option(
+        "schedule",
+        "Nesterov momentum; 0 is plain SGD",
+        type=number(0, 1),
+        default=0.9,
+        noted=True,
+    )
+    weight_decay: float = option(
+        "schedule",
+        "weight decay; not applied to BatchNorm and biases",
+        type=number(0),
+        default=5e-4,
+        noted=True,
+    )
+    label_smoothing: float = option(
+        "schedule",
+        "probability spread over all classes",
+        type=number(0, 1),
+        default=0.0,
+        noted=True,
+    )
+    clip_grad_norm: float | None = option(
+        "schedule",
+        "scale the gradients down to this norm over all parameters (default: no limit)",
+        type=number(0, above=True),
+        metavar="NORM",
+        noted=True,
+    )
+
+    backend: str | None = option(
+        "engine",
+        "communication backend (default: nccl with a GPU, else gloo)",
+        choices=("nccl", "gloo"),
+    )
+    timeout: float = option(
+        "engine", "time limit of a collective, in seconds", type=number(1, 1e6), default=600.0
+    )
+    amp: str = option(
+        "engine",
+        "mixed precision; auto is bf16 if it is faster there",
+        choices=("auto", "bf16", "fp16", "off"),
+        default="auto",
+        noted=True,
+    )
+    parallel: str = option(
+        "engine",
+        "ddp: a copy of the model on every rank; fsdp: shards of one copy over all ranks; "
+        "hsdp: shards within a host, a copy on every host",
+        choices=("ddp", "fsdp", "hsdp"),
+        default="ddp",
+    )
+    sync_bn: bool = option(
+        "engine", "compute BatchNorm statistics over all ranks", action="store_true", noted=True
+    )
+    channels_last: bool = option(
+        "engine", "memory format NHWC", action=argparse.BooleanOptionalAction, default=True
+    )
+    compile: str = option(  # "off" or one of COMPILE_MODES
+        "engine",
+        "torch.compile the model, in this mode",
+        nargs="?",
+        const="default",
+        default="off",
+        choices=COMPILE_MODES,
+    )
+    bucket_mb: int = option(
+        "engine", "MiB of gradients in one all-reduce", type=whole(1, 1 << 20), default=25
+    )
+    grad_compression: str = option(
+        "engine",
+        "compress gradients for all-reduce; checkpoints do not contain powersgd's error feedback",
+        choices=COMPRESSIONS,
+        default="off",
+        noted=True,
+    )
+    seed: int = option(
+        "engine",
+        "seed of weights, sample order and augmentation",
+        type=whole(0, 2**32),
+        default=0,
+        fixed="its steps have taken another order of images",
+    )
+    deterministic: bool = option(
+        "engine", "deterministic kernels, on GPUs too", action="store_true"
+    )
+
+    out: str | None = option(
+        "run", "folder of the run (default: runs/<time>-<arch>)", type=path, metavar="DIR"
+    )
+    resume: str = option(
+        "run",
+        "checkpoint to resume from",
+        type=path,
+        default="auto",
+        metavar="auto|never|PATH",
+        of_steps=False,
+    )
+    go_on: bool = option(
+        "run",
+        "with --resume never or PATH: resume from --out's own newest checkpoint once it has one",
+        action="store_true",
+        of_steps=False,
+    )
+    save_every: Interval | None = option(
+        "run",
+        "save every 20 (steps), or 30s, 10m, 1h (default: once per epoch)",
+        type=interval,
+        metavar="STEPS|TIME",
+        of_steps=False,
+    )
+    keep: int = option(
+        "run",
+        "number of checkpoints to keep",
+        type=whole(2),
+        default=2,
+        metavar="N",
+        of_steps=False,
+    )
+    on_save_error: str = option(
+        "run",
+        "when a save fails: warn and continue, or stop; the last save must succeed either way",
+        choices=("warn", "stop"),
+        default="warn",
+        of_steps=False,
+    )
+    log_every: int = option(
+        "run", "steps between two log lines", type=whole(1), default=50, metavar="STEPS"
+    )
+    per_rank_log: bool = option(
+        "run",
+        'print "Local Rank: 0, Epoch: 0, Training ..." and the average step time on every rank',
+        action="store_true",
+        of_steps=False,
+    )
+    stop_at_step: int | None = option(
+        "run",
+        "save after this step and exit with code 75",
+        type=whole(1),
+        metavar="STEP",
+        of_steps=False,
+    )
+
+    check_determinism: int | None = option(  # steps of each of its two runs
+        "checks",
+        "run the first steps twice, compare every tensor bit by bit, and exit; writes no files "
+        f"(default: {CHECKED_STEPS} steps)",
+        nargs="?",
+        const=CHECKED_STEPS,
+        type=whole(1),
+        metavar="STEPS",
+        of_steps=False,
+    )
+    check_divergence: int | None = option(
+        "checks",
+        "compare parameters and optimizer of all ranks every so many steps and before each save; "
+        "ranks that differ end the job",
+        type=whole(1),
+        metavar="STEPS",
+        of_steps=False,
+    )
+
+
+def option_parser() -> argparse.ArgumentParser:
+    """The parser of every option, with dashes."""
+    parser = RankParser(
+        prog="mpiddp train",
+        usage="%(prog)s [options]",
+        description="Train a ResNet, as one rank of a job or alone. "
+        "Options accept dashes and underscores alike.",
+        allow_abbrev=False,
+        formatter_class=DefaultsShown,
+    )
+    add_options(parser, TrainOptions)
+    # torch.distributed.launch passes it to every script. The value comes from the environment.
+    parser.add_argument("--local-rank", type=whole(0), help=argparse.SUPPRESS)
+    return parser
 
 
 def parse(argv: list[str]) -> TrainOptions:

@@ -1,4 +1,4 @@
-"""The sizes of a run: its shards of the data, its number of steps, and the learning rate of each step."""
+"""The sizes of a run: its order of the data, its number of steps, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from mpiddp.errors import UserError
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.source import Data
+from mpiddp.train.data.dataset import Data
+from mpiddp.train.order import Order
 from mpiddp.train.schedule import learning_rate, scaled_lr
-from mpiddp.train.sharding import Shards
 
 MAX_WARMUP_EPOCHS = 5
 
@@ -18,7 +18,7 @@ MAX_WARMUP_EPOCHS = 5
 class Plan:
     """Sizes that follow from the configuration, the data and the job."""
 
-    shards: Shards
+    order: Order
     total_steps: int
     warmup_steps: int
     peak_lr: float
@@ -36,7 +36,7 @@ class Plan:
 
 def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan:
     """Derive the plan. Raises UserError if the global batch is larger than the data set."""
-    shards = Shards(
+    order = Order(
         num_samples=data.train.num_images,
         global_batch_size=config.global_batch_size,
         grad_accum_steps=config.grad_accum_steps,
@@ -50,16 +50,16 @@ def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan
     warmup_epochs = config.warmup_epochs
     if warmup_epochs is None:
         warmup_epochs = min(MAX_WARMUP_EPOCHS, config.epochs / 4)
-    if shards.steps_per_epoch == 0:
+    if order.steps_per_epoch == 0:
         raise UserError(
-            f"the global batch of {shards.global_batch_size} images is larger than the data set "
-            f"({shards.num_samples} images). Lower --batch-size, --global-batch-size or "
+            f"the global batch of {order.global_batch_size} images is larger than the data set "
+            f"({order.num_samples} images). Lower --batch-size, --global-batch-size or "
             "--grad-accum-steps."
         )
     return Plan(
-        shards,
-        total_steps=shards.steps_per_epoch * config.epochs,
-        warmup_steps=round(shards.steps_per_epoch * warmup_epochs),
-        peak_lr=scaled_lr(config.lr, shards.global_batch_size) if config.lr_scaling else config.lr,
+        order,
+        total_steps=order.steps_per_epoch * config.epochs,
+        warmup_steps=round(order.steps_per_epoch * warmup_epochs),
+        peak_lr=scaled_lr(config.lr, order.global_batch_size) if config.lr_scaling else config.lr,
         schedule=config.schedule,
     )

@@ -33,13 +33,13 @@ from mpiddp.text import counted
 from mpiddp.train import flight_recorder, resume
 from mpiddp.train.config import TrainConfig, out_dir, resume_args
 from mpiddp.train.copies import find_copies
-from mpiddp.train.data import open_data, prepare
-from mpiddp.train.data.source import Data
+from mpiddp.train.data.dataset import Data
 from mpiddp.train.determinism import check_determinism
 from mpiddp.train.divergence import warn_of_one_copy
 from mpiddp.train.engine import build_model, choose_kernels
 from mpiddp.train.loop import TrainInputs, train
 from mpiddp.train.metrics import Summary, read_summary, table
+from mpiddp.train.opening import open_data, prepare
 from mpiddp.train.options import TrainOptions
 from mpiddp.train.plan import Plan, make_plan
 from mpiddp.train.rank_config import resolve_rank_config
@@ -143,7 +143,7 @@ def _open_data(config: TrainConfig, coordinator: Coordinator, device: torch.devi
 
 def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
     """Send the launcher what it needs to restart this run, from its checkpoint or on fewer hosts."""
-    images = plan.shards.global_batch_size
+    images = plan.order.global_batch_size
     announce(
         resume_args=resume_args(config, run.path),
         global_batch_size=images,
@@ -181,7 +181,7 @@ def _headline(inputs: TrainInputs, backend: str) -> str:
     return (
         f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} "
         f"over {how}, {config.arch} on {inputs.data.name}, amp {config.amp}, global batch "
-        f"{plan.shards.global_batch_size}, peak lr {plan.peak_lr:g} "
+        f"{plan.order.global_batch_size}, peak lr {plan.peak_lr:g} "
         f"(--lr {config.lr:g}{' scaled by batch/256' if config.lr_scaling else ''})"
     )
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group
 from mpiddp.train import parallel
-from mpiddp.train.option_parser import COMPRESSIONS
+from mpiddp.train.options import COMPRESSIONS
 from tests.training import configured
 
 STEPS = parallel.POWERSGD_FROM_STEP + 100

@@ -27,12 +27,12 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group
 from mpiddp.train import checkpoint
 from mpiddp.train.config import TrainConfig
-from mpiddp.train.data.source import Batch
+from mpiddp.train.data.dataset import Batch
 from mpiddp.train.engine import backward
 from mpiddp.train.evaluate import evaluate
+from mpiddp.train.order import Order, Step
 from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import ARCHS
-from mpiddp.train.sharding import Shards, Step
 from tests.training import configured
 
 generator = torch.Generator().manual_seed(3)
@@ -76,7 +76,7 @@ def largest_errors(
 ) -> tuple[float, float]:
     """The largest relative error of a gradient, and the largest error of the loss, over one epoch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    shards = Shards(
+    order = Order(
         num_samples=num_images,
         global_batch_size=global_batch,
         grad_accum_steps=accum,
@@ -89,14 +89,14 @@ def largest_errors(
     reference = copy.deepcopy(model)
     ddp = wrap(model, config, (3, 8, 8))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    order, done = shards.order(epoch=0), 0
+    permutation, done = order.permutation(epoch=0), 0
     gradient_error = loss_error = 0.0
-    for step in shards.steps(epoch=0):
+    for step in order.steps(epoch=0):
         batches = Recorded(64).batches(step.micro_batches, epoch=0)
         loss_sum = backward(ddp, batches, step, scaler, config)
         dist.all_reduce(loss_sum)
 
-        everything = order[done : done + step.num_images]
+        everything = permutation[done : done + step.num_images]
         done += step.num_images
         loss = F.cross_entropy(
             reference(IMAGES[everything]),

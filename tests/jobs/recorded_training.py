@@ -25,7 +25,7 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
 from mpiddp.train import resume
 from mpiddp.train.config import resolve_defaults
-from mpiddp.train.data.source import Batch, Data
+from mpiddp.train.data.dataset import Batch, Data
 from mpiddp.train.engine import build_model
 from mpiddp.train.loop import TrainInputs, train
 from mpiddp.train.options import parse

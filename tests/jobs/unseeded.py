@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mpiddp import cli
 from mpiddp.train import determinism
 from mpiddp.train import rank as rank_module
-from mpiddp.train.data.source import Batch, Data, Source
+from mpiddp.train.data.dataset import Batch, Data, Dataset
 
 
 class Noise:
@@ -46,7 +46,7 @@ class Noise:
 class NoisyImages:
     """A source whose images have noise, as of an augmentation without a seed."""
 
-    def __init__(self, source: Source, noise: Noise) -> None:
+    def __init__(self, source: Dataset, noise: Noise) -> None:
         self._source, self._noise = source, noise
         self.num_images = source.num_images
 

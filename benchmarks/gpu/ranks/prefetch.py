@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mpiddp.bench.result_lines import emit
 from mpiddp.train.data.arrays import ImageArrays
+from mpiddp.train.data.dataset import Dataset
 from mpiddp.train.data.device_images import DeviceImages
 from mpiddp.train.data.image_folder import ImageFolder
 from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.data.source import Source
 
 BATCH, EPOCHS = 64, 3
 
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
     arrays = ImageArrays(pixels, draw.integers(0, 10, len(pixels)))
-    sources: dict[str, Source] = {
+    sources: dict[str, Dataset] = {
         "arrays on the device": DeviceImages(
             arrays, device, mean=(0.5,) * 3, std=(0.2,) * 3, augment=True
         ),
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     emit({name: _compare(source, device) for name, source in sources.items()})
 
 
-def _compare(source: Source, device: torch.device) -> dict[str, int]:
+def _compare(source: Dataset, device: torch.device) -> dict[str, int]:
     compared = different = 0
     for epoch in range(EPOCHS):
         generator = torch.Generator().manual_seed(epoch)

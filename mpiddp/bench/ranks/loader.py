@@ -31,11 +31,10 @@ from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.text import counted, percentile
 from mpiddp.train.config import TrainConfig
-from mpiddp.train.data import open_data
-from mpiddp.train.data.arrays import default_data_dir
+from mpiddp.train.data.dataset import Data
 from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.data.source import Data
 from mpiddp.train.metrics import StepTimer
+from mpiddp.train.opening import default_data_dir, open_data
 from mpiddp.world import World
 
 MODEL_S = 2.0  # minimum seconds of the model's steps

@@ -24,7 +24,7 @@ def run(world: World, argv: list[str]) -> None:
         data = open_source(job)
         state = build(job, data)
         plan = synthetic_plan(job, data, options.warmup + options.steps)
-        steps = list(plan.shards.steps(epoch=0))
+        steps = list(plan.order.steps(epoch=0))
         order = [numbers for step in steps for numbers in step.micro_batches]
         batches = prefetched(data.train.batches(order, epoch=0), job.device)
         timer = StepTimer(job.device)

@@ -35,8 +35,8 @@ from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.search import Start
 from mpiddp.errors import UserError
+from mpiddp.train.data.dataset import Batch, Data
 from mpiddp.train.data.prefetch import prefetched
-from mpiddp.train.data.source import Batch, Data
 from mpiddp.train.engine import TrainState, autocast, build_model
 from mpiddp.train.loop import TrainInputs, train
 from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
@@ -78,7 +78,7 @@ def run(world: World, argv: list[str]) -> None:
 def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[str, list[float]]:
     """Measure the mean seconds of a step in each block of each loop, without the start-up."""
     plan = synthetic_plan(job, data, count)
-    numbers = [step.micro_batches[0] for step in plan.shards.steps(epoch=0)]
+    numbers = [step.micro_batches[0] for step in plan.order.steps(epoch=0)]
     tensors = list(data.train.batches(numbers, epoch=0))
     blocks: dict[str, Callable[[Path], float]] = {
         RUNNER: lambda out: _time_runner(job, data, plan, out),

@@ -16,8 +16,7 @@ from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group
 from mpiddp.train.config import TrainConfig
-from mpiddp.train.data import open_data
-from mpiddp.train.data.source import Data
+from mpiddp.train.data.dataset import Data
 from mpiddp.train.engine import (
     TrainState,
     autocast,
@@ -27,6 +26,7 @@ from mpiddp.train.engine import (
     choose_kernels,
     to_device,
 )
+from mpiddp.train.opening import open_data
 from mpiddp.train.options import parse
 from mpiddp.train.parallel import wrap
 from mpiddp.train.plan import Plan, make_plan

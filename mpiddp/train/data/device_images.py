@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpiddp.train.data.arrays import ImageArrays
-from mpiddp.train.data.source import Batch
+from mpiddp.train.data.dataset import Batch
 
 PAD = 4  # pixels: the shift of He et al. 2015, section 4.2; the border is mirrored, not black
 

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from mpiddp.errors import UserError
-from mpiddp.runtime.log import log
-from mpiddp.train.data.broken import BrokenImages
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.text import escaped
+from mpiddp.train.data.dataset import Batch
+from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.data.decode import FORMATS, PREFETCH, Decoded, Decoder, Key
-from mpiddp.train.data.ram_cache import RamCache
-from mpiddp.train.data.source import Batch
 from mpiddp.train.data.workers import obey_only
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, STD = DATASETS["image-folder"].mean, DATASETS["image-folder"].std
 
 
 class ImageFolder:
-    """One split of the folder as a source."""
+    """One split of the folder as a `Dataset`."""
 
     def __init__(
         self,
@@ -41,15 +40,12 @@ class ImageFolder:
         num_workers: int = 4,
         keep_workers: bool = True,
         start_method: str | None = None,
-        cache: RamCache | None = None,
         channels_last: bool = True,
-        broken: BrokenImages | None = None,
     ) -> None:
         """
         Args:
             keep_workers: keep the workers from one call of `batches` to the next.
             start_method: of workers, "fork", "forkserver" or "spawn"; the default depends on the device.
-            broken: counts the rank's broken images; without it, the first is an error.
         """
         self.folder = folder
         self.classes = class_names(folder)
@@ -69,21 +65,13 @@ class ImageFolder:
         std = torch.tensor(STD, device=device).view(3, 1, 1)
         self._scale = 1 / (255 * std)
         self._shift = -torch.tensor(MEAN, device=device).view(3, 1, 1) / std
-        self._broken = broken or BrokenImages(0, log.warning)
-        self._decoder = Decoder(
-            self.samples,
-            image_size,
-            augment=augment,
-            seed=seed,
-            cache=cache,
-            skip_broken=self._broken.limit,
-        )
+        self._decoder = Decoder(self.samples, image_size, augment=augment, seed=seed)
         self._num_workers = num_workers
         self._keeps_workers = keep_workers and num_workers > 0
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
         on_cpu = device.type == "cpu"
         self._start_method = start_method or ("fork" if on_cpu else "forkserver")
-        self._order = _Order()
+        self._order = _Batches()
         self._loader: DataLoader[Decoded] | None = None
 
     def names(self) -> Iterator[str]:
@@ -126,17 +114,22 @@ class ImageFolder:
         """The images and labels of the loader's batches.
 
         Raises:
-            UserError: too many images are broken.
+            UserError: an image is broken.
             JobFailed: a disk has failed.
         """
         for images, labels, broken in loader:
-            self._broken.note(broken)
-            if not len(labels):
-                raise UserError(f"{self.folder}: none of its images can be read. Replace them.")
+            if broken is not None:
+                path, reason, is_failure = broken
+                if is_failure:
+                    raise JobFailed(escaped(f"{path} cannot be read ({reason})."))
+                raise UserError(
+                    escaped(f"{path}: Pillow cannot read this image ({reason}). ")
+                    + "Replace or remove it."
+                )
             yield images, labels
 
 
-class _Order:
+class _Batches:
     """The batches of an epoch, for a loader that is kept for several epochs."""
 
     def __init__(self) -> None:

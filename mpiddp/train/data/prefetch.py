@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mpiddp.train.data.source import Batch
+from mpiddp.train.data.dataset import Batch
 
 
 def prefetched(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mpiddp.train.data.source import Batch
+from mpiddp.train.data.dataset import Batch
 
 POOL_BATCHES = 4
 

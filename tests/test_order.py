@@ -1,7 +1,7 @@
 """Each image is used once per epoch, in an order that does not depend on the ranks or on a resume.
 
-Tests mpiddp/train/sharding.py.
-python -m pytest tests/test_sharding.py
+Tests mpiddp/train/order.py.
+python -m pytest tests/test_order.py
 """
 
 import itertools
@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mpiddp.train.sharding import Shards, Step, share_of
+from mpiddp.train.order import Order, Step, share_of
 
 
-def shards(
+def orders(
     num_samples: int, batch_size: int, accum: int, world_size: int, *, keep_tail: bool = False
-) -> list[Shards]:
-    """The shards of every rank."""
+) -> list[Order]:
+    """The order of every rank."""
     images = batch_size * accum * world_size
-    first = Shards(num_samples, images, accum, 0, world_size, seed=5, keep_tail=keep_tail)
+    first = Order(num_samples, images, accum, 0, world_size, seed=5, keep_tail=keep_tail)
     return [replace(first, rank=rank) for rank in range(world_size)]
 
 
@@ -37,7 +37,7 @@ def images(step: Step) -> list[int]:
     return [int(number) for batch in step.micro_batches for number in batch]
 
 
-def global_steps(ranks: list[Shards], epoch: int, position: int = 0) -> list[list[int]]:
+def global_steps(ranks: list[Order], epoch: int, position: int = 0) -> list[list[int]]:
     """The images of each step over all ranks, in the order of the ranks."""
     steps = zip(*(list(rank.steps(epoch, position)) for rank in ranks), strict=True)
     return [[number for step in parts for number in images(step)] for parts in steps]
@@ -46,7 +46,7 @@ def global_steps(ranks: list[Shards], epoch: int, position: int = 0) -> list[lis
 @pytest.mark.parametrize("keep_tail", [False, True])
 def test_every_image_is_used_once_per_epoch_except_a_tail(keep_tail: bool) -> None:
     for sizes in combinations():
-        ranks = shards(*sizes, keep_tail=keep_tail)
+        ranks = orders(*sizes, keep_tail=keep_tail)
         num_samples, global_batch = sizes[0], ranks[0].global_batch_size
         for epoch in (0, 3):
             steps = global_steps(ranks, epoch)
@@ -60,9 +60,9 @@ def test_every_image_is_used_once_per_epoch_except_a_tail(keep_tail: bool) -> No
 
 def test_a_step_is_a_slice_of_the_epochs_permutation() -> None:
     for sizes in combinations():
-        ranks = shards(*sizes, keep_tail=True)
+        ranks = orders(*sizes, keep_tail=True)
         global_batch = ranks[0].global_batch_size
-        order = ranks[0].order(epoch=2).tolist()
+        order = ranks[0].permutation(epoch=2).tolist()
         for k, step in enumerate(global_steps(ranks, epoch=2)):
             assert step == order[k * global_batch : (k + 1) * global_batch], sizes
 
@@ -72,23 +72,24 @@ def test_steps_do_not_depend_on_the_split_of_the_global_batch(keep_tail: bool) -
     splits = [(24, 1, 1), (12, 2, 1), (12, 1, 2), (6, 2, 2), (8, 1, 3), (2, 3, 4), (1, 1, 24)]
     for num_samples in (24, 25, 26, 47, 100):
         first, *others = [
-            global_steps(shards(num_samples, *split, keep_tail=keep_tail), epoch=1)
+            global_steps(orders(num_samples, *split, keep_tail=keep_tail), epoch=1)
             for split in splits
         ]
         assert all(other == first for other in others)
 
 
 def test_each_epoch_and_seed_has_another_order() -> None:
-    one = shards(100, 10, 1, 1)[0]
-    orders = [s.order(epoch).tolist() for s in (one, replace(one, seed=6)) for epoch in range(3)]
-    assert len({tuple(order) for order in orders}) == 6
-    assert orders[0] == one.order(0).tolist() != list(range(100))
-    assert all(sorted(order) == list(range(100)) for order in orders)
+    one = orders(100, 10, 1, 1)[0]
+    other = replace(one, seed=6)
+    found = [each.permutation(epoch).tolist() for each in (one, other) for epoch in range(3)]
+    assert len({tuple(numbers) for numbers in found}) == 6
+    assert found[0] == one.permutation(0).tolist() != list(range(100))
+    assert all(sorted(numbers) == list(range(100)) for numbers in found)
 
 
 def test_micro_batches_of_full_steps_have_the_batch_size() -> None:
     for num_samples, batch_size, accum, world_size in combinations():
-        for rank in shards(num_samples, batch_size, accum, world_size):
+        for rank in orders(num_samples, batch_size, accum, world_size):
             for step in rank.steps(epoch=0):
                 assert step.ddp_averages
                 assert step.num_images == rank.global_batch_size
@@ -97,21 +98,21 @@ def test_micro_batches_of_full_steps_have_the_batch_size() -> None:
 
 @pytest.mark.parametrize("accum", [1, 2])
 def test_an_indivisible_global_batch_is_split_evenly(accum: int) -> None:
-    ranks = [Shards(100, 23, accum, rank, world_size=3, seed=5) for rank in range(3)]
+    ranks = [Order(100, 23, accum, rank, world_size=3, seed=5) for rank in range(3)]
     assert {rank.batch_size for rank in ranks} == {8 if accum == 1 else 4}
     for k, parts in enumerate(zip(*(rank.steps(epoch=0) for rank in ranks), strict=True)):
         assert all(part.ddp_averages and part.num_images == 23 for part in parts)
         assert {len(part.micro_batches) for part in parts} == {accum}
         sizes = {len(batch) for part in parts for batch in part.micro_batches}
         assert sizes == ({7, 8} if accum == 1 else {3, 4})
-        order = ranks[0].order(epoch=0).tolist()
+        order = ranks[0].permutation(epoch=0).tolist()
         numbers = [number for part in parts for number in images(part)]
         assert numbers == order[23 * k : 23 * (k + 1)]
 
 
 def test_the_tail_has_no_micro_batch_of_a_single_image() -> None:
     for num_samples, batch_size, accum, world_size in combinations():
-        ranks = shards(num_samples, batch_size, accum, world_size, keep_tail=True)
+        ranks = orders(num_samples, batch_size, accum, world_size, keep_tail=True)
         tail = num_samples % ranks[0].global_batch_size
         if tail < 2:
             continue
@@ -126,7 +127,7 @@ def test_the_tail_has_no_micro_batch_of_a_single_image() -> None:
 
 
 def test_max_steps_ends_an_epoch_early() -> None:
-    rank = replace(shards(100, 10, 1, 1, keep_tail=True)[0], max_steps=3)
+    rank = replace(orders(100, 10, 1, 1, keep_tail=True)[0], max_steps=3)
     assert rank.steps_per_epoch == 3
     assert [s.num_images for s in rank.steps(epoch=0)] == [10, 10, 10]
     assert replace(rank, max_steps=99).steps_per_epoch == 10
@@ -139,20 +140,20 @@ def test_resuming_at_a_position_is_exact_with_any_number_of_ranks(keep_tail: boo
     """Stop after any step, and resume on another number of ranks with the same global batch."""
     splits = [(12, 1, 1), (6, 1, 2), (2, 2, 3), (3, 1, 4)]
     for num_samples in (60, 64, 61):
-        whole = global_steps(shards(num_samples, *splits[0], keep_tail=keep_tail), epoch=4)
+        whole = global_steps(orders(num_samples, *splits[0], keep_tail=keep_tail), epoch=4)
         for done, (before, after) in itertools.product(
             range(len(whole) + 1), itertools.permutations(splits, 2)
         ):
-            first = global_steps(shards(num_samples, *before, keep_tail=keep_tail), epoch=4)[:done]
+            first = global_steps(orders(num_samples, *before, keep_tail=keep_tail), epoch=4)[:done]
             position = sum(map(len, first))
             rest = global_steps(
-                shards(num_samples, *after, keep_tail=keep_tail), epoch=4, position=position
+                orders(num_samples, *after, keep_tail=keep_tail), epoch=4, position=position
             )
             assert first + rest == whole
 
 
 def test_indices_are_int64_on_the_cpu() -> None:
-    (step,) = shards(4, 2, 2, 1)[0].steps(epoch=0)
+    (step,) = orders(4, 2, 2, 1)[0].steps(epoch=0)
     assert all(b.dtype == torch.int64 and b.device.type == "cpu" for b in step.micro_batches)
 
 

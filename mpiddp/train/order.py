@@ -25,7 +25,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Shards:
+class Order:
     """The split of an epoch of `num_samples` images over `world_size` ranks.
 
     Each rank gets its share of a global batch in `grad_accum_steps` micro-batches. If the division
@@ -58,17 +58,17 @@ class Shards:
         steps += self.keep_tail and tail > 1
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
-    def order(self, epoch: int) -> Tensor:
+    def permutation(self, epoch: int) -> Tensor:
         """The permutation of this epoch, the same on every rank: int64 [num_samples]."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return torch.randperm(self.num_samples, generator=generator)
 
     def steps(self, epoch: int, position: int = 0) -> Iterator[Step]:
         """The steps of an epoch from `position` on: a number of images, a multiple of the batch."""
-        order = self.order(epoch)
+        permutation = self.permutation(epoch)
         end = min(self.num_samples, self.steps_per_epoch * self.global_batch_size)
         for start in range(position, end, self.global_batch_size):
-            yield self._split(order[start : min(start + self.global_batch_size, end)])
+            yield self._split(permutation[start : min(start + self.global_batch_size, end)])
 
     def _split(self, images: Tensor) -> Step:
         """Split a global batch into contiguous shares. In a tail, as many ranks as possible get a full one.

@@ -1,6 +1,6 @@
 """The interface of every data set: an ordered stream of batches on the device.
 
-The caller requests the images of a source by number, so only `sharding` decides their order.
+The caller requests the images of a data set by number, so only `order` decides their order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 Batch = tuple[Tensor, Tensor]  # float [N, C, H, W] normalized, int64 [N]
 
 
-class Source(Protocol):
+class Dataset(Protocol):
     """Labelled images, numbered from 0 to num_images - 1."""
 
     num_images: int
@@ -22,7 +22,7 @@ class Source(Protocol):
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         """Yield one batch for every tensor of `indices` (int64 [N], on the CPU), in their order.
 
-        The randomness of a training source depends only on its seed, the epoch and the image's number,
+        The randomness of a data set for training depends only on its seed, the epoch and the image's number,
         not on the rank or on earlier batches.
         """
         ...
@@ -38,8 +38,8 @@ class Data:
     name: str
     num_classes: int
     shape: tuple[int, int, int]  # C, H, W
-    train: Source
-    test: Source | None
+    train: Dataset
+    test: Dataset | None
     digest: str = ""
 
     @property

