@@ -1,6 +1,6 @@
 """Saves in a thread: a kill at any moment loses at most one step, and damaged saves are detected.
 
-Tests mpiddp/train/saver.py.
+Tests mpiddp/checkpoints/save.py.
 python -m pytest tests/test_saver.py
 """
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mpiddp.checkpoints import directory, save_schedule
 from mpiddp.checkpoints.directory import HashedFile
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
-from mpiddp.checkpoints.snapshot import PinnedStaging, _layout
+from mpiddp.checkpoints.state import HostMemory, _layout
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
@@ -44,7 +44,7 @@ def test_a_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> None:
 def test_a_snapshot_does_not_change_during_training() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"a": weight, "b": [weight.T, (3, "text")], "c": {0: torch.tensor(7)}}
-    staging = PinnedStaging([weight])
+    staging = HostMemory()
     first = staging.copy(state)
     expected = weight.clone()
     weight.zero_()
@@ -81,7 +81,7 @@ def test_a_wrong_hash_from_the_writer_is_detected(tmp_path: Path) -> None:
 
     directory.verify(directory.write(tmp_path, 1, write_files))
     wrong = directory.write(tmp_path, 2, lambda folder: write_files(folder) and {"model.pt": "0"})
-    assert not directory.is_valid(wrong)
+    assert not directory.is_verified(wrong)
 
 
 def test_keep_counts_only_valid_checkpoints(tmp_path: Path) -> None:

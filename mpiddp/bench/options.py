@@ -25,7 +25,6 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 # Every benchmark runs its own number of steps from a fresh start, and keeps no checkpoint.
 _NOT_APPLICABLE = (
     "--resume",
-    "--go-on",
     "--epochs",
     "--steps-per-epoch",
     "--stop-at-step",

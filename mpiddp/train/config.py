@@ -6,7 +6,8 @@ checkpoint contain the result, and a run that resumes is compared with it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,48 +31,45 @@ class TrainConfig(TrainOptions):
         return asdict(self)
 
 
-# Options that may differ between a checkpoint and the run that resumes from it: paths, intervals of
-# logging and saving, settings that change weights by rounding at most, the number of broken images that
-# end a run, and the split of the same global batch, which only changes the images that BatchNorm
-# normalizes together.
-FREE_TO_CHANGE = frozenset(
-    {
-        "batch_size",
-        "uneven",
-        "grad_accum_steps",
-        "num_workers",
-        "cache",
-        "skip_broken",
-        "data_dir",
-        "weights",
-        "backend",
-        "timeout",
-        "out",
-        "resume",
-        "go_on",
-        "save_every",
-        "keep",
-        "on_save_error",
-        "log_every",
-        "per_rank_log",
-        "stop_at_step",
-        "compile",
-        "bucket_mb",
-        "channels_last",
-        "deterministic",
-        "check_determinism",
-        "check_divergence",
-        "parallel",
-    }
+# Why a resume may not change an option: it would change what the steps of the checkpoint have done.
+_OTHER_TENSORS = "its tensors have other shapes"
+_OTHER_IMAGES = "its steps have seen other images"
+_OTHER_STEPS = "its steps and epochs are counted in other sizes"
+_FIXED = {
+    **dict.fromkeys(("arch", "stem"), _OTHER_TENSORS),
+    **dict.fromkeys(("dataset", "use_syn", "image_size", "seed"), _OTHER_IMAGES),
+    **dict.fromkeys(("global_batch_size", "keep_tail", "steps_per_epoch"), _OTHER_STEPS),
+}
+# Those that a resume may change, and that matter to the steps from there on.
+_NOTED = (
+    *("epochs", "lr", "lr_scaling", "schedule", "warmup_epochs", "momentum", "weight_decay"),
+    *("label_smoothing", "clip_grad_norm", "sync_bn", "amp", "grad_compression"),
 )
 
 
-def differences(saved: dict[str, Any], config: TrainConfig) -> list[str]:
-    """The settings of `saved` (a config.json) that `config` may not change: "--lr 0.1, now 0.2"."""
-    names = [field.name for field in fields(config) if field.name not in FREE_TO_CHANGE]
+@dataclass(frozen=True)
+class Change:
+    """An option whose value differs between a checkpoint and the run that resumes from it."""
+
+    name: str
+    before: Any
+    now: Any
+    refusal: str  # what of the checkpoint contradicts the new value; "" if a resume may change it
+
+    def __str__(self) -> str:
+        reason = f" ({self.refusal})" if self.refusal else ""
+        return f"--{self.name.replace('_', '-')} {self.before}, now {self.now}{reason}"
+
+
+def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[Change]:
+    """The options with other values than in `saved`, a config.json, that matter to the steps or are refused.
+
+    Paths, the split of the same global batch, settings that change weights by rounding at most, and
+    intervals of logging and saving are none of them.
+    """
     return [
-        f"--{name.replace('_', '-')} {saved.get(name)}, now {getattr(config, name)}"
-        for name in names
+        Change(name, saved.get(name), getattr(config, name), _FIXED.get(name, ""))
+        for name in (*_FIXED, *_NOTED)
         if saved.get(name) != getattr(config, name)
     ]
 
@@ -147,6 +145,12 @@ def out_dir(config: TrainConfig, time: str) -> Path:
 
 
 def resume_args(config: TrainConfig, out: Path) -> list[str]:
-    """The options that the same command also needs to resume this run, which writes to `out`."""
+    """The options that the same command also needs to resume this run, which writes to `out`.
+
+    A --resume that names another run counts until this run has a checkpoint, so it stays.
+    """
     out_option = [] if config.out else ["--out", str(out)]
-    return out_option if config.resume == "auto" or config.go_on else [*out_option, "--go-on"]
+    goes_back = Path(config.resume).resolve().parent == (out / "checkpoints").resolve()
+    return (
+        [*out_option, "--resume", "auto"] if config.resume == "never" or goes_back else out_option
+    )

@@ -244,12 +244,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         type=_path,
         default="auto",
         metavar="auto|never|PATH",
-        help="checkpoint to resume from",
-    )
-    add(
-        "--go-on",
-        action="store_true",
-        help="with --resume never or PATH: resume from --out's own newest checkpoint once it has one",
+        help="checkpoint to resume from; a PATH of another run counts until --out has a checkpoint",
     )
     add(
         "--save-every",

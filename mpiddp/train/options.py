@@ -56,7 +56,6 @@ class TrainOptions:
     timeout: float  # seconds
     out: str | None
     resume: str
-    go_on: bool
     save_every: Interval | None  # None: once an epoch
     keep: int
     on_save_error: str
