@@ -6,7 +6,10 @@ python -m pytest tests/test_saver.py
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +23,8 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import directory, save_schedule
 from mpiddp.checkpoints.directory import HashedFile
+from mpiddp.checkpoints.records import save_json
+from mpiddp.checkpoints.save import _save_error
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
 from mpiddp.checkpoints.state import HostMemory, _layout
 from mpiddp.runtime.coordinator import Coordinator
@@ -84,7 +89,21 @@ def test_a_wrong_hash_from_the_writer_is_detected(tmp_path: Path) -> None:
     assert not directory.is_verified(wrong)
 
 
-def test_keep_counts_only_valid_checkpoints(tmp_path: Path) -> None:
+def test_a_full_quota_is_not_the_free_space_of_the_file_system(tmp_path: Path) -> None:
+    error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert _save_error(error, tmp_path, 3, 5_000_000) == (
+        f"no space left for a checkpoint in {tmp_path}: step 3 needs 5.0 MB, and your disk quota is used up. "
+        "There is no older checkpoint."
+    )
+
+
+def test_a_summary_of_a_training_that_diverged_is_json(tmp_path: Path) -> None:
+    save_json(tmp_path / "summary.json", {"train_loss": float("nan"), "steps": 3})
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"train_loss": None, "steps": 3}
+
+
+def test_keep_counts_only_verified_checkpoints(tmp_path: Path) -> None:
     """A resumed run finds a damaged checkpoint among its older ones."""
     options: Command = [
         "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=4",
