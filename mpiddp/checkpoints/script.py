@@ -103,7 +103,7 @@ class Checkpoints:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._run is not None:
+        else:
             self._give_up()
 
     @property
