@@ -28,9 +28,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpiddp.checkpoints.records import log_metrics, run_dir
+    from mpiddp.checkpoints.resumed import Resumed
     from mpiddp.checkpoints.script import Checkpoints
-    from mpiddp.checkpoints.script_resumed import Resumed
-    from mpiddp.checkpoints.script_run import log_metrics, run_dir
     from mpiddp.errors import JobFailed, RankFailed, UserError
     from mpiddp.runtime.announcement import Announced, announce, announced
     from mpiddp.runtime.device_mesh import mesh
@@ -68,17 +68,17 @@ _MODULES = {
     "Checkpoints": "mpiddp.checkpoints.script",
     "JobFailed": "mpiddp.errors",
     "RankFailed": "mpiddp.errors",
-    "Resumed": "mpiddp.checkpoints.script_resumed",
+    "Resumed": "mpiddp.checkpoints.resumed",
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "announce": "mpiddp.runtime.announcement",
     "announced": "mpiddp.runtime.announcement",
     "check_divergence": "mpiddp.runtime.divergence",
     "init": "mpiddp.runtime.process_group",
-    "log_metrics": "mpiddp.checkpoints.script_run",
+    "log_metrics": "mpiddp.checkpoints.records",
     "mesh": "mpiddp.runtime.device_mesh",
     "process_group": "mpiddp.runtime.process_group",
-    "run_dir": "mpiddp.checkpoints.script_run",
+    "run_dir": "mpiddp.checkpoints.records",
     "saving": "mpiddp.runtime.session",
     "should_stop": "mpiddp.runtime.script_steps",
     "spawn": "mpiddp.spawning.spawn",

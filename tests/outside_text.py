@@ -26,12 +26,12 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
 
 from mpiddp.bench.options import counts, size_bytes
-from mpiddp.checkpoints import directory, manifest, script_files
-from mpiddp.checkpoints.manifest import BrokenCheckpoint
+from mpiddp.checkpoints import directory, shard_index
+from mpiddp.checkpoints import read as reading
+from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.owner import _Record
 from mpiddp.checkpoints.records import _step_of
 from mpiddp.checkpoints.save_schedule import parse_interval
-from mpiddp.checkpoints.shards import index
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, gpus, slots
@@ -58,7 +58,7 @@ from mpiddp.runtime.own_gpu import parse_cores
 from mpiddp.runtime.placement import expected_hosts
 from mpiddp.runtime.slurm_address import slurm_address
 from mpiddp.text import parse_duration, parse_whole
-from mpiddp.train import checkpoint, options
+from mpiddp.train import options
 from mpiddp.train.metrics import Summary, read_summary
 from mpiddp.world import RANK_SOURCES, World, likely_ranks
 
@@ -209,27 +209,27 @@ def _verify(content: bytes) -> None:
         folder = Path(root, "step_00000001")
         folder.mkdir()
         (folder / "a.pt").write_bytes(b"12")
-        (folder / manifest.MANIFEST).write_bytes(content)
+        (folder / directory.MANIFEST).write_bytes(content)
         (folder / directory.COMPLETE).write_text(sha256(content).hexdigest())
-        directory.is_whole(folder)
+        directory.is_intact(folder)
         directory.verify(folder)
 
 
 def _use_shards(content: bytes) -> None:
-    for name in index.parse(content).tensors:
-        assert index.name_of(index.path_of(name))
-
-
-def _read_state(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "state.json").write_bytes(content)
-        checkpoint._read_state(Path(folder))
+        path = Path(folder, "shards.json")
+        path.write_bytes(content)
+        assert shard_index.read(path).as_json()
 
 
-def _read_facts(content: bytes) -> None:
+def _read_checkpoint(content: bytes) -> None:
+    """A state.json beside files of tensors that fit it."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "state.json").write_bytes(content)
-        script_files._read_facts(Path(folder))
+        files = {name: Path(folder, name) for name in ("state.json", "model.pt", "ranks.pt")}
+        files["state.json"].write_bytes(content)
+        torch.save({}, files["model.pt"])
+        torch.save([{"rng": {}, "state": {}}], files["ranks.pt"])
+        assert reading.read(files).step < 1 << 63
 
 
 def _use_owner(content: bytes) -> None:
@@ -364,8 +364,9 @@ MESH_OPTIONS = (
 INTERFACE = Interface("eth0", "10.0.0.1", "10.0.0.0/24")
 SUMMARY = dict.fromkeys(Summary.__dataclass_fields__, 1) | {"hosts": {"a": 1}}
 FACTS = {
-    "written_by": script_files.WRITTEN_BY,
+    "written_by": reading.WRITTEN_BY,
     "step": 3,
+    "keys": ["model"],
     "world_size": 2,
     "config": {"width": 3},
 }
@@ -381,7 +382,7 @@ SHARDS = {
     },
     "files": {"shard_00000.pt": {"bytes": 2, "sha256": sha256(b"12").hexdigest()}},
 }
-OWNER = {"run_id": "a", "host": "b", "machine": "c", "pid": 1, "started": "d", "renewals": 3}
+OWNER = {"run_id": "a", "host": "b", "machine": "c", "pid": 1, "started": "d"}
 PROBE = {
     "has_folder": True,
     "has_daemon": True,
@@ -538,8 +539,8 @@ PARSERS: dict[str, Parser] = {
     "owner.json": Parser(_use_owner, json_like(OWNER)),
     "manifest.json": Parser(_verify, json_like(MANIFEST), (BrokenCheckpoint,)),
     "shards.json": Parser(_use_shards, json_like(SHARDS), (BrokenCheckpoint,)),
-    "state.json": Parser(_read_state, json_like(STATE), (UserError,)),
-    "state.json of a script": Parser(_read_facts, json_like(FACTS), (UserError,)),
+    "state.json": Parser(_read_checkpoint, json_like(FACTS), (UserError,)),
+    "state.json of 0.1.0": Parser(_read_checkpoint, json_like(STATE), (UserError,)),
     "summary.json": Parser(read_summary, json_like(SUMMARY)),
     "metrics.jsonl": Parser(_step_of, json_like({"step": 3})),
     "tensor file": Parser(_in_a_file(load_tensors), _damaged(_saved_tensors()), (Unreadable,)),

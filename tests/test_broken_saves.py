@@ -1,7 +1,6 @@
 """A rank that is silent in a save is named within one time limit; one that cannot write lets no other wait.
 
-Tests mpiddp/checkpoints/shards/exchange.py, write.py and hosts.py, and mpiddp/checkpoints/saver.py,
-replicas.py and file_systems.py.
+Tests mpiddp/checkpoints/exchange.py, save.py, save_shards.py, hosts.py and run.py.
 python -m pytest tests/test_broken_saves.py
 """
 
@@ -16,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.exchange import Exchange
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.checkpoints.shards.exchange import Exchange
 from mpiddp.errors import NoAnswer
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.world import World
@@ -35,7 +34,7 @@ def checkpoints(folder: Path) -> dict[str, list[str]]:
     """The names of each host's checkpoints, all of which are valid."""
     found = {}
     for root in sorted(folder.iterdir()):
-        steps = directory.list_steps(root)
+        steps = directory.list_steps(root / "checkpoints")
         for step in steps:
             directory.verify(step)
         found[root.name] = [step.name for step in steps]
@@ -100,14 +99,14 @@ def test_no_rank_waits_for_one_that_cannot_open_a_copy(tmp_path: Path, rank: str
     """It would wait for longer than this test does."""
     ran = mpirun(2, "-m", "mpiddp", "run", "-m", JOB, str(tmp_path), "sharded", "unopenable", rank)
     assert ran.returncode == 0, ran.stderr
-    root = tmp_path / f"host{rank}"
+    root = tmp_path / f"host{rank}" / "checkpoints"
     assert own_lines(ran.stderr) == [
         f"warning: {HOST}: {root}: cannot write the checkpoint of step 1: Is a directory.",
         "warning: 1 of 2 saves failed.",
     ]
     assert checkpoints(tmp_path) == {"host0": ["step_00000002"], "host1": ["step_00000002"]}
     for host in ("host0", "host1"):
-        files = (tmp_path / host / "step_00000002").glob("shard_*")
+        files = (tmp_path / host / "checkpoints" / "step_00000002").glob("shard_*")
         assert sorted(file.name for file in files) == ["shard_00000.pt", "shard_00001.pt"]
 
 
@@ -118,7 +117,7 @@ def test_a_folder_that_can_no_longer_be_read_causes_a_warning(
     """As on a file server that is gone. No rank waits for its part of the save."""
     ran = mpirun(2, "-m", "mpiddp", "run", "-m", JOB, str(tmp_path), form, "gone", rank)
     assert ran.returncode == 0, ran.stderr
-    root = tmp_path / f"host{rank}"
+    root = tmp_path / f"host{rank}" / "checkpoints"
     reason = os.strerror(errno.ENAMETOOLONG)
     assert own_lines(ran.stderr) == [
         f"warning: {HOST}: {root}: cannot write the checkpoint of step 1: {reason}.",
@@ -132,23 +131,24 @@ def test_a_folder_that_can_no_longer_be_read_causes_a_warning(
 
 RECEIVES = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import torch
-from mpiddp.checkpoints.replicas import receive
+import mpiddp.checkpoints.run as run
+from mpiddp.checkpoints.hosts import FileSystems
+from mpiddp.checkpoints.ranks import form_ranks
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.checkpoints.saved import Saved, TensorGroup
-from mpiddp.checkpoints.search import Start
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group
 cpu = torch.device("cpu")
-with join() as coordinator, default_group(coordinator, "gloo", cpu, timeout_s=float(sys.argv[3])):
+with join() as coordinator, default_group(coordinator, "gloo", cpu, timeout_s=float(sys.argv[2])):
     rank = coordinator.world.rank
-    saved = Saved({"weight": torch.ones(2)}, [{}, {}]) if rank == 0 else None
-    start = Start(folder=Path(sys.argv[2]), lacking=(1,), saved=saved)
-    run = RunDir(Path(sys.argv[1]) / f"host{rank}")
-    group = TensorGroup(cpu)
-    received, _ = receive(start, run, [0, 1], coordinator, group, timeout_s=float(sys.argv[3]))
-    print(f"{rank} {received.common['weight'].tolist()}\\n", end="")
+    # Two hosts that share nothing, as the search sees them.
+    coordinator.world = replace(coordinator.world, local_rank=0, node_rank=rank, num_nodes=2)
+    ranks = form_ranks(coordinator, float(sys.argv[2]))
+    own = run.Run(RunDir(Path(sys.argv[1]) / f"host{rank}"), ranks, FileSystems((0, 1)), None)
+    files = own.bring(own.newest())
+    print(f"{rank} {files['state.json'].read_text()}\\n", end="")
 """
 
 
@@ -159,19 +159,34 @@ def test_no_rank_waits_for_one_that_cannot_keep_a_copy_of_the_records(tmp_path: 
     )
     runs[0].metrics.write_text("{}\n")
     runs[1].metrics.mkdir(parents=True)
-    program = script(tmp_path, RECEIVES)
-    ran = mpirun(2, program, str(tmp_path), str(folder), str(PATIENCE_S))
+    ran = mpirun(2, script(tmp_path, RECEIVES), str(tmp_path), str(PATIENCE_S))
     assert ran.returncode == 0, ran.stderr
     (warning,) = own_lines(ran.stderr)
     assert warning.startswith(f"warning: {HOST}: cannot keep a copy of metrics.jsonl: [Errno 21]")
-    assert sorted(ran.stdout.splitlines()) == ["0 [1.0, 1.0]", "1 [1.0, 1.0]"]
+    assert sorted(ran.stdout.splitlines()) == ["0 {}", "1 {}"]
     directory.verify(runs[1].checkpoints / folder.name)
+
+
+def test_no_rank_waits_for_one_that_cannot_keep_the_checkpoint(tmp_path: Path) -> None:
+    runs = [RunDir(tmp_path / f"host{rank}") for rank in (0, 1)]
+    directory.write(
+        runs[0].checkpoints, 1, lambda new: (new / "state.json").write_text("{}") and None
+    )
+    runs[1].path.mkdir()
+    runs[1].checkpoints.symlink_to(tmp_path / "gone")
+    ran = mpirun(2, script(tmp_path, RECEIVES), str(tmp_path), str(PATIENCE_S))
+    assert ran.returncode == 1
+    sentence = (
+        f"rank 1 on {HOST}: {runs[1].checkpoints}/step_00000001: cannot keep the files of other"
+    )
+    assert sentence in ran.stderr
 
 
 LOOKS = """
 import errno, os, sys
 from pathlib import Path
-from mpiddp.checkpoints.file_systems import find_file_systems
+from mpiddp.checkpoints.hosts import find_file_systems
+from mpiddp.checkpoints.ranks import Ranks
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.join import join
@@ -181,7 +196,7 @@ with join() as coordinator:
     if coordinator.world.rank == 0:
         Path.exists = gone
     try:
-        find_file_systems(coordinator, RunDir(Path(sys.argv[1])), timeout_s=float(sys.argv[2]))
+        find_file_systems(RunDir(Path(sys.argv[1])), Ranks(coordinator, None, float(sys.argv[2])))
     except JobFailed as error:
         print(f"{error}\\n", end="")
 """
@@ -193,6 +208,6 @@ def test_no_rank_waits_for_one_whose_file_server_is_gone(tmp_path: Path) -> None
     ran = mpirun(2, program, str(tmp_path / "run"), str(PATIENCE_S))
     assert ran.returncode == 0, ran.stderr
     reason = os.strerror(errno.ESTALE)
-    sentence = f"rank 0 on {HOST}: --out {tmp_path}/run cannot be written: {reason}."
+    sentence = f"rank 0 on {HOST}: {tmp_path}/run cannot be written: {reason}."
     assert ran.stdout.splitlines() == [sentence] * 2
     assert list((tmp_path / "run").iterdir()) == []

@@ -35,7 +35,7 @@ def complaint(folder: Path) -> str:
     """The damage that `verify` reports."""
     with pytest.raises(BrokenCheckpoint) as caught:
         directory.verify(folder)
-    assert not directory.is_valid(folder)
+    assert not directory.is_verified(folder)
     message = str(caught.value)
     assert message.startswith(f"checkpoint {folder.name}: ")
     return message.removeprefix(f"checkpoint {folder.name}: ")
@@ -62,7 +62,7 @@ def test_a_file_system_without_fsync_of_folders(
 
     monkeypatch.setattr(os, "fsync", fsync)
     folder = directory.write(tmp_path / "checkpoints", 1, write_files)
-    assert directory.is_valid(folder)
+    assert directory.is_verified(folder)
     assert {*CONTENT, "manifest.json"} <= set(flushed)
 
 
@@ -245,7 +245,7 @@ def test_every_flipped_bit_is_detected(folder: Path) -> None:
         changed = bytearray(original)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
-        assert not directory.is_valid(folder), (path.name, bit)
+        assert not directory.is_verified(folder), (path.name, bit)
         path.write_bytes(original)
     directory.verify(folder)
 
@@ -255,9 +255,9 @@ def test_every_truncation_is_detected(folder: Path) -> None:
         original = path.read_bytes()
         for size in {0, 1, len(original) // 2, len(original) - 1}:
             path.write_bytes(original[:size])
-            assert not directory.is_valid(folder), (path.name, size)
+            assert not directory.is_verified(folder), (path.name, size)
         path.write_bytes(original + b"\0")
-        assert not directory.is_valid(folder), path.name
+        assert not directory.is_verified(folder), path.name
         path.write_bytes(original)
 
 
@@ -331,9 +331,9 @@ ENTRY = {"bytes": 13, "sha256": hashlib.sha256(CONTENT["state.json"]).hexdigest(
 def test_a_crafted_manifest_is_refused(folder: Path, manifest: bytes, message: str) -> None:
     craft(folder, manifest)
     assert complaint(folder) == message
-    assert not directory.is_whole(folder)
+    assert not directory.is_intact(folder)
     with pytest.raises(BrokenCheckpoint, match=re.escape(message)):
-        directory.check_hashes(manifest, {})
+        directory.parse_manifest(manifest)
 
 
 def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
@@ -466,5 +466,5 @@ def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> Non
 def test_prune_can_count_by_size_or_by_hash(tmp_path: Path) -> None:
     folders = write_several(tmp_path, 1, 2, 3)
     (folders[2] / "model.pt").write_bytes(bytes(5000))
-    assert directory.prune(tmp_path, 2, counts_as_kept=directory.is_valid) == []
+    assert directory.prune(tmp_path, 2, counts=directory.is_verified) == []
     assert directory.prune(tmp_path, 2) == [folders[0]]

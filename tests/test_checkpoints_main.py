@@ -62,7 +62,7 @@ def test_list_prints_size_and_state(run: Path, capsys: Captured) -> None:
 
 
 def test_verify_names_the_broken_checkpoint(run: Path, capsys: Captured) -> None:
-    valid = [f"checkpoint step_00000{step}: valid" for step in (100, 200, 300)]
+    valid = [f"checkpoint step_00000{step}: verified" for step in (100, 200, 300)]
     assert call(capsys, "verify", str(run)) == (0, valid, [])
     damage(run, 200)
     assert call(capsys, "verify", str(run / "checkpoints")) == (
@@ -81,14 +81,14 @@ def test_dir_may_be_one_checkpoint(
     assert call(capsys, "verify", str(two))[0] == 1
     assert [line.split()[0] for line in call(capsys, "list", str(one))[1]] == [one.name]
     monkeypatch.chdir(one)
-    assert call(capsys, "verify", ".") == (0, ["checkpoint step_00000100: valid"], [])
+    assert call(capsys, "verify", ".") == (0, ["checkpoint step_00000100: verified"], [])
     (two / "COMPLETE").unlink()
     (two / "manifest.json").unlink()
     assert call(capsys, "verify", str(two))[2] == [
         "checkpoint step_00000200: the save was never completed."
     ]
     copied = one.rename(run / "backup")  # under another name
-    assert call(capsys, "verify", str(copied)) == (0, ["checkpoint backup: valid"], [])
+    assert call(capsys, "verify", str(copied)) == (0, ["checkpoint backup: verified"], [])
 
 
 def test_prune_keeps_the_newest(run: Path, capsys: Captured) -> None:

@@ -1,6 +1,6 @@
 """What a disk or a file server does to a job that has started is no bad input: the exit code is 1, not 2.
 
-Tests mpiddp/paths.py, mpiddp/checkpoints/search.py and contents.py. A link to /proc/self/mem is a file that
+Tests mpiddp/paths.py, mpiddp/checkpoints/find.py and read.py. A link to /proc/self/mem is a file that
 cannot be read (EIO), as on a bad sector.
 python -m pytest tests/test_failing_disk.py
 """
@@ -16,22 +16,20 @@ import pytest
 import torch
 from torch import nn
 
-from mpiddp.checkpoints import convert, directory, script_files
-from mpiddp.checkpoints.contents import read_tensors
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.read import facts_of, read
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
-from mpiddp.checkpoints.shards.index import Chunk, SavedTensor, ShardIndex
-from mpiddp.checkpoints.shards.read import ShardFiles
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
+from mpiddp.checkpoints.shard_index import Chunk, SavedTensor, ShardIndex
+from mpiddp.checkpoints.shards import ShardFiles
+from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, read_tensors
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.protocol.variables import RESTART_COUNT
-from mpiddp.train import checkpoint
 from mpiddp.train.data import cifar10_files
 from mpiddp.train.data.datasets import DATASETS, MNIST_FILES
 from mpiddp.train.engine import load_weights
 from mpiddp.train.opening import load
 from tests.ranks import mpiddp
-from tests.training import configured
 
 BAD_SECTOR = Path("/proc/self/mem")
 EIO = os.strerror(errno.EIO)
@@ -57,30 +55,40 @@ def test_a_hostfile_on_a_disk_that_fails() -> None:
 
 def _shards(folder: Path) -> object:
     index = ShardIndex({'["a"]': TENSOR}, {})
-    return ShardFiles(index, {SHARD: folder}).read({'["a"]': None})
+    return ShardFiles(index, {SHARD: folder / SHARD}).read({'["a"]': None})
+
+
+def _read(folder: Path, broken: str) -> object:
+    """Read a checkpoint whose other files are as they should be."""
+    (folder / "good").mkdir(exist_ok=True)
+    files = {name: folder / "good" / name for name in ("state.json", "model.pt", "ranks.pt")}
+    files["state.json"].write_text(facts_of(1, 1, ["model"], {}))
+    torch.save({}, files["model.pt"])
+    torch.save([], files["ranks.pt"])
+    return read({**files, broken: folder / broken})
 
 
 @pytest.mark.parametrize(
-    ("file", "read"),
+    ("file", "reads"),
     [
-        ("state.json", lambda folder: checkpoint.read(folder, configured(), "")),
-        ("model.pt", lambda folder: checkpoint._load(folder, "model")),
-        ("state.json", lambda folder: script_files.read(folder, {})),
-        ("state.pt", lambda folder: read_tensors(folder, "state.pt")),
-        ("state.json", convert._facts),
+        ("state.json", lambda folder: _read(folder, "state.json")),
+        ("model.pt", lambda folder: _read(folder, "model.pt")),
+        ("ranks.pt", lambda folder: _read(folder, "ranks.pt")),
+        ("shards.json", lambda folder: _read(folder, "shards.json")),
+        ("model.pt", lambda folder: read_tensors(folder / "model.pt")),
         (SHARD, _shards),
         ("weights", lambda folder: load_weights(nn.Linear(1, 1), folder / "weights")),
     ],
 )
 def test_a_file_on_a_disk_that_fails_is_no_bad_input(
-    tmp_path: Path, file: str, read: Callable[[Path], object]
+    tmp_path: Path, file: str, reads: Callable[[Path], object]
 ) -> None:
     (tmp_path / file).symlink_to(BAD_SECTOR)
     with pytest.raises(JobFailed, match=EIO):
-        read(tmp_path)
+        reads(tmp_path)
     (tmp_path / file).unlink()
     with pytest.raises(UserError):  # it is missing
-        read(tmp_path)
+        reads(tmp_path)
 
 
 def test_data_on_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
@@ -100,7 +108,7 @@ def _unreadable_checkpoint(out: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("resume", ["auto", "{folder}", "{out}", "never --go-on"])
+@pytest.mark.parametrize("resume", ["auto", "{folder}", "{out}", "never"])
 def test_a_run_whose_checkpoints_cannot_be_read_now_may_be_restarted(
     tmp_path: Path, resume: str
 ) -> None:
@@ -108,7 +116,8 @@ def test_a_run_whose_checkpoints_cannot_be_read_now_may_be_restarted(
     out = tmp_path / "out"
     folder = _unreadable_checkpoint(out)
     option = f"--resume={resume.format(folder=folder, out=out)}".split()
-    done = mpiddp(*TRAIN, "--out", str(out), *option)
+    attempt = {RESTART_COUNT: "1"} if resume == "never" else {}
+    done = mpiddp(*TRAIN, "--out", str(out), *option, **attempt)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].endswith(
         f"checkpoint step_00000007: COMPLETE cannot be read: {EIO}."

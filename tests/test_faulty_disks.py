@@ -1,6 +1,6 @@
 """On a full or read-only disk, older checkpoints are kept, and the run continues or ends as requested.
 
-Tests mpiddp/train/saver.py.
+Tests mpiddp/checkpoints/save.py.
 python -m pytest tests/test_faulty_disks.py
 """
 
@@ -162,7 +162,7 @@ def test_a_disk_that_is_read_only_when_a_run_resumes(host: Host) -> None:
         assert host.run(command, env=ENV, cwd=ROOT).returncode == 0
         host.run(["mount", "-o", "remount,ro", OUT], check=True)
         ran = host.run(command, env=ENV, cwd=ROOT)
-        sentence = f"--out {OUT} cannot be written: Read-only file system.\n"
+        sentence = f"{OUT} cannot be written: Read-only file system.\n"
         assert (ran.returncode, ran.stderr) == (1, sentence)
         ran = host.run([*COMMAND[:-1], f"--out={OUT}/new"], env=ENV, cwd=ROOT)
         assert ran.returncode == 2, ran.stderr

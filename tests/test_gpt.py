@@ -64,7 +64,7 @@ def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 def weights(run: Path, step: int = STEPS) -> dict[str, Any]:
     folder = run / f"checkpoints/step_{step:08d}"
     directory.verify(folder)
-    state: dict[str, Any] = torch.load(folder / "state.pt")
+    state: dict[str, Any] = {path.stem: torch.load(path) for path in folder.glob("[!r]*.pt")}
     return state
 
 

@@ -267,7 +267,7 @@ def test_an_error_that_is_not_caught_is_bad_input(tmp_path: Path) -> None:
 
 LOST = """
 import os, sys, mpiddp
-import mpiddp.checkpoints.script_files as files
+import mpiddp.checkpoints.save as files
 world = mpiddp.init(backend="gloo")
 checkpoints = mpiddp.Checkpoints(sys.argv[1])
 checkpoints.resume()

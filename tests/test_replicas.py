@@ -123,7 +123,7 @@ def test_a_shared_folder_is_written_once(hosts: Cluster) -> None:
     ran = train(hosts, "node1:1,node2:1", f"--out={out}", "--stop-at-step=4")
     assert ran.returncode == 75, ran.stderr
     state = json.loads((out / "checkpoints" / "step_00000004" / "state.json").read_text())
-    assert state["progress"]["step"] == 4
+    assert state["step"] == 4
     assert sorted(p.name for p in Path(out).iterdir()) == [
         "checkpoints", "config.json", "logs", "metrics.jsonl",
     ]  # fmt: skip

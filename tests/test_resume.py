@@ -1,6 +1,6 @@
 """A run that was stopped and resumed ends with the same bits as one that was not stopped.
 
-Tests mpiddp/train/resume.py.
+Tests mpiddp/train/checkpoint.py.
 python -m pytest tests/test_resume.py
 """
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory
-from mpiddp.protocol.variables import RESTART_COUNT
+from mpiddp.protocol.variables import RESTART_COUNT, RUN_DIR
 from tests.data_cache import fetched_cifar10
 from tests.ranks import clean_env, mpiddp
 from tests.tiny_data import two_epochs
@@ -75,16 +75,18 @@ def test_a_resumed_run_has_the_same_weights_momentum_statistics_and_rng(
         [[*command, *SAVE_ALL, "--out", whole], [*command, "--out", resumed, f"--resume={start}"]],
     )
     assert [turn.code for turn in ran] == [0, 0], ran[0].stderr + ran[1].stderr
-    assert f"resuming from {start}: step {step}, " in ran[1].stdout
+    assert f"resuming from {start}: step {step}\n" in ran[1].stdout
     assert unequal(contents(whole, steps), contents(resumed, steps)) == [], f"from step {step}"
     assert summary(resumed)["test_accuracy"] == summary(whole)["test_accuracy"]
     assert unequal(contents(whole, steps), contents(whole, step)) != []  # the test can fail
 
 
-def test_go_on_prefers_the_runs_own_checkpoints_to_resume(tmp_path: Path, pool: Ranks) -> None:
-    """A restart adds --go-on: before the run's first save --resume applies, afterwards its own."""
+def test_a_run_prefers_its_own_checkpoints_to_those_of_another_run(
+    tmp_path: Path, pool: Ranks
+) -> None:
+    """The same command resumes from the other run until this one has saved."""
     older, run = tmp_path / "older", tmp_path / "run"
-    command = [*two_epochs(tmp_path, "--batch-size=4"), "--resume", older, "--go-on"]
+    command = [*two_epochs(tmp_path, "--batch-size=4"), "--resume", older]
     ran = pool.run(
         2,
         tmp_path,
@@ -92,18 +94,41 @@ def test_go_on_prefers_the_runs_own_checkpoints_to_resume(tmp_path: Path, pool: 
             [*two_epochs(tmp_path, "--batch-size=4"), "--out", older, "--stop-at-step=2"],
             [*command, "--out", run, "--stop-at-step=4"],
             [*command, "--out", run],
-            [*command, "--resume=never", "--out", run],
+            [*command, "--resume=auto", "--out", run],
         ],
     )
     assert [turn.code for turn in ran] == [75, 75, 0, 0], ran
-    starts = [
-        line for turn in ran for line in turn.stdout.splitlines() if line.startswith("resuming")
+    lines = [line for turn in ran for line in turn.stdout.splitlines()]
+    assert [line for line in lines if line.startswith("resuming")] == [
+        f"resuming from {step_folder(older, 2)}: step 2",
+        f"resuming from {step_folder(run, 4)}: step 4",
+        f"resuming from {step_folder(run, 6)}: step 6",
     ]
-    assert [start.partition(":")[0] for start in starts] == [
-        f"resuming from {step_folder(older, 2)}",
-        f"resuming from {step_folder(run, 4)}",
-        f"resuming from {step_folder(run, 6)}",
-    ]
+    assert lines.count(f"{older} is not used: {run} has checkpoints of its own") == 1
+
+
+def test_a_finished_run_trains_more_epochs_with_other_options(tmp_path: Path, pool: Ranks) -> None:
+    """The learning rate of each step is that of a run of four epochs from its start."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    command = two_epochs(tmp_path, "--global-batch-size=8", "--log-every=1", "--warmup-epochs=0")
+    ran = pool.run(
+        2,
+        tmp_path,
+        [
+            [*command, "--out", out],
+            [*command, "--out", out, "--epochs=4", "--weight-decay=0.01", "--lr=0.2"],
+            [*command, "--out", whole, "--epochs=4", "--lr=0.2", "--stop-at-step=7"],
+            [*command, "--out", out, "--epochs=4", "--seed=7"],
+            [*command, "--out", out, "--epochs=1"],
+        ],
+    )
+    assert [turn.code for turn in ran] == [0, 0, 75, 2, 0], [turn.stderr for turn in ran]
+    assert "resuming with other options: --epochs 2, now 4; --lr 0.4, now 0.2;" in ran[1].stdout
+    assert steps_recorded(out) == list(range(1, 13))
+    rates = [{r["step"]: r["lr"] for r in records(run) if "lr" in r}[7] for run in (out, whole)]
+    assert rates[0] == rates[1]
+    assert "--seed 0, now 7 (its steps have seen other images)" in ran[3].stderr
+    assert "or start a new run from its weights: --out OTHER --weights" in ran[3].stderr
 
 
 def test_a_finished_run_goes_on_with_other_options(tmp_path: Path, pool: Ranks) -> None:
@@ -202,7 +227,7 @@ def test_every_resumed_run_ends_with_the_same_bits(resumed: dict[str, tuple[Path
 
 def test_the_output_names_the_resumed_checkpoint(resumed: dict[str, tuple[Path, Turn]]) -> None:
     out, ran = resumed["unchanged"]
-    assert f"resuming from {step_folder(out, 2)}: step 2, epoch 0" in ran.stdout
+    assert f"resuming from {step_folder(out, 2)}: step 2\n" in ran.stdout
     assert "resuming" not in resumed["never"][1].stdout
     _, ran = resumed["flipped bit"]
     assert (
@@ -237,7 +262,7 @@ def test_resuming_a_finished_run_keeps_its_summary(resumed: dict[str, tuple[Path
     """The fixture has the second turn of "again", which resumes the finished run."""
     out, ran = resumed["again"]
     assert "resuming from" in ran.stdout
-    assert "step 6, epoch 2" in ran.stdout
+    assert "step_00000006: step 6\n" in ran.stdout
     assert summary(out)["images_per_s"] > 0
     assert summary(out)["train_loss"] == summary(resumed["unchanged"][0])["train_loss"]
 
@@ -249,7 +274,7 @@ def test_another_number_of_ranks_resumes_with_the_same_global_batch(
     out = tmp_path / "out"
     shutil.copytree(start, out)
     (ran,) = pool.run(1, tmp_path, [[*command, "--out", out, *SAVE_ALL]])
-    assert "step 2, epoch 0" in ran.stdout
+    assert "step_00000002: step 2\n" in ran.stdout
     found = summary(out)
     assert (found["world_size"], found["steps"], found["global_batch_size"]) == (1, 6, 8)
     assert steps_recorded(out) == [2, 3, 4, 6]
@@ -262,12 +287,12 @@ def test_a_restart_waits_for_the_file_system_of_its_run(tmp_path: Path) -> None:
     """The folder of the run is not there at first, as before its file server is mounted again."""
     run, away = tmp_path / "run", tmp_path / "away"
     train = ["train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1"]
-    train += ["--steps-per-epoch=4", "--go-on", f"--out={run}"]
+    train += ["--steps-per-epoch=4", f"--out={run}"]
     assert mpiddp(*train, "--stop-at-step=2").returncode == 75
     run.rename(away)
     restarted = subprocess.Popen(
         [sys.executable, "-m", "mpiddp", *train],
-        env=clean_env({RESTART_COUNT: "1"}),
+        env=clean_env({RESTART_COUNT: "1", RUN_DIR: str(run)}),
         stdout=subprocess.PIPE,
         text=True,
     )

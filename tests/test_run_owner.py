@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -72,8 +73,8 @@ def test_a_second_run_is_refused_with_owner_host_and_age(run: RunDir) -> None:
         assert other.wait(timeout=PATIENCE_S) == 0
     host = os.uname().nodename
     assert str(refused.value) == (
-        f"--out {run}: the run first on {host} (process {other.pid}, for 0 s) writes there. "
-        "Wait for its end, or name another --out."
+        f"{run}: the run first on {host} (process {other.pid}) writes there. "
+        "Wait for its end, or name another folder."
     )
     own(run, "second", on_wait=refuse_to_wait).release()  # the first has given it up
     assert list(run.path.iterdir()) == []
@@ -100,10 +101,9 @@ def test_a_restart_replaces_its_own_earlier_attempt_at_once(run: RunDir) -> None
     own(run, "run", on_wait=refuse_to_wait).release()
 
 
-def elsewhere(renewals: int = 0) -> bytes:
+def elsewhere() -> bytes:
     """The file of a run on another machine."""
-    record = _Record("first", "node7", "another boot", 4711, "1", renewals)
-    return record.encoded()
+    return _Record("first", "node7", "another boot", 4711, "1").encoded()
 
 
 @pytest.fixture
@@ -127,21 +127,30 @@ def test_an_owner_elsewhere_is_dead_when_its_file_stays_whatever_its_clock_says(
 
 @pytest.mark.usefixtures("fast")
 def test_an_owner_elsewhere_that_renews_its_file_is_alive(run: RunDir) -> None:
-    run.owner.write_bytes(elsewhere(renewals=1000))
+    run.owner.write_bytes(elsewhere())
     is_watched = threading.Event()
 
     def renew() -> None:
         is_watched.wait(PATIENCE_S)
-        temporary = run.path / "renewed"
-        temporary.write_bytes(elsewhere(renewals=1001))
-        temporary.rename(run.owner)
+        os.utime(run.owner, ns=(1, 1))
 
     thread = threading.Thread(target=renew)
     thread.start()
-    with pytest.raises(UserError, match=r"the run first on node7 \(process 4711, for "):
+    with pytest.raises(UserError, match=r"the run first on node7 \(process 4711\) writes there"):
         own(run, "second", on_wait=lambda sentence: is_watched.set())
     thread.join()
-    assert run.owner.read_bytes() == elsewhere(renewals=1001)
+    assert run.owner.read_bytes() == elsewhere()
+
+
+@pytest.mark.usefixtures("fast")
+def test_an_owner_touches_its_file(run: RunDir) -> None:
+    held = own(run, "first", on_wait=refuse_to_wait)
+    os.utime(run.owner, ns=(1, 1))
+    deadline = time.monotonic() + PATIENCE_S
+    while run.owner.stat().st_mtime_ns == 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    held.release()
 
 
 @pytest.mark.parametrize("contents", [b"", b"[]", b"{}", b"\xff", b'{"run_id": 3}'])
@@ -157,8 +166,8 @@ def test_a_file_of_another_version_or_a_full_disk_is_replaced_after_the_wait(
 @pytest.mark.parametrize(
     "change",
     [
-        *({"pid": "../.."}, {"pid": True}, {"pid": -1}, {"pid": 10**400}, {"renewals": "9"}),
-        *({"renewals": 10**400}, {"run_id": 1}, {"host": None}, {"machine": []}, {"more": 1}),
+        *({"pid": "../.."}, {"pid": True}, {"pid": -1}, {"pid": 10**400}),
+        *({"run_id": 1}, {"host": None}, {"machine": []}, {"more": 1}),
     ],
 )
 def test_a_crafted_file_names_no_owner(change: dict[str, object]) -> None:
@@ -215,7 +224,7 @@ def test_of_many_that_want_a_dead_owners_folder_one_gets_it(run: RunDir) -> None
 
 
 FULL_DISK = """
-import os, resource, sys, threading
+import os, resource, sys
 from pathlib import Path
 from mpiddp.checkpoints import owner
 from mpiddp.checkpoints.run_dir import RunDir
@@ -231,26 +240,13 @@ try:
 except OSError:
     print(os.listdir(run.path))
 set_space(is_full=False)
-owner.RENEW_S = 0.01
-attempts = threading.Semaphore(0)
-beside = owner._beside
-def counted(path):
-    attempts.release()
-    return beside(path)
-owner._beside = counted
-held = own()
-set_space(is_full=True)
-for _ in range(9):
-    attempts.acquire()
-set_space(is_full=False)
-held.check()
-held.release()
+own().release()
 print(os.listdir(run.path))
 """
 
 
 def test_a_full_disk_leaves_no_files_behind(run: RunDir) -> None:
-    """Neither a temporary file of each renewal, nor an empty owner.json, for which a restart would wait."""
+    """An empty owner.json would look like a living owner to a restart."""
     command = [sys.executable, "-c", FULL_DISK, str(run)]
     done = subprocess.run(
         command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
@@ -275,7 +271,7 @@ def test_a_training_that_is_refused_gives_the_folder_up(tmp_path: Path) -> None:
     done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
     assert (done.returncode, done.stderr) == (
         2,
-        f"--out {tmp_path} cannot be written: Is a directory. Name another folder.\n",
+        f"{tmp_path} cannot be written: Is a directory. Name another folder.\n",
     )
     assert not (tmp_path / "owner.json").exists()
 

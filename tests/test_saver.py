@@ -1,12 +1,15 @@
 """Saves in a thread: a kill at any moment loses at most one step, and damaged saves are detected.
 
-Tests mpiddp/train/saver.py.
+Tests mpiddp/checkpoints/save.py.
 python -m pytest tests/test_saver.py
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,8 +23,10 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import directory, save_schedule
 from mpiddp.checkpoints.directory import HashedFile
+from mpiddp.checkpoints.records import save_json
+from mpiddp.checkpoints.save import _save_error
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
-from mpiddp.checkpoints.snapshot import PinnedStaging, _layout
+from mpiddp.checkpoints.state import HostMemory, _layout
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
@@ -44,7 +49,7 @@ def test_a_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> None:
 def test_a_snapshot_does_not_change_during_training() -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     state = {"a": weight, "b": [weight.T, (3, "text")], "c": {0: torch.tensor(7)}}
-    staging = PinnedStaging([weight])
+    staging = HostMemory()
     first = staging.copy(state)
     expected = weight.clone()
     weight.zero_()
@@ -81,10 +86,24 @@ def test_a_wrong_hash_from_the_writer_is_detected(tmp_path: Path) -> None:
 
     directory.verify(directory.write(tmp_path, 1, write_files))
     wrong = directory.write(tmp_path, 2, lambda folder: write_files(folder) and {"model.pt": "0"})
-    assert not directory.is_valid(wrong)
+    assert not directory.is_verified(wrong)
 
 
-def test_keep_counts_only_valid_checkpoints(tmp_path: Path) -> None:
+def test_a_full_quota_is_not_the_free_space_of_the_file_system(tmp_path: Path) -> None:
+    error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert _save_error(error, tmp_path, 3, 5_000_000) == (
+        f"no space left for a checkpoint in {tmp_path}: step 3 needs 5.0 MB, and your disk quota is used up. "
+        "There is no older checkpoint."
+    )
+
+
+def test_a_summary_of_a_training_that_diverged_is_json(tmp_path: Path) -> None:
+    save_json(tmp_path / "summary.json", {"train_loss": float("nan"), "steps": 3})
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"train_loss": None, "steps": 3}
+
+
+def test_keep_counts_only_verified_checkpoints(tmp_path: Path) -> None:
     """A resumed run finds a damaged checkpoint among its older ones."""
     options: Command = [
         "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=4",

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import mpiddp
-from mpiddp.checkpoints import directory, script_files
-from mpiddp.checkpoints.script import Resumed
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.read import facts_of
+from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.tensor_file import write_tensors
 from mpiddp.runtime.session import current
 from tests.ranks import clean_env
@@ -118,6 +119,45 @@ def test_models_optimizers_and_schedulers_return(
     assert schedule.state_dict() == states["schedule"]
 
 
+def test_a_scheduler_of_schedulers_returns(create: Open) -> None:
+    """The state of SequentialLR has those of its schedulers, and MultiStepLR's has a Counter."""
+
+    def build() -> torch.optim.lr_scheduler.SequentialLR:
+        schedulers = torch.optim.lr_scheduler
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        parts = [schedulers.ConstantLR(optimizer), schedulers.MultiStepLR(optimizer, [2, 4])]
+        return schedulers.SequentialLR(optimizer, parts, milestones=[3])
+
+    resumed = saved_by(create, 1, schedule=build().state_dict())
+    schedule = build()
+    resumed.load_into(schedule=schedule)
+    for _ in range(8):
+        schedule.optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.01])
+
+
+def test_the_checkpoint_that_a_run_resumes_from_is_hashed_once(
+    create: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = create(keep=2)
+    first.save(1, {"weight": torch.ones(2)})
+    first.close()
+    hashed = []
+    sha256 = directory._sha256
+
+    def recorded(path: Path) -> str:
+        hashed.append(f"{path.parent.name}/{path.name}")
+        return sha256(path)
+
+    monkeypatch.setattr(directory, "_sha256", recorded)
+    second = create(keep=2)
+    assert second.resume() is not None
+    second.save(2, {"weight": torch.ones(2)})
+    second.close()
+    assert hashed.count("step_00000001/weight.pt") == 1
+
+
 def test_random_numbers_continue(create: Open) -> None:
     def draw() -> list[Any]:
         return [random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)]
@@ -181,6 +221,21 @@ def test_a_state_that_cannot_be_saved(create: Open, state: Any, sentence: str) -
     checkpoints = create()
     with pytest.raises(TypeError, match=sentence):
         checkpoints.save(1, state)
+
+
+@pytest.mark.parametrize("key", ["ranks", "shard_00000", "", "x" * 300])
+def test_a_key_that_cannot_be_a_file(create: Open, key: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be the name of a file in the checkpoint\. Use"):
+        create().save(1, {key: 1})
+
+
+def test_any_other_key_is_a_file_of_its_own(create: Open, tmp_path: Path) -> None:
+    state = {"model": 1, "a/b": 2, "..": 3, "é x": 4, "%": 5}
+    assert saved_by(create, 1, **state).state == state
+    folder = tmp_path / "run/checkpoints/step_00000001"
+    assert torch.load(folder / "model.pt") == 1
+    files = ["model", "a%2Fb", "..", "%C3%A9%20x", "%25", "ranks"]
+    assert {path.name for path in folder.glob("*.pt")} == {f"{name}.pt" for name in files}
 
 
 def test_a_state_that_contains_itself(create: Open) -> None:
@@ -278,7 +333,7 @@ def test_a_broken_checkpoint_is_reported_and_the_one_before_it_used(
     for step in (1, 2):
         first.save(step, {"step": step})
     first.close()
-    file = tmp_path / "run/checkpoints/step_00000002/state.pt"
+    file = tmp_path / "run/checkpoints/step_00000002/step.pt"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -286,7 +341,7 @@ def test_a_broken_checkpoint_is_reported_and_the_one_before_it_used(
     assert resumed is not None
     assert (resumed.step, resumed.state) == (1, {"step": 1})
     assert (
-        "state.pt does not match its SHA-256; resuming from step_00000001" in capfd.readouterr()[0]
+        "step.pt does not match its SHA-256; resuming from step_00000001" in capfd.readouterr()[0]
     )
 
 
@@ -308,47 +363,39 @@ def test_a_checkpoint_of_another_model_is_refused(create: Open) -> None:
         resumed.load_into(optimizer=torch.nn.Linear(3, 3))
 
 
-def test_a_checkpoint_of_another_model_leaves_the_folder_as_it_is(
-    create: Open, tmp_path: Path
-) -> None:
+def test_a_check_refuses_a_checkpoint_before_anything_changes(create: Open, tmp_path: Path) -> None:
+    """Of another model, which the run would go back to."""
     first = create(keep=9)
     for step in (1, 2, 3):
         first.save(step, {"model": torch.nn.Linear(2, 3).state_dict()})
         mpiddp.log_metrics(step, loss=step)
     first.close()
-    current().run = None
     run = tmp_path / "run"
-    before = contents(run)
-    second = create()
-    resumed = second.resume(run / "checkpoints/step_00000001")
-    assert resumed is not None
+    before, numbers = contents(run), random.getstate()
+    model = torch.nn.Linear(3, 3)
     with pytest.raises(mpiddp.UserError, match="does not fit: model"):
-        resumed.load_into(model=torch.nn.Linear(3, 3))
-    second.close()
+        create().resume(
+            run / "checkpoints/step_00000001", check=lambda saved: saved.load_into(model=model)
+        )
     assert contents(run) == before
+    assert random.getstate() == numbers
+    resumed = create().resume(check=lambda saved: None)
+    assert resumed is not None
+    assert resumed.step == 3
 
 
-@pytest.mark.parametrize("first_call", ["load_into", "log_metrics"])
 def test_a_crash_after_going_back_does_not_resume_from_the_later_checkpoints(
-    create: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: str
+    create: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the first step has ended; the restart names the same checkpoint again."""
-    model = torch.nn.Linear(2, 3)
     first = create(keep=9)
     for step in (1, 2, 3):
-        first.save(step, {"model": model.state_dict()})
+        first.save(step, {})
     first.close()
-    current().run = None
     path = tmp_path / "run/checkpoints/step_00000001"
     second = create()
-    resumed = second.resume(path)
-    assert resumed is not None
-    if first_call == "load_into":
-        resumed.load_into(model=model)
-    else:
-        mpiddp.log_metrics(2, loss=0.5)
+    assert second.resume(path) is not None
     second.close()
-    current().run = None
     monkeypatch.setenv("MPIDDP_RESTART_COUNT", "1")
     again = create().resume(path)
     assert again is not None
@@ -359,23 +406,15 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_of_mpiddp_train_is_refused_and_stays_unchanged(
-    create: Open, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.json").write_text("{}")
-    with pytest.raises(mpiddp.UserError, match=r"is the folder of mpiddp train. Name another"):
-        create().resume()
-    assert sorted(each.name for each in run.iterdir()) == ["checkpoints", "config.json"]
-
-
 def test_a_checkpoint_of_mpiddp_train_is_refused(create: Open, tmp_path: Path) -> None:
     theirs = Path(__file__).parent / "data/run_of_0.1.0"
-    sentence = r"is not a checkpoint of mpiddp.Checkpoints: mpiddp train wrote it. Name another"
+    sentence = (
+        r"was made with another config: program 'mpiddp train', now None. Use the same config"
+    )
     with pytest.raises(mpiddp.UserError, match=sentence):
         create().resume(theirs)
     assert not (tmp_path / "run").exists()
+    assert create(config={"program": "mpiddp train"}).resume(theirs) is not None
 
 
 def test_foreign_states_of_random_number_generators_are_refused(
@@ -385,9 +424,8 @@ def test_foreign_states_of_random_number_generators_are_refused(
 
     def write_files(folder: Path) -> dict[str, str]:
         ranks = [{"rng": {"python": "?", "torch": 3}, "state": {}}]
-        facts = {"written_by": script_files.WRITTEN_BY, "step": 1, "world_size": 1, "config": {}}
-        (folder / "state.json").write_text(json.dumps(facts))
-        return write_tensors(folder, {"state": {}, "ranks": ranks})
+        (folder / "state.json").write_text(facts_of(1, 1, [], {}))
+        return write_tensors(folder, {"ranks": ranks})
 
     directory.write(tmp_path / "run/checkpoints", 1, write_files)
     with pytest.raises(mpiddp.UserError, match=r"random number generators cannot be restored"):
@@ -423,8 +461,6 @@ def test_a_path_of_this_run_goes_back(create: Open, tmp_path: Path) -> None:
     resumed = back.resume(root / "step_00000001")
     assert resumed is not None
     assert resumed.state == {"step": 1}
-    assert len(directory.list_steps(root)) == 3
-    assert not back.due(2)
     names = ["step_00000001", "step_00000002.old-1", "step_00000003.old-1"]
     assert sorted(each.name for each in root.iterdir()) == names
     back.save(2, {"step": "again"})
@@ -520,23 +556,21 @@ def test_records_of_repeated_steps_are_dropped(create: Open, tmp_path: Path) -> 
     }  # fmt: skip
     current().run = None
     assert create().resume() is not None
-    assert [each["step"] for each in records(tmp_path / "run")] == [1, 2, 3]
+    assert [each["step"] for each in records(tmp_path / "run")] == [1, 2]
     mpiddp.log_metrics(3, loss="again")
     assert [each["loss"] for each in records(tmp_path / "run")] == [0.5, 0.5, "again"]
 
 
-@pytest.mark.parametrize("call", ["due", "save"])
-def test_a_step_drops_the_records_that_it_repeats(create: Open, tmp_path: Path, call: str) -> None:
-    first = create()
-    first.save(1, {})
-    mpiddp.log_metrics(2, loss=1)
-    first.close()
-    current().run = None
-    again = create()
-    assert again.resume() is not None
-    assert len(records(tmp_path / "run")) == 1
-    again.due(2) if call == "due" else again.save(2, {})
-    assert records(tmp_path / "run") == []
+def test_a_number_that_json_does_not_have_is_null(create: Open, tmp_path: Path) -> None:
+    create().resume()
+    mpiddp.log_metrics(1, loss=float("nan"), best=torch.tensor(float("inf")), lr=0.5)
+    (line,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    found = json.loads(line, parse_constant=refuse)
+    assert found == {"step": 1, "loss": None, "best": None, "lr": 0.5}
 
 
 def test_records_need_a_run(create: Open) -> None:
@@ -566,7 +600,7 @@ checkpoints.save(1, {"weight": torch.zeros(10_000_000)})
 if sys.argv[2] == "full":
     while not os.path.exists(f"{sys.argv[1]}/checkpoints/step_00000001"):
         time.sleep(0.01)
-    import mpiddp.checkpoints.script_files as files
+    import mpiddp.checkpoints.save as files
     def write_files(*arguments):
         raise OSError(28, "No space left on device")
     files.write_files = write_files

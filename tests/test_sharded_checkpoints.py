@@ -1,6 +1,6 @@
-"""Checkpoints of sharded models: exact resume, other numbers of ranks, conversion, damage, kills.
+"""Checkpoints of sharded models: exact resume, other numbers of ranks and forms, export, damage, kills.
 
-Tests mpiddp/checkpoints/shards/ and mpiddp/checkpoints/convert.py.
+Tests mpiddp/checkpoints/save_shards.py, shards.py, shard_index.py and export.py.
 python -m pytest tests/test_sharded_checkpoints.py
 """
 
@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.file_systems import FileSystems
-from mpiddp.checkpoints.manifest import MANIFEST
+from mpiddp.checkpoints.directory import MANIFEST
+from mpiddp.checkpoints.hosts import FileSystems
 from mpiddp.cli import main
 from mpiddp.train.resnet import ARCHS
 from tests.patience import PATIENCE_S
@@ -83,13 +83,13 @@ def test_a_resumed_run_has_the_same_shards_statistics_and_rng(
         [[*command, *SAVE_ALL, "--out", whole], [*command, "--out", resumed, f"--resume={start}"]],
     )
     assert [turn.code for turn in ran] == [0, 0], ran[0].stderr + ran[1].stderr
-    assert f"resuming from {start}: step {step}, " in ran[1].stdout
+    assert f"resuming from {start}: step {step}\n" in ran[1].stdout
     assert "sharded checkpoints: one host holds every shard once." in ran[0].stdout
     assert unequal(sharded(whole, steps), sharded(resumed, steps)) == []
     assert unequal(sharded(whole, steps), sharded(whole, step)) != []  # the test can fail
     assert names(start) == [
-        "COMPLETE", "manifest.json", "ranks.pt", "replicated.pt",
-        *(f"shard_{rank:05d}.pt" for rank in range(ranks)), "shards.json", "state.json",
+        "COMPLETE", "manifest.json", "model.pt", "optimizer.pt", "ranks.pt", "scaler.pt",
+        *(f"shard_{rank:05d}.pt" for rank in range(ranks)), "shards.json", "state.json", "training.pt",
     ]  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_a_first_save_that_fails_ends_no_run(tmp_path: Path, pool: Ranks) -> Non
     directory.verify(step_folder(run, 3))
 
 
-# A run that the tests below resume, convert and damage
+# A run that the tests below resume, export and damage
 
 
 @pytest.fixture(scope="module")
@@ -149,39 +149,42 @@ def resume(pool: Ranks, stopped: tuple[Path, Command], folder: Path, *options: s
     return ran
 
 
-def test_converted_checkpoints_have_the_same_tensors(
+def test_each_form_resumes_from_the_other_and_from_an_export(
     stopped: tuple[Path, Command], tmp_path: Path, pool: Ranks
 ) -> None:
-    """To a whole one, with which DDP continues; and back."""
+    """DDP continues with shards, with an export of them, and FSDP with what DDP has saved."""
     start = step_folder(stopped[0], 3)
-    assert main(["checkpoints", "convert", str(stopped[0]), str(tmp_path / "whole")]) == 0
+    assert main(["checkpoints", "export", str(stopped[0]), str(tmp_path / "whole")]) == 0
     directory.verify(tmp_path / "whole")
     model = ARCHS["resnet20"](in_channels=1)
     model.load_state_dict(torch.load(tmp_path / "whole" / "model.pt"))
 
-    ran = resume(
-        pool, stopped, tmp_path, f"--resume={tmp_path / 'whole'}", f"--out={tmp_path / 'ddp'}"
-    )
-    assert ran.code == 0, ran.stderr
-    fsdp = tmp_path / "fsdp"
-    ran = resume(pool, stopped, tmp_path, "--parallel=fsdp", f"--resume={start}", f"--out={fsdp}")
-    assert ran.code == 0, ran.stderr
-    assert losses(tmp_path / "ddp") == pytest.approx(losses(fsdp), rel=1e-4)
-    assert [record["step"] for record in records(fsdp) if "train_loss" in record] == [4, 5, 6]
+    found = {}
+    for name, parallel, checkpoint in (
+        ("fsdp", "fsdp", start),
+        ("ddp", "ddp", start),
+        ("exported", "ddp", tmp_path / "whole"),
+        ("back", "fsdp", tmp_path / "whole"),
+        ("from ddp", "fsdp", step_folder(tmp_path / "ddp", 4)),
+    ):
+        out = tmp_path / name
+        options = [f"--parallel={parallel}", f"--resume={checkpoint}", f"--out={out}", *SAVE_ALL]
+        ran = resume(pool, stopped, tmp_path, *options)
+        assert ran.code == 0, ran.stderr
+        found[name] = losses(out)
+    assert len(found["fsdp"]) == 3
+    for name in ("ddp", "exported", "back"):
+        assert found[name] == pytest.approx(found["fsdp"], rel=1e-4), name
+    assert found["from ddp"] == pytest.approx(found["fsdp"][1:], rel=1e-4)
+    assert unequal(contents(tmp_path / "ddp", 6), contents(tmp_path / "exported", 6)) == []
+    assert unequal(sharded(tmp_path / "fsdp", 6), sharded(tmp_path / "back", 6)) == []
 
-    back, again = tmp_path / "back", tmp_path / "again"
-    assert main(["checkpoints", "convert", str(tmp_path / "whole"), str(back)]) == 0
-    directory.verify(back)
-    ran = resume(pool, stopped, tmp_path, "--parallel=fsdp", f"--resume={back}", f"--out={again}")
-    assert ran.code == 0, ran.stderr
-    assert unequal(sharded(fsdp, 6), sharded(again, 6)) == []
 
-
-def test_convert_refuses(
+def test_export_refuses(
     stopped: tuple[Path, Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refusal(folder: Path, out: Path) -> str:
-        assert main(["checkpoints", "convert", str(folder), str(out)]) == 2
+        assert main(["checkpoints", "export", str(folder), str(out)]) == 2
         return capsys.readouterr().err
 
     one, new = step_folder(stopped[0], 1), tmp_path / "new"
@@ -205,35 +208,6 @@ def manifest(folder: Path) -> None:
     digest = sha256((folder / MANIFEST).read_bytes()).hexdigest()
     (folder / directory.COMPLETE).write_text(digest)
     directory.verify(folder)
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_a_checkpoint_in_the_other_form_is_refused(
-    stopped: tuple[Path, Command], tmp_path: Path, pool: Ranks, given: bool
-) -> None:
-    run, ddp = copied(stopped, tmp_path / "run"), tmp_path / "ddp"
-    ran = resume(pool, stopped, tmp_path, f"--out={ddp}", "--stop-at-step=1")
-    assert ran.code == 75, ran.stderr
-    for folder, parallel, found in (
-        (run, "ddp", "holds the shards of a model"),
-        (ddp, "fsdp", "holds a whole model"),
-    ):
-        before = names(folder / "checkpoints")
-        newest = folder / "checkpoints" / before[-1]
-        options = (
-            [f"--resume={newest}", f"--out={tmp_path / 'new'}"] if given else [f"--out={folder}"]
-        )
-        ran = resume(pool, stopped, tmp_path, f"--parallel={parallel}", *options)
-        other = "ddp" if parallel == "fsdp" else "fsdp"
-        assert ran.code == 2
-        assert (
-            f"{newest} {found}, but this run has --parallel {parallel}. Use --parallel {other}, or "
-            f"convert it: mpiddp checkpoints convert {newest} OUT. Then resume with --resume OUT and "
-            "another --out.\n"
-        ) in ran.stderr
-        assert names(folder / "checkpoints") == before
-        directory.verify(newest)
-    assert not (tmp_path / "new").exists()
 
 
 def flip_bit(folder: Path) -> str:
@@ -270,7 +244,7 @@ def test_a_damaged_shard_makes_the_run_resume_from_the_older_checkpoint(
         f"--out={tmp_path / 'new'}",
     )  # fmt: skip
     assert named.code == 2
-    assert f"--resume {step_folder(run, 3)}: checkpoint step_00000003: {problem}.\n" in named.stderr
+    assert f"{step_folder(run, 3)}: checkpoint step_00000003: {problem}.\n" in named.stderr
     ran = resume(pool, stopped, tmp_path, "--parallel=fsdp", f"--out={run}", "--keep=99")
     assert ran.code == 0, ran.stderr
     assert (
@@ -296,18 +270,20 @@ def test_verify_list_and_prune_know_the_files_of_shards(
     def states() -> list[str]:
         return [re.split("  +", line)[-1] for line in call("list", str(run))[1]]
 
-    assert states() == ["complete"] * 3
+    assert states() == ["intact"] * 3
     lose(three)
-    without = f"checkpoint {three.name}: valid, without shard_00001.pt: other hosts must have them"
+    without = (
+        f"checkpoint {three.name}: verified, without shard_00001.pt: other hosts must have them"
+    )
     assert call("verify", str(three)) == (0, [without], "")
-    assert states() == ["complete", "complete", "1 of 2 shards"]
+    assert states() == ["intact", "intact", "1 of 2 shards"]
     removed = f"checkpoint {one.name}: removed"
     assert call("prune", str(run), "--keep=1") == (0, [removed], "")
 
     mix(three)
     of_another = f"checkpoint {three.name}: shard_00001.pt is of another save.\n"
     assert call("verify", str(three)) == (1, [], of_another)
-    assert states() == ["complete", "broken"]
+    assert states() == ["intact", "broken"]
     assert call("prune", str(run), "--keep=1") == (0, [], "")
 
     lose(two)

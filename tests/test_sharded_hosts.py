@@ -1,6 +1,6 @@
 """Sharded models on several hosts: hsdp, and checkpoints of which each host holds a part.
 
-Tests mpiddp/train/copies.py, mpiddp/train/divergence.py and mpiddp/checkpoints/shards/.
+Tests mpiddp/train/copies.py, mpiddp/train/divergence.py and mpiddp/checkpoints/save_shards.py and run.py.
 python -m pytest tests/test_sharded_hosts.py
 """
 
@@ -138,7 +138,7 @@ def test_hsdp_resumes_bit_for_bit_and_its_checkpoint_is_read_back(hosts: Cluster
     ):
         ran = train(hosts, "node0:2,node1:2", *hsdp, *options)
         assert ran.returncode == code, ran.stderr
-    assert f"resuming from {stopped}/checkpoints/step_00000004: step 4, " in ran.stdout
+    assert f"resuming from {stopped}/checkpoints/step_00000004: step 4\n" in ran.stdout
     assert list(losses(stopped).items()) == list(losses(whole).items())
     expected = tensors(whole, 8)
     assert unequal(tensors(stopped, 8), expected) == []
@@ -150,7 +150,7 @@ def test_hsdp_resumes_bit_for_bit_and_its_checkpoint_is_read_back(hosts: Cluster
     assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
     read, ddp = hosts.shared / "hsdp read", hosts.shared / "hsdp ddp"
     half = whole / "checkpoints" / "step_00000004"
-    assert main(["checkpoints", "convert", str(half), str(read)]) == 0
+    assert main(["checkpoints", "export", str(half), str(read)]) == 0
     directory.verify(read)
     options = ["--parallel=ddp", f"--resume={read}", f"--out={ddp}"]
     ran = train(hosts, "node0:2,node1:2", *hsdp, *options)

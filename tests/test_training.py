@@ -170,12 +170,15 @@ def test_the_checkpoint_has_one_model_and_the_state_of_every_rank(run: Path) -> 
     saved = contents(run, 10)
     assert len(saved["ranks"]) == 4
     assert set(saved["model"]) == set(ARCHS["resnet20"]().state_dict())
-    means = [rank["buffers"][0] for rank in saved["ranks"]]  # of bn1
+    means = [rank["state"]["buffers"][0] for rank in saved["ranks"]]  # of bn1
     assert not torch.equal(means[0], means[1])
     torch.testing.assert_close(saved["model"]["bn1.running_mean"], torch.stack(means).mean(0))
-    assert not torch.equal(saved["ranks"][0]["cpu_rng"], saved["ranks"][1]["cpu_rng"])
-    state = json.loads((run / "checkpoints" / "step_00000010" / "state.json").read_text())
-    assert state["progress"] == {"step": 10, "epoch": 2, "position": 0}
+    assert not torch.equal(saved["ranks"][0]["rng"]["torch"], saved["ranks"][1]["rng"]["torch"])
+    folder = run / "checkpoints" / "step_00000010"
+    assert json.loads((folder / "state.json").read_text())["step"] == 10
+    training = torch.load(folder / "training.pt")
+    assert (training["epoch"], training["position"]) == (2, 0)
+    assert training["options"] == json.loads((run / "config.json").read_text())
 
 
 def test_the_output_of_rank_0(run: Path) -> None:

@@ -103,7 +103,10 @@ def waiting_ranks(ranks: int, folder: Path) -> Iterator[Ranks]:
 def contents(run: Path, step: int) -> dict[str, Any]:
     """All tensors of a checkpoint, by the names of its files."""
     folder = run / "checkpoints" / f"step_{step:08d}"
-    return {name: torch.load(folder / f"{name}.pt") for name in ("model", "trainer", "ranks")}
+    return {
+        name: torch.load(folder / f"{name}.pt")
+        for name in ("model", "optimizer", "scaler", "ranks")
+    }
 
 
 def unequal(a: Any, b: Any, where: str = "") -> list[str]:
@@ -113,7 +116,7 @@ def unequal(a: Any, b: Any, where: str = "") -> list[str]:
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
         return [path for key in a for path in unequal(a[key], b[key], f"{where}/{key}")]
-    if isinstance(a, list):
+    if isinstance(a, (list, tuple)):
         pairs = enumerate(zip(a, b, strict=True))
         return [path for i, (x, y) in pairs for path in unequal(x, y, f"{where}/{i}")]
     return [] if a == b else [where]

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, rank_options
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
-from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
+from mpiddp.runtime.session import current
+from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import resolve_defaults
 from mpiddp.train.copies import find_copies
@@ -26,7 +27,6 @@ from mpiddp.train.options import parse
 from mpiddp.train.order import Step
 from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import ARCHS
-from mpiddp.train.saver import Saver
 
 STEPS = 20
 
@@ -58,9 +58,13 @@ def main() -> None:
             scaler = torch.amp.GradScaler(device.type, enabled=False)
             root = Path(coordinator.broadcast_json(tempfile.mkdtemp(dir=options.folder)))
             state = TrainState(model, optimizer, scaler)
-            file_systems = FileSystems((0,) * coordinator.world.world_size)
-            saver = Saver(root, file_systems, coordinator, state, config, "synthetic")
+            checkpoints = checkpoint.open_checkpoints(root, config)
+            checkpoints.resume()
             step = Step((torch.arange(64),), 64 * coordinator.world.world_size, True)
+
+            def wait_for_saves() -> None:
+                current().wait_for_saves()
+                dist.barrier()
 
             def block(variant: str, first: int) -> list[float]:
                 """Run a block and return the seconds of each step."""
@@ -71,9 +75,10 @@ def main() -> None:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
                     if variant != NO_SAVE and index == 0:
-                        saver.save(Progress(first + index))
+                        progress = Progress(first + index + 1)
+                        checkpoint.save(checkpoints, state, progress, config, "synthetic")
                     if variant == AT_ONCE and index == 0:
-                        saver.finish()
+                        wait_for_saves()
                     marks.append(_now(device))
                 return [end - start for start, end in itertools.pairwise(marks)]
 
@@ -84,11 +89,12 @@ def main() -> None:
             for number, variant in turns(VARIANTS, options.rounds, warmup=1):
                 start = time.process_time()
                 seconds = block(variant, first)
-                saver.finish()
+                wait_for_saves()
                 if number > 0:
                     step_s[variant].append(seconds)
                     cpu_s[variant].append(time.process_time() - start)
                 first += STEPS
+            checkpoints.close()
             if coordinator.world.rank == 0:
                 shutil.rmtree(root)
                 emit({"step_s": step_s, "cpu_s": cpu_s})

@@ -1,8 +1,12 @@
 """A checkpoint is a folder that appears complete, is verified when read, and is never overwritten.
 
-All files are written into a hidden folder beside it: the data, a manifest with their SHA-256, and COMPLETE
-with the SHA-256 of the manifest. Each is flushed to disk. Then one rename makes the folder a checkpoint.
-torch.load does not detect a flipped bit; the manifest does.
+All files are written into a hidden folder beside it: the data, a manifest with their sizes and SHA-256, and
+COMPLETE with the SHA-256 of the manifest. Each is flushed to disk. Then one rename makes the folder a
+checkpoint. torch.load does not detect a flipped bit; the manifest does.
+
+    complete    COMPLETE is there and fits the manifest, so the save has ended
+    intact      and every file has its size
+    verified    and every file has its SHA-256
 """
 
 from __future__ import annotations
@@ -15,24 +19,37 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.checkpoints.manifest import (
-    MANIFEST,
-    MAX_BYTES,
-    BrokenCheckpoint,
-    Entry,
-    UnreadableCheckpoint,
-    parse,
-)
 from mpiddp.errors import JobFailed
 from mpiddp.paths import cause_of, read_limited
+from mpiddp.text import shown
 
 COMPLETE = "COMPLETE"
+MANIFEST = "manifest.json"
+MAX_BYTES = 16 << 20
+_LONGEST_NAME = 255  # bytes
 _NAME = re.compile(r"step_([0-9]{8,18})")
 _UNFINISHED = ".unfinished-"
 # Writes files into a folder, and may return the SHA-256 of those that it has hashed.
 WriteFiles = Callable[[Path], Mapping[str, str] | None]
+
+
+class BrokenCheckpoint(Exception):
+    """The folder is a broken checkpoint. The message names the damage."""
+
+
+class UnreadableCheckpoint(BrokenCheckpoint):
+    """A machine failed: a disk, or a file server. The checkpoint may be intact."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file: its size, and its SHA-256 in hex digits."""
+
+    bytes: int
+    sha256: str
 
 
 class HashedFile:
@@ -76,18 +93,20 @@ def step_of(folder: Path) -> int:
 
 
 def list_steps(root: Path) -> list[Path]:
-    """The checkpoint folders in `root`, oldest first, valid or not. Empty if `root` is missing."""
+    """The checkpoint folders in `root`, oldest first, broken or not. Empty if `root` is missing."""
     if not root.is_dir():
         return []
     folders = (f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir())
     return sorted(folders, key=step_of)
 
 
-def write(root: Path, step: int, write_files: WriteFiles, *, replaces_valid: bool = False) -> Path:
+def write(
+    root: Path, step: int, write_files: WriteFiles, *, replaces_verified: bool = False
+) -> Path:
     """Write the checkpoint of `step` into `root`; `write_files` writes its files into a given folder.
 
-    A valid checkpoint of that step stays unchanged, unless `replaces_valid`; a broken one is replaced. Only
-    one process at a time may write into `root`. `write_files` may return the SHA-256 of files that it has
+    A verified checkpoint of that step stays, unless `replaces_verified`; a broken one is replaced. Only one
+    process at a time may write into `root`. `write_files` may return the SHA-256 of files that it has
     hashed already. Those files are not read again.
 
     Raises:
@@ -99,7 +118,7 @@ def write(root: Path, step: int, write_files: WriteFiles, *, replaces_valid: boo
         shutil.rmtree(
             leftover, ignore_errors=True
         )  # it may belong to another user, or be open over NFS
-    if final.exists() and not replaces_valid and is_valid(final):
+    if final.exists() and not replaces_verified and is_verified(final):
         return final
     write_folder(final, write_files)
     return final
@@ -125,7 +144,7 @@ def write_folder(final: Path, write_files: WriteFiles) -> None:
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
         (unfinished / COMPLETE).write_text(_sha256(unfinished / MANIFEST))
         for path in unfinished.iterdir():
-            _flush(path)
+            flush(path)
         _flush_folder(unfinished)
         if final.exists():
             _remove(final)
@@ -146,13 +165,13 @@ def verify(folder: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is a checkpoint, valid or not, by its name or by its manifest."""
+    """Whether the folder is a checkpoint, broken or not, by its name or by its manifest."""
     return folder.resolve() in list_steps(folder.resolve().parent) or any(
         (folder / name).exists() for name in (MANIFEST, COMPLETE)
     )
 
 
-def is_valid(folder: Path) -> bool:
+def is_verified(folder: Path) -> bool:
     try:
         verify(folder)
     except BrokenCheckpoint:
@@ -160,8 +179,8 @@ def is_valid(folder: Path) -> bool:
     return True
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether all files exist with their full size. `is_valid` also verifies every byte."""
+def is_intact(folder: Path) -> bool:
+    """Whether all files exist with their full size. `is_verified` also verifies every byte."""
     try:
         _check(folder, lambda path, entry: True)
     except BrokenCheckpoint:
@@ -172,7 +191,7 @@ def is_whole(folder: Path) -> bool:
 def survey(
     root: Path, skip: Mapping[int, str] | None = None
 ) -> tuple[Path | None, list[tuple[int, BrokenCheckpoint]]]:
-    """The newest valid checkpoint, and the step and the damage of every newer, broken one.
+    """The newest verified checkpoint, and the step and the damage of every newer, broken one.
 
     Args:
         skip: the damage of further checkpoints, by their steps.
@@ -192,25 +211,23 @@ def survey(
 
 
 def consequence(broken: int, newest: Path | None) -> str:
-    """A phrase for the consequence of a broken checkpoint of step `broken`; `newest` is a valid one."""
+    """A phrase for the consequence of a broken checkpoint of step `broken`; `newest` is a verified one."""
     if newest is None:
         return "no older one is valid"
     return f"resuming from {newest.name} ({broken - step_of(newest)} steps lost)"
 
 
-def prune(
-    root: Path, keep: int, *, counts_as_kept: Callable[[Path], bool] = is_whole
-) -> list[Path]:
+def prune(root: Path, keep: int, *, counts: Callable[[Path], bool] = is_intact) -> list[Path]:
     """Remove the checkpoints that are older than the newest `keep`, and return the removed ones.
 
-    Only a checkpoint for which `counts_as_kept` is true counts as one of the `keep`. The default compares
+    Only a checkpoint for which `counts` is true counts as one of the `keep`. The default compares
     sizes only, because a training prunes after every save.
     """
     kept = 0
     removed = []
     for folder in reversed(list_steps(root)):
         if kept < keep:
-            kept += counts_as_kept(folder)
+            kept += counts(folder)
         else:
             _remove(folder)
             removed.append(folder)
@@ -231,12 +248,17 @@ def set_aside(root: Path, step: int) -> list[Path]:
     return moved
 
 
-def _check(folder: Path, is_intact: Callable[[Path, Entry], bool]) -> None:
+def _check(folder: Path, fits: Callable[[Path, Entry], bool]) -> None:
     try:
         for name, entry in listed(folder).items():
-            _check_file(folder / name, entry, is_intact)
+            _check_file(folder / name, entry, fits)
     except BrokenCheckpoint as error:
         raise type(error)(f"checkpoint {folder.name}: {error}") from None
+
+
+def manifest_hash(folder: Path) -> str:
+    """The SHA-256 of the manifest: the same for all copies of a checkpoint. Raises BrokenCheckpoint."""
+    return _read_own(folder / COMPLETE).decode(errors="replace")
 
 
 def listed(folder: Path) -> dict[str, Entry]:
@@ -245,7 +267,43 @@ def listed(folder: Path) -> dict[str, Entry]:
     manifest = _read_own(folder / MANIFEST)
     if hashlib.sha256(manifest).hexdigest().encode() != expected:
         raise BrokenCheckpoint(f"{MANIFEST} does not match its SHA-256")
-    return parse(manifest)
+    return parse_manifest(manifest)
+
+
+def parse_manifest(content: bytes) -> dict[str, Entry]:
+    """The files of a checkpoint, by name.
+
+    Raises:
+        BrokenCheckpoint: it is not a manifest, or names a file outside of its folder.
+    """
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError):
+        raise BrokenCheckpoint(f"{MANIFEST} is not JSON that can be read") from None
+    if not isinstance(manifest, dict):
+        raise BrokenCheckpoint(f"{MANIFEST} is not a table of files")
+    return {_checked_name(name): _entry(name, values) for name, values in manifest.items()}
+
+
+def _checked_name(name: str) -> str:
+    """A name that cannot lead out of the checkpoint's folder."""
+    try:
+        is_name = name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+        is_name = is_name and len(os.fsencode(name)) <= _LONGEST_NAME
+    except UnicodeEncodeError:  # half a character
+        is_name = False
+    if not is_name:
+        raise BrokenCheckpoint(f'{MANIFEST} lists "{shown(name)}", which is not the name of a file')
+    return name
+
+
+def _entry(name: str, values: object) -> Entry:
+    if isinstance(values, dict):
+        size, sha256 = values.get("bytes"), values.get("sha256")
+        is_sha256 = isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256)
+        if type(size) is int and 0 <= size < 1 << 63 and is_sha256:
+            return Entry(size, str(sha256))
+    raise BrokenCheckpoint(f"{MANIFEST} has no size and SHA-256 of {shown(name)}")
 
 
 def _read_own(path: Path) -> bytes:
@@ -258,13 +316,13 @@ def _read_own(path: Path) -> bytes:
         raise _unreadable(path, error) from None
 
 
-def _check_file(path: Path, entry: Entry, is_intact: Callable[[Path, Entry], bool]) -> None:
+def _check_file(path: Path, entry: Entry, fits: Callable[[Path, Entry], bool]) -> None:
     try:
         if not path.is_file():
             raise BrokenCheckpoint(f"{path.name} is missing")
         if (size := path.stat().st_size) != entry.bytes:
             raise BrokenCheckpoint(f"{path.name} has {size} bytes instead of {entry.bytes}")
-        if not is_intact(path, entry):
+        if not fits(path, entry):
             raise BrokenCheckpoint(f"{path.name} does not match its SHA-256")
     except OSError as error:  # a bad sector, or a file server that is gone
         raise _unreadable(path, error) from None
@@ -273,18 +331,6 @@ def _check_file(path: Path, entry: Entry, is_intact: Callable[[Path, Entry], boo
 def _unreadable(path: Path, error: OSError) -> BrokenCheckpoint:
     kind = UnreadableCheckpoint if cause_of(error) is JobFailed else BrokenCheckpoint
     return kind(f"{path.name} cannot be read: {error.strerror}")
-
-
-def check_hashes(manifest: bytes, hashes: Mapping[str, str]) -> None:
-    """Compare the SHA-256 of copied files with the manifest of the original.
-
-    Raises:
-        BrokenCheckpoint: a file differs, or is in only one of the two, or it is not a manifest.
-    """
-    expected = {name: entry.sha256 for name, entry in parse(manifest).items()}
-    for name in expected.keys() | hashes.keys():
-        if expected.get(name) != hashes.get(name):
-            raise BrokenCheckpoint(f"{name} arrived damaged: its SHA-256 differs from the manifest")
 
 
 def _remove(folder: Path) -> None:
@@ -314,13 +360,13 @@ def _sha256(path: Path) -> str:
 def _flush_folder(path: Path) -> None:
     """fsync a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
     try:
-        _flush(path)
+        flush(path)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF):
             raise
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

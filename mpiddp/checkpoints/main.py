@@ -1,11 +1,11 @@
-"""`mpiddp checkpoints`: list, verify, prune and convert the checkpoints of a run.
+"""`mpiddp checkpoints`: list, verify, prune and export the checkpoints of a run.
 
     mpiddp checkpoints list runs/a
     mpiddp checkpoints verify runs/a/checkpoints/step_00001000
     mpiddp checkpoints prune runs/a --keep 2
-    mpiddp checkpoints convert runs/a whole
+    mpiddp checkpoints export runs/a whole
 
-DIR is a run's folder, a folder of checkpoints, or one checkpoint. Only `convert` needs torch.
+DIR is a run's folder, a folder of checkpoints, or one checkpoint. Only `export` needs torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.checkpoints import directory
+from mpiddp.checkpoints import directory, shard_index
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.run_dir import find_checkpoints
-from mpiddp.checkpoints.shards import inventory as shards
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
 from mpiddp.text import listed
@@ -36,8 +35,8 @@ def main(argv: list[str]) -> int:
     with named_by(""):
         if options.verb == "prune":
             return _prune(Path(options.dir), options.keep)
-        if options.verb == "convert":
-            return _convert(Path(options.dir), Path(options.out))
+        if options.verb == "export":
+            return _export(Path(options.dir), Path(options.out))
         folders = _checkpoints(Path(options.dir))
         if options.verb == "list":
             for folder in folders:
@@ -56,26 +55,26 @@ def _line(folder: Path) -> str:
 
 def _state(folder: Path) -> str:
     try:
-        found = shards.inventory(folder)
+        found = shard_index.inventory(folder)
     except BrokenCheckpoint:
         return "broken"
-    if not directory.is_whole(folder):
+    if not directory.is_intact(folder):
         return "broken"
     here = found.num_files - len(found.missing)
-    return f"{here} of {found.num_files} shards" if found.missing else "complete"
+    return f"{here} of {found.num_files} shards" if found.missing else "intact"
 
 
 def _verify(folder: Path) -> int:
     try:
         directory.verify(folder)
-        found = shards.inventory(folder)
+        found = shard_index.inventory(folder)
     except BrokenCheckpoint as error:
         print(f"{error}.", file=sys.stderr)
         return 1
     missing = (
         f", without {listed(found.missing)}: other hosts must have them" if found.missing else ""
     )
-    print(f"checkpoint {folder.name}: valid{missing}")
+    print(f"checkpoint {folder.name}: verified{missing}")
     return 0
 
 
@@ -86,25 +85,31 @@ def _prune(given: Path, keep: int) -> int:
             f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints."
         )
     # On a host that keeps the shards of two hosts, no folder may have all.
-    has_all = any(shards.has_all(folder) for folder in directory.list_steps(root))
-    counts = shards.is_complete if has_all else shards.is_valid
-    for folder in directory.prune(root, keep, counts_as_kept=counts):
+    has_all = any(shard_index.has_all_shards(folder) for folder in directory.list_steps(root))
+
+    def counts(folder: Path) -> bool:
+        return shard_index.is_verified(folder) and (
+            not has_all or shard_index.has_all_shards(folder)
+        )
+
+    for folder in directory.prune(root, keep, counts=counts):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
 
-def _convert(given: Path, out: Path) -> int:
-    """Convert a checkpoint, or the newest valid one of a run."""
-    from mpiddp.checkpoints.convert import convert  # needs torch
+def _export(given: Path, out: Path) -> int:
+    """Export a checkpoint, or the newest verified one of a run."""
+    from mpiddp.checkpoints.export import export  # needs torch
 
     folders = _checkpoints(given)
     folder = folders[0]
     if len(folders) > 1:
         newest, _ = directory.survey(folder.parent)
         if newest is None:
-            raise UserError(f"{given} contains no valid checkpoint.")
+            raise UserError(f"{given} contains no intact checkpoint.")
         folder = newest
-    print(f"checkpoint {folder.name}: written to {convert(folder, out)}")
+    entries = listed([f"{entry}.pt" for entry in export(folder, out)])
+    print(f"checkpoint {folder.name}: written to {out}: whole, with {entries}")
     return 0
 
 
@@ -129,19 +134,19 @@ def _found(given: Path) -> str:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp checkpoints",
-        description="List, verify, prune and convert checkpoints.",
+        description="List, verify, prune and export checkpoints.",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     for name, purpose in (
         ("list", "print name, size, time and state of each checkpoint"),
         ("verify", "verify every file against its SHA-256; exit code 1 if one is broken"),
-        ("prune", "remove checkpoints older than the newest valid ones"),
-        ("convert", "write a sharded checkpoint as a whole one, or a whole one in shards"),
+        ("prune", "remove checkpoints older than the newest verified ones"),
+        ("export", "write a sharded checkpoint as a whole one, with every tensor in one piece"),
     ):
         verb = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         verb.add_argument("dir", metavar="DIR")
-        if name == "convert":
+        if name == "export":
             verb.add_argument("out", metavar="OUT", help="a new folder for the checkpoint")
         if name == "prune":
             verb.add_argument(
@@ -149,6 +154,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                 type=whole(1),
                 default=2,
                 metavar="N",
-                help="number of valid checkpoints to keep (default: 2)",
+                help="number of verified checkpoints to keep (default: 2)",
             )
     return parser.parse_args(argv)

@@ -1,8 +1,8 @@
-"""A run's folder has one owner at a time: two runs with one --out would remove each other's saves.
+"""A run's folder has one owner at a time: two runs into one folder would remove each other's saves.
 
-The owner renews a file in the folder every 10 s. An owner whose file has not changed for 60 s is dead. Only
-the reader's own clock measures that, because the clocks of two hosts differ. An owner on this machine is
-dead at once when its process is, and so is an earlier attempt of the same run.
+The owner creates owner.json, and touches it every 10 s. An owner whose file has not been touched for 60 s is
+dead. Only the reader's own clock measures that, because the clocks of two hosts differ. An owner on this
+machine is dead at once when its process is, and so is an earlier attempt of the same run.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import gethostname
 
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import read_limited
-from mpiddp.text import duration, shown
+from mpiddp.text import shown
 
 RENEW_S, STALE_S = 10.0, 60.0
 _POLL_S = 1.0
@@ -38,7 +37,6 @@ class _Record:
     machine: str
     pid: int
     started: str  # by the kernel's clock; another process may get the same pid later
-    renewals: int = 0
 
     @classmethod
     def of_this_process(cls, run_id: str) -> _Record:
@@ -53,9 +51,8 @@ class _Record:
         except (ValueError, TypeError, RecursionError):
             return None
         texts = (found.run_id, found.host, found.machine, found.started)
-        numbers = (found.pid, found.renewals)
         is_record = all(isinstance(each, str) for each in texts)
-        is_record &= all(type(each) is int and 0 <= each < 1 << 32 for each in numbers)
+        is_record &= type(found.pid) is int and 0 <= found.pid < 1 << 32
         return found if is_record else None
 
     def encoded(self) -> bytes:
@@ -74,9 +71,8 @@ class _Record:
 
     @property
     def sentence(self) -> str:
-        age = duration(self.renewals * RENEW_S)
         run_id, host = shown(self.run_id), shown(self.host)
-        return f"the run {run_id} on {host} (process {self.pid}, for {age}) writes there"
+        return f"the run {run_id} on {host} (process {self.pid}) writes there"
 
 
 class RunOwner:
@@ -107,18 +103,13 @@ class RunOwner:
 
     def _renew(self) -> None:
         while not self._is_over.wait(RENEW_S):
-            _try(self._renew_once)  # a file server may be away for a while
-
-    def _renew_once(self) -> None:
-        found = read_limited(self._path, _MAX_BYTES)
-        if found != self._record.encoded():
-            record = _Record.parse(found)
-            self._lost_to = record.sentence if record else "its owner file has changed"
-            self._is_over.set()
-            return
-        renewed = replace(self._record, renewals=self._record.renewals + 1)
-        _write(self._path, renewed)
-        self._record = renewed
+            with contextlib.suppress(OSError):  # a file server may be away for a while
+                found = read_limited(self._path, _MAX_BYTES)
+                if found != self._record.encoded():
+                    record = _Record.parse(found)
+                    self._lost_to = record.sentence if record else "its owner file has changed"
+                    return
+                os.utime(self._path)
 
 
 def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner:
@@ -140,7 +131,7 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
             continue
         other = _Record.parse(found)
         if other is not None and other.is_this_process:
-            raise UserError(f"{run.named} is in use by this process. Close it there first.")
+            raise UserError(f"{run} is in use by this process. Close it there first.")
         is_dead = other is not None and (other.run_id == run_id or other.is_dead)
         if not is_dead:
             if other is not None and other.is_dead is False:
@@ -151,17 +142,14 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
                 on_wait(
                     f"{run} belongs to a run on {host}; watching for {STALE_S:g} s whether that still runs."
                 )
-            if changed := _wait_for_change(run.owner, found):
-                raise _taken(run, changed)
-        if _replace(run.owner, found, record):
-            break
-        if _wait_for_change(run.owner, found) is None:  # the process that replaces it has died
-            _try(_claim(run.owner, found).unlink)
+            if alive := _wait_for_change(run.owner, found):
+                raise _taken(run, alive)
+        _remove_dead(run.owner, found)
     return RunOwner(run.owner, record)
 
 
 def _taken(run: RunDir, other: _Record) -> UserError:
-    return UserError(f"{run.named}: {other.sentence}. Wait for its end, or name {run.another}.")
+    return UserError(f"{run}: {other.sentence}. Wait for its end, or name another folder.")
 
 
 def _create(path: Path, record: _Record) -> bool:
@@ -173,58 +161,52 @@ def _create(path: Path, record: _Record) -> bool:
     try:
         with file:
             file.write(record.encoded())
-    except OSError:  # a full disk: a restart would wait for the owner whom the empty file may have
-        _try(path.unlink)
+    except OSError:  # a full disk: an empty owner.json would look like a living owner to a restart
+        with contextlib.suppress(OSError):
+            path.unlink()
         raise
     return True
 
 
 def _wait_for_change(path: Path, before: bytes) -> _Record | None:
-    """The record that replaces `before` within 60 s, None if that stays, or disappears."""
+    """The owner that touches or replaces the file within 60 s; None if nobody does, or removes it."""
+    touched = _touched(path)
     deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
         found = _read(path)
         if found is None:
             return None
-        if found != before and (record := _Record.parse(found)):
+        if (found, _touched(path)) != (before, touched) and (record := _Record.parse(found)):
             return record
     return None
 
 
-def _replace(path: Path, expected: bytes, record: _Record) -> bool:
-    """Replace the file if it still has these contents. Of several processes, one replaces it."""
-    claim = _claim(path, expected)
+def _remove_dead(path: Path, expected: bytes) -> None:
+    """Remove a dead owner's file, if it still has these contents.
+
+    Only the process that creates the claim may remove it. Another one could remove the file of whoever was
+    faster than itself.
+    """
+    claim = path.with_name(f".{path.name}-{hashlib.sha256(expected).hexdigest()[:16]}")
     try:
         claim.open("xb").close()
     except FileExistsError:
-        return False
+        if _wait_for_change(path, expected) is None:  # the process that claimed it has died
+            claim.unlink(missing_ok=True)
+        return
     try:
-        if _read(path) != expected:
-            return False
-        _write(path, record)
+        if _read(path) == expected:
+            path.unlink()
     finally:
-        _try(claim.unlink)
-    return True
+        claim.unlink(missing_ok=True)
 
 
-def _claim(path: Path, expected: bytes) -> Path:
-    """The file of the process that replaces these contents."""
-    return path.with_name(f".{path.name}-{hashlib.sha256(expected).hexdigest()[:16]}")
-
-
-def _write(path: Path, record: _Record) -> None:
-    temporary = _beside(path)
+def _touched(path: Path) -> int:
     try:
-        temporary.write_bytes(record.encoded())
-        temporary.rename(path)
-    except OSError:  # a full disk: each renewal would leave such a file
-        _try(temporary.unlink)
-        raise
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _read(path: Path) -> bytes | None:
@@ -232,11 +214,6 @@ def _read(path: Path) -> bytes | None:
         return read_limited(path, _MAX_BYTES)
     except FileNotFoundError:
         return None
-
-
-def _try(action: Callable[[], object]) -> None:
-    with contextlib.suppress(OSError):
-        action()
 
 
 def _machine() -> str:

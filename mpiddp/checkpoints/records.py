@@ -1,4 +1,4 @@
-"""The small files of a run: metrics.jsonl with one record per line, and JSON files written atomically.
+"""The small files of a run: metrics.jsonl with one record per line, and JSON files replaced as a whole.
 
 The training matters more than these files: a record that cannot be written only causes a warning.
 """
@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.errors import UserError
 from mpiddp.runtime.log import log
+from mpiddp.runtime.session import RunFiles, current
+
+_SCALARS = (int, float, str, bool, type(None))
 
 
 class Records:
@@ -42,7 +49,7 @@ class Records:
         if self._path is None:
             return
         try:
-            _append(self._path, json.dumps(values).encode() + b"\n")
+            _append(self._path, json.dumps(_finite(values)).encode() + b"\n")
             self._is_warned = False
         except OSError as error:
             self._warn(error)
@@ -55,7 +62,15 @@ class Records:
 
 def save_json(path: Path, values: dict[str, Any]) -> None:
     """Replace the file, or on an error leave the existing one. Raises OSError."""
-    _replace(path, json.dumps(values, indent=1).encode() + b"\n")
+    _replace(path, json.dumps(_finite(values), indent=1).encode() + b"\n")
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with null in place of NaN and infinities, which JSON does not have."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -83,3 +98,82 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return float("inf")
+
+
+class RunRecords:
+    """The records of a run in its folder. It takes them once the run knows the step from which it starts."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._records: Records | None = None
+        self.is_closed = False  # then those of another run may take its place
+
+    @property
+    def path(self) -> Path:
+        return self._run.path
+
+    def start(self, step: int, *, is_writer: bool) -> None:
+        """Take records from now on, and drop those of later steps, which the run repeats."""
+        self._records = Records(self._run.metrics if is_writer else None, step)
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._records is None:
+            raise UserError(
+                "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept."
+            )
+        if self._records.is_kept:
+            plain = {name: _plain(name, value) for name, value in values.items()}
+            self._records.write(step=step, **plain)
+
+
+def run_dir() -> Path:
+    """The folder of this process's run: that of the first `mpiddp.Checkpoints` that is not closed.
+
+    It may not exist yet: the first save, or `resume`, creates it.
+
+    Raises:
+        UserError: there is none yet.
+    """
+    return _current_run().path
+
+
+def log_metrics(step: int, **values: Any) -> None:
+    """Append a record to metrics.jsonl in the run's folder: `{"step": 7, "loss": 0.5}`.
+
+    Call it on all ranks, or on rank 0. One rank of each file system writes, rank 0 among them; calls of
+    other ranks do nothing. A run that resumes drops the records of the steps that it repeats. A record
+    that cannot be written causes a warning.
+
+    Args:
+        step: the step of the run to which the values belong, as `Checkpoints.save` counts them.
+        values: by name, numbers, strings, None, or tensors of one element, which a GPU has to compute first.
+            NaN and infinities become null, because JSON has none.
+
+    Raises:
+        TypeError: a step or a value of another type.
+        UserError: there is no `mpiddp.Checkpoints`, or its `resume` has not been called.
+    """
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"mpiddp.log_metrics: step: expected a whole number, not {step!r}")
+    _current_run().record(step, values)
+
+
+def _current_run() -> RunFiles:
+    run = current().run
+    if run is None:
+        raise UserError(
+            "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
+        )
+    return run
+
+
+def _plain(name: str, value: Any) -> Any:
+    if type(value) in _SCALARS:
+        return value
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        return value.item()
+    if hasattr(value, "numel") and value.numel() == 1:
+        return value.item()
+    raise TypeError(
+        f"mpiddp.log_metrics: {name}: expected a number or a string, not {type(value).__name__}"
+    )

@@ -29,12 +29,13 @@ def rng_states(local_rank: int) -> dict[str, Any]:
 
 
 def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
-    """Restore the states of `rng_states`.
+    """Restore the states of `rng_states`, as many of them as there are.
 
     The GPU of the local rank gets the state of the one that the rank had before, perhaps with another
     number.
     """
-    random.setstate(states["python"])
+    if "python" in states:
+        random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     gpu = torch.accelerator.current_accelerator()
     saved_gpus = states.get(gpu.type, []) if gpu else []
@@ -42,6 +43,8 @@ def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
         saved = index - local_rank + states["local_rank"]
         if 0 <= saved < len(saved_gpus):
             torch.get_device_module(gpu).set_rng_state(saved_gpus[saved], index)
+    if gpu and "own_gpu" in states:
+        torch.get_device_module(gpu).set_rng_state(states["own_gpu"])
     numpy = sys.modules.get("numpy")
     if numpy and "numpy" in states:
         keys, *rest = states["numpy"]

@@ -16,13 +16,9 @@ from mpiddp.protocol.variables import is_restart
 
 @dataclass(frozen=True)
 class RunDir:
-    """The paths that a run writes: its configuration, records, summary, logs and checkpoints.
-
-    `option` names the folder in errors: "--out", or "" for the folder of a script.
-    """
+    """The paths that a run writes: its configuration, records, summary, logs and checkpoints."""
 
     path: Path
-    option: str = "--out"
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> RunDir:
@@ -53,15 +49,6 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
-    def named(self) -> str:
-        """The folder as the user has named it: "--out runs/a"."""
-        return f"{self.option} {self.path}".strip()
-
-    @property
-    def another(self) -> str:
-        return f"another {self.option or 'folder'}"
-
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank_{rank:05d}.log"
 
@@ -72,8 +59,8 @@ class RunDir:
 def unwritable(run: RunDir, error: OSError) -> UserError | JobFailed:
     """Why the run's folder cannot be written: a wrong path, or a machine that failed."""
     if cause_of(error, has_run=_has_run(run)) is UserError:
-        return UserError(f"{run.named} cannot be written: {error.strerror}. Name another folder.")
-    return JobFailed(f"{run.named} cannot be written: {error.strerror}.")
+        return UserError(f"{run} cannot be written: {error.strerror}. Name another folder.")
+    return JobFailed(f"{run} cannot be written: {error.strerror}.")
 
 
 @contextlib.contextmanager

@@ -1,53 +1,32 @@
-"""`mpiddp.Checkpoints`: the checkpoints of `mpiddp train` for any script.
-
-Its folder is a run's folder, with the same layout as that of `mpiddp train --out`.
-"""
+"""`mpiddp.Checkpoints`: the checkpoints of a training. `mpiddp train` uses them as any script does."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
-from mpiddp.checkpoints import directory, script_files, search
-from mpiddp.checkpoints.agreement import PATIENCE_S, raised_by_all
-from mpiddp.checkpoints.open_run import open_run
-from mpiddp.checkpoints.owner import RunOwner
-from mpiddp.checkpoints.replicas import receive
+from mpiddp.checkpoints import directory, find
+from mpiddp.checkpoints.find import Found
+from mpiddp.checkpoints.ranks import PATIENCE_S, Ranks, form_ranks, script_coordinator
+from mpiddp.checkpoints.read import Contents, read
+from mpiddp.checkpoints.records import RunRecords
+from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.rng import restore_rng_states, rng_states
+from mpiddp.checkpoints.run import Run, open_run
 from mpiddp.checkpoints.run_dir import RunDir, writing
-from mpiddp.checkpoints.save_schedule import SaveSchedule
-from mpiddp.checkpoints.saved import Saved, TensorGroup
-from mpiddp.checkpoints.saver import Saver
-from mpiddp.checkpoints.script_arguments import (
-    check_entries,
-    check_step,
-    checked_config,
-    checked_interval,
-    checked_keep,
-)
-from mpiddp.checkpoints.script_files import ScriptState
-from mpiddp.checkpoints.script_ranks import script_coordinator, tensor_group
-from mpiddp.checkpoints.script_resumed import Resumed, ResumedBy
-from mpiddp.checkpoints.script_run import ScriptRun
-from mpiddp.checkpoints.search import Source
-from mpiddp.checkpoints.snapshot import PinnedStaging
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.checkpoints.save import Saver
+from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
+from mpiddp.checkpoints.state import HostMemory, check_entries
+from mpiddp.errors import UserError
 from mpiddp.paths import named_by
-from mpiddp.protocol.variables import RUN_DIR, is_restart
+from mpiddp.protocol.variables import RUN_DIR
+from mpiddp.runtime.log import log
 from mpiddp.runtime.session import current
-
-
-@dataclass(frozen=True)
-class _Open:
-    """The open folder of a run."""
-
-    saver: Saver
-    owner: RunOwner | None  # on the writer ranks
 
 
 class Checkpoints:
@@ -64,6 +43,8 @@ class Checkpoints:
     Every rank creates one, at the same point of the script, and every rank makes the same calls of its
     methods: a script without a launcher as well as one under mpiddp launch, mpirun, srun or torchrun.
     The errors below are raised on all ranks.
+
+    As a context manager it closes itself at the end of the body; after an error it only gives the folder up.
     """
 
     def __init__(
@@ -71,106 +52,155 @@ class Checkpoints:
         folder: str | os.PathLike[str],
         *,
         keep: int = 2,
-        every: int | str | None = "10m",
+        every: int | str | Interval | None = "10m",
         config: Mapping[str, Any] | None = None,
         on_save_error: Literal["warn", "stop"] = "warn",
+        timeout_s: float = PATIENCE_S,
     ) -> None:
         """
         Args:
             folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
                 and logs/ under mpiddp launch.
-            keep: number of valid checkpoints to keep.
+            keep: number of verified checkpoints to keep.
             every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
                 only before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
+            timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
             UserError: the variables of the launcher contradict each other.
             JobFailed: the ranks do not join.
         """
-        self._keep = checked_keep(keep)
-        self._interval = checked_interval(every)
-        self._config = checked_config(config)
+        self._keep = _checked_keep(keep)
+        self._interval = _checked_interval(every)
+        self._config = _checked_config(config)
         if on_save_error not in ("warn", "stop"):
             raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
         self._must_succeed = on_save_error == "stop"
-        self._run = RunDir(Path(folder), option="")
+        self._timeout_s = timeout_s
+        self._dir = RunDir(Path(folder))
         self._coordinator = script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
-        self._open: _Open | None = None
-        self._is_closed = False
+        self._run: Run | None = None
+        self._saver: Saver | None = None
         self._step = -1  # the latest one that has been saved, or that the run resumes from
-        self._leaves_newer = False  # the folder has later checkpoints than that one
-        self._script_run = ScriptRun(self._run)
+        self._records = RunRecords(self._dir)
         session = current()
-        session.run = session.run or self._script_run
+        if session.run is None or getattr(session.run, "is_closed", False):
+            session.run = self._records
         session.add_saver(self._wait_for_own_save)
 
-    def resume(self, path: str | os.PathLike[str] | None = None) -> Resumed | None:
-        """The newest valid checkpoint of any host, on all ranks; None if there is none yet.
+    def __enter__(self) -> Checkpoints:
+        return self
 
-        Restores the states of Python's, numpy's and torch's random number generators on every rank that
-        existed when it was saved, so call it after the model is built. Hosts that lack the checkpoint
-        receive a copy. Call it once, before the first `save`.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._give_up()
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes into the folder, once it is open: one rank of each file system does."""
+        return self._run is not None and self._run.is_writer
+
+    def resume(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        check: Callable[[Resumed], None] | None = None,
+    ) -> Resumed | None:
+        """The newest verified checkpoint of any host, on all ranks; None if there is none yet.
+
+        Opens the folder. Restores the states of Python's, numpy's and torch's random number generators on
+        every rank that existed when it was saved, so call it after the model is built. Hosts that lack the
+        checkpoint receive its files. Later checkpoints of this run are renamed, and records of later steps
+        dropped. Call it once, before the first `save`.
 
         Args:
             path: a checkpoint, or a folder of a run, to start from instead. Of another run: only until
-                this run has a checkpoint of its own. Of this run: `Resumed.load_into` renames later
-                checkpoints, or else the first `due`, `save` or `mpiddp.log_metrics`. A restart ignores the
+                this run has a checkpoint of its own. Of this run: to go back to it. A restart ignores the
                 path once this run has a checkpoint.
+            check: called with the checkpoint before anything changes; refuses it by a UserError.
 
         Returns:
             The step, and the states that were saved after it; None if the run has no checkpoint.
 
         Raises:
             RuntimeError: it has been called before, or after the first `save`.
-            UserError: no valid checkpoint there, or one of another script, program or config; another
+            UserError: no intact checkpoint there, or one of another script, program or config; another
                 run writes into the folder.
             JobFailed: a disk has failed.
         """
-        if self._open is not None:
+        if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
-        with raised_by_all(self._coordinator):
-            group = tensor_group(self._coordinator)
-        self._wait_for_folder()
-        self._refuse_foreign_folder()
-        start = search.find(self._coordinator, self._run, self._source(path), self._read, _describe)
-        saver = self._open_folder(group)
-        received, shards = receive(
-            start, self._run, saver.writer_ranks, self._coordinator, group, timeout_s=PATIENCE_S
-        )
-        step = received.common.step if received else 0
-        self._script_run.start(step, is_writer=saver.is_writer, before_drop=self._leave_newer_alone)
-        self._leaves_newer = start.leaves_newer
-        if received is None:
-            return None
-        self._step = step
-        current().stop.count_from(step)
-        own = received.own or {"rng": {}, "state": {}}
-        with raised_by_all(self._coordinator):
-            self._restore_rng(own["rng"])
-        state = received.common.state
-        if shards is not None:
-            state = shards.as_values({"state": state})["state"]
-        return ResumedBy(step, state, own["state"], received.world_size, self._leave_newer_alone)
+        run = self._open()
+        try:
+            found = run.newest(None if path is None else Path(path))
+            if found is None:
+                self._start(run, 0)
+                return None
+            files = run.bring(found)
+            with run.ranks.together():
+                contents = read(files)
+                self._refuse_other_config(found, contents)
+                resumed = self._resumed(contents)
+                if check is not None:
+                    check(resumed)
+                self._restore_rng(contents)
+            log.info(f"resuming from {found.named(run.ranks)}: step {resumed.step}")
+            if found.leaves_newer:
+                run.set_newer_aside(resumed.step)
+            self._step = resumed.step
+            current().stop.count_from(resumed.step)
+            self._start(run, resumed.step, verified=found.folder if found.is_own else None)
+        except BaseException:
+            run.close(removes_new=True)
+            raise
+        return resumed
+
+    def _refuse_other_config(self, found: Found, contents: Contents) -> None:
+        saved, config = contents.config, self._config
+        different = [
+            f"{name} {saved.get(name)!r}, now {config.get(name)!r}"
+            for name in sorted(saved.keys() | config.keys())
+            if saved.get(name) != config.get(name)
+        ]
+        if different:
+            raise UserError(
+                f"{found.folder} was made with another config: {'; '.join(different)}. "
+                "Use the same config, or name another folder."
+            )
+
+    def _restore_rng(self, contents: Contents) -> None:
+        rank = self._coordinator.world.rank
+        if rank >= len(contents.ranks):  # this rank did not exist
+            return
+        try:
+            restore_rng_states(contents.ranks[rank]["rng"], self._local_rank)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                "the checkpoint was not written by mpiddp: the states of its random number generators "
+                f"cannot be restored ({type(error).__name__})."
+            ) from None
+
+    def _resumed(self, contents: Contents) -> Resumed:
+        rank = self._coordinator.world.rank
+        own = contents.ranks[rank]["state"] if rank < len(contents.ranks) else {}
+        return Resumed(contents.step, contents.state, own, len(contents.ranks))
 
     @property
     def _local_rank(self) -> int:
         local_rank = self._coordinator.world.local_rank
         assert local_rank is not None, "the ranks have joined"
         return local_rank
-
-    def _restore_rng(self, states: dict[str, Any]) -> None:
-        try:
-            if states:  # this rank existed
-                restore_rng_states(states, self._local_rank)
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"the checkpoint was not written by {script_files.WRITTEN_BY}: the states of its random "
-                f"number generators cannot be restored ({type(error).__name__})."
-            ) from None
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
@@ -183,14 +213,11 @@ class Checkpoints:
 
         Raises:
             TypeError, ValueError: the step is not a whole number, or below 0.
-            UserError: later checkpoints cannot be renamed, see `resume`.
-            JobFailed: the same because of a disk.
         """
-        check_step(step)
-        self._leave_newer()
+        _check_step(step)
         if self._schedule is None:
             self._schedule = SaveSchedule(
-                self._interval, self._coordinator, step - 1, timeout_s=PATIENCE_S
+                self._interval, self._coordinator, step - 1, timeout_s=self._timeout_s
             )
         is_due = self._schedule.is_due(step, ends_epoch=False)
         return current().stop.stops_next() or is_due
@@ -206,42 +233,41 @@ class Checkpoints:
         Args:
             step: the step that has just ended. It grows from save to save.
             state: what all ranks have in common, by name: tensors, numbers, strings, None, lists and
-                dicts of these. Of the ranks that share a file system, the lowest one's is saved. Of a
-                DTensor, each rank saves its part; all ranks have to pass the same ones.
+                dicts of these. Each entry becomes a file, NAME.pt. Of the ranks that share a file system,
+                the lowest one's is saved. Of a DTensor, each rank saves its part; all ranks have to pass
+                the same ones.
             per_rank: the same of this rank alone, such as its position in its data. Random number
                 generators are saved anyway.
 
         Raises:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
-            ValueError: the step is earlier than the newest checkpoint.
+            ValueError: the step is earlier than the newest checkpoint; an entry's name cannot be a file's.
             RuntimeError: `close` has been called.
             UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
             JobFailed: the previous save has failed, and `on_save_error` is "stop"; or another run has
                 taken the folder.
         """
-        check_step(step)
+        _check_step(step)
         check_entries("state", state)
         check_entries("per_rank", per_rank or {})
-        if self._is_closed:
+        if self._records.is_closed:
             raise RuntimeError("save() was called after close().")
-        if self._open is None:
-            self._open_new_folder()
-        assert self._open is not None
+        if self._saver is None:
+            self._open_new()
+        assert self._saver is not None
         if step < self._step:
             raise ValueError(
-                f"step {step} is earlier than step {self._step}, which {self._run} has already. "
+                f"step {step} is earlier than step {self._step}, which {self._dir} has already. "
                 "Continue to count from the step that resume() returns."
             )
-        self._leave_newer()
         if step == self._step:
             return
-        saver = self._open.saver
-        own = PinnedStaging()  # a copy of its own for each save: the ranks' states are small
-        copied = own.copy(dict(per_rank or {}))
-        own.wait()
-        ranks = saver.gather({"rng": rng_states(self._local_rank), "state": copied})
+        memory = HostMemory()  # a copy of its own for each save: the ranks' states are small
+        copied = memory.copy(dict(per_rank or {}))
+        memory.wait()
+        own = {"rng": rng_states(self._local_rank), "state": copied}
         self._step = step
-        saver.start(step, {"step": step, "state": dict(state)}, ranks, self._write_files)
+        self._saver.save(step, dict(state), own, self._config)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.
@@ -251,124 +277,117 @@ class Checkpoints:
         Raises:
             JobFailed: the last save has failed.
         """
-        opened, self._open, self._is_closed = self._open, None, True
-        if opened is None:
+        saver, self._saver = self._saver, None
+        self._records.is_closed = True
+        if saver is None:
             return
         try:
-            opened.saver.finish()
+            saver.finish()
         finally:
-            if opened.owner is not None:
-                opened.owner.release()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._saver, self._records.is_closed = None, True
+        if self._run is not None:
+            self._run.close()
 
     def _wait_for_own_save(self) -> None:
-        if self._open is not None:
-            self._open.saver.wait_for_own_save()
+        if self._saver is not None:
+            self._saver.wait_for_own_save()
 
-    def _leave_newer(self) -> None:
-        """Rename later checkpoints than the one that the run resumes from, and drop their records.
-
-        All ranks must call this. It is not a part of `resume`, because a checkpoint of another model is
-        noticed after it, and then the folder stays as it was.
-
-        Raises:
-            UserError, JobFailed: they cannot be renamed.
-        """
-        if self._open is None:
-            return
-        if self._leaves_newer:
-            writer_ranks = self._open.saver.writer_ranks
-            search.set_newer_aside(self._step, self._run, self._coordinator, writer_ranks)
-            self._leaves_newer = False
-        self._script_run.drop_repeated()
-
-    def _leave_newer_alone(self) -> None:
-        """Rename them on this rank, if it writes, once it has loaded the checkpoint or records a step.
-
-        A restart after a crash must not resume from the later ones. `_leave_newer` reports an error.
-        """
-        if self._leaves_newer and self._open is not None and self._open.saver.is_writer:
-            with contextlib.suppress(UserError, JobFailed):
-                search.rename_newer(self._step, self._run)
-
-    def _open_new_folder(self) -> None:
+    def _open_new(self) -> None:
         """Open the folder for a script that has not called `resume`."""
-        with raised_by_all(self._coordinator):
-            group = tensor_group(self._coordinator)
-        self._refuse_foreign_folder()
-        with raised_by_all(self._coordinator), named_by(""):
-            if found := directory.list_steps(self._run.checkpoints):
-                raise UserError(
-                    f"{self._run} has {found[-1].name} of an earlier run. "
-                    "Call resume() before the first save(), or name another folder."
-                )
-        saver = self._open_folder(group)
-        self._script_run.start(0, is_writer=saver.is_writer, before_drop=lambda: None)
+        run = self._open()
+        try:
+            with run.ranks.together(), named_by(""):
+                if found := directory.list_steps(self._dir.checkpoints):
+                    raise UserError(
+                        f"{self._dir} has {found[-1].name} of an earlier run. "
+                        "Call resume() before the first save(), or name another folder."
+                    )
+            self._start(run, 0)
+        except BaseException:
+            run.close(removes_new=True)
+            raise
 
-    def _open_folder(self, group: TensorGroup | None) -> Saver:
-        run = self._run
-        file_systems, owner = open_run(
-            run, self._coordinator, folders=(run.checkpoints,), timeout_s=PATIENCE_S
-        )
-        saver = Saver(
-            run.checkpoints,
-            file_systems,
-            self._coordinator,
-            group,
-            keep=self._keep,
-            must_succeed=self._must_succeed,
-            owner=owner,
-        )
-        self._open = _Open(saver, owner)
-        current().send("run_dir", path=self._path)
-        if owner is not None:
-            atexit.register(owner.release)  # after an error too; the thread has ended its save then
-        self._log_output()
-        return saver
-
-    def _log_output(self) -> None:
-        """Write what this rank prints into the folder, if it is the run's and --log-dir names no other."""
-        session = current()
-        with raised_by_all(self._coordinator), writing(self._run):
-            output = session.output if session.run is self._script_run else None
-            if output is not None and output.log_dir is None:
-                session.send("log", path=str(output.log_to(self._run.logs.absolute())))
-
-    def _wait_for_folder(self) -> None:
-        """In a restart, wait for the file system of the folder that an earlier attempt has created."""
+    def _open(self) -> Run:
+        """Open the folder, which an earlier attempt may have created. All ranks must call this."""
+        ranks = form_ranks(self._coordinator, self._timeout_s)
         if os.environ.get(RUN_DIR) == self._path:
-            search.wait_for_run(
-                self._run, self._run.checkpoints, self._coordinator, timeout_s=PATIENCE_S
-            )
+            find.wait_for_run(self._dir.checkpoints, ranks)
+        self._refuse_foreign_folder(ranks)
+        return open_run(self._dir, ranks)
 
     @property
     def _path(self) -> str:
-        return str(self._run.path.absolute())
+        return str(self._dir.path.absolute())
 
-    def _refuse_foreign_folder(self) -> None:
-        """Refuse a folder with files that this class has not written. All ranks must call this."""
-        run = self._run
-        with raised_by_all(self._coordinator), named_by(""):
-            if run.config.exists():
-                raise UserError(f"{run} is the folder of mpiddp train. Name another folder.")
-            if run.metrics.exists() and not run.checkpoints.exists():
+    def _refuse_foreign_folder(self, ranks: Ranks) -> None:
+        """Refuse a folder with records that this class has not written. All ranks must call this."""
+        metrics = self._dir.metrics
+        with ranks.together(), named_by(""):
+            if metrics.exists() and not self._dir.checkpoints.exists():
                 raise UserError(
-                    f"{run} has a {run.metrics.name} of another program. Name another folder."
+                    f"{self._dir} has a {metrics.name} of another program. Name another folder."
                 )
 
-    def _source(self, path: str | os.PathLike[str] | None) -> Source:
-        if path is None:
-            return Source()
-        is_own = Path(path).resolve().parent == self._run.checkpoints.resolve()
-        return Source(path=Path(path), prefers_own=is_restart(os.environ) or not is_own)
+    def _start(self, run: Run, step: int, *, verified: Path | None = None) -> None:
+        """Take records and saves after this step. All ranks must call this.
 
-    def _read(self, folder: Path) -> Saved[ScriptState]:
-        return script_files.read(folder, self._config)
+        Args:
+            verified: the checkpoint of this run that `find` has just verified.
+        """
+        session = current()
+        output = session.output if session.run is self._records else None
+        with run.ranks.together(), writing(self._dir):
+            if run.is_writer:
+                self._dir.metrics.touch()
+            if output is not None and output.log_dir is None:
+                output.log_to(self._dir.logs)
+        self._records.start(step, is_writer=run.is_writer)
+        self._saver = Saver(
+            run, keep=self._keep, must_succeed=self._must_succeed, verified=verified
+        )
+        self._run = run
+        session.send("run_dir", path=self._path)
+        if run.owner is not None:
+            atexit.register(
+                run.owner.release
+            )  # after an error too; the thread has ended its save then
 
-    def _write_files(self, folder: Path, saved: Saved[dict[str, Any]]) -> dict[str, str]:
-        common = ScriptState(**saved.common)
-        contents = Saved(common, saved.ranks, saved.is_sharded)
-        return script_files.write_files(folder, contents, self._config)
+
+def _check_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step: expected a whole number, not {step!r}")
+    if not 0 <= step < 1 << 53:
+        raise ValueError(f"step: expected 0 or more, not {step}")
 
 
-def _describe(found: ScriptState) -> str:
-    return f"step {found.step}"
+def _checked_keep(keep: int) -> int:
+    if isinstance(keep, bool) or not isinstance(keep, int):
+        raise TypeError(f"keep: expected a whole number, not {keep!r}")
+    if keep < 1:
+        raise ValueError(f"keep: expected 1 or more, not {keep}")
+    return keep
+
+
+def _checked_interval(every: int | str | Interval | None) -> Interval | None:
+    if every is None or isinstance(every, Interval):
+        return every
+    if isinstance(every, bool) or not isinstance(every, (int, str)):
+        raise TypeError(f'every: expected a number of steps or a time such as "10m", not {every!r}')
+    try:
+        return parse_interval(str(every))
+    except ValueError as error:
+        raise ValueError(f"every: {error}") from None
+
+
+def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The config as it will be read again. Raises TypeError if it is not JSON."""
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"config: expected a dict, not {type(config).__name__}")
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(config or {})))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config: expected numbers, strings, lists and dicts: {error}") from None
+    return plain

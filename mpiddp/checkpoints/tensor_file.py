@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints.directory import HashedFile
-from mpiddp.errors import JobFailed
-from mpiddp.paths import cause_of
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import cause_of, read_error
 
 # The exceptions of torch.load on thousands of files with changed, missing or random bytes.
 _DAMAGED = (
@@ -75,3 +75,18 @@ def load_tensors(path: Path) -> Any:
                 raise Unreadable("it is not a file that torch.save wrote") from None
             reason = re.split(r"\. |\n", str(error))[0] or type(error).__name__
             raise Unreadable(f"torch.load cannot read it ({reason})") from None
+
+
+def read_tensors(path: Path) -> Any:
+    """The contents of a checkpoint's file, with errors of one sentence.
+
+    Raises:
+        UserError: it is missing, must not be read, or is no such file.
+        JobFailed: a disk has failed.
+    """
+    try:
+        return load_tensors(path)
+    except OSError as error:
+        raise read_error(str(path), error) from None
+    except Unreadable as error:
+        raise UserError(f"{path} was not written by mpiddp: {error}.") from None

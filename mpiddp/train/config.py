@@ -129,6 +129,12 @@ def out_dir(config: TrainConfig, time: str) -> Path:
 
 
 def resume_args(config: TrainConfig, out: Path) -> list[str]:
-    """The options that the same command also needs to resume this run, which writes to `out`."""
+    """The options that the same command also needs to resume this run, which writes to `out`.
+
+    A --resume that names another run counts until this run has a checkpoint, so it stays.
+    """
     out_option = [] if config.out else ["--out", str(out)]
-    return out_option if config.resume == "auto" or config.go_on else [*out_option, "--go-on"]
+    goes_back = Path(config.resume).resolve().parent == (out / "checkpoints").resolve()
+    return (
+        [*out_option, "--resume", "auto"] if config.resume == "never" or goes_back else out_option
+    )

@@ -120,7 +120,7 @@ def _train(inputs: TrainInputs) -> Trace | None:
     config, plan, data = inputs.config, inputs.plan, inputs.data
     assert config.check_determinism is not None
     num_steps = min(config.check_determinism, plan.total_steps)
-    state, ddp, _ = build_state(replace(inputs, model=copy.deepcopy(inputs.model)))
+    state, ddp = build_state(replace(inputs, model=copy.deepcopy(inputs.model)))
     recorder = Recorder(state)
     done = 0
     for epoch in range(config.epochs):

@@ -7,19 +7,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from mpiddp.checkpoints.script import Checkpoints
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.divergence import find_divergence
 from mpiddp.runtime.log import log
+from mpiddp.train.checkpoint import exiting_together
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.copies import Copies
 from mpiddp.train.engine import TrainState
 from mpiddp.train.metrics import largest
 from mpiddp.train.parallel import is_sharded
-from mpiddp.train.saver import Saver
 
 
-def refuse_divergence(state: TrainState, step: int, saver: Saver, coordinator: Coordinator) -> None:
+def refuse_divergence(
+    state: TrainState, step: int, checkpoints: Checkpoints, coordinator: Coordinator
+) -> None:
     """Exit on all ranks unless all copies of the model have the same bits. All ranks must call this.
 
     This check precedes every save, so a restart resumes from bits in which all ranks agreed.
@@ -37,7 +40,8 @@ def refuse_divergence(state: TrainState, step: int, saver: Saver, coordinator: C
         found = largest(found, next(state.model.parameters()).device)
     if not found:
         return
-    saver.finish()
+    with exiting_together(coordinator):
+        checkpoints.close()
     with coordinator.all_or_none():
         if sentence:
             raise JobFailed(

@@ -12,21 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpiddp.checkpoints.file_systems import FileSystems
-from mpiddp.checkpoints.owner import RunOwner
-from mpiddp.checkpoints.records import Records
-from mpiddp.checkpoints.replicas import receive
+from mpiddp.checkpoints.records import log_metrics
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.checkpoints.save_schedule import SaveSchedule
-from mpiddp.checkpoints.saved import Received, TensorGroup
-from mpiddp.checkpoints.search import Start, set_newer_aside
-from mpiddp.checkpoints.shards.read import ShardFiles
+from mpiddp.checkpoints.script import Checkpoints
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.script_steps import should_stop
-from mpiddp.runtime.session import current
 from mpiddp.train import checkpoint
-from mpiddp.train.checkpoint import Contents, Progress
+from mpiddp.train.checkpoint import Progress, exiting_together
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.copies import Copies
 from mpiddp.train.data.dataset import Data
@@ -38,7 +31,6 @@ from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.per_rank_log import PerRankLog
 from mpiddp.train.plan import Plan
-from mpiddp.train.saver import Saver
 
 
 @dataclass(frozen=True)
@@ -49,38 +41,29 @@ class TrainInputs:
     plan: Plan
     data: Data
     model: nn.Module  # on the CPU, with fresh weights
-    start: Start[Contents]  # what to resume from
     coordinator: Coordinator
-    file_systems: FileSystems  # those on which the folder of its results lies
     device: torch.device
     run: RunDir
-    owner: RunOwner | None = None  # of the run's folder, on the ranks that write there
     copies: Copies = field(default_factory=list)  # the ranks of each copy of a sharded model
 
 
-def train(inputs: TrainInputs) -> Summary | None:
-    """Train to the end and return the summary. If a stop is requested, save a checkpoint and return None."""
+def train(
+    inputs: TrainInputs,
+    state: TrainState,
+    ddp: nn.Module,
+    progress: Progress,
+    checkpoints: Checkpoints,
+) -> Summary | None:
+    """Train to the end and return the summary. If a stop is requested, save a checkpoint and return None.
+
+    Args:
+        state: that of `build_state`, restored from the newest of the open `checkpoints`.
+        ddp: the model to call.
+        progress: how far the training has come.
+    """
     started_at = time.monotonic()
     config, plan, data, device = inputs.config, inputs.plan, inputs.data, inputs.device
-    coordinator, run = inputs.coordinator, inputs.run
-    state, ddp, progress = build_state(inputs)
-    model = state.model
-
-    current().stop.count_from(progress.step)
-    save_schedule = SaveSchedule(
-        config.save_every, coordinator, progress.step, timeout_s=config.timeout
-    )
-    saver = Saver(
-        run.checkpoints,
-        inputs.file_systems,
-        coordinator,
-        state,
-        config,
-        data.contents,
-        inputs.owner,
-    )
-    is_writer = coordinator.world.rank in inputs.file_systems.writers
-    records = Records(run.metrics if is_writer else None, progress.step)
+    coordinator, run, model = inputs.coordinator, inputs.run, state.model
     timer = StepTimer(device)
     per_rank_log = PerRankLog(coordinator.world.local_rank, is_wanted=config.per_rank_log)
     images_of_steps: list[int] = []
@@ -112,8 +95,8 @@ def train(inputs: TrainInputs) -> Summary | None:
                 loss_sum, num_images = torch.zeros((), device=device), 0
                 recent = timer.read()[-config.log_every :]
                 images_per_s = sum(images_of_steps[-len(recent) :]) / sum(recent)
-                records.write(
-                    step=progress.step,
+                log_metrics(
+                    progress.step,
                     epoch=epoch,
                     lr=lr,
                     train_loss=train_loss,
@@ -130,8 +113,8 @@ def train(inputs: TrainInputs) -> Summary | None:
                 per_rank_log.epoch_ends(timer.read()[-len(steps) :])
                 if data.test is not None:
                     score = evaluate(model, data.test, config, device, batch_size=evaluation_batch)
-                    records.write(
-                        step=progress.step,
+                    log_metrics(
+                        progress.step,
                         epoch=epoch,
                         test_accuracy=score.accuracy,
                         test_loss=score.loss,
@@ -144,14 +127,16 @@ def train(inputs: TrainInputs) -> Summary | None:
                 should_stop() or progress.step == config.stop_at_step
             )
             is_last = stops or progress.step == plan.total_steps
-            is_due = save_schedule.is_due(progress.step, ends_epoch=ends_epoch)
+            is_due = checkpoints.due(progress.step) or (config.save_every is None and ends_epoch)
             saves = is_due or is_last
             if config.check_divergence and (saves or progress.step % config.check_divergence == 0):
-                refuse_divergence(state, progress.step, saver, coordinator)
+                refuse_divergence(state, progress.step, checkpoints, coordinator)
             if saves:
-                saver.save(progress)
+                with exiting_together(coordinator):
+                    checkpoint.save(checkpoints, state, progress, config, data.contents)
             if is_last:
-                saver.finish()
+                with exiting_together(coordinator):
+                    checkpoints.close()
             if stops:
                 extra = resume_args(config, run.path)
                 command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
@@ -185,56 +170,17 @@ def train(inputs: TrainInputs) -> Summary | None:
     )
 
 
-def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module, Progress]:
-    """Build the state of the training, fresh or from the checkpoint, and wrap or shard its model.
+def build_state(inputs: TrainInputs) -> tuple[TrainState, nn.Module]:
+    """Build the state of the training with fresh weights, and wrap or shard its model.
 
     A collective: every rank must call it.
 
     Returns:
-        The state with the bare model, the model to call, and how far the training has come.
+        The state with the bare model, and the model to call.
     """
-    config, start, device = inputs.config, inputs.start, inputs.device
-    received, shards = _receive_checkpoint(inputs)
-    saved = received.common if received else None
-    progress = saved.progress if saved else Progress()
-    if (
-        start.leaves_newer
-    ):  # before anything that may fail: a restart would resume from the newer ones
-        writer_ranks = inputs.file_systems.writers
-        with inputs.coordinator.all_or_none():
-            set_newer_aside(progress.step, inputs.run, inputs.coordinator, writer_ranks)
+    config, device = inputs.config, inputs.device
     model = to_device(inputs.model, config, device)
     wrapped = wrap(model, config, inputs.data.shape, inputs.copies)
-    optimizer = build_optimizer(model, config)
-    scaler = build_scaler(config, device)
-    if saved:
-        contents = {"model": saved.model, "trainer": saved.trainer}
-        with inputs.coordinator.all_or_none():
-            if shards is not None:
-                like = checkpoint.sharded_like(model, optimizer)
-                contents = shards.into(contents, like)
-        model.load_state_dict(contents["model"])
-        checkpoint.restore_optimizer(optimizer, contents["trainer"]["optimizer"])
-        if contents["trainer"]["scaler"]:  # empty unless the saved run had --amp fp16
-            scaler.load_state_dict(contents["trainer"]["scaler"])
+    state = TrainState(model, build_optimizer(model, config), build_scaler(config, device))
     torch.manual_seed(config.seed + 1 + inputs.coordinator.world.rank)
-    if received:
-        checkpoint.restore_rank(model, received, inputs.coordinator.world.world_size)
-    return TrainState(model, optimizer, scaler), wrapped, progress
-
-
-def _receive_checkpoint(
-    inputs: TrainInputs,
-) -> tuple[Received[Contents] | None, ShardFiles | None]:
-    """Send the checkpoint to resume from to every rank, and its files to the hosts that lack them.
-
-    A collective: every rank must call it.
-    """
-    return receive(
-        inputs.start,
-        inputs.run,
-        inputs.file_systems.writers,
-        inputs.coordinator,
-        TensorGroup(inputs.device),
-        timeout_s=inputs.config.timeout,
-    )
+    return state, wrapped

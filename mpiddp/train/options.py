@@ -241,16 +241,10 @@ class TrainOptions:
     )
     resume: str = option(
         "run",
-        "checkpoint to resume from",
+        "checkpoint to resume from; a PATH of another run counts until --out has a checkpoint",
         type=path,
         default="auto",
         metavar="auto|never|PATH",
-        of_steps=False,
-    )
-    go_on: bool = option(
-        "run",
-        "with --resume never or PATH: resume from --out's own newest checkpoint once it has one",
-        action="store_true",
         of_steps=False,
     )
     save_every: Interval | None = option(

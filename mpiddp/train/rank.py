@@ -13,31 +13,27 @@ import time
 
 import torch
 
-from mpiddp.checkpoints.file_systems import FileSystems
-from mpiddp.checkpoints.open_run import open_run
-from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.records import save_json
 from mpiddp.checkpoints.run_dir import RunDir, writing
-from mpiddp.checkpoints.search import Start
 from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.paths import named_by, read_limited
+from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.announcement import announce
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.runtime.output.rank_output import RankOutput
 from mpiddp.runtime.process_group import default_group
 from mpiddp.runtime.session import Session
 from mpiddp.runtime.stop_signals import listen_when_alone
 from mpiddp.text import counted
-from mpiddp.train import flight_recorder, resume
+from mpiddp.train import checkpoint, flight_recorder
 from mpiddp.train.config import TrainConfig, out_dir, resume_args
 from mpiddp.train.copies import find_copies
 from mpiddp.train.data.dataset import Data
 from mpiddp.train.determinism import check_determinism
 from mpiddp.train.divergence import warn_of_one_copy
 from mpiddp.train.engine import build_model, choose_kernels
-from mpiddp.train.loop import TrainInputs, train
+from mpiddp.train.loop import TrainInputs, build_state, train
 from mpiddp.train.metrics import Summary, read_summary, table
 from mpiddp.train.opening import open_data, prepare
 from mpiddp.train.options import TrainOptions
@@ -60,7 +56,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
     """
-    with join(world) as coordinator, contextlib.ExitStack() as stack:
+    with join(world) as coordinator:
         world = coordinator.world
         is_alone = world.launcher.name == "none"
         log_to_console(world.rank)
@@ -84,33 +80,33 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         with coordinator.all_or_none():
             plan = make_plan(config, data, coordinator)
             model = build_model(config, data)
+        choose_kernels(config)
+        inputs = TrainInputs(config, plan, data, model, coordinator, device, run, copies)
+        group = default_group(coordinator, backend, device, timeout_s=config.timeout)
         if config.check_determinism is not None:
-            choose_kernels(config)
-            unused = FileSystems((0,) * world.world_size)  # the check writes nothing
-            inputs = TrainInputs(
-                config, plan, data, model, Start(), coordinator, unused, device, run, copies=copies
-            )
-            with default_group(coordinator, backend, device, timeout_s=config.timeout):
+            with group:
                 return check_determinism(inputs)
-        start = resume.find(coordinator, config, data.contents, run)
-        file_systems, owner = _open_run(run, config, coordinator, session.output)
-        if owner is not None:
-            stack.callback(owner.release)
+        with coordinator.all_or_none():
+            _refuse_existing_run(run, config)
         _announce(config, plan, run)
         if backend == "nccl":
             os.environ.update(flight_recorder.settings(run.logs, os.environ))
-        choose_kernels(config)
-        inputs = TrainInputs(
-            config, plan, data, model, start, coordinator, file_systems, device, run, owner, copies
-        )
-        with (
-            default_group(coordinator, backend, device, timeout_s=config.timeout),
-            rank_log(run, world, session),
-        ):
-            log.info(_headline(inputs, backend))
-            if is_alone:
-                listen_when_alone(session.stop)
-            summary = train(inputs)
+        with group:
+            state, ddp = build_state(inputs)
+            with checkpoint.open_checkpoints(run.path, config) as checkpoints:
+                with coordinator.all_or_none():
+                    progress = checkpoint.resume(
+                        checkpoints, state, config, data.contents, coordinator
+                    )
+                with coordinator.all_or_none(), writing(run):
+                    run.logs.mkdir(exist_ok=True)
+                    if checkpoints.is_writer:
+                        save_json(run.config, config.as_json())
+                with rank_log(run, world, session):
+                    log.info(_headline(inputs, backend))
+                    if is_alone:
+                        listen_when_alone(session.stop)
+                    summary = train(inputs, state, ddp, progress, checkpoints)
         if summary is None:
             session.stop.stopped()
             return STOPPED
@@ -151,28 +147,16 @@ def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
     )
 
 
-def _open_run(
-    run: RunDir, config: TrainConfig, coordinator: Coordinator, output: RankOutput | None
-) -> tuple[FileSystems, RunOwner | None]:
-    """Open the run's folder, and write the configuration into it. All ranks must call this.
-
-    Args:
-        output: what this rank prints, which the folder gets too unless the user named another.
-    """
-    with coordinator.all_or_none():
-        folders = (run.logs, run.checkpoints)
-        file_systems, owner = open_run(run, coordinator, folders=folders, timeout_s=config.timeout)
-    try:
-        with coordinator.all_or_none(), writing(run):
-            if owner is not None:
-                save_json(run.config, config.as_json())
-            if output is not None and output.log_dir is None:
-                output.log_to(run.logs)
-    except BaseException:
-        if owner is not None:
-            owner.release()
-        raise
-    return file_systems, owner
+def _refuse_existing_run(run: RunDir, config: TrainConfig) -> None:
+    """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
+    files = (run.checkpoints, run.config, run.metrics, run.summary)
+    if config.resume == "never" and not is_restart(os.environ):
+        with named_by("--out"):
+            if found := [path for path in files if path.exists()]:
+                raise UserError(
+                    f"--resume never, but --out {run} already holds a run ({found[0].name}). "
+                    "Name another --out, or omit --resume to resume the run."
+                )
 
 
 def _headline(inputs: TrainInputs, backend: str) -> str:

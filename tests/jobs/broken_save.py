@@ -16,16 +16,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mpiddp.checkpoints.file_systems import FileSystems
-from mpiddp.checkpoints.saved import Saved, TensorGroup
-from mpiddp.checkpoints.saver import Saver
+from mpiddp.checkpoints import save
+from mpiddp.checkpoints.hosts import FileSystems
+from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.process_group import default_group
@@ -49,32 +50,27 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
         log_to_console(rank)
         is_broken = rank == int(broken_rank)
 
-        def write_files(new: Path, saved: Saved[Any]) -> Mapping[str, str]:
+        def write_files(new: Path, saved: save.Saved) -> Mapping[str, str]:
             if is_broken and is_silent:
                 time.sleep(1000)
-            if is_broken and what == "unopenable" and saved.common["step"] == 1:
+            if is_broken and what == "unopenable" and saved.step == 1:
                 (new / f"shard_{1 - rank:05d}.pt").mkdir()
             (new / "state.json").write_text("{}")
             return {}
 
-        root = Path(folder) / f"host{rank}"
-        saver = Saver(
-            root,
-            FileSystems((0, 1)),
-            coordinator,
-            TensorGroup(CPU),
-            keep=2,
-            must_succeed=False,
-            timeout_s=SILENCE_S if is_silent else 2 * PATIENCE_S,
-        )
+        save.write_files = write_files  # type: ignore[assignment]
+        run = RunDir(Path(folder) / f"host{rank}")
+        root = run.checkpoints
+        run.path.mkdir(exist_ok=True)
+        ranks = form_ranks(coordinator, SILENCE_S if is_silent else 2 * PATIENCE_S)
+        saver = save.Saver(Run(run, ranks, FileSystems((0, 1)), None), keep=2, must_succeed=False)
         for step in (1, 2):
-            ranks = saver.gather({})
             if is_broken and what == "gone":
                 if step == 1:
                     root.symlink_to("x" * 300)  # longer than a name may be
                 else:
                     root.unlink()
-            saver.start(step, {"step": step, "weight": weight(form)}, ranks, write_files)
+            saver.save(step, {"weight": weight(form)}, {}, {})
         saver.finish()
 
 

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.file_systems import FileSystems
+from mpiddp.checkpoints.hosts import FileSystems
+from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.save import Saver
 from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.train.checkpoint import Progress
-from mpiddp.train.engine import TrainState
-from mpiddp.train.saver import Saver
 from mpiddp.world import World
-from tests.training import configured
 
 
 def save_forever(root: Path, start: int, steps: int) -> None:
@@ -39,14 +39,14 @@ def save_forever(root: Path, start: int, steps: int) -> None:
     coordinator.hostnames = ("here",)
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(model, optimizer, scaler)
-    saver = Saver(root, FileSystems((0,)), coordinator, state, configured(), "no data")
+    run = Run(RunDir(root), form_ranks(coordinator, 60), FileSystems((0,)), None)
+    saver = Saver(run, keep=2, must_succeed=False)
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(step)
-        saver.save(Progress(step))
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saver.save(step, state, {}, {})
         os.write(steps, step.to_bytes(8, "little"))
 
 
@@ -68,9 +68,9 @@ def main(root: Path, kills: int) -> None:
             os.waitpid(child, 0)
             rest = steps.read()
         last = int.from_bytes(rest[-8:] or started[-1], "little")
-        in_mid_write += any(root.glob(".unfinished-*"))
+        in_mid_write += any((root / "checkpoints").glob(".unfinished-*"))
 
-        newest, broken = directory.survey(root)
+        newest, broken = directory.survey(root / "checkpoints")
         assert newest is not None, f"kill {number}: no valid checkpoint"
         assert broken == [], f"kill {number}: {broken}"
         found = directory.step_of(newest)

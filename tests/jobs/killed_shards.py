@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.convert import convert
-from mpiddp.checkpoints.file_systems import FileSystems
+from mpiddp.checkpoints.export import export
+from mpiddp.checkpoints.hosts import FileSystems
+from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.save import Saver
 from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.train.checkpoint import Progress
-from mpiddp.train.engine import TrainState
-from mpiddp.train.saver import Saver
 from mpiddp.world import World
-from tests.training import configured
 
 RANKS = 2
 IMPORTED = (DefaultLoadPlanner, DefaultSavePlanner)  # here, not in every child
@@ -48,15 +48,15 @@ def save_forever(root: Path, start: int, port: int, number: int, rank: int, step
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainState(model, optimizer, scaler)
     file_systems = FileSystems((0,) * RANKS)
-    saver = Saver(root, file_systems, coordinator, state, configured("--parallel=fsdp"), "no data")
+    run = Run(RunDir(root), form_ranks(coordinator, 60), file_systems, None)
+    saver = Saver(run, keep=2, must_succeed=False)
     for step in count(start + 1):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(step)
-        saver.save(Progress(step))
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        saver.save(step, state, {}, {})
         if rank == 0:
             os.write(steps, step.to_bytes(8, "little"))
 
@@ -76,7 +76,7 @@ def main(root: Path, kills: int) -> None:
         for rank in range(RANKS):
             children.append(os.fork())
             if children[-1] == 0:
-                save_forever(checkpoints, step, server.port, number, rank, write_end)
+                save_forever(root, step, server.port, number, rank, write_end)
         os.close(write_end)
         with os.fdopen(read_end, "rb") as steps:
             started = [steps.read(8) for _ in range(3)]
@@ -96,7 +96,7 @@ def main(root: Path, kills: int) -> None:
         found = directory.step_of(newest)
         assert last - 1 <= found <= last + 1, f"kill {number} at step {last} left step {found}"
         whole = root / f"whole-{number}"
-        convert(newest, whole)
+        export(newest, whole)
         weights = torch.load(whole / "model.pt")
         assert weights["0.weight"].shape == (300, 300)
         assert bool((weights["0.weight"] == found).all()), f"kill {number}: another step's weights"

@@ -18,16 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.file_systems import find_file_systems
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_group import default_group, device_of
-from mpiddp.train import resume
+from mpiddp.train import checkpoint
 from mpiddp.train.config import resolve_defaults
 from mpiddp.train.data.dataset import Batch, Data
 from mpiddp.train.engine import build_model
-from mpiddp.train.loop import TrainInputs, train
+from mpiddp.train.loop import TrainInputs, build_state, train
 from mpiddp.train.options import parse
 from mpiddp.train.plan import make_plan
 
@@ -41,20 +39,22 @@ class Recorded:
 
     num_images = NUM_IMAGES
 
-    def __init__(self, file: Path, die_at_batch: int, start: dict[str, Any]) -> None:
+    def __init__(self, file: Path) -> None:
         self._file = file.open("a")
-        self._left = die_at_batch
-        self._record(start)
+        self._left = -1
+
+    def die_after(self, batches: int) -> None:
+        self._left = batches
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         for numbers in indices:
             if self._left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._left -= 1
-            self._record({"epoch": epoch, "images": numbers.tolist()})
+            self.record({"epoch": epoch, "images": numbers.tolist()})
             yield torch.randn(len(numbers), *SHAPE), numbers % 10
 
-    def _record(self, facts: dict[str, Any]) -> None:
+    def record(self, facts: dict[str, Any]) -> None:
         self._file.write(json.dumps(facts) + "\n")
         self._file.flush()
 
@@ -66,24 +66,18 @@ def main(folder: Path, die_at_step: int, argv: list[str]) -> None:
         rank, ranks = coordinator.world.rank, coordinator.world.world_size
         device = device_of(coordinator.world, "gloo")
         config = resolve_defaults(options, coordinator.world, on_gpu=False, has_bf16=False)
-        start = resume.find(coordinator, config, CONTENTS, run)
-        step = directory.step_of(start.folder) if start.folder else 0
-        dies = rank == 0 and die_at_step >= 0  # rank 0 has a batch in every step, and saves
-        source = Recorded(
-            folder / f"rank_{rank}.jsonl",
-            (die_at_step - step) * config.grad_accum_steps if dies else -1,
-            {"start": step, "ranks": ranks},
-        )
+        source = Recorded(folder / f"rank_{rank}.jsonl")
         data = Data("numbered", 10, SHAPE, source, None)
         plan, model = make_plan(config, data, coordinator), build_model(config, data)
-        run.path.mkdir(exist_ok=True)
-        file_systems = find_file_systems(coordinator, run, timeout_s=60)
+        inputs = TrainInputs(config, plan, data, model, coordinator, device, run)
         with default_group(coordinator, "gloo", device, timeout_s=60):
-            train(
-                TrainInputs(
-                    config, plan, data, model, start, coordinator, file_systems, device, run
-                )
-            )
+            state, ddp = build_state(inputs)
+            with checkpoint.open_checkpoints(run.path, config) as checkpoints:
+                start = checkpoint.resume(checkpoints, state, config, CONTENTS, coordinator)
+                source.record({"start": start.step, "ranks": ranks})
+                if rank == 0 and die_at_step >= 0:  # it has a batch in every step, and saves
+                    source.die_after((die_at_step - start.step) * config.grad_accum_steps)
+                train(inputs, state, ddp, start, checkpoints)
 
 
 if __name__ == "__main__":

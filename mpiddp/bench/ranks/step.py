@@ -31,14 +31,13 @@ from mpiddp.bench.ranks.training import (
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.bench.step import BARE, BARE_AGAIN, PHASES, RUNNER, STEP, rank_options
-from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.checkpoints.search import Start
 from mpiddp.errors import UserError
+from mpiddp.train.checkpoint import Progress, open_checkpoints
 from mpiddp.train.data.dataset import Batch, Data
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.engine import TrainState, autocast, build_model
-from mpiddp.train.loop import TrainInputs, train
+from mpiddp.train.loop import TrainInputs, build_state, train
 from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
 from mpiddp.train.plan import Plan
 from mpiddp.world import World
@@ -94,16 +93,12 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
 def _time_runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
     config = replace(job.config, epochs=1, out=str(out))
-    run = RunDir(out)
-    if job.is_rank_0:
-        run.checkpoints.mkdir(parents=True)
     model = build_model(config, data)
-    file_systems = FileSystems((0,) * job.coordinator.world.world_size)
-    summary = train(
-        TrainInputs(
-            config, plan, data, model, Start(), job.coordinator, file_systems, job.device, run
-        )
-    )
+    inputs = TrainInputs(config, plan, data, model, job.coordinator, job.device, RunDir(out))
+    state, ddp = build_state(inputs)
+    with open_checkpoints(out, config) as checkpoints:
+        checkpoints.resume()
+        summary = train(inputs, state, ddp, Progress(), checkpoints)
     assert summary is not None
     assert summary.images_per_s is not None
     return summary.global_batch_size / summary.images_per_s

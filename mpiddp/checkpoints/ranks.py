@@ -1,0 +1,163 @@
+"""The ranks that save and resume together, under any launcher or none, and the errors that all of them raise.
+
+`Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank raises
+the same exception.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch.distributed as dist
+
+from mpiddp.errors import FAILED, JobFailed, NoAnswer, UserError, print_from_one_rank
+from mpiddp.runtime.coordinator import Coordinator, Value
+from mpiddp.runtime.join import join
+from mpiddp.runtime.log import log, log_to_console
+from mpiddp.runtime.script_exit import enter_until_exit, exit_now
+from mpiddp.runtime.session import current
+from mpiddp.world import World
+
+PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of the job: what they agree on, and the group that carries files between them."""
+
+    coordinator: Coordinator
+    group: dist.ProcessGroup | None  # for tensors on the CPU; None for a single rank
+    timeout_s: float = PATIENCE_S  # how long to wait for a rank that does not answer
+
+    @property
+    def rank(self) -> int:
+        return self.coordinator.world.rank
+
+    @property
+    def is_first_of_host(self) -> bool:
+        return self.coordinator.world.local_rank == 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all ranks: [world_size]. All ranks must call this."""
+        return self.coordinator.all_gather_json(value, timeout_s=self.timeout_s)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the body on every rank; it succeeds on all ranks or raises on all. All ranks must call this.
+
+        Raises:
+            UserError: the body has raised one on some rank.
+            JobFailed: the body has raised one on some rank. It takes precedence, because a failure of a
+                machine may cause what looks like bad input.
+        """
+        problem, is_failure = "", False
+        try:
+            yield
+        except NoAnswer:  # the missing rank would be missing here as well
+            raise
+        except (UserError, JobFailed) as error:
+            problem, is_failure = str(error), isinstance(error, JobFailed)
+        answers = self.gather((problem, is_failure))
+        if any(text for text, _ in answers):
+            kind = JobFailed if any(failed for _, failed in answers) else UserError
+            raise kind(self._sentences([text for text, _ in answers])) from None
+
+    def _sentences(self, problems: list[str]) -> str:
+        """Each distinct problem once, after the name of the first rank that has it unless all have it."""
+        if len(set(problems)) == 1:
+            return problems[0]
+        first = {problem: problems.index(problem) for problem in problems if problem}
+        names = self.coordinator.hostnames
+        return "\n".join(f"rank {rank} on {names[rank]}: {text}" for text, rank in first.items())
+
+    def warn(self, problem: str) -> bool:
+        """Rank 0 prints the problem of each rank after the name of its host. "" is no problem.
+
+        All ranks must call this. Returns whether any rank has a problem.
+        """
+        problems = self.gather(problem)
+        if self.rank == 0:
+            for host, each in zip(self.coordinator.hostnames, problems, strict=True):
+                if each:
+                    log.warning(f"warning: {host}: {each}")
+        return any(problems)
+
+
+def script_coordinator(finish: Callable[[], None]) -> Coordinator:
+    """The coordinator of this process. All ranks must call this: they join, unless they have joined before.
+
+    Args:
+        finish: called on every rank once its script has succeeded. If it raises an error, the process ends
+            with code 1.
+
+    Raises:
+        UserError: inconsistent variables of launchers, a foreign MPI, or a process group whose rank 0
+            already serves a store where the ranks would join.
+        JobFailed: ranks that do not join.
+    """
+    session = current()
+    world = World.from_env()
+    if session.watch is None and world.launcher.name == "none":
+        log_to_console(0)
+        atexit.register(partial(_finish_alone, finish, os.getpid()))
+        alone = Coordinator(replace(world, node_rank=0, num_nodes=1), dist.HashStore())
+        alone.hostnames = (socket.gethostname(),)
+        return alone
+    if session.watch is None:
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if dist.is_initialized() and not has_agent:
+            raise UserError(
+                "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "
+                "start the script with mpiddp run or torchrun."
+            )
+        enter_until_exit(join(world))
+    assert session.coordinator is not None
+    session.before_leaving(finish)
+    return session.coordinator
+
+
+def _finish_alone(finish: Callable[[], None], pid: int) -> None:
+    if os.getpid() != pid:  # a forked child
+        return
+    try:
+        finish()
+    except JobFailed as error:
+        print_from_one_rank(str(error), 0, 0)
+        exit_now(FAILED)
+    except BaseException:  # Python would print it, and end with the script's own code
+        traceback.print_exc()
+        exit_now(FAILED)
+
+
+def form_ranks(coordinator: Coordinator, timeout_s: float) -> Ranks:
+    """The ranks with a group for tensors on the CPU. All ranks must call this.
+
+    A script's own group of gloo serves. Beside NCCL's there is a new one, so that checkpoints need no
+    memory of the GPUs.
+
+    Raises:
+        UserError: there is no process group of all ranks.
+    """
+    world = coordinator.world
+    ranks = Ranks(coordinator, None, timeout_s)
+    if world.world_size == 1:
+        return ranks
+    with ranks.together():
+        has_group = dist.is_available() and dist.is_initialized()
+        if not has_group or (dist.get_rank(), dist.get_world_size()) != (
+            world.rank,
+            world.world_size,
+        ):
+            raise UserError(
+                f"mpiddp.Checkpoints needs a process group of all {world.world_size} ranks. Call "
+                "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
+            )
+    is_gloo = dist.get_backend() == "gloo"
+    return replace(ranks, group=dist.group.WORLD if is_gloo else dist.new_group(backend="gloo"))

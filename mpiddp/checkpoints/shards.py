@@ -1,0 +1,246 @@
+"""The boxes of sharded tensors: which rank saves which, and which a rank reads at any number of ranks.
+
+torch's planners of distributed checkpoints decide both. Parts that several ranks have, under HSDP for
+example, are saved once, by the rank that has least to save. The files are those of `tensor_file`, which run
+no code.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpiddp.checkpoints.shard_index import (
+    Chunk,
+    SavedTensor,
+    ShardIndex,
+    file_of,
+    name_of,
+    path_of,
+)
+from mpiddp.checkpoints.state import filled, mapped
+from mpiddp.checkpoints.tensor_file import read_tensors
+from mpiddp.errors import UserError
+
+# The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
+Like = Callable[[tuple[Any, ...]], Tensor | None]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What one rank saves, and where all parts of all tensors are."""
+
+    own: tuple[str, ...]  # the names of the tensors of which this rank saves its part
+    tensors: dict[str, SavedTensor]
+    signature: object  # of the tensors that were planned
+
+
+def plan_shards(
+    sharded: Mapping[str, Tensor], group: dist.ProcessGroup | None, previous: ShardPlan | None
+) -> ShardPlan:
+    """Decide it for these tensors of this rank. A collective, unless `previous` is for such tensors.
+
+    Args:
+        group: of all ranks; None if the job has one.
+    """
+    signature = [_signature(name, tensor) for name, tensor in sharded.items()]
+    if previous is not None and previous.signature == signature:
+        return previous
+    from torch.distributed.checkpoint import DefaultSavePlanner  # takes a while
+
+    rank = dist.get_rank() if group else 0
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(sharded), is_coordinator=rank == 0)
+    plans: list[Any] = [planner.create_local_plan()]
+    if group is not None:
+        own = plans[0]
+        plans = [None] * dist.get_world_size()
+        dist.all_gather_object(plans, own, group=group)
+    # Every rank computes the same: a plan follows from nothing but the plans of the ranks.
+    global_plans, metadata = planner.create_global_plan(plans)
+    ranks = {
+        (item.index.fqn, tuple(item.index.offset or ())): number
+        for number, plan in enumerate(global_plans)
+        for item in plan.items
+    }
+    tensors = {
+        name: _saved_tensor(name, each, ranks)
+        for name, each in metadata.state_dict_metadata.items()
+    }
+    return ShardPlan(_names(global_plans[rank]), tensors, signature)
+
+
+def _signature(name: str, tensor: Any) -> tuple[Any, ...]:
+    """What the plan depends on. It is the same on all ranks, which therefore plan together or not at all."""
+    mesh = tensor.device_mesh
+    return name, tensor.shape, tensor.dtype, tensor.placements, mesh.mesh.tolist()
+
+
+def _names(plan: Any) -> tuple[str, ...]:
+    return tuple(item.index.fqn for item in plan.items if _has_values(item.tensor_data))
+
+
+def _has_values(data: Any) -> bool:
+    """Some ranks have no part of a tensor that is shorter than the number of ranks."""
+    return data is not None and 0 not in data.chunk.sizes
+
+
+def _saved_tensor(
+    name: str, saved: Any, ranks: Mapping[tuple[str, tuple[int, ...]], int]
+) -> SavedTensor:
+    chunks = tuple(
+        Chunk(tuple(each.offsets), tuple(each.sizes), ranks[name, tuple(each.offsets)])
+        for each in saved.chunks
+        if 0 not in each.sizes
+    )
+    dtype = str(saved.properties.dtype).removeprefix("torch.")
+    return SavedTensor(tuple(saved.size), dtype, chunks)
+
+
+def local_parts(sharded: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
+    """This rank's parts of the tensors of these names."""
+    with torch.no_grad():
+        return {name: sharded[name].to_local().contiguous() for name in names}
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """The index of a checkpoint, and where this host has its files, by their names."""
+
+    index: ShardIndex
+    files: Mapping[str, Path]
+
+    def as_values(self, state: Any) -> Any:
+        """The state with a `ShardedValue` in the place of each sharded tensor."""
+        return filled(state, {name: ShardedValue(name, self) for name in self.index.tensors})
+
+    def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """The tensors of these names, each placed like the given one. Not a collective."""
+        targets = {
+            name: self._target(name, lambda _, t=tensor: t) for name, tensor in names.items()
+        }
+        self._read(targets)
+        return targets
+
+    def _target(self, name: str, like: Callable[..., Tensor | None]) -> Tensor:
+        saved = self.index.tensors[name]
+        dtype = getattr(torch, saved.dtype)
+        tensor = like(path_of(name))
+        if tensor is None:
+            return torch.empty(saved.shape, dtype=dtype)
+        if tuple(tensor.shape) != saved.shape:
+            where = ".".join(map(str, path_of(name)))
+            raise UserError(
+                f"{where} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}. "
+                "Build the same model as before."
+            )
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+
+    def _read(self, targets: dict[str, Tensor]) -> None:
+        """Fill the targets, one file after the other."""
+        from torch.distributed.checkpoint import DefaultLoadPlanner
+
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(targets, _metadata(self.index), is_coordinator=True)
+        chunks = {
+            (name, chunk.offsets): chunk
+            for name, saved in self.index.tensors.items()
+            for chunk in saved.chunks
+        }
+        items = defaultdict(list)
+        for item in planner.create_local_plan().items:
+            where = item.storage_index
+            chunk = chunks[where.fqn, tuple(where.offset or ())]
+            items[file_of(chunk.rank)].append((item, chunk))
+        for file, of_file in items.items():
+            contents = self._load(file)
+            for item, chunk in of_file:
+                part = contents.get(item.storage_index.fqn)
+                if not isinstance(part, Tensor) or tuple(part.shape) != chunk.sizes:
+                    raise UserError(f"{self.files[file]} is not the file of this save.")
+                for dim, (start, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
+                    part = part.narrow(dim, start, length)
+                planner.resolve_tensor(item).detach().copy_(part)
+
+    def _load(self, file: str) -> dict[str, Any]:
+        contents = read_tensors(self.files[file])
+        if not isinstance(contents, dict):
+            raise UserError(f"{self.files[file]} was not written by mpiddp: it has other contents.")
+        return contents
+
+
+@dataclass(frozen=True)
+class ShardedValue:
+    """A sharded tensor that is still in its files, in `Resumed.state` in place of the tensor."""
+
+    name: str
+    files: ShardFiles
+
+    @property
+    def _saved(self) -> SavedTensor:
+        return self.files.index.tensors[self.name]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._saved.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self._saved.dtype)
+        return found
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on the CPU. Not a collective. Raises UserError if a file cannot be read."""
+        return self.files.read({self.name: None})[self.name]
+
+
+def with_tensors(state: Any, like: Like) -> Any:
+    """The state with a tensor in the place of each `ShardedValue`. Not a collective.
+
+    Raises:
+        UserError: a tensor has another shape than the saved one, or a file is of another program.
+    """
+    names: dict[str, Tensor | None] = {}
+    value_names: dict[str, str] = {}  # the name of each value, by the name of its path in `state`
+    files: list[ShardFiles] = []
+
+    def find(path: tuple[Any, ...], value: Any) -> Any:
+        if isinstance(value, ShardedValue):
+            names[value.name] = like(path)
+            value_names[name_of(path)] = value.name
+            files.append(value.files)
+        return value
+
+    mapped(state, find)
+    if not files:
+        return state
+    found = files[0].read(names)
+    return filled(state, {path: found[name] for path, name in value_names.items()})
+
+
+def _metadata(index: ShardIndex) -> Any:
+    """The index as torch's planner takes it."""
+    from torch.distributed.checkpoint import metadata as torchs
+
+    return torchs.Metadata(
+        {
+            name: torchs.TensorStorageMetadata(
+                torchs.TensorProperties(dtype=getattr(torch, saved.dtype)),
+                torch.Size(saved.shape),
+                [
+                    torchs.ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+                    for each in saved.chunks
+                ],
+            )
+            for name, saved in index.tensors.items()
+        }
+    )

@@ -1,1 +1,0 @@
-"""Checkpoints whose tensors lie in parts on the ranks: torch's DTensors, of fully_shard and others."""
