@@ -7,6 +7,7 @@ python -m pytest tests/test_launch_input.py
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -176,6 +177,22 @@ def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() ->
         "no address of this machine is known that far.invalid can reach. "
         "Name this machine's interface to it: --interface NAME"
     )
+
+
+def test_ssh_knows_the_address_of_a_name_that_does_not_resolve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real `ssh -G`, with a configuration of its own."""
+    ssh, config = shutil.which("ssh"), tmp_path / "config"
+    if ssh is None:
+        pytest.skip("ssh is not installed")
+    config.write_text("Host far.invalid\n  HostName 127.0.0.2\n")
+    program = tmp_path / "ssh"
+    program.write_text(f'#!/bin/sh\nexec {ssh} -F {config} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
+    network = find_network(parse_host_list("localhost:1,far.invalid:1"), (), None)
+    assert network.control_address == "127.0.0.1"  # from which a packet to 127.0.0.2 would come
 
 
 def test_expanding_slurms_lists() -> None:
