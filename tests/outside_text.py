@@ -48,8 +48,9 @@ from mpiddp.launch.options import parse_options
 from mpiddp.launch.remote import preflight
 from mpiddp.launch.starters import detect, environment
 from mpiddp.launch.starters.mpi_args import check_mpi_args, parse_mpi_args
-from mpiddp.launch.supervise.control_server import Message
-from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.launch.supervise.control import Message
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from mpiddp.meshes import main as meshes
 from mpiddp.meshes.dimensions import parse_sizes
 from mpiddp.protocol.messages import MESSAGES, is_valid, recorded_error
@@ -197,11 +198,10 @@ def _use_message(line: bytes) -> None:
     assert isinstance(kind, str) or MESSAGES[kind]
     if not is_valid(kind, facts):
         return
-    state = JobState(["a", "b"])
+    state = Ranks(["a", "b"])
     state.note(Message(0, kind, facts, 1.0))
     state.remove_error_files()
-    if first := state.first_failure():
-        state.sentence(first, None)
+    verdict(History(state, MpirunEnd("mpirun", 1)))
 
 
 def _verify(content: bytes) -> None:

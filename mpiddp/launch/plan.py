@@ -246,7 +246,7 @@ def _preflight(
 def _explain(
     options: LaunchOptions, starter: RankStarter, nodes: Sequence[Node], network: JobNetwork
 ) -> None:
-    """Log the choices, if the options request it, and what will not work."""
+    """Log the choices, if the options request it, and refuse what cannot work."""
     if options.verbose or options.dry_run:  # --report prints what the ranks find
         for line in ranks_by_host(nodes):
             log.info(line)
@@ -254,10 +254,9 @@ def _explain(
         interface = network.interface
         log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
     if network.control_address is None and not options.dry_run:
-        log.info(
-            f"no address of this machine is known that {nodes[-1].name} can reach: "
-            f"{starter.program.name}'s exit code decides the result, and a stop ends the job without a "
-            "save. Name one: --interface NAME"
+        raise UserError(
+            f"no address of this machine is known that {nodes[-1].name} can reach, so its ranks could not "
+            "report. Name one: --interface NAME"
         )
 
 
