@@ -47,8 +47,9 @@ from mpiddp.launch.env_file import parse_env_file
 from mpiddp.launch.options import parse_mpi_args, parse_options
 from mpiddp.launch.starters import environment
 from mpiddp.launch.starters.table import STARTERS, check_mpi_args
-from mpiddp.launch.supervise.control_server import Message
-from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.launch.supervise.control import Message
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from mpiddp.meshes import main as meshes
 from mpiddp.meshes.dimensions import parse_sizes
 from mpiddp.protocol.messages import MESSAGES, is_valid, recorded_error
@@ -196,11 +197,10 @@ def _use_message(line: bytes) -> None:
     assert isinstance(kind, str) or MESSAGES[kind]
     if not is_valid(kind, facts):
         return
-    state = JobState(["a", "b"])
+    state = Ranks(["a", "b"])
     state.note(Message(0, kind, facts, 1.0))
     state.remove_error_files()
-    if first := state.first_failure():
-        state.sentence(first, None)
+    verdict(History(state, MpirunEnd("mpirun", 1)))
 
 
 def _verify(content: bytes) -> None:

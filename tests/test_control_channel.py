@@ -1,6 +1,6 @@
 """The control channel: the server drops connections without the job's secret and invalid messages.
 
-Tests mpiddp/runtime/control_client.py, mpiddp/launch/supervise/control_server.py.
+Tests mpiddp/runtime/control_client.py, mpiddp/launch/supervise/control.py.
 python -m pytest tests/test_control_channel.py
 """
 
@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import select
-import selectors
 import signal
 import socket
 import stat
@@ -24,10 +23,13 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.supervise.control_server import ControlServer, Message
-from mpiddp.launch.supervise.listener import Listener
-from mpiddp.launch.supervise.mpirun_process import MpirunProcess
-from mpiddp.launch.supervise.output import Outputs, Shown
+from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.supervise import control
+from mpiddp.launch.supervise.control import ControlServer, Message
+from mpiddp.launch.supervise.mpirun import MpirunProcess
+from mpiddp.launch.supervise.output import Outputs
+from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.messages import LINE_LIMIT, dumps, proof
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.few_files import files_left
@@ -47,7 +49,7 @@ class Launcher:
     """A control server for two ranks, and the messages that it received."""
 
     def __init__(self, address: str | None = "127.0.0.1") -> None:
-        self.selector = selectors.DefaultSelector()
+        self.selector = AwakeSelector()
         self.server = ControlServer(address, 2, self.selector)
         self.messages: list[Message] = []
 
@@ -404,8 +406,9 @@ def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher
 @pytest.mark.parametrize("address", ["127.0.0.1", None])
 def test_a_machine_without_files_is_no_bad_input(address: str | None) -> None:
     before = set(Path("/tmp").glob("mpiddp-*/control"))
-    with files_left(0), pytest.raises(JobFailed, match=r"cannot listen .*Too many open files"):
-        Listener(address)
+    sentence = r"cannot listen .*Too many open files"
+    with files_left(0), pytest.raises(JobFailed, match=sentence):
+        control._listen(address) if address else control._listen_here()
     assert set(Path("/tmp").glob("mpiddp-*/control")) <= before
 
 
@@ -417,19 +420,21 @@ def test_a_folder_that_cannot_be_created(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "mkdir", fail)
-    with pytest.raises(kind, match=rf"cannot create a folder in /tmp \({os.strerror(number)}\)\."):
-        Listener(None)
+    sentence = rf"cannot create a folder in /tmp \({os.strerror(number)}\)\."
+    with AwakeSelector() as selector, pytest.raises(kind, match=sentence):
+        ControlServer(None, 2, selector)
 
 
 def test_an_mpirun_that_cannot_be_started() -> None:
     """subprocess needs two more files for its own pipe."""
     before = len(list(Path("/proc/self/fd").iterdir()))
-    outputs = Outputs(Shown(), 1, has_connections=False)
+    outputs = Outputs("default", 1)
+    starter = RankStarter(STARTERS[1], "5.0.11", Path("mpirun"))
     with files_left(1), pytest.raises(JobFailed, match="cannot start mpirun: Too many open files"):
-        MpirunProcess(["mpirun"], {}, outputs.copies)
+        MpirunProcess(["mpirun"], {}, outputs, starter)
     for argv in (["/nowhere/mpirun"], ["true", "x" * (1 << 18)]):
         with pytest.raises(UserError, match=f"cannot start {argv[0]}: "):
-            MpirunProcess(argv, os.environ, outputs.copies)
+            MpirunProcess(argv, os.environ, outputs, starter)
     outputs.discard()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
@@ -456,3 +461,72 @@ def test_a_flood_of_connections_is_bounded(launcher: Launcher) -> None:
     launcher.receive_until(lambda: launcher.connections == 0)
     with launcher.rank("pass"):
         assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None])
+def test_ranks_wait_while_this_machine_has_no_file_left(address: str | None) -> None:
+    """The loop spun, 250,000 times a second, and said nothing."""
+    launcher = Launcher(address)
+    with launcher.rank("time.sleep(0.5)") as rank:
+        assert launcher.selector.select(PATIENCE_S)  # the connection
+        with files_left(0):
+            assert launcher.receive_for(0, until="full") == [(-1, "full")]
+            assert launcher.messages[0].facts == {"error": "Too many open files"}
+            assert launcher.selector.select(0.2) == []
+            launcher.server.accept_again()
+            launcher.receive()
+            assert launcher.kinds == [(-1, "full")] * 2
+        launcher.server.accept_again()
+        assert (1, "done") in launcher.receive_for(PATIENCE_S, until="done")
+        assert rank.wait(PATIENCE_S) == 0
+    launcher.server.close()
+    launcher.selector.close()
+
+
+FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from mpiddp.launch.supervise.signals import AwakeSelector
+waits = []
+select = AwakeSelector.select
+def counted(self, timeout=None):
+    waits.append(timeout)
+    return select(self, timeout)
+AwakeSelector.select = counted
+from mpiddp import cli
+code = cli.main(sys.argv[1:])
+print("waits", len(waits), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_a_job_with_too_few_files_says_so_and_does_not_spin(tmp_path: Path) -> None:
+    """Strangers take the files that are left."""
+    job = tmp_path / "job.py"
+    job.write_text(STRANGERS)
+    command = [sys.executable, "-c", FEW_FILES, "launch", "-H", "localhost:1", str(job)]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("mpiddp: ranks cannot connect: Too many open files. ") == 1
+    *_, waits = done.stderr.split()
+    assert int(waits) < 2000, done.stderr
+
+
+STRANGERS = """
+import os, re, socket, time
+path = re.search(rb"MPIDDP_CONTROL=unix:([^\\0]+)", open("/proc/self/environ", "rb").read())[1]
+child = os.fork()
+strangers = []
+try:
+    while True:
+        stranger = socket.socket(socket.AF_UNIX)
+        strangers.append(stranger)
+        stranger.connect(path)
+except OSError:
+    time.sleep(3)
+if child == 0: os._exit(0)
+strangers.clear()
+os.waitpid(child, 0)
+"""

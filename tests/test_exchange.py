@@ -1,12 +1,11 @@
 """A rank of `mpiddp.spawn` gets its function from the launcher, and answers, over real connections.
 
-Tests mpiddp/launch/supervise/exchange.py, mpiddp/runtime/run_function.py.
+Tests mpiddp/launch/exchange.py, mpiddp/runtime/run_function.py.
 python -m pytest tests/test_exchange.py
 """
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from contextlib import contextmanager
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.supervise.control_server import ControlServer
-from mpiddp.launch.supervise.exchange import Exchange
+from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.messages import ANSWER, GO
 from mpiddp.protocol.payload import Payload, send_payload
 from mpiddp.protocol.variables import ADDRESS, SECRET
@@ -34,7 +34,7 @@ class Launcher:
     """A control server, served in a thread, which gives an exchange its connections."""
 
     def __init__(self, exchange: Exchange, address: str | None) -> None:
-        self.selector = selectors.DefaultSelector()
+        self.selector = AwakeSelector()
         self.server = ControlServer(address, 2, self.selector)
         self.exchange = exchange
         self.address, self.secret = (self.server.settings[name] for name in (ADDRESS, SECRET))
@@ -45,7 +45,7 @@ class Launcher:
         while not self.is_over:
             for key, _ in self.selector.select(0.02):
                 for message in self.server.receive(key.data):
-                    self.exchange.add(message)
+                    self.exchange.add(message.rank, message.kind, **message.facts)
 
 
 @contextmanager

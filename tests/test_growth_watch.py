@@ -1,6 +1,6 @@
-"""The parts of --grow that need no other host: what it refuses, the process that looks, when it stops a job.
+"""The parts of --grow that need no other host: what it refuses, a look, the thread that looks.
 
-Tests mpiddp/launch/growth.py, replan.py, restarts.py, supervise/growing.py.
+Tests mpiddp/launch/grow.py, restarts.py, supervise/mpirun.py.
 python -m pytest tests/test_growth_watch.py
 """
 
@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import subprocess
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import pytest
 
-from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import make_plan
-from mpiddp.launch.replan import Planner
-from mpiddp.launch.supervise.agenda import Agenda
-from mpiddp.launch.supervise.awake_clock import AwakeClock
-from mpiddp.launch.supervise.control_server import Message
-from mpiddp.launch.supervise.growing import Growing, Look
-from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.launch import restarts
+from mpiddp.launch.grow import Found, HostSearch, look
+from mpiddp.launch.options import LaunchOptions, parse_options
+from mpiddp.launch.plan import Plan, make_plan
+from mpiddp.launch.supervise.signals import queued_signals
 from tests.jobs import elastic
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, launch, run_program
@@ -63,7 +62,7 @@ def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
     program.chmod(0o755)
     hostfile.write_text("localhost slots=1\n")
     options = parse_options(["--hostfile", str(hostfile), "--grow", "1h", "--", str(program)])
-    planner = Planner(options, time.time(), make_plan(options, time.time(), os.environ))
+    plan = make_plan(options, time.time(), os.environ)
     hostfile.write_text("localhost slots=2\n")
     stat = os.stat
 
@@ -75,12 +74,14 @@ def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", away)
         problem = f"the job cannot grow now: {program}: Stale file handle."
-        assert planner.look(None) == Look(problem=problem)
-    assert planner.look(None) == Look(f"{gethostname()} has more slots", "with 2 ranks")
+        assert look(options, plan) == Found(problem=problem)
+    assert look(options, plan) == Found("localhost has more slots")
     hostfile.unlink()
     hostfile.symlink_to("/proc/self/mem")  # a file that cannot be read (EIO), as on a bad sector
-    assert "Input/output error" in planner.look(None).problem
-    assert planner.next(None).request.world_size == 1
+    assert "Input/output error" in look(options, plan).problem
+    with queued_signals() as signals:
+        job = restarts._Job(options, plan, time.time(), signals, None)
+        assert job._next_plan().request.world_size == 1
 
 
 def test_a_stop_request_after_a_growth_that_did_not_save(tmp_path: Path) -> None:
@@ -111,141 +112,86 @@ def test_a_stop_request_after_a_growth_that_did_not_save(tmp_path: Path) -> None
     assert "mpiddp: interrupted" in rest
 
 
-PROCESS = """
-import select, signal, os
-from contextlib import closing
-from mpiddp.launch.growth import WatchProcess
-from mpiddp.launch.supervise.growing import Look
-def look(most):
-    if most == 0: raise OSError("no disk")
-    if most is None: os.kill(os.getpid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGINT)
-    return Look("node1 is back", f"on {most} hosts")
-def answers(watch):
-    select.select([watch], [], [])
-    return watch.receive()
-with closing(WatchProcess(look)) as watch:
-    assert watch.receive() == []
-    watch.ask(3)
-    assert answers(watch) == [Look("node1 is back", "on 3 hosts")]
-    watch.ask(0)
-    assert answers(watch) == [Look(problem="a look for hosts failed: OSError: no disk")]
-    watch.ask(None)
-    try: answers(watch)
-    except EOFError: print("ended", flush=True)
-    watch.ask(1)
-with closing(WatchProcess(lambda most: signal.pause())) as watch: watch.ask(1)
-try: os.waitpid(-1, 0)
-except ChildProcessError: print("no child", flush=True)
+# --- one look ---
+
+
+def planned(tmp_path: Path, listed: str, *options: str) -> tuple[LaunchOptions, Plan]:
+    """The options and the plan of a job on the hosts of `hosts.txt`."""
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text(listed)
+    found = parse_options(["--hostfile", str(hostfile), "--grow", "1h", *options, "--", "true"])
+    return found, make_plan(found, time.time(), os.environ)
+
+
+@pytest.mark.parametrize(
+    ("options", "later", "found"),
+    [
+        ((), "localhost slots=2\n", ""),
+        ((), "localhost slots=3\n", "localhost has more slots"),
+        ((), "localhost slots=1\n", ""),
+        ((), "localhost\n", ""),
+        (("-n", "2"), "localhost slots=3\n", ""),
+        # A host without a rank is not asked, nor is one that is only a spare.
+        ((), "localhost slots=2\nnowhere.invalid slots=0\n", ""),
+        (("--spares", "0"), "localhost slots=2\n", ""),
+    ],
+)
+def test_a_look_at_this_machine(
+    tmp_path: Path, options: tuple[str, ...], later: str, found: str
+) -> None:
+    with_options, plan = planned(tmp_path, "localhost slots=2\n", *options)
+    (tmp_path / "hosts.txt").write_text(later)
+    assert look(with_options, plan) == Found(found)
+
+
+def test_a_host_that_does_not_answer_is_not_found(tmp_path: Path) -> None:
+    options, plan = planned(tmp_path, "localhost slots=1\n")
+    (tmp_path / "hosts.txt").write_text("localhost slots=1\nnowhere.invalid slots=1\n")
+    assert look(options, plan) == Found()
+
+
+# --- the thread that looks ---
+
+
+def test_looks_repeat_until_the_search_is_closed(tmp_path: Path) -> None:
+    options, plan = planned(tmp_path, "localhost slots=1\n")
+    every = replace(options, when=replace(options.when, grow_s=0.05))
+    search = HostSearch(every, plan)
+    (tmp_path / "hosts.txt").write_text("localhost slots=2\n")
+    before = threading.active_count()
+    assert not select.select([search], [], [], 0.5)[0]  # it has not begun
+    search.begin()
+    for _ in range(2):
+        assert select.select([search], [], [], PATIENCE_S)[0]
+        assert search.found() == Found("localhost has more slots")
+    search.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+CHILDREN = """
+import os, subprocess, sys, threading, time
+from pathlib import Path
+from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.supervise.mpirun import MpirunProcess
+from mpiddp.launch.supervise.output import Outputs
+outputs = Outputs("none", 1)
+starter = RankStarter(STARTERS[1], "5.0.11", Path("sleep"))
+mpirun = MpirunProcess(["sleep", "1000"], dict(os.environ), outputs, starter)
+own = subprocess.Popen(["false"])
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+mpirun.reap_adopted()
+print(own.wait())
+mpirun.kill_all()
+while mpirun.code is None: time.sleep(0.01)
+outputs.finish()
 """
 
 
-def test_the_process_that_looks_for_hosts() -> None:
-    """It survives a Ctrl-C, reports its errors, and ends with its launcher even while it looks."""
-    done = run_program(PROCESS)
-    assert (done.stdout, done.stderr) == ("ended\nno child\n", "")
-
-
-class Answers:
-    """Answers of a process that looks for hosts."""
-
-    def __init__(self, *looks: Look) -> None:
-        self.looks = list(looks)
-        self.asked: list[int | None] = []
-
-    def fileno(self) -> int:
-        raise AssertionError("nobody waits")
-
-    def ask(self, max_ranks: int | None) -> None:
-        self.asked.append(max_ranks)
-
-    def receive(self) -> list[Look]:
-        looks, self.looks = self.looks, []
-        return looks
-
-
-def test_a_job_says_once_why_it_does_not_grow() -> None:
-    state, agenda = JobState(["node0"]), Agenda(AwakeClock())
-    lines: list[str] = []
-    stops: list[str] = []
-    broken, back = Look(problem="broken"), Look("node1 is back", "on 2 hosts")
-    answers = Answers(broken, broken, back, back, broken)
-    growing = Growing(
-        answers,
-        1e-9,
-        state,
-        agenda,
-        log=lines.append,
-        stop=lambda: stops.append("stop"),
-        may_stop=lambda: True,
-    )
-    growing.on_message()
-    agenda.act()
-    assert answers.asked == []  # not before all ranks have joined
-    state.note(Message(0, "joining", {"timeout_s": 60}, 1.0))
-    growing.on_message()
-    agenda.act()
-    assert answers.asked == [None]
-    assert growing.receive()
-    why = "not every rank has called mpiddp.should_stop(), so the job continues without a restart."
-    assert lines == ["broken", f"node1 is back, but {why}", "broken"]
-    lines.clear()
-    state.note(Message(0, "supports_stop", {}, 1.0))
-    facts = {"resume_args": [], "global_batch_size": 12, "max_ranks": 3}
-    state.note(Message(0, "announce", facts, 1.0))
-    answers.looks = [back]
-    assert growing.receive()
-    assert (lines, stops) == (["node1 is back: stopping to restart on 2 hosts."], ["stop"])
-    agenda.act()
-    assert answers.asked[-1] == 3
-
-
-class Clock(AwakeClock):
-    """A clock that a test sets."""
-
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-
-def test_one_look_per_interval_and_none_before() -> None:
-    clock, answers = Clock(), Answers()
-    state, agenda = JobState(["node0"]), Agenda(clock)
-    may_stop = [True]
-    growing = Growing(
-        answers,
-        600,
-        state,
-        agenda,
-        log=lambda line: None,
-        stop=lambda: None,
-        may_stop=lambda: may_stop[0],
-    )
-
-    def looks_by(seconds: float) -> int:
-        """The number of looks so far, if the launcher acts now for the first time in a while."""
-        clock.seconds = seconds
-        growing.on_message()  # any message
-        agenda.act()
-        return len(answers.asked)
-
-    def answer() -> None:
-        answers.looks = [Look()]
-        assert growing.receive()
-
-    clock.seconds = 100
-    state.note(Message(0, "joining", {"timeout_s": 60}, 1.0))
-    assert [looks_by(each) for each in (100, 699, 700, 701)] == [0, 0, 1, 1]
-    answer()  # at 701
-    assert [looks_by(each) for each in (1300, 1301, 1302)] == [1, 2, 2]
-    assert looks_by(9000) == 2  # one that takes long is not followed by another
-    answer()
-    assert [looks_by(each) for each in (9599, 9600, 9601)] == [2, 3, 3]
-    answer()
-    assert looks_by(20000) == 4  # the launcher was busy: intervals that were missed are not made up
-    answer()
-    may_stop[0] = False  # as during a stop
-    assert looks_by(20600) == 4
-    may_stop[0] = True
-    assert [looks_by(each) for each in (21199, 21200, 21201)] == [4, 5, 5]
+def test_the_loop_leaves_the_programs_of_a_look_to_it() -> None:
+    """It collects what mpirun has left behind, and would lose their exit codes."""
+    done = run_program(CHILDREN)
+    assert (done.stdout, done.stderr) == ("1\n", "")

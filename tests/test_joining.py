@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.supervise.control_server import Message
-from mpiddp.launch.supervise.hang_report import missing_sentence
-from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.launch.supervise.control import Message
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.supervise.stacks import missing_sentence
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
 from tests.mpis import mpirun_of
@@ -152,7 +152,7 @@ def test_a_missing_rank_under_srun(hosts: Cluster, trouble: Path) -> None:
 
 def test_several_missing_ranks_are_all_named() -> None:
     """Frames of importlib and stacks of other threads are left out."""
-    state = JobState(["a", "a", "b", "b"])
+    state = Ranks(["a", "a", "b", "b"])
     text = (
         "thread reader:\n"
         '  File "/x/reader.py", line 7, in read\n    wait()\n'

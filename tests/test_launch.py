@@ -358,7 +358,7 @@ def test_processes_that_mpirun_leaves_behind_are_killed(tmp_path: Path) -> None:
     daemon = tmp_path / "daemon"
     daemon.write_text("#!/bin/sh\ntrap '' TERM\nwhile true; do sleep 0.1; done\n")
     daemon.chmod(0o755)
-    supervise(f"setsid {daemon} & sleep 0.3; exit 7", orphans_s=0.3)
+    supervise(tmp_path, f"setsid {daemon} & sleep 0.3; exit 7", orphans_s=0.3)
     assert running(str(daemon)) == []
 
 
@@ -369,26 +369,34 @@ def test_a_stopped_process_that_mpirun_leaves_behind_ends_by_itself(tmp_path: Pa
     daemon.chmod(0o755)
     is_stopped = "$(cut -d' ' -f3 /proc/$!/stat) = T"
     mpirun = f"{daemon} & until [ -e {ready} ] && [ {is_stopped} ]; do sleep 0.05; done; exit 7"
-    supervise(mpirun, orphans_s=PATIENCE_S)
+    supervise(tmp_path, mpirun, orphans_s=PATIENCE_S)
     assert ended.exists()
 
 
-def supervise(mpirun: str, *, orphans_s: float) -> None:
+def supervise(folder: Path, mpirun: str, *, orphans_s: float) -> None:
     """Supervise a shell's command line in place of an mpirun. It ends with exit code 7."""
     code = (
-        "import os, sys; from selectors import DefaultSelector\n"
-        f"from mpiddp.launch.supervise import supervisor; supervisor.ORPHANS_S = {orphans_s}\n"
-        "from mpiddp.launch.supervise.job_state import JobState\n"
-        "from mpiddp.launch.supervise.limits import Limits\n"
+        "import sys; from pathlib import Path\n"
+        "from mpiddp.launch.options import parse_options\n"
+        "from mpiddp.hosts.hostfile import Host, Hosts\n"
+        "from mpiddp.launch.starters.command import RankStarter, Request\n"
+        "from mpiddp.launch.starters.table import STARTERS\n"
+        "from mpiddp.launch.supervise import run\n"
+        "from mpiddp.launch.supervise.attempt import Terms\n"
         "from mpiddp.launch.supervise.signals import queued_signals\n"
-        "from mpiddp.launch.supervise.awake_clock import AwakeClock\n"
-        "parts = DefaultSelector(), None, JobState([]), Limits(), AwakeClock()\n"
+        f"run.ORPHANS_S = {orphans_s}\n"
+        "starter = RankStarter(STARTERS[-2], '4.3.1', Path(sys.argv[1]))\n"
+        "hosts = Hosts('a test', (Host('localhost', ranks=1),))\n"
+        "request = Request(hosts, ('true',), '.')\n"
+        "terms = Terms(parse_options(['--', 'true']))\n"
         "with queued_signals() as signals:\n"
-        "    job = supervisor.Supervisor(*parts)\n"
-        "    print(job.run(['sh', '-c', sys.argv[1]], os.environ, signals))"
+        "    print(run.run_attempt(terms, starter, request, signals).sentence)"
     )
-    command = [sys.executable, "-c", code, mpirun]
+    program = folder / "mpirun"
+    program.write_text(f"#!/bin/sh\n{mpirun}\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-c", code, str(program)]
     done = subprocess.run(
         command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S
     )
-    assert done.stdout.startswith("MpirunEnd(code=7, interrupted=False, was_killed=False, ")
+    assert done.stdout == "the job failed: mpirun ended with exit code 7.\n"

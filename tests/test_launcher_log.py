@@ -13,9 +13,10 @@ import pytest
 
 from mpiddp.cli import main
 from mpiddp.launch import log
-from mpiddp.launch.supervise.control_server import Message
-from mpiddp.launch.supervise.hang_report import hang_sentences, missing_sentence
-from mpiddp.launch.supervise.job_state import JobState
+from mpiddp.launch.supervise.control import Message
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.supervise.stacks import hang_sentences, missing_sentence
+from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from tests.ranks import launch, own_lines, script
 
 EVIL = "\x1b[2J\u202e\r\nmpiddp: all is well"
@@ -25,17 +26,17 @@ def message(kind: str, **facts: Any) -> Message:
     return Message(0, kind, facts, 1.0)
 
 
-def failed(state: JobState, **facts: Any) -> Message:
+def failed(state: Ranks, **facts: Any) -> str:
+    """The verdict on a rank that has failed."""
     defaults = {"code": 1, "error": EVIL, "traceback": "", "first": True, "is_verdict": False}
+    state.failures.clear()
     state.note(message("failed", **{**defaults, **facts}))
-    first = state.first_failure()
-    assert first is not None
-    return first
+    return verdict(History(state, MpirunEnd("mpirun", 1))).sentence
 
 
 def sentences() -> list[str]:
     """Each sentence that quotes a rank."""
-    state = JobState(["a"])
+    state = Ranks(["a"])
     stack = f'thread MainThread:\n  File "{EVIL}", line 3, in {EVIL}\n    {EVIL}\n{EVIL}'
     found = [missing_sentence(state, 3)]
     state.note(message("started", host=EVIL, pid=1))
@@ -44,11 +45,8 @@ def sentences() -> list[str]:
     found += [missing_sentence(state, 3), *hang_sentences(state, 3)]
     state.note(message("stacks", text=stack, step=3))
     found += [missing_sentence(state, 3), *hang_sentences(state, 3)]
-    found.append(state.sentence(failed(state)))
-    for facts in ({"traceback": "x"}, {"is_verdict": True}):
-        state.failures.clear()
-        found.append(state.sentence(failed(state, **facts)))
-    found.append(state.unprinted_error(message("failed", error=EVIL)) or EVIL)
+    for facts in ({}, {"traceback": "x"}, {"is_verdict": True}, {"code": 2}):
+        found.append(failed(state, **facts) or EVIL)
     return found
 
 
@@ -63,11 +61,10 @@ def test_a_quote_of_a_rank_controls_nothing(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_the_name_of_a_host_and_of_a_log_is_one_line() -> None:
-    state = JobState(["a"])
+    state = Ranks(["a"])
     state.note(message("started", host="a\nb", pid=1))
     state.note(message("log", path="/x\ny.log"))
-    first = failed(state, traceback="x", error="ValueError: z\nmore")
-    assert state.sentence(first) == (
+    assert failed(state, traceback="x", error="ValueError: z\nmore") == (
         r"rank 0 on a\nb failed first: ValueError: z (its traceback: /x\ny.log)."
     )
 

@@ -26,8 +26,9 @@ from mpiddp.errors import FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import restarts
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
-from mpiddp.launch.supervise.attempt import Outcome
+from mpiddp.launch.supervise.run import Outcome
 from mpiddp.launch.supervise.signals import queued_signals
+from mpiddp.launch.supervise.verdict import Stop
 from mpiddp.runtime.announcement import Announced, announced
 from mpiddp.train.options import parse
 from mpiddp.train.restart import keep_global_batch
@@ -237,7 +238,7 @@ def test_a_stop_request_after_a_growth_in_vain(tmp_path: Path, code: int, after:
     with queued_signals() as signals:
         job = restarts._Job(options, before, time.time(), signals, None)
         hostfile.write_text("localhost slots=2\n")
-        grown = job._plan_next(Outcome(code, "the ranks did not stop.", grows=True))
+        grown = job._plan_next(Outcome(code, "the ranks did not stop.", stop=Stop.TO_GROW))
         assert isinstance(grown, Plan)
         assert grown.request.world_size == 2
         os.kill(os.getpid(), signal.SIGTERM)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.launch.supervise.output import EndMessage
 from mpiddp.launch.supervise.screen import Screen, Source
 from mpiddp.protocol.messages import LONGEST_LINE, is_shown
 from tests.patience import PATIENCE_S
@@ -456,3 +457,69 @@ def test_many_threads_write_whole_lines() -> None:
         thread.join()
     assert text == line * 200
     os.close(reader)
+
+
+TORCH_PREFIX = """
+own = "[rank%d]:" % rank
+os.write(2, f"{own} Traceback\\n{own}   File\\n[rank7]: another\\n{own}[W121] c\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_torchs_own_prefix_is_not_shown_beside_ours(count: int) -> None:
+    _, stderr = run(*[TORCH_PREFIX] * count, prefix=True)
+    for rank in range(count):
+        own = f"[rank {rank} node1] ".encode()
+        lines = [line.removeprefix(own) for line in stderr.splitlines() if line.startswith(own)]
+        assert lines == [b"Traceback", b"  File", b"[rank7]: another", b"[W121] c"]
+
+
+def test_torchs_own_prefix_is_shown_where_ours_is_not() -> None:
+    assert b"[rank0]: Traceback\n" in run(TORCH_PREFIX, prefix=False)[1]
+
+
+# --- what mpirun says about the end ---
+
+RULE, DOUBLE = b"-" * 74 + b"\n", b"=" * 83 + b"\n"
+WARNING = RULE + b"WARNING: no such component\n" + RULE
+OPEN_MPI_5 = (
+    RULE
+    + b"prterun detected that one or more processes exited with non-zero status,\nthus\n"
+    + RULE
+)
+OPEN_MPI_4 = (
+    RULE
+    + b"Primary job  terminated normally, but 1 process returned\na non-zero exit code.\n"
+    + RULE
+)
+HYDRA = (
+    b"\n" + DOUBLE + b"=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n" + DOUBLE
+    + b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+    + b"This typically refers to a problem with your application.\n"
+    + b"Please see the FAQ page for debugging suggestions\n"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("end", [OPEN_MPI_5, OPEN_MPI_4, OPEN_MPI_4 + OPEN_MPI_5, HYDRA])
+def test_only_the_message_about_the_end_waits_for_the_verdict(end: bytes, size: int) -> None:
+    """However it arrives. Without a verdict that says the same, everything is shown, in order."""
+    before, after = b"text\n" + WARNING + b"- no rule\n\nmore\n", b"a later line\nand a last one"
+    text = before + end + after
+    for is_said in (True, False):
+        message = EndMessage()
+        passed = b"".join(message.add(text[at : at + size]) for at in range(0, len(text), size))
+        shown, left_out = message.settle(is_said=is_said)
+        assert passed == before
+        assert (passed + shown, left_out) == ((before + after, end) if is_said else (text, b""))
+
+
+@pytest.mark.parametrize("text", [b"no newline", b"-", RULE + b"one rule", b"\n", RULE * 3])
+def test_what_may_become_a_message_passes_after_a_while(text: bytes) -> None:
+    message = EndMessage()
+    passed = message.add(text)
+    if message.is_open:
+        passed += message.release()
+    assert passed == text
+    assert message.add(b" and on\n" + WARNING) == b" and on\n" + WARNING or text.endswith(b"\n")
+    assert message.settle(is_said=True)[1] == b""

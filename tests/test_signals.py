@@ -1,6 +1,6 @@
 """Signals as habits send them: twice from `timeout`, to every process from systemd, with a reader that dies.
 
-Tests mpiddp/launch/supervise/signals.py, mpirun_process.py and output.py, mpiddp/runtime/child_signals.py.
+Tests mpiddp/launch/supervise/{signals,mpirun,output}.py, mpiddp/runtime/child_signals.py.
 python -m pytest tests/test_signals.py
 """
 

@@ -16,9 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.supervise.control_server import Message
-from mpiddp.launch.supervise.hang_report import hang_sentences
-from mpiddp.launch.supervise.job_state import JobState
 from tests import cluster
 from tests.cluster import Cluster, Program
 from tests.mpis import PACKAGES, mpirun_of
@@ -250,8 +247,8 @@ def test_a_rank_that_hangs_when_others_are_done(tmp_path: Path) -> None:
 
 # `mpiddp launch` that waits for the stacks of the ranks longer than any test takes.
 WAITS_FOR_STACKS = (
-    "import sys; from mpiddp import cli; from mpiddp.launch.supervise import watchdog\n"
-    f"watchdog.STACKS_S = {10 * PATIENCE_S}; sys.exit(cli.main(sys.argv[1:]))"
+    "import sys; from mpiddp import cli; from mpiddp.launch.supervise import attempt\n"
+    f"attempt.STACKS_S = {10 * PATIENCE_S}; sys.exit(cli.main(sys.argv[1:]))"
 )
 
 
@@ -325,75 +322,3 @@ def test_the_verdict_names_the_log_with_the_traceback(tmp_path: Path) -> None:
     )
     log = f"{tmp_path}/run/logs/rank_00000.log"
     assert f"failed first: RuntimeError: a bug (its traceback: {log})." in done.stderr
-
-
-# --- the verdict, from messages alone ---
-
-
-def failed(rank: int, at: float, error: str, first: bool | None = None) -> Message:
-    facts = {"code": 1, "error": error, "traceback": "…", "first": first}
-    return Message(rank, "failed", facts, at)
-
-
-def lost(rank: int, at: float, silent: bool = False) -> Message:
-    return Message(rank, "lost", {"silent": silent}, at)
-
-
-RESET = "RuntimeError: [gloo] Connection closed by peer"
-
-
-@pytest.mark.parametrize(
-    ("messages", "culprit"),
-    [
-        ([failed(2, 1.0, "ValueError: x"), lost(0, 1.2), lost(1, 1.3)], 2),
-        ([failed(0, 1.00, RESET), lost(1, 1.01)], 1),
-        ([lost(1, 1.0), failed(0, 1.1, RESET, first=True)], 1),
-        ([failed(0, 1.0, "RuntimeError: broken by rank 2"), failed(2, 1.2, "KeyError", True)], 2),
-        ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
-        ([failed(2, 1.0, "ConnectionError: no database"), lost(0, 2.0), lost(1, 2.0)], 2),
-    ],
-)
-def test_the_verdict_names_the_rank_that_failed_first(
-    messages: list[Message], culprit: int
-) -> None:
-    state = JobState(["a", "b", "c"])
-    for message in messages:
-        state.note(message)
-    first = state.first_failure()
-    assert first is not None
-    assert first.rank == culprit
-
-
-def test_the_launcher_prints_a_refusal_that_no_rank_has_printed() -> None:
-    """Rank 0 and one rank of each host print a refusal themselves."""
-    state = JobState(["a", "a", "b", "b"])
-    refusal = failed(3, 1.0, "what is wrong")
-    state.note(refusal)
-    state.note(lost(0, 2.0))
-    assert state.unprinted_error(refusal) == "what is wrong"
-    state.note(failed(2, 3.0, "what is wrong"))
-    assert state.unprinted_error(refusal) == ""
-
-
-def test_the_verdict_on_ranks_that_vanish_at_the_same_moment() -> None:
-    state = JobState(["a", "b", "b"])
-    state.note(lost(2, 1.0))
-    state.note(lost(0, 1.05))
-    first = state.first_failure()
-    assert first is not None
-    alone = "rank 2 on b ended first, without an error"
-    no_signal = "the ranks on a, b ended at the same moment without an error"
-    assert state.sentence(first, "").startswith(no_signal)
-    assert state.sentence(first, None).startswith(alone)  # Hydra ends the others as quickly
-    state.failures[0] = lost(0, 1.3)  # so late that the failure of rank 2 may have ended it
-    assert state.sentence(first, "").startswith(alone)
-
-
-def test_the_hang_report_names_the_rank_that_is_behind() -> None:
-    state = JobState(["a", "b"])
-    for rank, step in ((0, 7), (1, 6)):
-        state.note(Message(rank, "stacks", {"step": step, "text": f"stack {rank}"}, 1.0))
-    assert hang_sentences(state, 60) == [
-        "rank 1 on b has made no step for 60 s while the others wait at step 7. "
-        "Its Python stack follows.\nstack 1"
-    ]

@@ -17,9 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.launch.supervise.attempt import attempt
-from mpiddp.launch.supervise.limits import Limits
-from mpiddp.launch.supervise.output import Shown
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.supervise.attempt import Terms
+from mpiddp.launch.supervise.run import run_attempt
 from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.protocol.messages import dumps, proof
 from mpiddp.protocol.variables import ADDRESS, SECRET
@@ -46,7 +46,7 @@ def launcher(ranks: int) -> None:
     starter = RankStarter(STARTERS[1], "5.0.11", mpirun)
     since = time.monotonic()
     with queued_signals() as signals:
-        outcome = attempt(starter, request, Limits(), signals, Shown())
+        outcome = run_attempt(Terms(parse_options(["--", "true"])), starter, request, signals)
     assert outcome.code == 0, outcome
     report(since)
 

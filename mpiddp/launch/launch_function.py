@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.launch import log
+from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.restarts import run
 from mpiddp.launch.starters.environment import left_out_hint
-from mpiddp.launch.supervise.attempt import Outcome
-from mpiddp.launch.supervise.exchange import Exchange
 from mpiddp.launch.supervise.output import open_closed_streams
+from mpiddp.launch.supervise.run import Outcome
 from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
 from mpiddp.text import all_of
 from mpiddp.world import leave_enclosing_job
@@ -42,8 +42,6 @@ def main(argv: list[str]) -> int:
         call = receive_payload(caller, "", TO_LAUNCHER)
     except (OSError, ValueError):  # the caller has ended
         return FAILED
-    # A process that looks for hosts (`--grow`) would keep the connection open after this one's end.
-    os.register_at_fork(after_in_child=caller.close)
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     exchange = Exchange(Payload(call.facts["function"], call.body), call.facts["max_result_bytes"])
     try:

@@ -93,7 +93,7 @@ def make_plan(
     wanted = _wanted(options.where, named)
     enough = earlier.enough if earlier else wanted
 
-    infos, complaints = _preflight(options, named, starter, env, earlier, known or {})
+    infos, complaints = run_preflight(options, named, starter, env, earlier, known or {})
     hosts = keep_usable(named, complaints, options.where, min(wanted, enough))
     _check_versions(infos, starter)
     placed = place(
@@ -206,7 +206,7 @@ def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: 
         raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
 
 
-def _preflight(
+def run_preflight(
     options: LaunchOptions,
     named: Hosts,
     starter: RankStarter,

@@ -10,26 +10,26 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log
+from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.grow import HostSearch, ignored
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan
-from mpiddp.launch.replan import Planner
+from mpiddp.launch.plan import Plan, make_plan, read_hosts
 from mpiddp.launch.starters.command import RankStarter, Request
-from mpiddp.launch.supervise.attempt import Outcome, attempt
-from mpiddp.launch.supervise.exchange import Exchange
-from mpiddp.launch.supervise.growing import HostWatch, Look
-from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement
-from mpiddp.launch.supervise.limits import Limits
-from mpiddp.launch.supervise.output import Shown
+from mpiddp.launch.supervise.attempt import Terms
+from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement
+from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
+from mpiddp.launch.supervise.verdict import Stop
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
-from mpiddp.text import all_of, duration
+from mpiddp.text import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 FOLDER_AWAY_S = 600.0  # longest wait for a working folder whose file server is away
@@ -86,10 +86,14 @@ class _Job:
         exchange: Exchange | None,
     ) -> None:
         self._options = options
-        self._exchange = exchange
+        self._plan = plan  # of the latest attempt
+        self._started_at = started_at
         self._signals = signals
-        self._planner = Planner(options, started_at, plan)
-        self._began_at = time.monotonic() - (time.time() - started_at)
+        self._exchange = exchange or Exchange()
+        self._named = plan.named  # the latest list of hosts without an error
+        began_at = time.monotonic() - (time.time() - started_at)
+        stop_after_s = options.when.stop_after_s
+        self._stop_at = float("inf") if stop_after_s is None else began_at + stop_after_s
         self._run_id = os.urandom(8).hex()
         self._known = _Known()
         self._restarts = 0
@@ -97,7 +101,7 @@ class _Job:
         self._in_a_row = 0  # failures without a step between them: the pause grows only for these
         self._before_growth: Plan | None = None  # until the attempt on more hosts makes a step
         self._is_saved = False  # whether the stop before that attempt has saved
-        self._looks_for_hosts = options.when.grow_s is not None
+        self._may_grow = options.when.grow_s is not None
 
     def run(self) -> Outcome:
         outcome = self._attempt()
@@ -111,20 +115,21 @@ class _Job:
         Raises:
             UserError, JobFailed: the first attempt cannot be started.
         """
-        plan, when = self._planner.plan, self._options.when
+        plan = self._plan
         settings = {
             RUN_ID: self._run_id,
             RESTART_COUNT: str(self._restarts),
-            MAX_RESTARTS: str(when.max_restarts),
+            MAX_RESTARTS: str(self._options.when.max_restarts),
         }
-        request = _resuming(_with_settings(plan.request, settings), self._known)
-        limits = _limits(self._options, plan.starter, self._began_at)
-        shown = _shown(self._options, request)
+        request = _resuming(with_settings(plan.request, settings), self._known)
         try:
-            with self._watch() as watch:
-                outcome = attempt(
-                    plan.starter, request, limits, self._signals, shown, self._exchange, watch
-                )
+            with ExitStack() as stack:
+                search = None
+                if self._may_grow:
+                    search = stack.enter_context(closing(HostSearch(self._options, plan)))
+                start_timeout_s = _start_timeout_s(self._options, plan.starter)
+                terms = Terms(self._options, self._stop_at, start_timeout_s, self._exchange, search)
+                outcome = run_attempt(terms, plan.starter, request, self._signals)
         except (UserError, JobFailed) as error:
             if not self._restarts:
                 raise
@@ -132,31 +137,16 @@ class _Job:
         self._known = self._known.after(outcome.announcement, request.world_size)
         if outcome.made_steps:
             self._before_growth = None
-        is_interrupted = outcome.code == INTERRUPTED and not outcome.is_at_once
+        is_interrupted = outcome.code == INTERRUPTED and outcome.stop is not Stop.AT_ONCE
         if self._before_growth and self._is_saved and is_interrupted:
             return _interrupted(is_saved=True)
         return outcome
 
-    @contextmanager
-    def _watch(self) -> Iterator[HostWatch | None]:
-        """The process that looks for hosts during an attempt, if the options request it."""
-        if not self._looks_for_hosts:
-            yield None
-            return
-        from mpiddp.launch.growth import WatchProcess  # few jobs need it
-
-        with closing(WatchProcess(self._look)) as watch:
-            yield watch
-
-    def _look(self, max_ranks: int | None) -> Look:
-        known = self._known.announcement.max_ranks
-        return self._planner.look(max_ranks if known is None else known)
-
     def _plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
-        if outcome.stop_was_requested or outcome.code in (DONE, INTERRUPTED):
+        if outcome.stop >= Stop.BY_USER or outcome.code in (DONE, INTERRUPTED):
             return None
-        if outcome.grows:
+        if outcome.stop is Stop.TO_GROW:
             return self._grow(outcome)
         if self._before_growth and outcome.code in (FAILED, BAD_INPUT):
             return self._go_back(outcome, self._before_growth)
@@ -174,64 +164,103 @@ class _Job:
         signals = self._signals
         if stop_is_requested(signals, within_s=pause_s) or _is_interrupted_without_folder(signals):
             return _interrupted(is_saved=False)
-        planned: Plan | Outcome
+        failure = None
         try:
-            planned = self._planner.next(self._known.announcement.max_ranks)
+            self._plan = self._next_plan()
         except (UserError, JobFailed) as error:  # a host may be usable after the next pause
-            planned = Outcome(FAILED, str(error))
+            failure = Outcome(FAILED, str(error))
         if stop_is_requested(signals, within_s=0.0):
             return _interrupted(is_saved=False)
-        if isinstance(planned, Plan):
-            count = f"restart {self._failures} of {self._options.when.max_restarts}"
-            self._log_restart(planned.request, f" ({count})")
-        return planned
+        if failure is not None:
+            return failure
+        count = f"restart {self._failures} of {self._options.when.max_restarts}"
+        self._log_restart(f" ({count})")
+        return self._plan
 
     def _grow(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart on the hosts that can join. It does not count, nor does a failure of the stop."""
         self._restarts += 1
         self._is_saved = outcome.code == STOPPED
         if not self._is_saved:
-            log.info(f"{outcome.sentence} From now on, hosts join only at a restart.".lstrip())
-            self._looks_for_hosts = False
+            self._stop_growing(outcome.sentence)
         if self._must_stop() or _is_interrupted_without_folder(self._signals):
             return _interrupted(is_saved=self._is_saved)
-        before = self._planner.plan
+        before = self._plan
         try:
-            self._planner.next(self._known.announcement.max_ranks)
+            self._plan = self._next_plan()
         except (UserError, JobFailed) as error:  # the hosts of before have just worked
             log.info(str(error))
         if self._must_stop():
             return _interrupted(is_saved=self._is_saved)
-        plan = self._planner.plan
-        is_larger = plan.request.world_size > before.request.world_size
-        self._before_growth = before if is_larger else None
-        self._log_restart(plan.request)
-        return plan
+        if self._plan.request.world_size > before.request.world_size:
+            self._before_growth = before
+        elif self._may_grow:
+            self._stop_growing("the job has not grown.")
+        self._log_restart()
+        return self._plan
 
     def _go_back(self, outcome: Outcome, plan: Plan) -> Plan | Outcome:
         """Return to the hosts before the growth, with which the job did not start. It does not count."""
         self._restarts += 1
         self._before_growth = None
-        if outcome.sentence:
-            log.info(outcome.sentence)
+        self._stop_growing(outcome.sentence)
         if self._must_stop():
             return _interrupted(is_saved=self._is_saved)
-        if avoided := self._planner.go_back(plan):
-            them, lines = ("it", "its line") if len(avoided) == 1 else ("them", "their lines")
-            log.info(
-                f"leaving out {all_of(avoided)} for {duration(self._planner.avoided_s)}, or until {lines} in "
-                f"the list of hosts change{'s' * (len(avoided) == 1)}: the job did not start with {them}."
-            )
-        self._log_restart(plan.request)
+        self._plan = plan
+        self._log_restart()
         return plan
+
+    def _stop_growing(self, why: str) -> None:
+        """One growth that fails is enough: each costs a stop and a start of the job."""
+        self._may_grow = False
+        log.info(f"{why} From now on, hosts join only at a restart.".lstrip())
+
+    def _next_plan(self) -> Plan:
+        """The plan for the hosts that are listed and usable now.
+
+        A list that is in error is ignored; the latest valid one stays in force.
+
+        Raises:
+            UserError: too few hosts can be used.
+            JobFailed: a machine failed.
+        """
+        forget_addresses()
+        try:
+            named = read_hosts(self._options.where, os.environ)
+        except (UserError, JobFailed) as error:
+            log.info(ignored(error))
+            named = self._named
+        try:
+            plan = self._plan_on(named)
+        except (UserError, JobFailed) as error:
+            if named == self._named:
+                raise
+            try:
+                plan = self._plan_on(self._named)
+            except (UserError, JobFailed):
+                raise error from None
+            log.info(ignored(error))
+            return plan
+        self._named = named
+        return plan
+
+    def _plan_on(self, named: Hosts) -> Plan:
+        return make_plan(
+            self._options,
+            self._started_at,
+            os.environ,
+            max_ranks=self._known.announcement.max_ranks,
+            named=named,
+            earlier=self._plan,
+        )
 
     def _must_stop(self) -> bool:
         """Whether the user has requested a stop, by a signal or by --stop-after."""
-        left_s = _stop_after_s(self._options, self._began_at)
-        return stop_is_requested(self._signals, within_s=0.0) or left_s == 0.0
+        is_over = self._stop_at <= time.monotonic()
+        return is_over or stop_is_requested(self._signals, within_s=0.0)
 
-    def _log_restart(self, request: Request, count: str = "") -> None:
-        known = self._known
+    def _log_restart(self, count: str = "") -> None:
+        request, known = self._plan.request, self._known
         log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
         global_batch_size = known.announcement.global_batch_size
         if global_batch_size is not None and request.world_size != known.world_size:
@@ -269,10 +298,6 @@ def _is_interrupted_without_folder(signals: SignalQueue) -> bool:
     return False
 
 
-def _with_settings(request: Request, settings: dict[str, str]) -> Request:
-    return replace(request, variables={**request.variables, **settings})
-
-
 def _resuming(request: Request, known: _Known) -> Request:
     """The request with the job's announcement for its restarts."""
     settings: dict[str, str] = {}
@@ -283,33 +308,11 @@ def _resuming(request: Request, known: _Known) -> Request:
     if known.announcement.run_dir:
         settings[RUN_DIR] = known.announcement.run_dir
     job = (*request.job, *known.announcement.resume_args)
-    return replace(_with_settings(request, settings), job=job)
+    return replace(with_settings(request, settings), job=job)
 
 
-def _shown(options: LaunchOptions, request: Request) -> Shown:
-    output = options.output
-    return Shown(output.log_ranks, output.has_prefix(request.world_size))
-
-
-def _limits(options: LaunchOptions, starter: RankStarter, began_at: float) -> Limits:
-    """The limits of one attempt. The clock of --stop-after starts at `began_at` (time.monotonic())."""
-    when = options.when
-    # srun may have to wait for other job steps to end.
-    starts_in_s = max(START_TIMEOUT_S, 2 * (options.how.timeout_s or 0))
-    start_timeout_s = None if starter.kind.has_scheduler else starts_in_s
-    return Limits(
-        grace_s=when.grace_s,
-        save_grace_s=when.save_grace_s,
-        start_timeout_s=start_timeout_s,
-        stop_after_s=_stop_after_s(options, began_at),
-        hang_timeout_s=when.hang_timeout_s,
-        grow_s=when.grow_s,
-    )
-
-
-def _stop_after_s(options: LaunchOptions, began_at: float) -> float | None:
-    """What is left of --stop-after, in seconds."""
-    stop_after_s = options.when.stop_after_s
-    if stop_after_s is None:
+def _start_timeout_s(options: LaunchOptions, starter: RankStarter) -> float | None:
+    """The time until the first rank has started. srun may have to wait for other job steps to end."""
+    if starter.kind.has_scheduler:
         return None
-    return max(0.0, began_at + stop_after_s - time.monotonic())
+    return max(START_TIMEOUT_S, 2 * (options.how.timeout_s or 0))

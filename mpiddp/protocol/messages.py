@@ -15,7 +15,7 @@ an earlier attempt's announcement to a restart, see `mpiddp.runtime.announcement
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
 place of "hello". After "received", the rank's output process sends frames, see `FRAME`. A rank of
 `mpiddp.spawn` gets its function over a connection that begins with "function", and returns its result over
-one that begins with "answer", see `mpiddp.launch.supervise.exchange`.
+one that begins with "answer", see `mpiddp.launch.exchange`.
 
 In `mpiddp run -- COMMAND` the script is a process of its own, within the command. It has a second connection,
 with a secret that is derived from the ranks'. "taken" refuses a second script of a rank; "stopping" tells the

@@ -1,7 +1,7 @@
 """`mpiddp run-function`: one rank of `mpiddp.spawn` runs the caller's function, and returns its result.
 
 The ranks have joined, as for a script. The function comes from the launcher, and the answer goes back to it,
-over connections that prove the job's secret: see `mpiddp.launch.supervise.exchange`.
+over connections that prove the job's secret: see `mpiddp.launch.exchange`.
 """
 
 from __future__ import annotations

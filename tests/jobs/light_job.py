@@ -8,13 +8,13 @@ stderr holds the ranks' exit codes.
 from __future__ import annotations
 
 import os
-import selectors
 import subprocess
 import sys
 import time
 
-from mpiddp.launch.supervise.control_server import ControlServer
-from mpiddp.launch.supervise.output import Outputs, Shown
+from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.output import Outputs
+from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.variables import OUTPUT
 from tests.patience import PATIENCE_S
 
@@ -30,9 +30,9 @@ with reporting(World(rank, world_size, rank, world_size, hostname="node1")):
 
 
 def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -> None:
-    with selectors.DefaultSelector() as selector:
+    with AwakeSelector() as selector:
         server = ControlServer(None, len(codes), selector)
-        outputs = Outputs(Shown(selection, prefix == "prefix"), len(codes), has_connections=True)
+        outputs = Outputs(selection, len(codes), has_prefix=prefix == "prefix")
         env = {**os.environ, **server.settings, OUTPUT: selection}
         ranks = []
         for rank, code in enumerate(codes):
@@ -53,6 +53,7 @@ def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -
         outputs.log(f"codes {[rank.returncode for rank in ranks]}")
         outputs.finish()
         assert outputs.is_finished(PATIENCE_S)
+        outputs.settle(is_said=False)
         server.close()
 
 

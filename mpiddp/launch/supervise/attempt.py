@@ -1,266 +1,399 @@
-"""One attempt at a job: a control channel, one mpirun, and the verdict.
+"""What one attempt at a job does about each event: phases, limits, and the order in which things end.
 
-A job has succeeded when every rank has reported success. mpirun's exit code counts only if no rank has
-reported: it is 0 after a killed daemon or a cut link, and 255 or 143 whatever the script returned.
+`Attempt._TABLE`, at the end, is the whole state machine. `mpiddp.launch.supervise.run` waits for the events,
+and `mpiddp.launch.supervise.verdict` judges what has happened.
 """
 
 from __future__ import annotations
 
-import os
-import selectors
-import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.hosts.names import is_this_host
-from mpiddp.hosts.probe import with_own_folder
-from mpiddp.launch import log
-from mpiddp.launch.starters.command import RankStarter, Request
-from mpiddp.launch.starters.openmpi import needs_own_session
-from mpiddp.launch.starters.table import compose
-from mpiddp.launch.supervise.awake_clock import AwakeClock
-from mpiddp.launch.supervise.control_server import ControlServer, Message
-from mpiddp.launch.supervise.exchange import Exchange
-from mpiddp.launch.supervise.growing import HostWatch
-from mpiddp.launch.supervise.job_state import NOTHING_ANNOUNCED, Announcement, JobState
-from mpiddp.launch.supervise.limits import Limits
-from mpiddp.launch.supervise.output import Shown
-from mpiddp.launch.supervise.signals import SignalQueue
-from mpiddp.launch.supervise.supervisor import MpirunEnd, Supervisor
-from mpiddp.paths import cause_of
-from mpiddp.protocol.variables import JOB, OUTPUT, SECRET
+from mpiddp.launch.exchange import Exchange
+from mpiddp.launch.grow import Found, HostSearch
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.supervise.control import ControlServer, Message
+from mpiddp.launch.supervise.mpirun import MpirunProcess
+from mpiddp.launch.supervise.phases import Event, Phase
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.supervise.stacks import StackRequest, hang_sentences, missing_sentence
+from mpiddp.launch.supervise.verdict import Stop, StopRecord
+from mpiddp.protocol.messages import CONFIRM_EVERY
 
+# Time limits for:
+SPREAD_S = 3.0  # a failure to reach all ranks by itself
+END_S = 2.0  # ranks to end after an "end" message
+STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
+EXIT_S = 10.0  # mpirun to end once no rank is left
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 
-@dataclass(frozen=True)
-class FirstFailure:
-    """The rank that failed first, its own name of its host, and its error, "" if it has reported none."""
-
-    rank: int
-    host: str
-    error: str
+CHECK_S = 1.0  # between two looks at the ranks' steps, or at their saves
+ACCEPT_AGAIN_S = 1.0  # until a machine without files is asked again
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The launcher's exit code, the sentence that explains it, and how the job resumes.
-
-    `first` is None unless a rank is known to be the first that failed.
-    `stop_was_requested`: by the user; with `is_at_once`, without a save. `grows`: by this launcher, to
-    restart on more hosts. The user's request takes precedence.
-    """
-
-    code: int
-    sentence: str = ""
-    announcement: Announcement = NOTHING_ANNOUNCED
-    made_steps: bool = False
-    stop_was_requested: bool = False
-    first: FirstFailure | None = None
-    is_at_once: bool = False
-    grows: bool = False
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the same command resumes the job."""
-        return self.code == STOPPED or (
-            self.code == INTERRUPTED and bool(self.announcement.resume_args)
-        )
-
-
-def attempt(
-    starter: RankStarter,
-    request: Request,
-    limits: Limits,
-    signals: SignalQueue,
-    shown: Shown,
-    exchange: Exchange | None = None,
-    watch: HostWatch | None = None,
-) -> Outcome:
-    """Run the job to its end, and leave no process of it on any host that can be reached.
+class Terms:
+    """What an attempt gets from its job.
 
     Args:
-        signals: stop requests.
-        shown: the ranks whose output is shown.
+        stop_at: when --stop-after is over, in time.monotonic()'s seconds: a batch system's clock runs on
+            while this process is stopped.
+        start_timeout_s: until the first rank has started; None for no limit.
         exchange: of the function that every rank runs, if the job is no script.
-        watch: looks for hosts; if it finds some, the job stops to restart on them.
-
-    Raises:
-        UserError: mpirun cannot be started with this request.
-        JobFailed: it cannot be started, because a machine failed.
+        search: for hosts that can join; None without `--grow`.
     """
-    hosts = request.names_of_ranks
-    state = JobState(hosts)
-    job = os.urandom(8).hex()
-    clock = AwakeClock()
-    with selectors.DefaultSelector() as selector, ExitStack() as stack:
-        is_local = all(is_this_host(name) for name in hosts)
-        # A container may have a /tmp of its own, without this launcher's Unix socket.
-        has_own_socket = is_local and not starter.kind.has_scheduler and not request.is_command
-        address = None if has_own_socket else request.network.control_address
-        server = ControlServer(address, len(hosts), selector, clock.now)
-        stack.enter_context(closing(server))
-        settings = {JOB: job, **server.settings, OUTPUT: shown.ranks}
-        if exchange is not None:
-            exchange.begin(server.settings[SECRET], len(hosts))
-        request = replace(request, variables={**request.variables, **settings})
-        supervisor = Supervisor(
-            selector,
-            server,
-            state,
-            limits,
-            clock,
-            shown,
-            watch=watch,
-            runs_command=request.is_command,
-            exchange=exchange,
+
+    options: LaunchOptions
+    stop_at: float = float("inf")
+    start_timeout_s: float | None = None
+    exchange: Exchange = field(default_factory=Exchange)
+    search: HostSearch | None = None
+
+
+Action = Callable[["Attempt"], None] | None
+__ = None
+
+
+class Attempt:
+    """The state of an attempt whose mpirun has just started."""
+
+    def __init__(
+        self, terms: Terms, ranks: Ranks, server: ControlServer, mpirun: MpirunProcess
+    ) -> None:
+        self._terms = terms
+        self._when = terms.options.when
+        self.ranks = ranks
+        self._server = server
+        self._mpirun = mpirun
+        self._timers = server.selector
+        self._phase = Phase.STARTING
+        self._stop = Stop.NONE
+        self._stop_reason = ""
+        self._stopping_since = 0.0
+        self._says_saving = False
+        self._limit = ""  # the time limit of a stop that the ranks exceeded
+        self._rank_failed = False  # after the user's request
+        self._join_timeout_s = 0.0
+        self._stacks = StackRequest(server, ranks)
+        self._reports: list[Event] = []  # that wait for the ranks' stacks
+        self._hangs_at: float | None = None  # the newest step when these were requested
+        self._began_at = self._timers.now()
+        self._unconfirmed: dict[int, int] = {}  # messages of progress of each rank
+        self._found = ""  # a host that can join, and how
+        self._said: set[str] = set()  # what is said only once
+        self.ended_because = ""  # the reason, if this launcher has ended the job as one that failed
+        if terms.start_timeout_s is not None:
+            self._timers.after(terms.start_timeout_s, Event.START_TIMEOUT)
+        if self._when.hang_timeout_s is not None:
+            self._timers.after(CHECK_S, Event.SEE_STEPS)
+
+    @property
+    def stop(self) -> StopRecord:
+        return StopRecord(self._stop, self._limit, self._rank_failed)
+
+    def on(self, event: Event) -> None:
+        """React to an event as `_TABLE` says."""
+        if action := self._TABLE[event][self._phase.value]:
+            action(self)
+
+    def on_signal(self, number: int) -> None:
+        if self._stop < Stop.BY_USER:
+            self.request_stop(signal.Signals(number).name)
+        elif (
+            number != signal.SIGHUP
+        ):  # a closing terminal may send two, from the shell and from the kernel
+            self.on(Event.SECOND_STOP)
+
+    def request_stop(self, reason: str) -> None:
+        """The user requests a stop, unless this has happened before."""
+        if self._stop < Stop.BY_USER:
+            self._stop, self._stop_reason = Stop.BY_USER, reason
+            self.on(Event.STOP)
+
+    def on_message(self, message: Message) -> None:
+        """React to a message of a rank."""
+        self.ranks.note(message)
+        match message.kind:
+            case "started":
+                self.on(Event.STARTED)
+                if self._stop is Stop.BY_USER:
+                    self._server.request_stop(message.rank)
+            case "joining":
+                self._join_timeout_s = self._join_timeout_s or message.facts["timeout_s"]
+                if len(self.ranks.joining) == 1:
+                    self.on(Event.FIRST_JOINED)
+                if len(self.ranks.joining) == self.ranks.world_size:
+                    self.on(Event.ALL_JOINED)
+            case "stopped":
+                self.on(Event.LAST_STEP)
+            case "progress":
+                self._confirm(message)
+            case "failed" | "lost" if message.rank in self.ranks.failures:
+                self.on(Event.HOST_LOST if message.facts.get("silent") else Event.FAILED)
+        if self._reports and not self._stacks.silent_ranks:
+            self._report()
+        if self.ranks.done and not self._server.has_ranks:
+            self.on(Event.ALL_LEFT)
+
+    def on_full(self, error: str) -> None:
+        """The ranks' connections wait, for want of files or memory."""
+        self._say_once(
+            f"ranks cannot connect: {error}. They can as soon as there is room. A job needs three open files "
+            "for each rank (ulimit -n)."
         )
-        has_session = needs_own_session(starter, request)
-        has_files = bool(compose(starter, request).files)
-        with _private_folder(needed=has_session or has_files) as folder:
-            command = compose(starter, replace(request, scratch=folder))
-            with _files_of_mpirun():
-                command.write_files()
-            env = {**with_own_folder(starter.program, os.environ), **command.settings}
-            if has_session:
-                env[starter.kind.session_folder] = folder
-            end = supervisor.run(command.argv, env, signals, starter.kind.stop_signal)
-    outcome = _outcome_by_ranks(starter, end, state, supervisor.verdict)
-    state.remove_error_files()
-    outcome = replace(
-        outcome,
-        announcement=state.announcement,
-        made_steps=bool(state.steps),
-        stop_was_requested=end.interrupted,
-        is_at_once=end.is_at_once,
-        grows=end.grows and not end.interrupted,
-    )
-    if outcome.code not in (DONE, BAD_INPUT, STOPPED) and not starter.kind.has_scheduler:
-        from mpiddp.launch.orphans import kill_orphans
+        self._timers.after(ACCEPT_AGAIN_S, Event.ACCEPT_AGAIN)
 
-        silent = state.silent_hosts()
-        left = [host for host in request.hosts.hosts if host.name not in silent]
-        kill_orphans(left, job, request.job[0], log.info, request.hosts.transport)
-    return outcome
+    def on_found(self, found: Found) -> None:
+        """A look for hosts that can join the job has found one, or a problem."""
+        if found.problem:
+            self._say_once(found.problem)
+        if found.host:
+            self._found = found.host
+            self.on(Event.HOST_FOUND)
 
+    def _confirm(self, message: Message) -> None:
+        """Tell a rank now and then that its progress is read. Without this, it falls silent."""
+        rank = message.rank
+        self._unconfirmed[rank] = self._unconfirmed.get(rank, 0) + 1
+        if self._unconfirmed[rank] >= CONFIRM_EVERY:
+            self._unconfirmed[rank] = 0
+            self._server.confirm(message)
 
-def _outcome_by_ranks(
-    starter: RankStarter, end: MpirunEnd, state: JobState, verdict: str
-) -> Outcome:
-    """The verdict by the ranks' messages. mpirun's exit code counts only if no rank has reported."""
-    if state.all_stopped:
-        return Outcome(STOPPED, "stopped on request.")
-    if verdict:
-        return Outcome(FAILED, verdict)
-    if end.failed_stopping and (first := state.first_failure()) and _has_reason(first, state):
-        return _outcome_of_failure(starter, end, state, first)
-    if end.interrupted and not (state.all_done and state.supports_stop):
-        return Outcome(INTERRUPTED, _interruption(end))
-    if state.all_done:
-        return _outcome_after_success(starter, end)
-    if end.was_killed:
-        return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
-    first = state.first_failure()
-    if first is None:
-        if end.code in (DONE, BAD_INPUT, STOPPED) and not state.started:
-            return _outcome_without_ranks(end)
-        return Outcome(FAILED, f"the job failed: {_cause(starter, end.code)}.")
-    return _outcome_of_failure(starter, end, state, first)
+    def _log(self, sentence: str) -> None:
+        self._mpirun.outputs.log(sentence)
 
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._log(sentence)
 
-def _outcome_after_success(starter: RankStarter, end: MpirunEnd) -> Outcome:
-    """The verdict after every rank has reported success. Only native code still ran then.
+    # --- starting, joining ---
 
-    Open MPI's exit code proves that a rank was killed by a signal. The others' may have another cause.
-    """
-    if end.code == DONE or end.was_ended:
-        return Outcome(DONE)
-    if name := _signal(starter, end.code):
-        return Outcome(
-            FAILED, f"all ranks finished, but one was killed by {name} while its process ended."
+    def _join(self) -> None:
+        self._phase = Phase.JOINING
+
+    def _unstarted(self) -> None:
+        """mpirun hangs, and no other limit would end it."""
+        self._end_job(
+            f"no rank has started in {self._terms.start_timeout_s:g} s: mpirun or one of its ssh logins "
+            "hangs. If a start takes that long, raise --timeout."
         )
-    return Outcome(DONE, f"all ranks finished, but {_cause(starter, end.code)} afterwards.")
 
+    def _await_rest(self) -> None:
+        self._timers.after(self._join_timeout_s, Event.JOIN_TIMEOUT)
 
-def _outcome_of_failure(
-    starter: RankStarter, end: MpirunEnd, state: JobState, first: Message
-) -> Outcome:
-    error = str(first.facts.get("error", ""))
-    # A verdict may name another rank.
-    is_verdict = first.facts.get("is_verdict", False)
-    failure = None if is_verdict else FirstFailure(first.rank, state.host_of(first.rank), error)
-    if first.kind == "failed" and first.facts["code"] in (BAD_INPUT, STOPPED):
-        return Outcome(first.facts["code"], state.unprinted_error(first), first=failure)
-    return Outcome(FAILED, state.sentence(first, _signal(starter, end.code)), first=failure)
+    def _seek(self) -> None:
+        self._request_stacks(Event.JOIN_STACKS)
 
+    def _not_joined(self) -> None:
+        self._end_job(missing_sentence(self.ranks, self._join_timeout_s))
 
-def _has_reason(first: Message, state: JobState) -> bool:
-    """Whether a rank failed while it saved and stopped, rather than being ended by the request."""
-    if first.kind != "failed" or first.rank not in state.supports_stop:
-        return False
-    return bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
+    def _run_on(self) -> None:
+        self._phase = Phase.RUNNING
+        if self._terms.search is not None:
+            self._terms.search.begin()
 
+    # --- running ---
 
-def _interruption(end: MpirunEnd) -> str:
-    if end.limit:
-        return f"interrupted: {end.limit}; the job was killed."
-    return "interrupted: the job was stopped."
+    def _see_steps(self) -> None:
+        """Without a step for too long, request the stacks of all ranks, then report the stuck ones."""
+        timeout_s, now = self._when.hang_timeout_s or 0.0, self._timers.now()
+        newest = self.ranks.newest_step_at
+        if self.ranks.all_done:
+            return
+        if newest is not None and now - newest >= timeout_s:
+            self._hangs_at = newest
+            self._request_stacks(Event.HANG_STACKS)
+            return
+        is_command = self._terms.options.job.is_command  # which may never make a step
+        if newest is None and is_command and now - self._began_at >= timeout_s:
+            self._say_once(
+                f"no rank has made a step in {timeout_s:g} s. --hang-timeout watches a command only if its "
+                "script calls mpiddp.should_stop() in every step."
+            )
+        self._timers.after(min(CHECK_S, timeout_s), Event.SEE_STEPS)
 
+    def _hung(self) -> None:
+        if self.ranks.newest_step_at != self._hangs_at:  # it was only slow
+            self._see_steps()
+        elif not self.ranks.all_done:
+            for sentence in hang_sentences(self.ranks, self._when.hang_timeout_s or 0.0):
+                self._log(sentence)
+            self._end_job("the job hung and was stopped.")
 
-def _outcome_without_ranks(end: MpirunEnd) -> Outcome:
-    """The verdict if mpirun ended without a failure but no rank reported, as ranks that refuse may not."""
-    if end.code == DONE:
-        return Outcome(FAILED, "the job failed: mpirun ended, but no rank ever reported.")
-    return Outcome(end.code)
+    def _request_stacks(self, report: Event) -> None:
+        """Report once every rank has sent its stacks, or after the time limits."""
+        self._stacks.send()
+        self._reports.append(report)
+        self._timers.after(STACKS_S, Event.STACKS_LATE)
+        self._timers.after(STACKS_S + INTERRUPTED_S, Event.STACKS_OVER)
+        if not self._stacks.silent_ranks:
+            self._report()
 
+    def _interrupt(self) -> None:
+        self._stacks.interrupt_silent_ranks()
 
-def _cause(starter: RankStarter, code: int) -> str:
-    if code < 0:
-        return f"{starter.program.name} was killed by {_signal_name(-code)}"
-    if name := _signal(starter, code):
-        return f"a rank was killed by {name}"
-    return f"{starter.program.name} ended with exit code {code}"
+    def _report(self) -> None:
+        self._timers.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
+        reports, self._reports = self._reports, []
+        for report in reports:
+            self.on(report)
 
+    def _grow(self) -> None:
+        """Stop all ranks after their present steps, however long these take, unless work would be lost."""
+        most = self.ranks.announcement.max_ranks
+        is_full = most is not None and self.ranks.world_size >= most
+        is_last_interval = self._terms.stop_at - time.monotonic() < (self._when.grow_s or 0.0)
+        if self._stop or self.ranks.done or is_full or is_last_interval:
+            return
+        if why_not := self.ranks.why_not_resumable:
+            self._say_once(f"{self._found}, but {why_not}, so the job continues without a restart.")
+            return
+        self._log(f"{self._found}: stopping to restart.")
+        self._stop = Stop.TO_GROW
+        self._ask_to_stop()
 
-def _signal(starter: RankStarter, code: int) -> str | None:
-    """The signal that killed a rank by mpirun's exit code, "" if none did; None if the code is ambiguous."""
-    if not starter.kind.proves_signals:
-        return None
-    return _signal_name(code - 128) if code - 128 in signal.valid_signals() else ""
+    # --- stopping, saving ---
 
+    def _ask_all(self) -> None:
+        """The user's first request: stop all ranks, within the time limits."""
+        if not self._server.has_ranks:
+            self._end_mpirun()
+            return
+        self._ask_to_stop()
+        self._begin_grace()
+        if self._phase is not Phase.SAVING:  # to grow
+            self._phase = Phase.STOPPING
+        if self.ranks.supports_stop:
+            self._log(
+                f"{self._stop_reason}: the ranks are saving and stopping; another signal kills them at once."
+            )
 
-def _signal_name(number: int) -> str:
-    """ "SIGKILL". Most real-time signals have no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    def _ask_to_stop(self) -> None:
+        for rank in self._server.connected:
+            self._server.request_stop(rank)
 
+    def _begin_grace(self) -> None:
+        self._stopping_since = self._timers.now()
+        self._timers.cancel(Event.SEE_GRACE)
+        self._timers.after(self._when.grace_s, Event.SEE_GRACE)
 
-@contextmanager
-def _private_folder(needed: bool) -> Iterator[str]:
-    if not needed:
-        yield "."
-        return
-    # Every mpirun splits ssh's arguments at blanks. (Importing tempfile would take 10 ms.)
-    parent = os.environ.get("TMPDIR", "")
-    if " " in parent or not os.access(parent, os.W_OK | os.X_OK):
-        parent = "/tmp"
-    folder = Path(parent).absolute() / f"mpiddp-{os.urandom(8).hex()}"
-    with _files_of_mpirun():
-        folder.mkdir(mode=0o700)
-    try:
-        yield str(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    def _save(self) -> None:
+        self._phase = Phase.SAVING
 
+    def _save_grown(self) -> None:
+        if self._stop is Stop.TO_GROW:
+            self._begin_grace()  # the others are in the same step
+            self._save()
 
-@contextmanager
-def _files_of_mpirun() -> Iterator[None]:
-    """Raise UserError or JobFailed if the body cannot write them."""
-    try:
-        yield
-    except OSError as error:
-        raise cause_of(error)(f"cannot write a file for mpirun: {error.strerror}.") from None
+    def _see_grace(self) -> None:
+        """End the ranks that have not stopped in time. A rank that saves has longer."""
+        grace_s, save_grace_s = self._when.grace_s, self._when.save_grace_s
+        now = self._timers.now()
+        since_stop = now - self._stopping_since
+        since_save = now - max(self.ranks.last_saved_at, self._stopping_since)
+        saving = sorted(self.ranks.saving)
+        if saving and since_stop < save_grace_s:
+            if not self._says_saving:
+                self._says_saving = True
+                self._log(
+                    f"{self.ranks.names(saving)} {'is' if len(saving) == 1 else 'are'} still saving; "
+                    f"waiting for at most {save_grace_s:g} s (--save-grace)."
+                )
+            self._timers.after(min(CHECK_S, save_grace_s - since_stop), Event.SEE_GRACE)
+        elif not saving and since_save < grace_s:  # after a save, a rank still has to leave
+            self._timers.after(grace_s - since_save, Event.SEE_GRACE)
+        else:
+            self._end_late(saving)
+
+    def _end_late(self, saving: list[int]) -> None:
+        late = saving or [r for r in sorted(self.ranks.started) if r not in self.ranks.done]
+        names, are = self.ranks.names(late), "was" if len(late) == 1 else "were"
+        self._limit = (
+            f"{names} {are} still saving {self._when.save_grace_s:g} s after the request (--save-grace)"
+            if saving
+            else f"{names} had not stopped {self._when.grace_s:g} s after the request (--grace)"
+        )
+        if self._stop is Stop.BY_USER:
+            self._end_mpirun()
+        else:
+            self._end_job(f"{self._limit}.")
+
+    # --- ending ---
+
+    def _spread(self) -> None:
+        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does."""
+        self._fail(SPREAD_S)
+
+    def _end_soon(self) -> None:
+        """Only this process notices a host that has stopped answering."""
+        self._fail(0.0)
+
+    def _fail(self, spread_s: float) -> None:
+        self._rank_failed = self._stop is Stop.BY_USER
+        self._phase = Phase.ENDING
+        self._timers.after(spread_s, Event.END_RANKS)
+        self._timers.after(spread_s + 1.0, Event.END_MPIRUN)
+
+    def _await_exit(self) -> None:
+        self._timers.after(EXIT_S, Event.END_MPIRUN)
+
+    def _end_job(self, reason: str) -> None:
+        self.ended_because = reason
+        self._phase = Phase.ENDING
+        self._end_ranks()
+        self._timers.after(END_S, Event.END_MPIRUN)
+
+    def _end_ranks(self) -> None:
+        self._server.end_all(code=1)
+
+    def _end_mpirun(self) -> None:
+        self._phase = Phase.ENDING
+        self._timers.cancel(Event.END_MPIRUN)
+        self._mpirun.stop()
+        # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.
+        self._timers.after(STOP_S, Event.KILL)
+
+    def _kill(self) -> None:
+        self._mpirun.kill_all()
+
+    def _kill_now(self) -> None:
+        self._stop = Stop.AT_ONCE
+        self._phase = Phase.ENDING
+        self._kill()
+
+    def _accept(self) -> None:
+        self._server.accept_again()
+
+    # What each event does in each phase, and "__" for nothing.
+    # fmt: off
+    _TABLE: ClassVar[dict[Event, tuple[Action, ...]]] = {
+        #                     STARTING     JOINING      RUNNING      STOPPING     SAVING       ENDING
+        Event.STARTED:       (_join,       __,          __,          __,          __,          __),
+        Event.FIRST_JOINED:  (_await_rest, _await_rest, __,          __,          __,          __),
+        Event.ALL_JOINED:    (_run_on,     _run_on,     __,          __,          __,          __),
+        Event.HOST_FOUND:    (__,          __,          _grow,       __,          __,          __),
+        Event.STOP:          (_ask_all,    _ask_all,    _ask_all,    __,          _ask_all,    __),
+        Event.LAST_STEP:     (__,          __,          _save_grown, _save,       __,          __),
+        Event.ALL_LEFT:      (_await_exit, _await_exit, _await_exit, _await_exit, _await_exit, __),
+        Event.FAILED:        (_spread,     _spread,     _spread,     _spread,     _spread,     __),
+        Event.HOST_LOST:     (_end_soon,   _end_soon,   _end_soon,   _end_soon,   _end_soon,   __),
+        Event.SECOND_STOP:   (_kill_now,   _kill_now,   _kill_now,   _kill_now,   _kill_now,   _kill_now),
+        # Timers, and what the stacks that one of them has requested are for:
+        Event.START_TIMEOUT: (_unstarted,  __,          __,          __,          __,          __),
+        Event.JOIN_TIMEOUT:  (_seek,       _seek,       __,          __,          __,          __),
+        Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
+        Event.SEE_STEPS:     (_see_steps,  _see_steps,  _see_steps,  __,          __,          __),
+        Event.HANG_STACKS:   (_hung,       _hung,       _hung,       __,          __,          __),
+        Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
+        Event.STACKS_OVER:   (_report,     _report,     _report,     __,          __,          __),
+        Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),
+        Event.END_RANKS:     (__,          __,          __,          __,          __,          _end_ranks),
+        Event.END_MPIRUN:    (_end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun),
+        Event.KILL:          (__,          __,          __,          __,          __,          _kill),
+        Event.ACCEPT_AGAIN:  (_accept,     _accept,     _accept,     _accept,     _accept,     _accept),
+    }
+    # fmt: on

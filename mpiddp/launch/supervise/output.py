@@ -9,6 +9,7 @@ reads until the end: mpirun aborts when the reader of its output goes away, as `
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import socket
 import threading
@@ -17,11 +18,25 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mpiddp.launch.supervise.screen import Screen, Source
-from mpiddp.protocol.messages import DEFAULT_RANKS, FRAME, LONGEST_LINE, STREAMS, is_shown
+from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS, is_shown
 from mpiddp.text import escaped
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _TICK_S = 0.25
+_QUIET_S = 1.0  # until a message of mpirun counts as complete though its last line is missing
+
+# What an mpirun says about the end of a rank, and what Hydra adds below. Both stand between two rules.
+_RULE = re.compile(rb"(-{60,}|={60,})\s*")
+_ABOUT_THE_END = re.compile(
+    rb"^\S+ detected that one or more processes exited with non-zero|^\S+ noticed that process rank|"
+    rb"^Primary job\s+terminated normally, but|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES",
+    re.MULTILINE,
+)
+_ADDED = re.compile(
+    rb"\s*|YOUR APPLICATION TERMINATED WITH THE EXIT .*\s*|This typically refers to a problem with your "
+    rb"application\.\s*|Please see the FAQ page for debugging suggestions\s*"
+)
+_LONGEST_MESSAGE = 30  # lines
 
 
 def open_closed_streams() -> None:
@@ -31,35 +46,97 @@ def open_closed_streams() -> None:
     os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The ranks whose output is shown, see `protocol.messages.is_shown`, and whether their number is."""
+class EndMessage:
+    """Holds back what mpirun says about the end of a rank until the verdict is known, which says it better.
 
-    ranks: str = DEFAULT_RANKS
-    has_prefix: bool = False
+    What mpirun prints after that waits with it, so the order stays. Everything else passes at once, except
+    that a text below a rule waits for the second rule, and never for longer than `_QUIET_S`.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""  # an incomplete line that may become a rule, or that waits
+        self._is_midline = False  # the beginning of the present line has passed
+        self._lines: list[bytes] = []  # that may become such a message
+        self._held: list[tuple[bytes, bool]] = []  # texts, and whether each is such a message
+
+    @property
+    def is_open(self) -> bool:
+        """Whether to call `release` once nothing more has come for a while."""
+        return bool(self._lines or self._rest) and not self._held
+
+    def add(self, text: bytes) -> bytes:
+        """What passes at once, now that `text` has come."""
+        *lines, self._rest = (self._rest + text).split(b"\n")
+        passed = b"".join(self._add_line(line + b"\n") for line in lines)
+        if self._lines or self._held or not self._rest or self._rest[:1] in b"-=":
+            return passed
+        return passed + self._pass_rest()
+
+    def release(self) -> bytes:
+        """What passes because nothing follows."""
+        passed = self._close() if self._lines else b""
+        return passed if self._held else passed + self._pass_rest()
+
+    def settle(self, *, is_said: bool) -> tuple[bytes, bytes]:
+        """What is left to show at the end, and what is not, because the verdict has said it."""
+        passed = self.release()
+        held = [*self._held, (self._rest, False)]
+        shown = b"".join(text for text, is_message in held if not (is_message and is_said))
+        left_out = b"".join(text for text, is_message in held if is_message and is_said)
+        return passed + shown, left_out
+
+    def _add_line(self, line: bytes) -> bytes:
+        if self._is_midline:
+            self._is_midline = False
+            return line
+        self._lines.append(line)
+        rules = sum(bool(_RULE.fullmatch(each)) for each in self._lines)
+        is_blank = len(self._lines) == 1 and not line.strip()  # Hydra's begins with an empty line
+        if is_blank or (rules == 1 and len(self._lines) < _LONGEST_MESSAGE):
+            return b""
+        return self._close()
+
+    def _close(self) -> bytes:
+        text = b"".join(self._lines)
+        self._lines = []
+        is_message = bool(_ABOUT_THE_END.search(text))
+        if not (self._held or is_message):
+            return text
+        self._held.append((text, is_message or bool(_ADDED.fullmatch(text))))
+        return b""
+
+    def _pass_rest(self) -> bytes:
+        passed, self._rest = self._rest, b""
+        self._is_midline = self._is_midline or bool(passed)
+        return passed
 
 
 class Outputs:
     """The job's stdout and stderr, and a thread for each.
 
     Args:
-        has_connections: the ranks can reach this process. Otherwise their output comes through mpirun's.
+        selection: the ranks that are shown, see `protocol.messages.is_shown`.
+        has_prefix: each of their lines begins with the rank and its host.
+        shows_end: what mpirun says about the end of a rank passes at once, see `EndMessage`.
     """
 
-    def __init__(self, shown: Shown, world_size: int, *, has_connections: bool) -> None:
-        self._has_prefix = shown.has_prefix
+    def __init__(
+        self, selection: str, world_size: int, *, has_prefix: bool = False, shows_end: bool = False
+    ) -> None:
+        self._has_prefix = has_prefix
         ranks = {
-            stream: {rank for rank in range(world_size) if is_shown(shown.ranks, rank, stream)}
+            stream: {rank for rank in range(world_size) if is_shown(selection, rank, stream)}
             for stream in STREAMS
         }
         groups = [(1, 2)] if _lead_to_one_place() else [(1,), (2,)]
         screens: dict[int, Screen] = {}
         for group in groups:
             count = len(set().union(*(ranks[stream] for stream in group)))
-            is_shared = has_connections and count > 1
-            screen = Screen(group[0], STREAMS[group[0]], is_shared=is_shared)
+            screen = Screen(group[0], STREAMS[group[0]], is_shared=count > 1)
             screens |= dict.fromkeys(group, screen)
-        self.copies = (OutputCopy(screens[1]), OutputCopy(screens[2]))
+        self.copies = tuple(
+            OutputCopy(screens[stream], None if shows_end else EndMessage()) for stream in STREAMS
+        )
         self._screens = screens
 
     def add(self, stream: int, rank: int, host: str, connection: socket.socket) -> None:
@@ -95,10 +172,20 @@ class Outputs:
 
     def is_finished(self, within_s: float) -> bool:
         """Whether everything has been copied. A terminal that is stopped by Ctrl-S delays it."""
-        if not all(copy.is_finished(within_s) for copy in self.copies):
-            return False
+        return all(copy.is_finished(within_s) for copy in self.copies)
+
+    def settle(self, *, is_said: bool) -> bytes:
+        """Show the rest of what mpirun has said, once all is finished, and close.
+
+        Args:
+            is_said: the verdict says what mpirun says about the end.
+
+        Returns:
+            What was not shown.
+        """
+        left_out = b"".join(copy.settle(is_said=is_said) for copy in self.copies)
         self._close_screens()
-        return True
+        return left_out
 
     def _close_screens(self) -> None:
         for screen in set(self._screens.values()):
@@ -122,14 +209,16 @@ class _Connection:
 class OutputCopy:
     """A thread that copies one stream of the job to a screen.
 
-    mpirun gets `pipe`, and `started` closes it here.
+    mpirun gets `pipe`, and `started` closes it here. `end_message`, if there is one, filters what it writes.
     """
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: Screen, end_message: EndMessage | None) -> None:
         self._screen = screen
+        self._end_message = end_message
         self._reader, self.pipe = os.pipe()
         os.set_blocking(self._reader, False)
         self._mpirun = Source(-1)
+        self._mpirun_at = 0.0  # when it last wrote
         self._wake_reader, self._wake_writer = os.pipe()
         self._new: deque[_Connection] = deque()
         # Changed only by assignment, because another thread reads it.
@@ -189,6 +278,7 @@ class OutputCopy:
                         self._admit(selector)
                 if self._screen.has_open_lines:
                     self._screen.show_quiet_lines()
+                self._release_quiet_text()
             while reads_mpirun and self._read_mpirun(is_last=True):
                 pass
         self._close()
@@ -196,7 +286,8 @@ class OutputCopy:
     def _wait(self, selector: selectors.BaseSelector) -> list[selectors.SelectorKey]:
         # A loop that only ticks is idle as well.
         self._idle_since = self._idle_since or time.monotonic()
-        ready = selector.select(_TICK_S if self._screen.has_open_lines else None)
+        waits = self._end_message is not None and self._end_message.is_open
+        ready = selector.select(_TICK_S if waits or self._screen.has_open_lines else None)
         if ready:
             self._idle_since = None
         return [key for key, _ in ready]
@@ -243,13 +334,32 @@ class OutputCopy:
         except BlockingIOError:
             return not is_last
         if chunk:
-            self._screen.show(self._mpirun, chunk)
+            self._mpirun_at = time.monotonic()
+            self._show_mpirun(chunk if self._end_message is None else self._end_message.add(chunk))
         return bool(chunk)
+
+    def _release_quiet_text(self) -> None:
+        if self._end_message is None or not self._end_message.is_open:
+            return
+        if time.monotonic() - self._mpirun_at >= _QUIET_S:
+            self._show_mpirun(self._end_message.release())
+
+    def _show_mpirun(self, text: bytes) -> None:
+        if text:
+            self._screen.show(self._mpirun, text)
+
+    def settle(self, *, is_said: bool) -> bytes:
+        """Show what waits for the verdict, unless that says it. Returns what was not shown."""
+        shown, left_out = b"", b""
+        if self._end_message is not None:
+            shown, left_out = self._end_message.settle(is_said=is_said)
+        self._show_mpirun(shown)
+        self._screen.end(self._mpirun)
+        return left_out
 
     def _close(self) -> None:
         for connection in (*self._connections, *self._new):
             connection.socket.close()
             self._screen.end(connection.source)
-        self._screen.end(self._mpirun)
         os.close(self._reader)
         os.close(self._wake_reader)

@@ -23,6 +23,8 @@ _ERASED = b"\r\x1b[K"  # the terminal's last line
 # What follows is cut at the right margin, and no longer.
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
 _REDRAWN = re.compile(rb"\r(?!\n)")
+# torch writes each line of a traceback behind "[rank1]: ". The prefix says it, so it is said once.
+_TORCH = re.compile(rb"^\[rank(\d+)\]: ?", re.MULTILINE)
 
 
 @dataclass(eq=False)
@@ -107,6 +109,7 @@ class Screen:
             begin = (b"\n" if is_other else b"") + source.prefix
         self._at = None if text.endswith(b"\n") else source
         if source.prefix:
+            text = _without_torch(text, source, is_midline=not begin)
             text = text[:-1].replace(b"\n", b"\n" + source.prefix) + text[-1:]
             text = _REDRAWN.sub(b"\r" + source.prefix, text)
         self._write(begin + text)
@@ -115,13 +118,13 @@ class Screen:
         end = text.rfind(b"\n") + 1
         lines = b""
         if end:
-            lines = _prefixed(bytes(source.line) + text[:end], source.prefix)
+            lines = _prefixed(bytes(source.line) + text[:end], source)
             source.line.clear()
             source.line_is_shown = False
         source.line += text[end:]
         source.changed_at = time.monotonic()
         if len(source.line) >= LONGEST_LINE:
-            lines += _prefixed(bytes(source.line) + b"\n", source.prefix)
+            lines += _prefixed(bytes(source.line) + b"\n", source)
             source.line.clear()
         if source.line:
             self._open.add(source)
@@ -169,11 +172,22 @@ class Screen:
             log.info(f"{self._name}: {reason}. The job continues, and its output there is lost.")
 
 
-def _prefixed(lines: bytes, prefix: bytes) -> bytes:
-    """The lines, each behind the prefix and as it looks in the end."""
+def _prefixed(lines: bytes, source: Source) -> bytes:
+    """The lines, each behind the source's prefix and as it looks in the end."""
+    prefix = source.prefix
+    lines = _without_torch(lines, source)
     if b"\r" in lines:
         lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
     return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
+
+
+def _without_torch(text: bytes, source: Source, *, is_midline: bool = False) -> bytes:
+    """The text without torch's own prefix of this rank, if ours says the same."""
+    if not source.prefix or b"[rank" not in text:
+        return text
+    own = str(source.rank).encode()
+    head, newline, tail = text.partition(b"\n") if is_midline else (b"", b"", text)
+    return head + newline + _TORCH.sub(lambda found: b"" if found[1] == own else found[0], tail)
 
 
 def _as_drawn(line: bytes) -> bytes:

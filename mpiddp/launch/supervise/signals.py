@@ -1,7 +1,8 @@
-"""Deliver signals through a socket, so that one selector waits for them and for other sockets."""
+"""What the launcher waits with: signals, and a selector with timers whose clock stands still under Ctrl-Z."""
 
 from __future__ import annotations
 
+import selectors
 import signal
 import socket
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -17,6 +19,58 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # do the like: one request arrives twice. A person who presses Ctrl-C twice takes longer than 0.3 s.
 _REPEAT_S = {signal.SIGINT: 0.3}
 _DEFAULT_REPEAT_S = 1.0
+
+
+_STOPPED_S = 2.0  # a wait that takes so much longer than requested was a stop
+
+
+class AwakeSelector(selectors.DefaultSelector):
+    """A selector with timers, whose clock stands still while this process is stopped, as by Ctrl-Z.
+
+    The ranks run on meanwhile, and their messages wait in the sockets. So after `fg`, no time limit must
+    have passed merely because this process has read nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stopped_s = 0.0
+        self._returned_at = time.monotonic()
+        self._timers: list[tuple[float, Any]] = []  # times and events, the next one first
+
+    def now(self) -> float:
+        """Seconds, from an arbitrary start."""
+        return time.monotonic() - self._stopped_s
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait at most `timeout` seconds. The time by which this returns late does not count."""
+        ready = super().select(timeout)
+        now = time.monotonic()
+        if timeout is not None:
+            late_s = now - self._returned_at - timeout
+            self._stopped_s += late_s if late_s > _STOPPED_S else 0.0
+        self._returned_at = now
+        return ready
+
+    def after(self, seconds: float, event: object) -> None:
+        """Let `due` return `event` in so many seconds."""
+        self._timers.append((self.now() + seconds, event))
+        self._timers.sort(key=lambda timer: timer[0])
+
+    def cancel(self, *events: object) -> None:
+        self._timers = [timer for timer in self._timers if timer[1] not in events]
+
+    def clear_timers(self) -> None:
+        self._timers.clear()
+
+    @property
+    def next_in_s(self) -> float:
+        """Seconds until the next timer, infinity without one."""
+        return self._timers[0][0] - self.now() if self._timers else float("inf")
+
+    def due(self) -> Iterator[Any]:
+        """The events of the timers that are over."""
+        while self._timers and self._timers[0][0] <= self.now():
+            yield self._timers.pop(0)[1]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Start and stop mpirun and every process that it starts on this host.
+"""Start and stop mpirun and every process that it starts on this host, and know what its exit code means.
 
 mpirun gets its own session, so that a Ctrl-C reaches it once, from this process. This process adopts
 mpirun's orphans, so that none of them outlives the job.
@@ -19,7 +19,9 @@ from mpiddp.hosts.processes import (
     signal_all,
     signal_at_parents_end,
 )
-from mpiddp.launch.supervise.output import OutputCopy
+from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.supervise.output import Outputs
+from mpiddp.launch.supervise.verdict import MpirunEnd, signal_name
 from mpiddp.paths import cause_of
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 
@@ -27,11 +29,10 @@ ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
 
 
 class MpirunProcess:
-    """One mpirun, and all that it starts on this host. `outputs` copy its stdout and stderr.
+    """One mpirun, and all that it starts on this host. `outputs` copies its stdout and stderr.
 
-    Args:
-        stop_signal: the signal that ends mpirun. If it is not SIGTERM, mpirun is shielded from SIGTERM: a
-            service manager or a batch system may send one to every process of a job, whose ranks still save.
+    If the starter's stop signal is not SIGTERM, mpirun is shielded from SIGTERM: a service manager or a batch
+    system may send one to every process of a job, whose ranks still save.
 
     Raises:
         UserError: mpirun cannot be started with these arguments.
@@ -42,10 +43,13 @@ class MpirunProcess:
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
-        outputs: tuple[OutputCopy, OutputCopy],
-        stop_signal: signal.Signals = signal.SIGTERM,
+        outputs: Outputs,
+        starter: RankStarter,
     ) -> None:
-        self._stop_signal = stop_signal
+        self.outputs = outputs
+        self._starter = starter
+        self._stop_signal = stop_signal = starter.kind.stop_signal
+        self._was_ended = False
         # Children of the shell that this process may have replaced by exec.
         self._strangers = frozenset(descendants(os.getpid()))
         adopt_orphans()
@@ -61,26 +65,40 @@ class MpirunProcess:
                 argv,
                 env=dict(env),
                 stdin=subprocess.DEVNULL if _is_in_background() else None,
-                stdout=outputs[0].pipe,
-                stderr=outputs[1].pipe,
+                stdout=outputs.copies[0].pipe,
+                stderr=outputs.copies[1].pipe,
                 start_new_session=True,
                 preexec_fn=prepare_child,
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
             raise cause_of(error)(f"cannot start {argv[0]}: {error.strerror}.") from None
-        for output in outputs:
-            output.started()
+        for copy in outputs.copies:
+            copy.started()
 
     @property
     def code(self) -> int | None:
         """Its exit code, -N if signal N killed it, None while it runs."""
         return self._process.poll()
 
+    @property
+    def end(self) -> MpirunEnd:
+        """How it ended, once it has."""
+        code = self._process.returncode
+        name = self._starter.program.name
+        return MpirunEnd(name, code, _rank_signal(self._starter, code), self._was_ended)
+
     def reap_adopted(self) -> None:
-        """Collect the adopted orphans that have ended."""
+        """Collect the adopted orphans that have ended.
+
+        These are in mpirun's session or in one of their own. In this process's session are the programs that
+        it has started itself, as `--grow` does, and waits for elsewhere.
+        """
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        with suppress(ChildProcessError):
+        with suppress(ChildProcessError, ProcessLookupError):
             while (ended := os.waitid(os.P_ALL, 0, options)) and ended.si_pid != self._process.pid:
+                is_own = os.getsid(ended.si_pid) == os.getsid(0)
+                if is_own and ended.si_pid not in self._strangers:
+                    return
                 os.waitpid(ended.si_pid, 0)
 
     def stop(self) -> None:
@@ -88,6 +106,7 @@ class MpirunProcess:
 
         The whole process group gets it, because Intel's mpirun is a shell script around another program.
         """
+        self._was_ended = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, self._stop_signal)
 
@@ -96,6 +115,7 @@ class MpirunProcess:
 
         The ranks' output processes end by themselves, once they have sent what the ranks wrote.
         """
+        self._was_ended = True
         signal_all(self._left, signal.SIGKILL)
 
     def end_orphans(self, grace_s: float) -> list[int]:
@@ -131,3 +151,10 @@ def _is_in_background() -> bool:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:  # no terminal
         return False
+
+
+def _rank_signal(starter: RankStarter, code: int) -> str | None:
+    """The signal that killed a rank by mpirun's exit code, "" if none did; None if the code is ambiguous."""
+    if not starter.kind.proves_signals:
+        return None
+    return signal_name(code - 128) if code - 128 in signal.valid_signals() else ""

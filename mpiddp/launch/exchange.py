@@ -14,7 +14,6 @@ import contextlib
 import socket
 import threading
 
-from mpiddp.launch.supervise.control_server import Message
 from mpiddp.protocol.messages import ANSWER, FUNCTION, GO, notice_silence
 from mpiddp.protocol.payload import Payload, receive_payload, send_payload
 
@@ -39,19 +38,24 @@ class Exchange:
         self.world_size = world_size
         self.answers = {}
 
-    def add(self, message: Message) -> None:
-        """Serve the connection of a rank in a thread, which lives for one transfer."""
-        connection: socket.socket = message.facts["connection"]
+    def add(self, rank: int, kind: str, connection: socket.socket) -> None:
+        """Serve the connection of a rank in a thread, which lives for one transfer.
+
+        Args:
+            kind: FUNCTION or ANSWER.
+        """
         if self._function is None:
             connection.close()
             return
-        arguments = (connection, message, self._function, self._secret, self.answers)
+        is_function = kind == FUNCTION
+        arguments = (connection, rank, is_function, self._function, self._secret, self.answers)
         threading.Thread(target=self._serve, args=arguments, daemon=True).start()
 
     def _serve(
         self,
         connection: socket.socket,
-        message: Message,
+        rank: int,
+        is_function: bool,
         function: Payload,
         secret: str,
         answers: dict[int, Payload],
@@ -60,12 +64,10 @@ class Exchange:
         with connection, contextlib.suppress(OSError, ValueError):
             connection.setblocking(True)
             notice_silence(connection, is_read_slowly=True)
-            if message.kind == FUNCTION:
+            if is_function:
                 connection.recv(len(GO))
                 send_payload(connection, function, secret, FUNCTION)
             else:
-                purpose = f"{ANSWER} {message.rank}"
-                answers[message.rank] = receive_payload(
-                    connection, secret, purpose, limit=self._limit
-                )
+                purpose = f"{ANSWER} {rank}"
+                answers[rank] = receive_payload(connection, secret, purpose, limit=self._limit)
                 connection.sendall(GO)

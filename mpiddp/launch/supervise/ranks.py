@@ -1,28 +1,18 @@
-"""The ranks' messages so far, and the verdict that follows from them, independent of mpirun's exit code."""
+"""What the ranks of an attempt have reported so far. Only the event loop changes it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.launch.supervise.control_server import Message
-from mpiddp.protocol.messages import recorded_error
+from mpiddp.launch.supervise.control import Message
 from mpiddp.text import escaped
 
-# Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
-# other's end at about the same time.
-_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
-_CONSEQUENCE_S = 0.3
-# The others' messages may overtake the message of the rank that failed first according to the store.
-_FIRST_S = 5.0
-_SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _NAMED = 4  # ranks in one sentence
-_EXPLAINS_S = 30.0  # a later end of a command has another reason than its script's error
-_AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
+EXPLAINS_S = 30.0  # a later end of a command has another reason than its script's error
 
 
 @dataclass(frozen=True)
@@ -39,8 +29,8 @@ NOTHING_ANNOUNCED = Announcement()
 
 
 @dataclass
-class JobState:
-    """The state of a job's ranks. `hosts` has the requested host of each rank."""
+class Ranks:
+    """The reports of all ranks. `hosts` has the requested host of each rank."""
 
     hosts: Sequence[str]
     started: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -117,7 +107,7 @@ class JobState:
     def _explained(self, message: Message) -> Message:
         """A rank's report with the reason of its script, if that has failed."""
         reason = self.script_failures.get(message.rank)
-        if reason is None or message.kind != "failed" or message.at - reason.at > _EXPLAINS_S:
+        if reason is None or message.kind != "failed" or message.at - reason.at > EXPLAINS_S:
             return message
         return replace(message, facts={**reason.facts, "code": message.facts["code"]}, at=reason.at)
 
@@ -154,19 +144,19 @@ class JobState:
         """
         return self.all_done and bool(self.stopped)
 
-    def first_failure(self) -> Message | None:
-        """The failure that caused the others.
+    @property
+    def why_not_resumable(self) -> str:
+        """The reason why the job would lose work by a stop; "" if it would lose none."""
+        if len(self.supports_stop) < self.world_size:
+            return "not every rank has called mpiddp.should_stop()"
+        if self.announcement == NOTHING_ANNOUNCED:
+            return "the script has announced nothing that resumes it (mpiddp.announce)"
+        return ""
 
-        A rank that vanished takes precedence over the broken connections of its peers, and a silent host
-        stopped answering long before it was noticed. A script that has failed may still be ending while the
-        others' commands have ended because of it.
-        """
-        first = min(self.failures.values(), key=_began, default=None)
-        if first is None:
-            return None
-        scripts = [each for rank, each in self.script_failures.items() if rank not in self.done]
-        causes = [each for each in scripts if 0 <= first.at - each.at <= _EXPLAINS_S]
-        return min([first, *causes], key=_began)
+    def files_of_lost_ranks(self) -> dict[int, str]:
+        """The files into which ranks that vanished may have written their error."""
+        lost = [rank for rank, message in self.failures.items() if message.kind == "lost"]
+        return {rank: self.error_files[rank] for rank in lost if rank in self.error_files}
 
     def remove_error_files(self) -> None:
         """Remove the files of @record on this host. Ranks that were killed could not."""
@@ -176,7 +166,7 @@ class JobState:
 
     def silent_hosts(self) -> set[str]:
         """The ones of `hosts` that stopped answering."""
-        return {self.hosts[rank] for rank, message in self.failures.items() if _is_silent(message)}
+        return {self.hosts[rank] for rank, message in self.failures.items() if is_silent(message)}
 
     def host_of(self, rank: int) -> str:
         """The rank's own name of its host, once it has reported it; else the requested host."""
@@ -190,74 +180,6 @@ class JobState:
         shown = ", ".join(map(self.name, ranks[:_NAMED]))
         return shown if len(ranks) <= _NAMED else f"{shown} and {len(ranks) - _NAMED} other ranks"
 
-    def sentence(self, first: Message, killed_by: str | None = None) -> str:
-        """The verdict: the rank that failed first, why, and where its traceback is.
 
-        Args:
-            killed_by: the signal by which a rank ended according to mpirun, "" if there was none, None
-                if mpirun does not report it.
-        """
-        others = " The other ranks were stopped." if self.world_size > 1 else ""
-        if first.kind == "lost" and first.facts["silent"]:
-            host = self.host_of(first.rank)
-            ranks = [r for r, message in self.failures.items() if _is_silent(message)]
-            there = sorted(r for r in ranks if self.host_of(r) == host)
-            names = f"rank{'s' if len(there) > 1 else ''} {', '.join(map(str, there))}"
-            return f"lost {host} ({names}): the host stopped answering.{others}"
-        recorded = recorded_error(self.error_files.get(first.rank, ""))
-        if first.kind == "lost" and recorded:
-            return f"{self.name(first.rank)} failed first: {_first_line(recorded)}.{others}"
-        if first.kind == "lost" and killed_by:
-            return f"{self.name(first.rank)} was killed by {killed_by}.{others}"
-        if killed_by == "" and first.kind == "lost" and len(lost := self._lost_with(first)) > 1:
-            return (
-                f"the ranks on {', '.join(lost)} ended at the same moment without an error, as when "
-                "the MPI daemon on one of these hosts is killed."
-            )
-        if first.kind == "lost":
-            return (
-                f"{self.name(first.rank)} ended first, without an error: it was killed, crashed in "
-                f"native code, or called os._exit.{others}"
-            )
-        error, log = first.facts["error"], self.logs.get(first.rank)
-        if first.facts["is_verdict"]:
-            return f"{error}{others}"
-        if not first.facts["traceback"]:
-            messages = f": {error}" if error else ""
-            code = first.facts["code"]
-            return f"{self.name(first.rank)} ended first, with exit code {code}{messages}.{others}"
-        where = f" (its traceback: {escaped(log)})" if log else ""
-        return f"{self.name(first.rank)} failed first: {_first_line(error)}{where}.{others}"
-
-    def unprinted_error(self, refusal: Message) -> str:
-        """The error of a rank that refused, "" if `errors.print_from_one_rank` has printed it on a rank."""
-        refused = (rank for rank, message in self.failures.items() if message.kind == "failed")
-        if any(self.hosts.index(self.hosts[rank]) == rank for rank in refused):
-            return ""
-        return str(refusal.facts["error"])
-
-    def _lost_with(self, first: Message) -> list[str]:
-        """The hosts of the ranks that vanished together with `first`, in the order of their ranks."""
-        ranks = [
-            rank
-            for rank, message in sorted(self.failures.items())
-            if message.kind == "lost" and message.at - first.at < _AT_ONCE_S
-        ]
-        return list(dict.fromkeys(self.host_of(rank) for rank in ranks))
-
-
-def _first_line(error: str) -> str:
-    return error.strip().partition("\n")[0].rstrip(".")
-
-
-def _is_silent(message: Message) -> bool:
+def is_silent(message: Message) -> bool:
     return message.kind == "lost" and bool(message.facts["silent"])
-
-
-def _began(message: Message) -> float:
-    """The estimated time when this rank's failure began."""
-    if message.kind == "lost":
-        return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
-    if message.facts["traceback"] and _CONSEQUENCE.search(message.facts["error"]):
-        return message.at + _CONSEQUENCE_S
-    return message.at - (_FIRST_S if message.facts["first"] else 0.0)

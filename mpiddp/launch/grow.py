@@ -1,0 +1,120 @@
+"""Look for hosts that can join a running job: `--grow 10m`.
+
+A look reads files, resolves names and logs in to hosts, any of which may hang. So a thread looks, and wakes
+the launcher's loop when it has found something. A look contacts only hosts that could add ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.names import forget_addresses
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.plan import Plan, read_hosts, run_preflight
+from mpiddp.text import all_of
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look has found: a host that can join ("node1 can join"), or a problem; "" for none."""
+
+    host: str = ""
+    problem: str = ""
+
+
+class HostSearch:
+    """The looks during one attempt. Its file descriptor is readable when `found` has news."""
+
+    def __init__(self, options: LaunchOptions, plan: Plan) -> None:
+        self._options = options
+        self._plan = plan
+        self._found: deque[Found] = deque()
+        self._receiver, self._sender = socket.socketpair()
+        self._is_over = threading.Event()
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def begin(self) -> None:
+        """Look from now on, every `--grow`."""
+        threading.Thread(target=self._search, daemon=True).start()
+
+    def found(self) -> Found:
+        self._receiver.recv(1)
+        return self._found.popleft()
+
+    def close(self) -> None:
+        """Look no more. A look that hangs is left alone: its thread ends with the process."""
+        self._is_over.set()
+        self._receiver.close()
+
+    def _search(self) -> None:
+        with self._sender, contextlib.suppress(OSError):  # the attempt is over
+            while not self._is_over.wait(self._options.when.grow_s):
+                found = look(self._options, self._plan)
+                if found != Found():
+                    self._found.append(found)
+                    self._sender.send(b".")
+
+
+def look(options: LaunchOptions, plan: Plan) -> Found:
+    """Look once, for hosts that `plan` could do with."""
+    try:
+        hosts = _candidates(options, plan)
+    except (UserError, JobFailed) as error:
+        return Found(problem=ignored(error))
+    try:
+        usable = _usable(hosts, options, plan) if hosts else []
+    except (UserError, JobFailed) as error:
+        return Found(problem=f"the job cannot grow now: {error}")
+    except Exception as error:  # the next look may succeed
+        return Found(problem=f"a look for hosts failed: {type(error).__name__}: {error}")
+    if not usable:
+        return Found()
+    used = {host.key for host in plan.hosts.hosts}
+    if new := [host.name for host in usable if host.key not in used]:
+        return Found(f"{all_of(new)} can join")
+    has = "has" if len(usable) == 1 else "have"
+    return Found(f"{all_of([host.name for host in usable])} {has} more slots")
+
+
+def ignored(error: UserError | JobFailed) -> str:
+    """The sentence about a list of hosts that is in error, as while it is edited."""
+    return f"the list of hosts cannot be used now, so the one of before stays in force: {error}"
+
+
+def _candidates(options: LaunchOptions, plan: Plan) -> list[Host]:
+    """The hosts of the list as it is now that could add ranks."""
+    where = options.where
+    if where.n is not None and plan.request.world_size >= where.n:
+        return []
+    listed = read_hosts(where, os.environ)
+    used = {host.key: host for host in plan.hosts.hosts}
+    places = len(listed.usable) - where.spares - len(plan.hosts.usable)
+    new = [host for host in listed.usable if host.key not in used]
+    larger = [
+        host for host in listed.usable if host.key in used and _is_larger(host, used[host.key])
+    ]
+    return [*(new if places > 0 else []), *larger]
+
+
+def _is_larger(host: Host, before: Host) -> bool:
+    return None not in (host.slots, before.slots) and (host.slots or 0) > (before.slots or 0)
+
+
+def _usable(hosts: Sequence[Host], options: LaunchOptions, plan: Plan) -> list[Host]:
+    """The hosts that pass the preflight, with the same versions as those that run the job."""
+    forget_addresses()
+    asked = {host.key for host in hosts}
+    others = [host for host in plan.hosts.usable if host.key not in asked]
+    together = replace(plan.named, hosts=(*others, *hosts))
+    _, complaints = run_preflight(options, together, plan.starter, os.environ, plan, plan.infos)
+    return [host for host in hosts if host not in complaints]
