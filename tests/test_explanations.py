@@ -117,6 +117,22 @@ def test_of_a_symptom_and_an_exception_the_earlier_one_is_named() -> None:
         assert first.failure.id == expected
 
 
+def test_the_launchers_own_verdict_is_known() -> None:
+    killed = explain(
+        ["mpiddp: rank 1 on node2 was killed by SIGKILL. The other ranks were stopped."]
+    )
+    assert killed is not None
+    assert killed.failure.id == "system-killed"
+    log = [
+        "ValueError: bad",
+        "mpiddp: rank 1 on n2 failed first: ValueError: bad. The other ranks were stopped.",
+    ]
+    assert [each.failure.id for each in explain_all(log)] == [
+        "python-exception",
+        "system-rank-ended",
+    ]
+
+
 def test_an_exception_alone_is_no_failed_job() -> None:
     assert explain(["ValueError: bad image, skipped"]) is None
     assert explain(["ValueError: bad image", "Process name: [1,0]"]) is None
@@ -227,7 +243,7 @@ def test_scary_words_of_healthy_scripts_are_no_failure() -> None:
         "NCCL INFO Connected all rings; NCCL INFO Setting affinity; NCCL WARN nothing is wrong",
         "checkpoint saved; 12 GB of 80 GB in use; disk not full; no space was wasted",
         "node0:1:1 [0] NCCL INFO connect to 10.0.0.2<4711> returned Connection refused, retrying",
-        "[c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -9 - Address family)",
+        "[c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -9 - Family)",
         "test_rank_killed PASSED; Killed by design: 0",
         "User note: connection reset by peer is retried; broken pipe is ignored; Broken pipe",
         "module foo: not found in cache; value: not found",

@@ -317,12 +317,12 @@ def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: 
         (
             lambda: cli._call("lauch", []),
             'mpiddp: unknown command "lauch". Did you mean "launch"? '
-            "Expected one of: launch, run, train, hosts, mesh, checkpoints, bench.",
+            "Expected one of: launch, run, train, hosts, mesh, explain, checkpoints, bench.",
         ),
         (
             lambda: cli._call("zzz", []),
             'mpiddp: unknown command "zzz". '
-            "Expected one of: launch, run, train, hosts, mesh, checkpoints, bench.",
+            "Expected one of: launch, run, train, hosts, mesh, explain, checkpoints, bench.",
         ),
         (
             lambda: parse_options(["-n", "2"]),

@@ -67,7 +67,7 @@ def _read(path: Path) -> list[Failure]:
             says=tuple(text.strip() for text in parser[name]["says"].split(" |")),
             cause=" ".join(parser[name]["cause"].split()),
             mend=" ".join(parser[name]["mend"].split()),
-            pattern=parser[name].get("pattern", ""),
+            pattern="".join(parser[name].get("pattern", "").split("\n")),
             weight=Weight[parser[name].get("weight", "cause").upper()],
         )
         for name in parser.sections()
