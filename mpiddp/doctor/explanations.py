@@ -100,11 +100,12 @@ def _shown_by(line: str) -> list[Failure]:
 
 def _line(block: bytes, start: int, end: int) -> tuple[str, int]:
     """The line around a match, at most _AROUND bytes on each side, and where to go on. \\r ends lines too."""
-    first = max(block.rfind(b"\n", 0, start), block.rfind(b"\r", 0, start)) + 1
-    ends = [at for at in (block.find(b"\n", end), block.find(b"\r", end)) if at != -1]
-    last = min(*ends, len(block), end + _AROUND)
-    line = block[max(first, start - _AROUND) : last].decode("utf-8", "replace").strip("\0")
-    return _PREFIX.sub("", line).strip(), last
+    before = block[max(0, start - _AROUND) : start]
+    after = block[end : end + _AROUND]
+    before = before[max(before.rfind(b"\n"), before.rfind(b"\r")) + 1 :]
+    after = re.split(rb"[\r\n]", after, maxsplit=1)[0]
+    line = (before + block[start:end] + after).decode("utf-8", "replace").strip("\0")
+    return _PREFIX.sub("", line).strip(), end + len(after)
 
 
 def _shown(line: str, failure: Failure) -> str:
