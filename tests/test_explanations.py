@@ -16,6 +16,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from docs import troubleshooting
+from mpiddp import cli
 from mpiddp.arguments import VERBS
 from mpiddp.doctor.explanations import explain, explain_all, explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Weight
 from mpiddp.doctor.memory import OomKills, oom_kills
 from tests.patience import PATIENCE_S
-from tests.ranks import ROOT, mpiddp, run_program
+from tests.ranks import ROOT, run_program
 
 TEXTS = ROOT / "tests" / "data" / "failures"
 NAMES = sorted(path.stem for path in TEXTS.glob("*.txt"))
@@ -339,16 +341,32 @@ def test_a_group_without_counts_is_unknown(cgroup2: Path) -> None:
 
 # ---- the command
 
+Command = Callable[[Path], tuple[int, str, str]]
 
-def test_a_log_is_explained_with_its_line_its_mend_and_a_link(tmp_path: Path) -> None:
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """`mpiddp explain LOG`: its exit code, stdout and stderr."""
+
+    def run(log: Path) -> tuple[int, str, str]:
+        code = cli.main(["explain", str(log)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_a_log_is_explained_with_its_line_its_mend_and_a_link(
+    tmp_path: Path, command: Command
+) -> None:
     log = tmp_path / "train.log"
     log.write_text(
         "step 1\nHost key verification failed.\nORTE was unable to reliably start one or more daemons.\n"
     )
-    done = mpiddp("explain", str(log))
+    code, out, err = command(log)
     row = BY_ID["ssh-host-key-unknown"]
-    assert done.returncode == 0
-    assert done.stdout == (
+    assert (code, err) == (0, "")
+    assert out == (
         f"{log}:2: Host key verification failed.\n"
         f"ssh: {row.cause}\n"
         f"Mend it: {row.mend}\n"
@@ -359,12 +377,12 @@ def test_a_log_is_explained_with_its_line_its_mend_and_a_link(tmp_path: Path) ->
     )
 
 
-def test_nothing_known_says_what_to_send(tmp_path: Path) -> None:
+def test_nothing_known_says_what_to_send(tmp_path: Path, command: Command) -> None:
     log = tmp_path / "good.log"
     log.write_text("all went well\n")
-    done = mpiddp("explain", str(log))
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith(f"{log}: no known failure in it. To ask somebody, send ")
+    code, out, err = command(log)
+    assert (code, err) == (1, "")
+    assert out.startswith(f"{log}: no known failure in it. To ask somebody, send ")
 
 
 def test_stdin_is_a_log_too() -> None:
@@ -392,23 +410,25 @@ def test_stdin_is_a_log_too() -> None:
     ],
     ids=["missing", "folder", "binary", "compressed"],
 )
-def test_what_is_no_log_is_refused(tmp_path: Path, make, reason: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_no_log_is_refused(
+    tmp_path: Path, command: Command, make: Callable[[Path], object], reason: str
+) -> None:
     path = tmp_path / "train.log"
     make(path)
-    done = mpiddp("explain", str(path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{path} {reason}")
-    assert done.stderr.count("\n") == 1
+    code, out, err = command(path)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"{path} {reason}")
+    assert err.count("\n") == 1
 
 
-def test_a_log_without_permission_is_refused(tmp_path: Path) -> None:
+def test_a_log_without_permission_is_refused(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "train.log"
     path.write_text("Killed\n")
     path.chmod(0)
     if os.access(path, os.R_OK):
         pytest.skip("root may read everything")
-    done = mpiddp("explain", str(path))
-    assert (done.returncode, done.stderr) == (2, f"{path} cannot be read (Permission denied).\n")
+    code, out, err = command(path)
+    assert (code, out, err) == (2, "", f"{path} cannot be read (Permission denied).\n")
 
 
 # ---- the page
