@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Provoke known failures for real, and keep what the programs print in tests/data/failures/ID.txt.
 #
-#   tests/provoke_failures.sh ID…        the functions below, by name; without one, all of them
+#   tests/provoke_failures.sh ID…        the functions below, by name; without one, all of them (8 minutes)
 #
+# shellcheck disable=SC2016  # programs of other shells stand in single quotes
 # Needs `python -m tests.mpis install`; for the functions below "hosts" also root and
 #   python -m tests.cluster --name failures up 3 --slurm
 cd "$(dirname "$0")/.." || exit
@@ -188,16 +189,19 @@ ssh-closed-early() { on node1 'python3 -c "
 import socket; s = socket.create_server((\"0.0.0.0\", 2022)); s.accept()[0].close()" & sleep 1; wait' &
   sleep 2; on node0 'ssh -o BatchMode=yes -p 2022 node1 true'; wait; }
 ssh-no-shell() { on node1 'sed -i.bak "s:^nobody.*:nobody\:x\:0\:0\:nobody\:/root\:/usr/sbin/nologin:" /etc/passwd'; on node0 'ssh -o BatchMode=yes nobody@node1 true'; on node1 'cat /etc/passwd.bak > /etc/passwd'; }
-openmpi-daemon-missing() { cp -r "$ROOT/.mpi/openmpi4" "$SCRATCH/"; on node0 "export PATH=$ROOT/.mpi/openmpi4/bin:\$PATH OPAL_PREFIX=$ROOT/.mpi/openmpi4 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+openmpi-daemon-missing() { on node0 "export PATH=$ROOT/.mpi/openmpi4/bin:\$PATH OPAL_PREFIX=$ROOT/.mpi/openmpi4 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   mpirun -H node1,node2 hostname; export PATH=$ROOT/.venv/bin:\$PATH; unset OPAL_PREFIX; mpirun -H node1,node2 hostname"; }
-openmpi-host-lost() { for mpi in .mpi/openmpi4/bin .venv/bin; do (sleep 6; on node1 'kill -9 $(pgrep -x "orted|prted")'  # of that host's own pid namespace
-   ) &
-  on node0 "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout 30 $ROOT/$mpi/mpirun -H node0,node1 sleep 20"; wait; done; }
+openmpi-host-lost() {  # the daemon is killed in its host's own pid namespace
+  for mpi in .mpi/openmpi4/bin .venv/bin; do
+    (sleep 6; on node1 'kill -9 $(pgrep -x "orted|prted")') &
+    on node0 "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout 30 $ROOT/$mpi/mpirun -H node0,node1 sleep 20"
+    wait
+  done; }
 mpi-host-not-started.unresolved() { on node0 "export PATH=$ROOT/.mpi/intelmpi/bin:\$PATH; mpirun -hosts node0,gpu-17 hostname"; }
-gloo-not-connected.loopback() { cat > /tmp/failures_train.py <<< "$IMPORTS; dist.init_process_group('gloo', timeout=s(seconds=8)); dist.barrier()"
+gloo-not-connected.loopback() { cat > "$SCRATCH/train.py" <<< "$IMPORTS; dist.init_process_group('gloo', timeout=s(seconds=8)); dist.barrier()"
   for rank in 0 1; do
-    on node$rank "GLOO_SOCKET_IFNAME=lo MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=$rank timeout 50 $ROOT/.venv/bin/python /tmp/failures_train.py" &
-  done; wait; rm /tmp/failures_train.py; }
+    on node$rank "GLOO_SOCKET_IFNAME=lo MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=$rank timeout 50 $ROOT/.venv/bin/python $SCRATCH/train.py" &
+  done; wait; }
 system-rank-ended.slurm() { on node0 'srun -N 2 bash -c "exit 3"'; }
 system-killed.slurm() { on node0 'srun -N 1 bash -c "kill -9 \$\$"'; }
 system-rank-ended.slurm-cancelled() { on node0 'srun -N 1 -J stopped sleep 30 & sleep 3; scancel -n stopped; wait'; }
