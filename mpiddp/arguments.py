@@ -21,6 +21,7 @@ VERBS = {
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
     "hosts": ("mpiddp.hosts.main", "check, convert and compare hostfiles"),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
+    "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
     "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),
     "bench": (
         "mpiddp.bench.main",

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "mpiddp"
 # The launcher's modules. import-linter checks that they import no other module of mpiddp.
 LAUNCHER = sorted(
     path
-    for part in ("launch/**/*.py", "hosts/**/*.py", "meshes/**/*.py", "*.py")
+    for part in ("launch/**/*.py", "hosts/**/*.py", "meshes/**/*.py", "doctor/**/*.py", "*.py")
     for path in PACKAGE.glob(part)
     if path.name not in ("__init__.py", "__main__.py", "cli.py")
 )
@@ -34,6 +34,7 @@ LIGHT_MODULES = (
     "mpiddp.hosts.hostfile",
     "mpiddp.launch.main",
     "mpiddp.meshes.main",
+    "mpiddp.doctor.main",
     "mpiddp.runtime.rendezvous",
     "mpiddp.runtime.run_script",
     "mpiddp.runtime.run_function",

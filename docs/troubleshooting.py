@@ -1,0 +1,77 @@
+"""The page of known failures, from the table that `mpiddp explain` uses.
+
+python -m docs.troubleshooting     # writes docs/troubleshooting.md
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpiddp.doctor.explanations import explain_file
+from mpiddp.doctor.failures import FAILURES, PROGRAMS, Failure
+
+PAGE = Path(__file__).with_suffix(".md")
+_TEXTS = Path(__file__).parent.parent / "tests" / "data" / "failures"
+
+# The messages of torch, NCCL, MPI and ssh that people search for most: those that fill public issue trackers.
+MOST_SEARCHED = (
+    *("cuda-out-of-memory", "nccl-timeout", "nccl-unnamed-error", "torch-store-unreachable"),
+    *(
+        "torch-address-in-use",
+        "system-rank-ended",
+        "cuda-device-side-assert",
+        "cuda-invalid-device",
+    ),
+    *(
+        "nccl-duplicate-gpu",
+        "torch-unused-parameters",
+        "torch-variable-missing",
+        "system-shared-memory",
+    ),
+    *("torch-state-dict-keys", "torch-without-cuda", "openmpi-slots", "openmpi-daemon-missing"),
+    *("mpi-host-not-started", "ssh-key-refused", "ssh-host-key-unknown", "gloo-not-connected"),
+)
+
+_HEAD = """\
+# Troubleshooting, by message
+
+<!-- Written by `python -m docs.troubleshooting` from mpiddp/doctor/failures. Change it there. -->
+
+A job failed, and you have its log, of mpiddp, mpirun, torchrun or Slurm:
+
+    mpiddp explain train.log
+
+It names the root cause before its consequences, what mends it, and the entry below. Exit code 0 says that it
+found one, 1 that it knows none, 2 that there is no such log. `mpiddp explain -` reads stdin.
+
+What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours.
+"""
+
+
+def text() -> str:
+    """The page."""
+    parts = [_HEAD, "## Most searched\n", "| message | entry |\n|---|---|"]
+    rows = {failure.id: failure for failure in FAILURES}
+    for name in MOST_SEARCHED:
+        parts.append(f"| {rows[name].program}: `{rows[name].says[0]}` | [{name}](#{name}) |")
+    for key, program in PROGRAMS.items():
+        parts.append(f"\n## {program}")
+        ours = [failure for failure in FAILURES if failure.id.partition("-")[0] == key]
+        for failure in sorted(ours, key=lambda each: each.id):
+            parts.append(
+                f"\n### {failure.id}\n\n```text\n{_looks_like(failure)}\n```\n\n"
+                f"{failure.cause}\n\n**Mend it:** {failure.mend}"
+            )
+    return "\n".join(parts) + "\n"
+
+
+def _looks_like(failure: Failure) -> str:
+    """The line of the real program's text that the row finds."""
+    names = sorted(_TEXTS.glob(f"{failure.id}.*"), key=lambda path: len(path.name))
+    with names[0].open("rb") as file:  # its own text, or else a variant's
+        return next(each.line for each in explain_file(file) if each.failure == failure)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text())
+    print(PAGE)

@@ -1,0 +1,57 @@
+"""How often the kernel killed a process of this control group because its memory limit was reached.
+
+before = oom_kills(pid)
+…                                 # the processes that the group holds
+if oom_kills(pid).count > before.count: …
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class OomKills:
+    """The kills of one control group since it exists.
+
+    Attributes:
+        count: how many processes the kernel has killed for lack of memory.
+        limit_bytes: the group's limit of memory, None for no limit.
+    """
+
+    count: int
+    limit_bytes: int | None
+
+
+def oom_kills(
+    pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _MOUNT
+) -> OomKills | None:
+    """The kills of the process's own group, or None where the kernel does not tell."""
+    try:
+        groups = [
+            line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()
+        ]
+        for _, controllers, path in groups:
+            if controllers == "memory":  # cgroup v1
+                folder = mount / "memory" / path.lstrip("/")
+                return _kills(folder, "memory.oom_control", "memory.limit_in_bytes")
+        for _, controllers, path in groups:
+            if not controllers:  # cgroup v2
+                return _kills(mount / path.lstrip("/"), "memory.events", "memory.max")
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _kills(folder: Path, events: str, limit: str) -> OomKills | None:
+    counts = dict(line.split() for line in (folder / events).read_text().splitlines())
+    text = (folder / limit).read_text().strip()
+    no_limit = text == "max" or int(text) > 1 << 60  # v1 writes the largest number of pages
+    return (
+        OomKills(int(counts["oom_kill"]), None if no_limit else int(text))
+        if "oom_kill" in counts
+        else None
+    )
