@@ -118,8 +118,20 @@ def test_a_hostfiles_port_reaches_ssh(hosts: Cluster, mpi: str) -> None:
     assert refused.returncode != 0  # no sshd listens on this port
 
 
-@pytest.mark.parametrize("options", [(), ("--no-check",)])
-def test_a_bare_hosts_gpus_are_counted_over_ssh(hosts: Cluster, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ((), "-n 4 is more than the 3 slots of -H (node1=2, node0=1)."),
+        (
+            ("--no-check",),
+            "-H: node1 has no slot count, and without the preflight its GPUs are not counted. "
+            "Write: node1 slots=N",
+        ),
+    ],
+)
+def test_the_preflight_counts_a_bare_hosts_gpus(
+    hosts: Cluster, options: tuple[str, ...], sentence: str
+) -> None:
     """node1 has two, node0 has none and gets one slot. Output of node1's .bashrc is ignored."""
     tools = hosts.shared / "tools"
     tools.mkdir(exist_ok=True)
@@ -134,7 +146,6 @@ def test_a_bare_hosts_gpus_are_counted_over_ssh(hosts: Cluster, options: tuple[s
     finally:
         startup.unlink()
     assert done.returncode == 2
-    sentence = "-n 4 is more than the 3 slots of -H (node1=2, node0=1)."
     assert done.stderr.splitlines()[-1] == sentence
 
 
