@@ -25,7 +25,6 @@ from mpiddp.protocol.variables import (
     ANNOUNCED,
     ERROR_FILE,
     JOB,
-    LAUNCHED_AT,
     MAX_RESTARTS,
     NETWORKS,
     RUN_DIR,
@@ -99,7 +98,7 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher: Launcher) -> None:
 
 
 # They are for the rank, or for the launcher; the path of the error file is one of the host.
-NOT_FOR_THE_SCRIPT = {JOB, LAUNCHED_AT, NETWORKS, MAX_RESTARTS, ERROR_FILE, *ALL_OUTPUT}
+NOT_FOR_THE_SCRIPT = {JOB, NETWORKS, MAX_RESTARTS, ERROR_FILE, *ALL_OUTPUT}
 
 
 def test_the_page_on_containers_names_what_a_command_gets() -> None:

@@ -9,9 +9,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-import torch.distributed as dist
-
 from tests.ranks import ROOT, clean_env
 from tests.test_control_channel import Launcher
 
@@ -40,18 +37,6 @@ def test_python_still_forgets_the_exit_code_of_a_script() -> None:
     assert run(code) == "[] (None, None, None)"
     hooks = "sys.excepthook = sys.unraisablehook = lambda *args: print(args)"
     assert run(f"import sys; {hooks}; sys.exit(3)") == ""
-
-
-def test_torch_still_has_no_hook_for_new_process_groups() -> None:
-    """mpiddp/runtime/first_all_reduce.py"""
-    hooks = {name for name in dir(dist) if "hook" in name.lower() or "callback" in name.lower()}
-    assert {name for name in hooks if not name.startswith("_")} == {"BuiltinCommHookType"}
-
-
-def test_torch_still_has_no_hook_for_a_file_in_which_ranks_meet() -> None:
-    """mpiddp/runtime/file_rendezvous.py"""
-    with pytest.raises(RuntimeError, match="already registered"):
-        dist.register_rendezvous_handler("file", lambda url: None)
 
 
 def test_a_thread_still_cannot_answer_while_native_code_holds_the_gil() -> None:

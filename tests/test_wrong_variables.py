@@ -11,7 +11,6 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.sockets import port_in
 from mpiddp.runtime.announcement import announced
-from mpiddp.runtime.first_all_reduce import time_first_all_reduce
 from mpiddp.runtime.join import _join_children, _seconds
 from mpiddp.runtime.placement import misplaced
 from mpiddp.runtime.session import Session
@@ -58,14 +57,6 @@ def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MPIDDP_TIMEOUT", text)
     with pytest.raises(UserError, match=r'^MPIDDP_TIMEOUT="\S{1,60}" is not a number of seconds'):
         _seconds("MPIDDP_TIMEOUT", 60.0)
-
-
-@pytest.mark.parametrize("text", ["x", "nan", "-1", "9" * 5000])
-def test_a_start_that_is_no_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDDP_LAUNCHED_AT", text)
-    monkeypatch.setenv("MPIDDP_VERBOSE", "1")
-    with pytest.raises(UserError, match=r"MPIDDP_LAUNCHED_AT=.* is not a time in seconds"):
-        time_first_all_reduce(World(0, 1, 0, 1))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ from mpiddp.protocol.variables import (
     BIND,
     GPUS,
     INTERFACE,
-    LAUNCHED_AT,
     LOG_DIR,
     NETWORKS,
     PLACEMENT,
@@ -278,7 +277,6 @@ def _settings(
         REPORT: 1 if options.report else None,
         VERBOSE: 1 if options.verbose else None,
         LOG_DIR: options.output.log_dir,
-        LAUNCHED_AT: None if options.dry_run else f"{started_at:.3f}",
         "MASTER_ADDR": options.how.master_addr,
     }
     return {name: str(value) for name, value in values.items() if value is not None}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
-TIMEOUT, LAUNCHED_AT = "MPIDDP_TIMEOUT", "MPIDDP_LAUNCHED_AT"
+TIMEOUT = "MPIDDP_TIMEOUT"
 REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
 ANNOUNCED, RUN_DIR = "MPIDDP_ANNOUNCED", "MPIDDP_RUN_DIR"
 SCRIPT_SECRET = "MPIDDP_SCRIPT_SECRET"
@@ -100,13 +100,7 @@ VARIABLES = (
         VERBOSE,
         "`launch -v`",
         "every rank",
-        "1: print the master address, each rank's interface, and the time of the first all-reduce",
-    ),
-    Variable(
-        LAUNCHED_AT,
-        "`launch`",
-        "every rank",
-        "when the user started the command, in seconds since 1970",
+        "1: print the master address, and each rank's interface",
     ),
     Variable(
         ANNOUNCED,

@@ -63,8 +63,6 @@ def join(
         world = world or World.from_env()
         log_to_console(world.rank)
         session.coordinator = _join(session, world, keep_mpi=keep_mpi, for_command=for_command)
-        if not for_command:
-            _watch_script(session.coordinator)
     coordinator = session.coordinator
     watch = FailureWatch(
         coordinator,
@@ -85,18 +83,6 @@ def join(
             _leave(session, coordinator, watch, keep_mpi)
     finally:
         session.watch = None
-
-
-def _watch_script(coordinator: Coordinator) -> None:
-    """Watch what a script does with torch, whose functions it calls by itself."""
-    from mpiddp.runtime.file_rendezvous import check_file_rendezvous
-    from mpiddp.runtime.first_all_reduce import time_first_all_reduce
-    from mpiddp.runtime.sampler_epochs import watch_samplers
-
-    time_first_all_reduce(coordinator.world)
-    check_file_rendezvous(coordinator)
-    if coordinator.world.rank == 0:
-        watch_samplers()
 
 
 def _end_with(
