@@ -4,14 +4,12 @@
     mesh = mpiddp.mesh(dp=4, tp=2)
     parallelize_module(model, mesh["tp"], plan)
 
-The ranks tell each other their hosts, so nothing depends on how a launcher numbers them.
-`mpiddp.meshes.layout` decides on the groups.
+The ranks tell each other their hosts. If their numbers would put a tensor-parallel group on several hosts,
+all of them refuse with one sentence.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -19,15 +17,14 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mpiddp.errors import BAD_INPUT, UserError, print_error
 from mpiddp.meshes.dimensions import check_sizes, resolve
-from mpiddp.meshes.layout import Layout, lay_out
+from mpiddp.meshes.layout import Layout
 from mpiddp.runtime.coordinator import Coordinator
 from mpiddp.runtime.master_address import machine_id
 from mpiddp.runtime.session import current
-from mpiddp.text import counted
 from mpiddp.world import is_joined
 
 _GATHER_TIMEOUT_S = 600.0  # a rank may still read its data
@@ -54,7 +51,8 @@ def mesh(
 
     Raises:
         SystemExit: code 2, on every rank, after rank 0 has printed the reason: an unknown name, sizes that do
-            not fill the ranks or the hosts, different arguments on some rank.
+            not fill the ranks or the hosts, ranks that are not numbered host by host, different arguments on
+            some rank.
         UserError: there is no process group.
         JobFailed: a rank has not called this within 10 minutes.
     """
@@ -75,10 +73,14 @@ def mesh(
     ranks = _ranks()
     answers = ranks.gather(own)
     try:  # of the same answers, so every rank comes to the same result
-        layout = _layout(answers)
+        sizes_of_mesh = _sizes(answers)
     except UserError as error:
         ranks.refuse(f"mpiddp.mesh: {error}")
-    return _device_mesh(layout, own["device_type"])
+    return init_device_mesh(
+        own["device_type"],
+        tuple(sizes_of_mesh.values()),
+        mesh_dim_names=tuple(sizes_of_mesh),
+    )
 
 
 class _Joined:
@@ -106,14 +108,10 @@ class _Grouped:
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def gather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """As `_Joined.gather`. The values travel as bytes of JSON: objects would be pickled."""
-        text = json.dumps(value).encode()
-        length = torch.tensor(len(text))
-        dist.all_reduce(length, dist.ReduceOp.MAX, group=self._group)
-        own = torch.tensor(list(text.ljust(int(length))), dtype=torch.uint8)
-        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, own, group=self._group)
-        return [json.loads(bytes(each.tolist())) for each in found]
+        """As `_Joined.gather`."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def refuse(self, sentence: str) -> NoReturn:
         """As `_Joined.refuse`."""
@@ -132,8 +130,8 @@ def _ranks() -> _Joined | _Grouped:
     return _Joined(session.coordinator) if is_same else _Grouped()
 
 
-def _layout(answers: Sequence[dict[str, Any]]) -> Layout:
-    """The layout that all ranks agree on. Raises UserError if they do not, or if nothing fits."""
+def _sizes(answers: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The sizes that all ranks agree on. Raises UserError if they do not, or if nothing fits."""
     problems = [answer["problem"] for answer in answers]
     if any(problems):
         rank = next(rank for rank, problem in enumerate(problems) if problem)
@@ -146,16 +144,11 @@ def _layout(answers: Sequence[dict[str, Any]]) -> Layout:
             "arguments on all ranks."
         )
     hosts = _labels([(answer["host"], answer["hostname"]) for answer in answers])
-    sizes, across = answers[0]["sizes"], answers[0]["tp_across_hosts"]
-    sizes = resolve(sizes, hosts, unit="rank", tp_across_hosts=across)
-    layout = lay_out(hosts, sizes, tp_across_hosts=across)
-    if not layout.is_ascending and not _KEEPS_ORDER:
-        raise UserError(
-            f"torch {torch.__version__} sorts the ranks of a group, and as the ranks of these "
-            f"{counted(len(set(hosts)), 'host')} are numbered, no groups inside hosts are sorted. Start the "
-            "ranks host by host (mpiddp launch, or mpirun --map-by slot)."
-        )
-    return layout
+    across = answers[0]["tp_across_hosts"]
+    sizes = resolve(answers[0]["sizes"], hosts, unit="rank", tp_across_hosts=across)
+    if not across:
+        Layout(sizes, tuple(hosts)).require_tp_inside_hosts()
+    return sizes
 
 
 def _call(answer: dict[str, Any]) -> str:
@@ -198,25 +191,3 @@ def _device_type(requested: str | None) -> str:
             ) from None
     gpu = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if gpu is None or dist.get_backend() == "gloo" else gpu.type
-
-
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
-
-
-def _device_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    names = tuple(layout.sizes)
-    ranks = torch.tensor(layout.ranks, dtype=torch.int).reshape(*layout.sizes.values())
-    if layout.is_ascending:
-        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
-    # DeviceMesh would sort the ranks of each group: a rank's coordinate would not be its rank in the group.
-    groups = [_own_group(layout, name) for name in names]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
-
-
-def _own_group(layout: Layout, name: str) -> Any:
-    """The process group of this rank along a dimension. All ranks form all groups, in the same order."""
-    own = None
-    for ranks in layout.groups(name):
-        group = dist.new_group(list(ranks), sort_ranks=False, group_desc=f"mesh_{name}")
-        own = group if dist.get_rank() in ranks else own
-    return own
