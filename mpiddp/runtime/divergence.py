@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.digest import combine, digest_all
+from mpiddp.runtime.digest import digest
 from mpiddp.runtime.session import current
 from mpiddp.text import all_of, listed
 from mpiddp.world import World
@@ -59,7 +59,7 @@ def check_divergence(
     if sentence := find_divergence(model, optimizer, step=step, group=group):
         current().wait_for_saves()
         device = next(model.parameters()).device
-        _all_gather(torch.zeros(1, device=device), group)  # the first rank to exit ends the others
+        _all_gather(0, device, group)  # the first rank to exit ends the others
         raise JobFailed(sentence)
 
 
@@ -79,21 +79,20 @@ def find_divergence(
             "mpiddp.check_divergence: each rank has its own shard of every tensor, so there is nothing to "
             "compare. Name the ranks that hold the same shards with group=, or leave the call out."
         )
-    digests = digest_all(tensors.values())
+    device = next(iter(tensors.values())).device
+    digests = torch.stack([digest(each).to(device) for each in tensors.values()]).tolist()
     kinds = [f"{name} {each.dtype} {list(each.shape)}" for name, each in tensors.items()]
-    signature = int.from_bytes(sha256("\n".join(kinds).encode()).digest()[:8], "big", signed=True)
-    if len(set(_all_gather(combine(digests) ^ signature, group))) == 1:
+    if len(set(_all_gather(_number(kinds, digests), device, group))) == 1:
         return ""
-    ranks = _names(group)
-    kinds_of_ranks = [
-        text.split("\n") for text in _all_gather_text("\n".join(kinds), digests.device, group)
-    ]
+    if dist.get_backend(group) not in _HOST_BACKENDS:
+        torch.accelerator.set_device_index(device)  # all_gather_object copies to the current one
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (kinds, digests), group)
+    ranks, kinds_of_ranks = _names(group), [kinds for kinds, _ in found]
     if len(set(map(tuple, kinds_of_ranks))) > 1:
         reason = _other_tensors(ranks, kinds_of_ranks)
     else:
-        found = _all_gather(digests, group)
-        rows = [found[start : start + len(tensors)] for start in range(0, len(found), len(tensors))]
-        reason = differing_ranks(ranks, list(tensors), rows)
+        reason = differing_ranks(ranks, list(tensors), [digests for _, digests in found])
     return f"{'' if step is None else f'step {step}: '}the ranks have diverged: {reason}."
 
 
@@ -226,26 +225,20 @@ def _sharded_parameters(model: nn.Module) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
-def _all_gather(values: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """The values of all ranks, those of the first rank first: [N · len(values)]. One copy to the host."""
-    flat = values.reshape(-1)
-    if dist.get_backend(group) in _HOST_BACKENDS:
-        flat = flat.cpu()
-    gathered = flat.new_empty(dist.get_world_size(group) * len(flat))
-    dist.all_gather(list(gathered.split(len(flat))), flat, group=group)
+def _number(kinds: Sequence[str], digests: Sequence[int]) -> int:
+    """64 bits for all tensors of a rank, which any difference changes."""
+    text = "\n".join([*kinds, *map(str, digests)])
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def _all_gather(number: int, device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
+    """The numbers of all ranks: [N]. Each is below 2^63 in size."""
+    is_on_host = dist.get_backend(group) in _HOST_BACKENDS
+    own = torch.tensor([number], device="cpu" if is_on_host else device)
+    gathered = own.new_empty(dist.get_world_size(group))
+    dist.all_gather(list(gathered.split(1)), own, group=group)
     numbers: list[int] = gathered.tolist()
     return numbers
-
-
-def _all_gather_text(text: str, device: torch.device, group: dist.ProcessGroup | None) -> list[str]:
-    own = text.encode()
-    sizes = _all_gather(torch.tensor([len(own)], device=device), group)
-    padded = torch.tensor(list(own.ljust(max(sizes), b"\0")), dtype=torch.uint8, device=device)
-    gathered = bytes(_all_gather(padded, group))
-    starts = range(0, len(gathered), max(sizes))
-    return [
-        gathered[start : start + size].decode() for start, size in zip(starts, sizes, strict=True)
-    ]
 
 
 def _names(group: dist.ProcessGroup | None) -> list[str]:
