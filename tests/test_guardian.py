@@ -1,6 +1,6 @@
 """The guardian of a command: each signal arrives once, and no process is left, whoever is killed.
 
-Tests mpiddp/runtime/command/{guardian,guardian_process,signals}.py.
+Tests mpiddp/runtime/command/guardian.py.
 python -m pytest tests/test_guardian.py
 """
 
@@ -26,9 +26,8 @@ from tests.ranks import clean_env
 RANK = """
 import os, sys
 from mpiddp.runtime.command.guardian import AGENT_STORE, Guardian
-guardian = Guardian()
 exec(sys.argv[1])
-guardian.start(sys.argv[2:], {**os.environ, AGENT_STORE: "True"}, keeps_stdin=True)
+guardian = Guardian(sys.argv[2:], {**os.environ, AGENT_STORE: "True"}, keeps_stdin=True)
 print("ended", guardian.wait(), *sorted(guardian.passed), flush=True)
 """
 # Prints the signals that it gets, until SIGUSR2.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps
+from mpiddp.runtime.ending import Ending
 from mpiddp.runtime.launcher_connection import NO_MESSAGE, connect_to_launcher
 from mpiddp.runtime.native_stacks import write_stack_on_urgent_byte
 from mpiddp.world import World
@@ -84,22 +85,18 @@ class ControlClient:
     def _confirm_progress(self) -> None:
         self._unconfirmed = 0
 
-    def failed(self, code: int, error: str, trace: str = "", *, is_verdict: bool = False) -> None:
-        """Report that this rank failed, unless it has been reported.
-
-        Args:
-            error: a sentence; with `is_verdict` it names what failed, which may be another rank.
-        """
+    def failed(self, ending: Ending) -> None:
+        """Report how this rank failed, unless it has been reported."""
         if self._is_over:
             return
         self._is_over = True
         self.send(
             "failed",
-            code=code,
-            error=error[:TEXT_LIMIT],  # the beginning is the useful part
-            traceback=trace[-TEXT_LIMIT:],
+            code=ending.code,
+            error=ending.sentence[:TEXT_LIMIT],  # the beginning is the useful part
+            traceback=ending.traceback[-TEXT_LIMIT:],
             first=self.is_first,
-            is_verdict=is_verdict,
+            is_verdict=ending.is_verdict,
         )
 
     def done(self) -> None:

@@ -23,6 +23,7 @@ from mpiddp.errors import (
     UserError,
     print_error,
 )
+from mpiddp.runtime.ending import Refused
 from mpiddp.runtime.signed_store import NEWS, SignedStore
 from mpiddp.world import World
 
@@ -35,20 +36,8 @@ Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
-_FIRST_FAILURE = "first failure"  # a key with the number of the rank that failed first
+_FIRST_FAILURE = "first failure"  # keys with the number of the rank that failed first
 RANK_0_LEFT = "rank 0 left"  # a key that rank 0 sets before it closes the store
-
-
-class Refused(SystemExit):
-    """All ranks leave together. `code` is 2 for bad input, 1 if a machine or the network is the reason.
-
-    Rank 0 has printed the `sentence`, unless the launcher will (`is_printed`).
-    """
-
-    def __init__(self, code: int, sentence: str, *, is_printed: bool = True) -> None:
-        super().__init__(code)
-        self.sentence = sentence
-        self.is_printed = is_printed
 
 
 class Coordinator:
@@ -69,6 +58,7 @@ class Coordinator:
         self.watched_values = self.values.clone()
         self.hostnames: tuple[str, ...] = ()  # [world_size]; empty until the ranks have joined
         self.has_launcher = False  # which prints why a job failed
+        self._stay = 0  # counts the times that this rank has entered
         self._is_first: bool | None = None
         self._round = 0
         self._published = ""  # the key that rank 0 published in the latest exchange
@@ -178,8 +168,17 @@ class Coordinator:
         self.leave()
         raise Refused(code, "\n".join(sentences))
 
+    def enter(self) -> int:
+        """Begin another stay in the job, which ends with `leave`. Returns its number.
+
+        A script may catch the error that has ended a stay. In the next one no rank has failed.
+        """
+        self._stay += 1
+        self._is_first = None
+        return self._stay
+
     def claim_first_failure(self) -> bool:
-        """Whether this rank is the first of the job to fail.
+        """Whether this rank is the first to fail in this stay.
 
         Without a store, only rank 0 counts as the first. Call this as soon as an error is caught: the
         unwinding breaks connections, and the other ranks then fail as well.
@@ -187,18 +186,22 @@ class Coordinator:
         if self._is_first is None:
             try:
                 own = str(self.world.rank)
-                self._is_first = self.values.set_if_missing(_FIRST_FAILURE, own) == own
+                self._is_first = self.values.set_if_missing(self._first_failure, own) == own
             except RuntimeError:  # rank 0 has ended, so it was first
                 self._is_first = self.world.rank == 0
         return self._is_first
 
     def has_failed(self, values: SignedStore) -> bool:
-        """Whether a rank has failed, which ends the job.
+        """Whether a rank has failed in this stay.
 
         Args:
             values: the store over a connection of the calling thread.
         """
-        return values.get(_FIRST_FAILURE) is not None
+        return values.get(self._first_failure) is not None
+
+    @property
+    def _first_failure(self) -> str:
+        return f"{_FIRST_FAILURE}/{self._stay}"
 
     def arrive(self, point: str) -> None:
         """Record that this rank is at `point`; at most once per point. Does not wait."""

@@ -12,17 +12,19 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
-from mpiddp.errors import BAD_INPUT, FAILED, STOPPED, JobFailed, UserError, print_error
+from mpiddp.errors import FAILED, print_error
 from mpiddp.runtime.coordinator import RANK_0_LEFT, Coordinator
+from mpiddp.runtime.ending import Ending, ending_of
 from mpiddp.runtime.host_news import HostNews
 from mpiddp.runtime.signed_store import NEWS, whole_number
 from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.runtime.stop_signals import handle_sigusr1, unblock_sigusr1
 
-_FAILED_KEY = "failed"  # in the store; its value is the exit code of the rank that failed first
+_FAILED = "failed"  # keys in the store, whose value is the exit code of the rank that failed first
 _CHECK_INTERVAL_S = 0.5
 _AGREE_INTERVAL_S = 0.02  # while the ranks agree on the step of a stop
 _FULL_EVERY = 10  # checks; a stranger may have deleted the news
@@ -51,6 +53,9 @@ class FailureWatch:
         self._coordinator = coordinator
         self._stop = stop
         self._has_launcher = has_launcher
+        stay = coordinator.enter()
+        stop.enter(stay)
+        self._failed_key = f"{_FAILED}/{stay}"
         self._exit_now = exit_now
         self._over = threading.Event()
         # The thread must not be inside torch when the interpreter ends, so it polls the store instead
@@ -74,37 +79,27 @@ class FailureWatch:
         if self._thread.is_alive():
             self._thread.join()
 
+    def leave(self) -> None:
+        """End this process no more when another rank fails: it has an error, which the script may catch."""
+        self._over.set()
+
     def end_the_job(self, code: int) -> None:
         """End the other ranks with `code`. This process ends by itself later."""
         self._over.set()
         with contextlib.suppress(RuntimeError):  # the store ended with rank 0: all ranks know
-            self._coordinator.values.set(_FAILED_KEY, str(code))
+            self._coordinator.values.set(self._failed_key, str(code))
             self._coordinator.values.set(NEWS, "")
 
-    def exits(self, code: int, reason: str = "") -> None:
-        """The script exits with a code other than 0: end the job with that code.
+    def fail(self, ending: Ending) -> None:
+        """This rank has failed: say so, and end the others.
 
-        A rank that refused its input has printed why, and one that stops on request has not failed.
+        The first rank to fail says it. Without a traceback to print, the others wait to be ended.
         """
-        if self._coordinator.claim_first_failure() and code not in (BAD_INPUT, STOPPED):
-            self._print_ending(f"ended with exit code {code}{f': {reason}' if reason else ''}")
-        self.end_the_job(code)
-
-    def refuse(self, error: UserError) -> None:
-        """Bad input that is found while the job runs: print its sentence, and end all ranks with code 2."""
         if self._coordinator.claim_first_failure():
-            self._print_once(error)
-        else:
+            self._print_once(ending)
+        elif ending.is_verdict or ending.is_refusal:
             self._wait_for_end()
-        self.end_the_job(BAD_INPUT)
-
-    def fail(self, error: JobFailed) -> None:
-        """A machine, the network or another rank has failed: print its sentence, and end all ranks."""
-        if not self._coordinator.claim_first_failure():
-            self._wait_for_end()
-        elif not self._has_launcher:
-            self._print_once(error)
-        self.end_the_job(FAILED)
+        self.end_the_job(ending.code)
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -114,35 +109,53 @@ class FailureWatch:
         The other ranks' errors about broken connections follow from it and would only hide it. An error
         that is a sentence needs no traceback. A launcher gets it from the previous hook.
         """
-        if isinstance(error, UserError) and not self._has_launcher:
-            self.refuse(error)
-            return
-        if isinstance(error, JobFailed) and not self._has_launcher:
-            self.fail(error)
+        ending = ending_of(error)
+        if not ending.traceback and not self._has_launcher:
+            self.fail(ending)
             return
         is_first = self._coordinator.claim_first_failure()
         if not is_first and isinstance(error, RuntimeError):
             self._wait_for_end()
         self._previous_excepthook(kind, error, traceback)
         if is_first:
-            self._print_ending(f"failed: {kind.__name__}{f': {error}' if str(error) else ''}")
+            self._print_once(ending)
         self.end_the_job(FAILED)
 
-    def _print_once(self, error: Exception) -> None:
-        """Print the sentence. The hook and the end of the script may both have the error."""
-        if not self._has_printed:
-            self._has_printed = True
-            print_error(error)
+    def _print_once(self, ending: Ending) -> None:
+        """Print the line of an ending. The hook and the end of the script may both have the error.
 
-    def _print_ending(self, ending: str) -> None:
-        if self._has_launcher:
-            return
+        A launcher prints every line except that of bad input.
+        """
         world = self._coordinator.world
-        print(f"rank {world.rank} on {world.hostname} {ending}", file=sys.stderr, flush=True)
+        line = ending.line(f"rank {world.rank} on {world.hostname}")
+        if line and not self._has_printed and (ending.is_refusal or not self._has_launcher):
+            self._has_printed = True
+            print_error(line)
 
     def _wait_for_end(self) -> None:
+        """End this process as the rank that failed first, whose failure has caused this error.
+
+        Returns if that rank has not ended the job in time.
+        """
+        self.leave()
         if self._thread.is_alive():
-            self._thread.join(_CHECK_INTERVAL_S + 2 * _GRACE_S)
+            self._thread.join()
+        deadline = time.monotonic() + _CHECK_INTERVAL_S + _GRACE_S
+        code = 0
+        while not code and time.monotonic() < deadline:
+            time.sleep(_AGREE_INTERVAL_S)
+            try:
+                code = whole_number(self._values.get(self._failed_key), 1, 255) or 0
+            except RuntimeError:  # rank 0 has ended, and its store with it
+                code = FAILED
+        if code:
+            time.sleep(_GRACE_S)
+            self._end_process(code)
+
+    def _end_process(self, code: int) -> None:
+        with contextlib.suppress(Exception):  # a script may replace stdout by anything
+            sys.stdout.flush()
+        self._exit_now(code)
 
     def _watch(self) -> None:
         unblock_sigusr1()
@@ -152,9 +165,7 @@ class FailureWatch:
         self._stop.is_alone = False
         code = self._code_of_job()
         if code and not self._over.wait(_GRACE_S):
-            with contextlib.suppress(Exception):  # a script may replace stdout by anything
-                sys.stdout.flush()
-            self._exit_now(code)
+            self._end_process(code)
 
     def _code_of_job(self) -> int:
         """Wait for a failure of any rank; agree on the step of a stop meanwhile.
@@ -173,7 +184,7 @@ class FailureWatch:
                     is_full = self._stop.is_requested or polls % full_every == 0
                     if not (is_full or news.may_be_there()):
                         continue
-                    code = whole_number(self._values.get(_FAILED_KEY), 1, 255) or 0
+                    code = whole_number(self._values.get(self._failed_key), 1, 255) or 0
                     if code or self._values.get(RANK_0_LEFT) is not None:
                         return code  # 0 for a normal end, after rank 0 waited long for this rank
                     self._stop.agree(self._values, world.rank, world.world_size)
@@ -181,7 +192,9 @@ class FailureWatch:
                         news.close()
         except RuntimeError:  # rank 0 has ended, and its store with it
             if world.local_rank == 0:
-                self._print_ending("lost the connection to rank 0's store; exiting")
+                rank = f"rank {world.rank} on {world.hostname}"
+                lost = f"{rank} lost the connection to rank 0's store; exiting"
+                self._print_once(Ending(FAILED, lost, is_verdict=True))
             return FAILED
         return 0
 

@@ -12,12 +12,11 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NoReturn
 
-from mpiddp.errors import BAD_INPUT, FAILED, CommandFailed, JobFailed, UserError
+from mpiddp.errors import FAILED, JobFailed, UserError
 from mpiddp.protocol.variables import ERROR_FILE, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
-from mpiddp.runtime.command.torch_store import serve_commands
-from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator, Refused
+from mpiddp.runtime.coordinator import LEAVE_TIMEOUT_S, Coordinator
+from mpiddp.runtime.ending import Ending, Refused, ending_of
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.name_service import no_dns
@@ -26,7 +25,6 @@ from mpiddp.runtime.rendezvous import finalize_mpi, rendezvous_over_mpi
 from mpiddp.runtime.script_environment import export
 from mpiddp.runtime.session import Session, current
 from mpiddp.runtime.startup_checks import check_placement
-from mpiddp.runtime.stop_request import StopRequest
 from mpiddp.text import parse_whole, shown
 from mpiddp.world import World, is_joined
 
@@ -64,6 +62,8 @@ def join(
         log_to_console(world.rank)
         session.coordinator = _join(session, world, keep_mpi=keep_mpi, for_command=for_command)
     coordinator = session.coordinator
+    if session.earlier_watch is not None:  # the script has caught its error
+        session.earlier_watch.stop()
     watch = FailureWatch(
         coordinator,
         session.stop,
@@ -82,7 +82,7 @@ def join(
         if session.is_of_this_process:
             _leave(session, coordinator, watch, keep_mpi)
     finally:
-        session.watch = None
+        session.watch, session.earlier_watch = None, watch
 
 
 def _end_with(
@@ -99,40 +99,26 @@ def _end_with(
     if isinstance(error, Refused):
         watch.stop()
         return
-    if isinstance(error, SystemExit) and not is_failure(error, session.stop):
-        # many scripts end with sys.exit(main())
+    ending = ending_of(error, has_stopped=session.stop.has_stopped)
+    if not ending.is_failure:  # many scripts end with sys.exit(main())
         _leave(session, coordinator, watch, keep_mpi)
         return
     if session.channel is not None:  # the report to the launcher contains this
         session.channel.is_first = coordinator.claim_first_failure()
-    if isinstance(error, SystemExit):
-        reason = error.reason if isinstance(error, CommandFailed) else ""
-        watch.exits(error.code if isinstance(error.code, int) else 1, reason)
-    elif isinstance(error, UserError):
-        watch.refuse(error)
-        raise SystemExit(BAD_INPUT) from None
-    elif isinstance(error, JobFailed):
-        _fail(error, session, coordinator, watch)
-    elif isinstance(error, Exception) and coordinator.claim_first_failure():
+    if not ending.traceback:
+        _fail(ending, session, watch)
+        if not isinstance(error, SystemExit):
+            raise SystemExit(ending.code) from None
+        return
+    watch.leave()
+    if isinstance(error, Exception) and coordinator.claim_first_failure():
         watch.end_the_job(FAILED)  # even if the script catches the error outside its `with`
 
 
-def _fail(
-    error: JobFailed, session: Session, coordinator: Coordinator, watch: FailureWatch
-) -> NoReturn:
-    """End the job, because a machine or another rank has failed."""
+def _fail(ending: Ending, session: Session, watch: FailureWatch) -> None:
     if session.channel is not None:
-        session.channel.is_first = coordinator.claim_first_failure()
-        session.channel.failed(FAILED, str(error), is_verdict=True)
-    watch.fail(error)
-    raise SystemExit(FAILED) from None
-
-
-def is_failure(error: Exception | SystemExit, stop: StopRequest) -> bool:
-    """Whether the error is a failure, not a normal end and not a requested stop."""
-    if not isinstance(error, SystemExit):
-        return True
-    return bool(error.code) and not stop.is_requested_end(error.code)
+        session.channel.failed(ending)
+    watch.fail(ending)
 
 
 def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool) -> None:
@@ -143,7 +129,10 @@ def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep
     try:
         session.finish()
     except JobFailed as error:
-        _fail(error, session, coordinator, watch)
+        if session.channel is not None:
+            session.channel.is_first = coordinator.claim_first_failure()
+        _fail(ending_of(error), session, watch)
+        raise SystemExit(FAILED) from None
     with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
         stop = session.stop
         stop.propose_step(coordinator.values, coordinator.world.rank, 0)
@@ -170,6 +159,8 @@ def _join(session: Session, world: World, *, keep_mpi: bool, for_command: bool) 
     if world.launcher.speaks_mpi and world.world_size > 1 and not _has_address(world):
         result = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=keep_mpi)
         if for_command and not result.has_fixed_port:
+            from mpiddp.runtime.command.torch_store import serve_commands
+
             coordinator, result = serve_commands(result, timeout_s)
         else:
             coordinator = _connect(result.world, result.listener, timeout_s, result.store_secret)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import Coordinator, Refused
-from mpiddp.runtime.join import is_failure, join
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.ending import Refused, ending_of
+from mpiddp.runtime.join import join
 from mpiddp.runtime.script_exit import enter_until_exit
 from mpiddp.runtime.session import current
 from mpiddp.world import World
@@ -118,8 +119,9 @@ def default_group(
             dist.barrier()
         yield
     except (Exception, SystemExit) as error:
-        fails = not isinstance(error, Refused) and is_failure(error, session.stop)
-        if session.is_of_this_process and fails:
+        ending = ending_of(error, has_stopped=session.stop.has_stopped)
+        is_own = ending.is_failure and not isinstance(error, Refused)
+        if session.is_of_this_process and is_own:
             # Claim it before the group is destroyed, which makes the other ranks fail as well.
             coordinator.claim_first_failure()
             # Destroying a GPU's group would wait for the others' collective, and delay the report.

@@ -6,21 +6,21 @@ variables, and a script within it may form a process group or call mpiddp. A con
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
-import threading
 from collections.abc import Mapping, Sequence
 
-from mpiddp.errors import DONE, STOPPED, CommandFailed
+from mpiddp.errors import DONE, STOPPED
 from mpiddp.paths import cause_of, check_program
 from mpiddp.protocol.messages import script_secret
 from mpiddp.protocol.variables import ADDRESS, GPUS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET
 from mpiddp.runtime.command.guardian import AGENT_STORE, Guardian
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.ending import CommandFailed, ending_of_command
 from mpiddp.runtime.join import join
 from mpiddp.runtime.process_setup import configure_process
-from mpiddp.runtime.session import Session, current, reporting
+from mpiddp.runtime.session import Session, reporting
 from mpiddp.text import escaped
 from mpiddp.world import LAUNCHERS, World
 
@@ -43,32 +43,19 @@ def main(command: Sequence[str]) -> int:
     """
     world = World.from_env()
     configure_process(world)
-    # It forks, so no thread may run yet. It inherits the cores to which this process was bound.
-    guardian = Guardian()
-    session = current()
-    is_ending = threading.Event()
-
-    def end_now(code: int) -> None:
-        is_ending.set()
-        guardian.end()
-        os._exit(code)
-
-    session.exit_now = end_now
-    session.stop.terminate = guardian.request_stop
     with reporting(world) as session:
         secret = session.channel.secret if session.channel is not None else ""
         address = session.launcher_address
         with join(world, for_command=True) as coordinator:
             env = command_environment(os.environ, address, secret or coordinator.secret)
-            try:
+            with contextlib.ExitStack() as started:
                 with coordinator.all_or_none():
-                    _start(guardian, command, env, coordinator)
+                    guardian = _start(command, env, keeps_stdin=world.rank == 0)
+                    session.before_exit(guardian.end)
+                    started.callback(guardian.end)
+                    session.stop.terminate = guardian.request_stop
                 code = guardian.wait()
-                if is_ending.is_set():
-                    threading.Event().wait()  # another thread ends this process
-            except BaseException:
-                guardian.end()
-                raise
+            session.wait_if_ending()
             status = _end_as(code, session, guardian)
             if session.channel is not None:
                 # Nothing of this rank is left that could fail, and at the first exit code other than 0
@@ -96,12 +83,10 @@ def command_environment(env: Mapping[str, str], address: str, secret: str) -> di
     return found
 
 
-def _start(
-    guardian: Guardian, command: Sequence[str], env: Mapping[str, str], coordinator: Coordinator
-) -> None:
+def _start(command: Sequence[str], env: Mapping[str, str], *, keeps_stdin: bool) -> Guardian:
     check_program(command[0], env.get("PATH"))
     try:
-        guardian.start(command, env, keeps_stdin=coordinator.world.rank == 0)
+        return Guardian(command, env, keeps_stdin=keeps_stdin)
     except OSError as error:
         hint = " A script begins with a line such as #!/bin/sh." * (error.errno == errno.ENOEXEC)
         sentence = f"{escaped(command[0])} cannot be started: {error.strerror}.{hint}"
@@ -116,16 +101,16 @@ def _end_as(code: int | None, session: Session, guardian: Guardian) -> int:
     Raises:
         SystemExit: the command has failed.
     """
-    number = signal.SIGKILL if code is None else max(0, -code)
-    status = 128 + number if number else code or 0
+    ending = ending_of_command(-signal.SIGKILL if code is None else code)
+    status = ending.code
     ends = {STOPPED, *(128 + each for each in (signal.SIGTERM, *guardian.passed))}
     if status in ends and _is_requested(session, guardian):
         if status == STOPPED:
             session.stop.stopped()
         session.stop.has_stopped = True  # the ranks leave together
         return status
-    if status:
-        raise CommandFailed(status, _reason(status, is_killed=bool(number)))
+    if ending.is_failure:
+        raise CommandFailed(status, ending.sentence)
     return DONE
 
 
@@ -136,12 +121,3 @@ def _is_requested(session: Session, guardian: Guardian) -> bool:
         return was_signalled
     # A signal to every process of the job may end the command before the launcher has sent its request.
     return session.channel.stopping.wait(_LAUNCHER_S if was_signalled else 0.0)
-
-
-def _reason(status: int, *, is_killed: bool) -> str:
-    """The signal in the status 128 + N, "" if there is none."""
-    number = status - 128
-    if number not in set(signal.Signals):
-        return ""
-    name = signal.Signals(number).name
-    return f"its command was killed by {name}" if is_killed else f"128 + {name}"

@@ -19,7 +19,7 @@ from typing import Any
 from mpiddp.errors import JobFailed, UserError, missing_package
 from mpiddp.protocol.messages import ANSWER, FUNCTION, GO, notice_silence
 from mpiddp.protocol.payload import Payload, receive_payload, send_payload
-from mpiddp.runtime.coordinator import Refused
+from mpiddp.runtime.ending import Refused, ending_of
 from mpiddp.runtime.launcher_connection import connect_to_launcher
 from mpiddp.runtime.process_setup import configure_process
 from mpiddp.runtime.run_script import script_excepthook, script_frames
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(caller: Caller, world: World, session: Session, argv: list[str]) -> None:
-    from mpiddp.runtime.join import is_failure, join  # imports torch, which takes a while
+    from mpiddp.runtime.join import join  # imports torch, which takes a while
 
     with join(world) as coordinator, caller.reporting_errors():
         with coordinator.all_or_none():
@@ -65,7 +65,7 @@ def _run(caller: Caller, world: World, session: Session, argv: list[str]) -> Non
         try:
             result = function(*args)
         except SystemExit as end:
-            if is_failure(end, session.stop):
+            if ending_of(end, has_stopped=session.stop.has_stopped).is_failure:
                 raise
             result = None
         session.finish()  # a result that is refused ends the other ranks, which may still save

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NoReturn, TypeVar
 
-from mpiddp.errors import FAILED, JobFailed, UserError
+from mpiddp.errors import FAILED
+from mpiddp.runtime.ending import ending_of
 
 Value = TypeVar("Value")
 
@@ -37,7 +38,7 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         except SystemExit as end:
             # Python ignores the code of a handler. The script has succeeded, but its last save has not; or
             # its error is a sentence that has been printed.
-            if error is None or isinstance(error, (SystemExit, UserError, JobFailed)):
+            if not ending_of(error).traceback:
                 exit_now(end.code)
         except BaseException:  # Python would print it, and end with the script's own code
             traceback.print_exc()

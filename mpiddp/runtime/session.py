@@ -20,21 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from mpiddp.errors import (
-    BAD_INPUT,
-    FAILED,
-    CommandFailed,
-    JobFailed,
-    UserError,
-    missing_package,
-    package_we_lack,
-)
-from mpiddp.hosts.versions import package_version
-from mpiddp.protocol.messages import recorded_error
-from mpiddp.protocol.variables import ADDRESS, ERROR_FILE, SCRIPT_SECRET, SECRET
+from mpiddp.protocol.variables import ADDRESS, SCRIPT_SECRET, SECRET
 from mpiddp.runtime.child_signals import leave_sigterm_to_rank
 from mpiddp.runtime.control_client import ControlClient, connect
-from mpiddp.runtime.coordinator import Coordinator, Refused
+from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.ending import ending_of
 from mpiddp.runtime.failure_watch import FailureWatch
 from mpiddp.runtime.launcher_connection import AnotherScript
 from mpiddp.runtime.output.rank_output import RankOutput, redirect_output
@@ -70,13 +60,15 @@ class Session:
         self._saves_lock = threading.Lock()
         self.coordinator: Coordinator | None = None
         self.watch: FailureWatch | None = None
+        self.earlier_watch: FailureWatch | None = None
         self.run: RunFiles | None = None  # the folder of this process's run
         self._before_leaving: list[Callable[[], None]] = []
         self._savers: list[Callable[[], None]] = []
         self.launcher_address = ""
         self.script_secret = ""  # of all scripts, if this process is the script of a rank's command
         self.is_unjoined_script = False
-        self.exit_now: Callable[[int], object] = os._exit
+        self._before_exit: list[Callable[[], None]] = []
+        self._is_ending = threading.Event()
         self._pid = os.getpid()
 
     @property
@@ -88,6 +80,22 @@ class Session:
         """Send the launcher a message, if there is a launcher."""
         if self.channel is not None:
             self.channel.send(kind, **fields)
+
+    def exit_now(self, code: int) -> None:
+        """End this process, because the job has ended. Any thread may."""
+        self._is_ending.set()
+        for end in self._before_exit:
+            end()
+        os._exit(code)
+
+    def before_exit(self, end: Callable[[], None]) -> None:
+        """Let `exit_now` call `end`, which ends what this process has started."""
+        self._before_exit.append(end)
+
+    def wait_if_ending(self) -> None:
+        """Do not return if another thread ends this process."""
+        if self._is_ending.is_set():
+            threading.Event().wait()
 
     def before_leaving(self, finish: Callable[[], None]) -> None:
         """Call `finish` on every rank once its script has succeeded, before the ranks leave the job."""
@@ -192,7 +200,14 @@ def _report_uncaught(
     if session.channel is not None:  # it is None in a forked child
         if session.coordinator is not None:
             session.channel.is_first = session.coordinator.claim_first_failure()
-        _report_failure(session.channel, error, session.stop)
+        _report(session.channel, error, session.stop)
+
+
+def _report(channel: ControlClient, error: BaseException, stop: StopRequest) -> None:
+    """Report to the launcher how this rank failed. A normal end is reported later."""
+    ending = ending_of(error, has_stopped=stop.has_stopped)
+    if ending.is_failure:
+        channel.failed(ending)
 
 
 def _forget() -> None:
@@ -243,13 +258,7 @@ def reporting(world: World) -> Iterator[Session]:
     session.channel = connect(
         address, secret, world, session.stop.request, exit_now=session.exit_now
     )
-    versions = {package: package_version(package) for package in ("torch", "mpi4py")}
-    session.send(
-        "started",
-        host=world.hostname,
-        pid=os.getpid(),
-        versions={"python": sys.version.split()[0], **versions},
-    )
+    session.send("started", host=world.hostname, pid=os.getpid())
     atexit.register(_report_success, session)  # before those of the script, so it runs after them
     leave_sigterm_to_rank()
     if session.output is not None and world.launcher.name == "slurm":
@@ -260,7 +269,7 @@ def reporting(world: World) -> Iterator[Session]:
         yield session
     except BaseException as error:
         if session.channel is not None:  # it is None in a forked child
-            _report_failure(session.channel, error, session.stop)
+            _report(session.channel, error, session.stop)
         raise
 
 
@@ -276,30 +285,3 @@ def _drain(output: RankOutput) -> None:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the script
                 stream.flush()
         output.drain()
-
-
-def _report_failure(channel: ControlClient, error: BaseException, stop: StopRequest) -> None:
-    """Report to the launcher how this rank failed. A normal end is reported later."""
-    if isinstance(error, Refused) and not error.is_printed:
-        channel.failed(FAILED, error.sentence, is_verdict=True)
-    elif isinstance(error, SystemExit):
-        if error.code and not stop.is_requested_end(error.code):
-            code = error.code if isinstance(error.code, int) else 1
-            said = "" if isinstance(error.code, int) else str(error.code)
-            said = error.reason if isinstance(error, CommandFailed) else said
-            channel.failed(code, said or recorded_error(os.environ.get(ERROR_FILE, "")))
-    elif isinstance(error, JobFailed):
-        channel.failed(FAILED, str(error), is_verdict=True)
-    elif isinstance(error, UserError):
-        channel.failed(BAD_INPUT, str(error))
-    elif package := package_we_lack(error):
-        channel.failed(BAD_INPUT, missing_package("a rank", package))
-    else:
-        import traceback  # takes 5 ms, and few ranks need it
-
-        channel.failed(1, _describe(error), traceback.format_exc())
-
-
-def _describe(error: BaseException) -> str:
-    """ "RuntimeError: a bug", or "KeyError" for an error without text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -14,11 +14,11 @@ import signal
 import threading
 from collections.abc import Callable
 
-from mpiddp.errors import STOPPED
 from mpiddp.runtime.signed_store import NEWS, SignedStore, whole_number
 
 # Keys of the coordinator's store.
-_REQUESTED, _PROPOSAL, _STEP = "stop/requested", "stop/proposal", "stop/step"
+_REQUESTED = "stop/requested"
+_PROPOSAL, _STEP = "stop/{stay}/proposal/{rank}", "stop/{stay}/step"
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 
 
@@ -46,6 +46,7 @@ class StopRequest:
         self._calls = 0
         self._foretold = 0  # the latest call of which `stops_next` has told the answer
         self._steps_before = 0  # steps of the run before this process resumed it
+        self._stay = 0
         self._proposed: int | None = None
         self._step: int | None = None
         self._decided = threading.Event()
@@ -117,9 +118,11 @@ class StopRequest:
             self.has_stopped = True
             self._send("stopped")
 
-    def is_requested_end(self, code: object) -> bool:
-        """Whether an exit with this code is the requested early end."""
-        return code == STOPPED and self.has_stopped
+    def enter(self, stay: int) -> None:
+        """Begin another stay in the job: the ranks agree anew, since all have made steps in between."""
+        with self._lock:
+            self._stay, self._proposed, self._step = stay, None, None
+            self._decided.clear()
 
     def agree(self, store: SignedStore, rank: int, world_size: int) -> None:
         """Advance the agreement. The failure watch calls this regularly."""
@@ -132,11 +135,11 @@ class StopRequest:
             return
         self.is_requested = True
         self.propose_step(store, rank, _AHEAD)
-        keys = [f"{_PROPOSAL}/{other}" for other in range(world_size)]
+        keys = [_PROPOSAL.format(stay=self._stay, rank=each) for each in range(world_size)]
         if rank == 0 and (values := store.get_all(keys)):
             proposals = [whole_number(value, 0) for value in values]
-            store.set(_STEP, str(max(step or 0 for step in proposals)))
-        step = whole_number(store.get(_STEP), 0)
+            store.set(self._step_key, str(max(step or 0 for step in proposals)))
+        step = whole_number(store.get(self._step_key), 0)
         if step is not None:
             with self._lock:
                 self._decide(step)
@@ -149,7 +152,11 @@ class StopRequest:
         with self._lock:
             if self._proposed is None:
                 self._proposed = self._calls + ahead
-        store.set(f"{_PROPOSAL}/{rank}", str(self._proposed))
+        store.set(_PROPOSAL.format(stay=self._stay, rank=rank), str(self._proposed))
+
+    @property
+    def _step_key(self) -> str:
+        return _STEP.format(stay=self._stay)
 
     def _decide(self, step: int) -> None:
         self._step = step

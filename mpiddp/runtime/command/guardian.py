@@ -1,83 +1,88 @@
 """The guardian of a rank's command: a small process between them, so that no process outlives the rank.
 
-    rank ◄── socket ──► guardian ──► command, the leader of its own process group ──► its processes
+    rank ── signals ──► guardian ──► command, the leader of its own process group ──► its processes
 
-The guardian starts the command and passes the rank's signals on to the command's process group. It adopts
-the orphans of that group, so that it finds every process that the command has started. It ends them when
-the command has ended, when the rank wants it, and when the rank is gone, even by SIGKILL. If the guardian
-itself is killed, the kernel kills the command, and the rank ends the others.
+The rank passes its signals on by sending them to the guardian, which sends them to the command's process
+group. The guardian adopts the orphans of that group, so that it finds every process that the command has
+started. It ends them when the command has ended, when the rank wants it, and when the rank is gone, even by
+SIGKILL. If the guardian itself is killed, the kernel kills the command, and the rank ends the others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import selectors
+import select
 import signal
-import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
-from mpiddp.hosts.pidfd import has
-from mpiddp.hosts.processes import KILL_S, adopt_orphans, descendants, end_all
-from mpiddp.runtime.command.guardian_process import CHUNK, END_S, guard
-from mpiddp.runtime.command.signals import PASSED, SignalWakeup
+from mpiddp.hosts.processes import (
+    KILL_S,
+    adopt_orphans,
+    descendants,
+    end_all,
+    signal_at_parents_end,
+)
+from mpiddp.runtime.output.process import close_all_but
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# The command has this variable, and no other child of the rank.
-MARK = f"{AGENT_STORE}=True".encode()
-_PAUSE_S = 0.02
+# SIGCONT follows SIGTSTP.
+PASSED = frozenset(
+    {
+        *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
+        *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
+    }
+)
+END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
+# systemd and batch systems signal every process of a job, also the command's own. The guardian gets such a
+# signal too, and then passes on no equal one within this time, before or after.
+# A request of the launcher may also be due to such a signal, and come from another host.
+_WITNESS_S, _REQUEST_WITNESS_S, _EQUAL_S = 0.1, 0.5, 5.0
+_SIGNAL_CHECK_S = 1.0  # a signal that arrives right before `select` does not interrupt it
+_END_NOW = signal.SIGRTMIN  # from the rank: end everything
 
 
 class Guardian:
-    """The rank's side. Create it before the process has threads: it forks."""
+    """The rank's side: it starts the command with this process's working folder, stdout and stderr.
 
-    def __init__(self) -> None:
-        rank = os.getpid()
+    Signals to this process are the command's from now on. Create it in the main thread, and call `wait` next.
+
+    Args:
+        keeps_stdin: whether the command gets this process's stdin too, instead of an empty one.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, keeps_stdin: bool
+    ) -> None:
         adopt_orphans()
-        self._connection, other = socket.socketpair()
+        self.passed: set[int] = set()  # the signals that this process got for the command
+        self._others = set(descendants(os.getpid()))  # of this rank, and not of its command
+        self._reports, reports = os.pipe()
+        rank = os.getpid()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED)
         self._pid = os.fork()
         if self._pid == 0:
-            self._connection.close()
-            guard(other, rank)
-        other.close()
-        self._buffer = b""
-        self._signals = SignalWakeup(PASSED)
-        self.passed: set[int] = set()  # the signals that this process got for the command
-
-    def start(self, command: Sequence[str], env: Mapping[str, str], *, keeps_stdin: bool) -> None:
-        """Start the command with this process's working folder, stdout and stderr. Call `wait` next.
-
-        Signals to this process are the command's from now on.
-
-        Args:
-            keeps_stdin: whether it gets this process's stdin too, instead of an empty one.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        files = [0 if keeps_stdin and _is_open(0) else -1, 1, 2]
-        message = {
-            "command": list(command),
-            "env": dict(env),
-            "has_stdin": files[0] == 0,
-            "takes_terminal": files[0] == 0 and _owns_terminal(),
-        }
-        self._signals.__enter__()
-        with _opened_null() as null:
-            open_files = [file if file >= 0 and _is_open(file) else null for file in files]
-            first, *rest = _chunks(json.dumps(message).encode() + b"\n")
-            socket.send_fds(self._connection, [first], open_files)
-            for chunk in rest:
-                self._connection.sendall(chunk)
-        answer = self._receive()
-        if answer is None:
-            answer = {"error": [0, "the process that guards it was killed"]}
-        if "error" in answer:
-            self._signals.close()
-            raise OSError(*answer["error"])
+            _guard(rank, reports, command, env, keeps_stdin=keeps_stdin)
+        os.close(reports)
+        if (error := self._report()) != 0:
+            os.waitpid(self._pid, 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            if error is None:
+                raise OSError(0, "the process that guards it was killed")
+            raise OSError(error, os.strerror(error))
+        for number in PASSED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        # The kernel prefers the main thread, so a signal interrupts its `wait`.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
 
     def wait(self) -> int | None:
         """Pass signals on until the command has ended. All processes that it has started have ended then.
@@ -85,88 +90,144 @@ class Guardian:
         Returns:
             Its exit code, -N if signal N has killed it; None if the guardian was killed.
         """
-        arrivals = self._signals.receiver
-        with contextlib.closing(self._signals), selectors.DefaultSelector() as selector:
-            selector.register(arrivals, selectors.EVENT_READ)
-            selector.register(self._connection, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is arrivals:
-                        for number in arrivals.recv(CHUNK):
-                            self.passed.add(number)
-                            self._send(signal=number)
-                    elif (answer := self._receive()) is None:
-                        self.end()
-                        return None
-                    else:
-                        return int(answer["ended"])
+        while not select.select([self._reports], [], [], _SIGNAL_CHECK_S)[0]:
+            pass
+        code = self._report()
+        if code is None:
+            self.end()
+        return code
 
     def end(self) -> None:
         """End the command and all that it has started, and return when they have ended. Any thread may."""
-        self._send(end=True)
+        self._send(_END_NOW)
         with contextlib.suppress(ChildProcessError):
             deadline = time.monotonic() + END_S + KILL_S
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             while not os.waitid(os.P_PID, self._pid, options) and time.monotonic() < deadline:
-                time.sleep(_PAUSE_S)
+                time.sleep(0.02)
         # If the guardian was killed, this process has adopted what is left.
-        end_all(self._left, grace_s=0.0)
-
-    def _left(self) -> list[int]:
-        left = []
-        for pid in descendants(os.getpid(), but=[self._pid]):
-            with contextlib.suppress(OSError):
-                left += [pid] if has(pid, MARK) else []
-        return left
+        others = {*self._others, self._pid}
+        end_all(lambda: descendants(os.getpid(), but=others), grace_s=0.0)
 
     def request_stop(self) -> None:
         """Send the command SIGTERM, unless it has got one already. Any thread may."""
-        self.passed.add(signal.SIGTERM)
-        self._send(stop=True)
+        timer = threading.Timer(_REQUEST_WITNESS_S, self._stop)
+        timer.daemon = True
+        timer.start()
 
-    def _send(self, **message: object) -> None:
-        with contextlib.suppress(OSError):  # the guardian has ended
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+    def _stop(self) -> None:
+        if signal.SIGTERM not in self.passed:
+            self._pass_on(signal.SIGTERM, None)
 
-    def _receive(self) -> dict[str, Any] | None:
-        """The guardian's next message, None if it has ended."""
-        while b"\n" not in self._buffer:
-            try:
-                chunk = self._connection.recv(CHUNK)
-            except ConnectionError:
-                chunk = b""
-            if not chunk:
-                return None
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+    def _pass_on(self, number: int, _: object) -> None:
+        self.passed.add(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+
+    def _report(self) -> int | None:
+        """The guardian's next report, None if it has ended. See `_guard`."""
+        report = os.read(self._reports, _REPORT)
+        return int(report) if report else None
 
 
-def _is_open(file: int) -> bool:
+_REPORT = 8  # bytes
+
+
+def _guard(
+    rank: int, reports: int, command: Sequence[str], env: Mapping[str, str], *, keeps_stdin: bool
+) -> NoReturn:
+    """Be the guardian of the process `rank`, in a process forked from it.
+
+    It reports the error's number of the start, 0 for none, and then the end of the command. The signals that
+    arrive here, and those that the command may get, are blocked.
+    """
     try:
-        os.fstat(file)
-    except OSError:
-        return False
-    return True
-
-
-def _owns_terminal() -> bool:
-    """Whether stdin is a terminal whose Ctrl-C this process gets: then the command has to get it instead."""
-    try:
-        return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
-def _opened_null() -> Iterator[int]:
-    null = os.open(os.devnull, os.O_RDWR)
-    try:
-        yield null
+        # The MPI and the other ranks notice the end of a rank by the end of its connections.
+        close_all_but({0, 1, 2, reports})
+        os.setpgid(0, 0)  # a signal to the rank's process group is passed on, once
+        adopt_orphans()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, _END_NOW})
+        signal_at_parents_end(_END_NOW)
+        try:
+            process = _start(command, env, keeps_stdin=keeps_stdin)
+        except OSError as error:
+            _write(reports, error.errno or 0)
+            os._exit(1)
+        _write(reports, 0)
+        _pass_on_signals(rank, process)
+        end_all(lambda: descendants(os.getpid()), grace_s=END_S)
+        _reap(process)
+        if process.returncode is not None:
+            _write(reports, process.returncode)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
-        os.close(null)
+        os._exit(0)
 
 
-def _chunks(data: bytes) -> list[bytes]:
-    return [data[first : first + CHUNK] for first in range(0, len(data), CHUNK)]
+def _start(
+    command: Sequence[str], env: Mapping[str, str], *, keeps_stdin: bool
+) -> subprocess.Popen[bytes]:
+    guardian, takes_terminal = os.getpid(), keeps_stdin and _is_in_foreground()
+
+    def prepare() -> None:
+        signal_at_parents_end(signal.SIGKILL)
+        if os.getppid() != guardian:
+            os._exit(1)
+        os.setpgid(0, 0)
+        if takes_terminal:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+            os.tcsetpgrp(0, os.getpid())
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    stdin = None if keeps_stdin else subprocess.DEVNULL
+    return subprocess.Popen(command, env=env, stdin=stdin, preexec_fn=prepare)
+
+
+def _is_in_foreground() -> bool:
+    """Whether stdin is a terminal whose Ctrl-C the rank gets: then the command has to get it instead."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgid(os.getppid())
+    except OSError:
+        return False
+
+
+def _pass_on_signals(rank: int, command: subprocess.Popen[bytes]) -> None:
+    """Pass the rank's signals on until the command or the rank has ended, or the rank wants the end."""
+    seen: dict[int, float] = {}  # when this process got a signal that the rank did not pass on
+    due: dict[int, float] = {}  # when to pass a signal on
+    while command.returncode is None and os.getppid() == rank:
+        now = time.monotonic()
+        timeout_s = min(due.values()) - now if due else _SIGNAL_CHECK_S
+        info: Any = signal.sigtimedwait({*PASSED, signal.SIGCHLD, _END_NOW}, max(0.0, timeout_s))
+        now = time.monotonic()
+        if info is None or info.si_signo == signal.SIGCHLD:
+            _reap(command)
+        elif info.si_signo == _END_NOW:
+            return
+        elif info.si_pid == rank:
+            due.setdefault(info.si_signo, now + _WITNESS_S)
+        else:
+            seen[info.si_signo] = now
+        for number in [number for number, at in due.items() if at <= now]:
+            del due[number]
+            if now - seen.get(number, float("-inf")) >= _EQUAL_S:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(command.pid, number)
+
+
+def _reap(command: subprocess.Popen[bytes]) -> None:
+    """Collect the command and the adopted orphans that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = found
+            if pid == command.pid:
+                command.returncode = os.waitstatus_to_exitcode(status)
+
+
+def _write(reports: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # the rank has ended
+        os.write(reports, str(number).ljust(_REPORT).encode())

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, cast
 from mpiddp.errors import FAILED, JobFailed, UserError
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, SOCKETS_PER_RANK, allow_open, bind
+from mpiddp.runtime.command.guardian import PASSED
 from mpiddp.runtime.command.plain_store import PlainServer, PlainStore
-from mpiddp.runtime.command.signals import PASSED
 from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.ending import Ending
 from mpiddp.runtime.rendezvous import RendezvousResult
 from mpiddp.runtime.session import current
 from mpiddp.world import World
@@ -93,7 +94,7 @@ def _watch(process: subprocess.Popen[bytes], world: World) -> None:
     sentence = f"{rank}: the process that serves torch's store ended with code {code}."
     session = current()
     if session.channel is not None:
-        session.channel.failed(FAILED, sentence, is_verdict=True)
+        session.channel.failed(Ending(FAILED, sentence, is_verdict=True))
     else:
         os.write(2, f"{sentence}\n".encode())
     session.exit_now(FAILED)

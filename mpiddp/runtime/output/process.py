@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,7 +60,7 @@ def run(
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(OUTPUT_PROCESS)
         # The MPI and the launcher notice the end of a rank by the end of its connections.
-        _close_all_but({1, 2, *sources.values(), control.fileno(), rank})
+        close_all_but({1, 2, *sources.values(), control.fileno(), rank})
         streams = [OutputStream(number, sources[number], world) for number in STREAMS]
         for stream in streams:
             stream.connect(
@@ -71,7 +71,8 @@ def run(
         os._exit(0)
 
 
-def _close_all_but(kept: set[int | None]) -> None:
+def close_all_but(kept: Collection[int | None]) -> None:
+    """Close the file descriptors of this process, but those that are `kept`."""
     for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         if number not in kept:
             with contextlib.suppress(OSError):  # that of /proc/self/fd itself
