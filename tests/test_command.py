@@ -1,6 +1,6 @@
 """Any command as a rank: its variables, stdin, end and signals, and the scripts within it.
 
-Tests mpiddp/runtime/run_command.py, command/torch_store.py, command/plain_store.py.
+Tests mpiddp/runtime/start/command.py, command/torch_store.py, command/plain_store.py.
 python -m pytest tests/test_command.py
 """
 
@@ -30,8 +30,8 @@ from mpiddp.protocol.variables import (
     RUN_DIR,
     RUN_ID,
 )
-from mpiddp.runtime.command.guardian import AGENT_STORE
-from mpiddp.runtime.run_command import command_environment
+from mpiddp.runtime.start.command import command_environment
+from mpiddp.runtime.start.guardian import AGENT_STORE
 from mpiddp.world import LAUNCHERS, TORCH, Launcher, World
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S

@@ -1,6 +1,6 @@
 """mpiddp.mesh on real ranks: tensor-parallel groups lie inside hosts, or all ranks refuse.
 
-Tests mpiddp/runtime/device_mesh.py, examples/hybrid.py.
+Tests mpiddp/runtime/torch/device_mesh.py, examples/hybrid.py.
 python -m pytest tests/test_device_mesh.py
 """
 

@@ -1,6 +1,6 @@
 """The digest of a tensor changes with every bit of it, and with nothing else.
 
-Tests mpiddp/runtime/digest.py.
+Tests mpiddp/runtime/torch/divergence.py.
 python -m pytest tests/test_digest.py
 """
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mpiddp.runtime.digest import digest
+from mpiddp.runtime.torch.divergence import digest
 
 LARGE = 100_003  # elements
 TYPES = (

@@ -1,6 +1,6 @@
 """How a rank ended, from an error, an exit code or a signal.
 
-Tests mpiddp/runtime/ending.py. Needs no torch.
+Tests mpiddp/runtime/job/ending.py. Needs no torch.
 python -m pytest tests/test_ending.py
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, NoAnswer, UserError
-from mpiddp.runtime.ending import CommandFailed, Ending, Refused, ending_of, ending_of_command
+from mpiddp.runtime.job.ending import CommandFailed, Ending, Refused, ending_of, ending_of_command
 
 SENTENCE = "hosts.txt:3: one sentence."
 EXIT = "rank 1 ended with exit code"

@@ -1,6 +1,6 @@
 """The guardian of a command: each signal arrives once, and no process is left, whoever is killed.
 
-Tests mpiddp/runtime/command/guardian.py.
+Tests mpiddp/runtime/start/guardian.py.
 python -m pytest tests/test_guardian.py
 """
 
@@ -25,7 +25,7 @@ from tests.ranks import clean_env
 # A rank with a command. argv[1] runs before the command starts.
 RANK = """
 import os, sys
-from mpiddp.runtime.command.guardian import AGENT_STORE, Guardian
+from mpiddp.runtime.start.guardian import AGENT_STORE, Guardian
 exec(sys.argv[1])
 guardian = Guardian(sys.argv[2:], {**os.environ, AGENT_STORE: "True"}, keeps_stdin=True)
 print("ended", guardian.wait(), *sorted(guardian.passed), flush=True)

@@ -28,7 +28,7 @@ from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.supervise.attempt import Outcome
 from mpiddp.launch.supervise.signals import queued_signals
-from mpiddp.runtime.announcement import Announced, announced
+from mpiddp.runtime.launcher.announcement import Announced, announced
 from mpiddp.train.options import parse
 from mpiddp.train.restart import keep_global_batch
 from tests import cluster

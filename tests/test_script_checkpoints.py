@@ -24,7 +24,7 @@ import mpiddp
 from mpiddp.checkpoints import directory, script_files
 from mpiddp.checkpoints.script import Resumed
 from mpiddp.checkpoints.tensor_file import write_tensors
-from mpiddp.runtime.session import current
+from mpiddp.runtime.job.session import current
 from tests.ranks import clean_env
 from tests.training import unequal
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from mpiddp.errors import JobFailed, NoAnswer, UserError
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mpiddp.checkpoints.agreement import raised_by_all
 from mpiddp.checkpoints.run_dir import RunDir, writing
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 
 
 @dataclass(frozen=True)

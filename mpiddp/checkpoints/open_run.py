@@ -12,7 +12,7 @@ from mpiddp.checkpoints.file_systems import FileSystems, find_file_systems
 from mpiddp.checkpoints.owner import RunOwner, own
 from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.protocol.variables import RUN_ID
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
 

@@ -22,7 +22,7 @@ from mpiddp.checkpoints.shards import index
 from mpiddp.checkpoints.shards.fetch import fetch_shards
 from mpiddp.checkpoints.shards.index import ShardIndex
 from mpiddp.checkpoints.shards.read import ShardFiles
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
 Common = TypeVar("Common")

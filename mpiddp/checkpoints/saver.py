@@ -31,9 +31,9 @@ from mpiddp.checkpoints.shards.state import split
 from mpiddp.checkpoints.shards.write import NotSaved, ShardSave
 from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import JobFailed, NoAnswer
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.launcher.connected import saving
 from mpiddp.runtime.log import log
-from mpiddp.runtime.session import saving
 
 # Writes the files of a checkpoint into a folder, and returns the SHA-256 of those that it has hashed.
 WriteFiles = Callable[[Path, Saved[Any]], Mapping[str, str]]

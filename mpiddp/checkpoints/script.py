@@ -39,7 +39,7 @@ from mpiddp.checkpoints.snapshot import PinnedStaging
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import named_by
 from mpiddp.protocol.variables import RUN_DIR, is_restart
-from mpiddp.runtime.session import current
+from mpiddp.runtime.job.session import current
 
 
 @dataclass(frozen=True)

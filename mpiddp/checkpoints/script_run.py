@@ -9,7 +9,7 @@ from typing import Any
 from mpiddp.checkpoints.records import Records
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import UserError
-from mpiddp.runtime.session import RunFiles, current
+from mpiddp.runtime.job.session import RunFiles, current
 
 _SCALARS = (int, float, str, bool, type(None))
 

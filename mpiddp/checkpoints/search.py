@@ -22,7 +22,7 @@ from mpiddp.checkpoints.shards.index import INDEX
 from mpiddp.checkpoints.shards.index import read as read_index
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import cause_of, named_by
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
 RUN_AWAY_S, _RETRY_S = 600.0, 2.0  # while the file system of the run is not mounted

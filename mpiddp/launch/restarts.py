@@ -2,7 +2,7 @@
 
 Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
 allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops for
-them. A restart receives the job's announcement (see `mpiddp.runtime.announcement`).
+them. A restart receives the job's announcement (see `mpiddp.runtime.launcher.announcement`).
 """
 
 from __future__ import annotations

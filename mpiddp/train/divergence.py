@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.errors import JobFailed
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.divergence import find_divergence
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
+from mpiddp.runtime.torch.divergence import find_divergence
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.copies import Copies
 from mpiddp.train.engine import TrainState

@@ -21,10 +21,10 @@ from mpiddp.checkpoints.save_schedule import SaveSchedule
 from mpiddp.checkpoints.saved import Received, TensorGroup
 from mpiddp.checkpoints.search import Start, set_newer_aside
 from mpiddp.checkpoints.shards.read import ShardFiles
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
-from mpiddp.runtime.script_steps import should_stop
-from mpiddp.runtime.session import current
+from mpiddp.runtime.torch.steps import should_stop
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig, resume_args

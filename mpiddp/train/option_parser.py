@@ -8,7 +8,7 @@ from typing import Any
 
 from mpiddp.arguments import DefaultsShown, whole
 from mpiddp.checkpoints.save_schedule import Interval, parse_interval
-from mpiddp.runtime.arguments import RankParser
+from mpiddp.runtime.log import RankParser
 from mpiddp.text import shown
 from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.schedule import SCHEDULES

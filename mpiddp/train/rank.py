@@ -21,14 +21,13 @@ from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.checkpoints.search import Start
 from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.paths import named_by, read_limited
-from mpiddp.runtime.announcement import announce
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.join import join
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.session import Output, Session
+from mpiddp.runtime.job.stop import listen_when_alone
+from mpiddp.runtime.launcher.announcement import announce
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.runtime.output.rank_output import RankOutput
-from mpiddp.runtime.process_group import default_group
-from mpiddp.runtime.session import Session
-from mpiddp.runtime.stop_signals import listen_when_alone
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.text import counted
 from mpiddp.train import flight_recorder, resume
 from mpiddp.train.config import TrainConfig, out_dir, resume_args
@@ -58,7 +57,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         options: those of the command line, or the error in them.
 
     Raises:
-        UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
+        UserError, SystemExit: bad input, see `mpiddp.runtime.job.coordinator`.
     """
     with join(world) as coordinator, contextlib.ExitStack() as stack:
         world = coordinator.world
@@ -152,7 +151,7 @@ def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
 
 
 def _open_run(
-    run: RunDir, config: TrainConfig, coordinator: Coordinator, output: RankOutput | None
+    run: RunDir, config: TrainConfig, coordinator: Coordinator, output: Output | None
 ) -> tuple[FileSystems, RunOwner | None]:
     """Open the run's folder, and write the configuration into it. All ranks must call this.
 

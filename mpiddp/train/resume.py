@@ -9,7 +9,7 @@ from mpiddp.checkpoints import search
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.search import Source, Start
 from mpiddp.protocol.variables import is_restart
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents
 from mpiddp.train.config import TrainConfig

@@ -16,7 +16,7 @@ from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.owner import RunOwner
 from mpiddp.checkpoints.saved import Saved, TensorGroup
 from mpiddp.errors import JobFailed
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Contents, Progress
 from mpiddp.train.config import TrainConfig

@@ -26,9 +26,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from mpiddp.checkpoints.file_systems import FileSystems
 from mpiddp.checkpoints.saved import Saved, TensorGroup
 from mpiddp.checkpoints.saver import Saver
-from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log_to_console
-from mpiddp.runtime.process_group import default_group
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")

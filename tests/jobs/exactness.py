@@ -23,8 +23,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.checkpoints.saved import Received
-from mpiddp.runtime.join import join
-from mpiddp.runtime.process_group import default_group
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.train import checkpoint
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.source import Batch

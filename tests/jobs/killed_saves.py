@@ -23,7 +23,7 @@ from torch import nn
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.file_systems import FileSystems
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.engine import TrainState
 from mpiddp.train.saver import Saver

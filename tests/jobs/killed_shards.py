@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.convert import convert
 from mpiddp.checkpoints.file_systems import FileSystems
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.engine import TrainState
 from mpiddp.train.saver import Saver

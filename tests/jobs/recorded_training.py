@@ -21,8 +21,8 @@ from torch import Tensor
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.file_systems import find_file_systems
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.runtime.join import join
-from mpiddp.runtime.process_group import default_group, device_of
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group, device_of
 from mpiddp.train import resume
 from mpiddp.train.config import resolve_defaults
 from mpiddp.train.data.source import Batch, Data

@@ -19,7 +19,7 @@ from mpiddp.checkpoints.saved import TensorGroup
 from mpiddp.checkpoints.shards.index import ShardIndex
 from mpiddp.checkpoints.shards.read import ShardFiles
 from mpiddp.errors import JobFailed
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.text import counted
 

@@ -17,7 +17,7 @@ from mpiddp.checkpoints.shards.exchange import Exchange
 from mpiddp.checkpoints.shards.index import SavedTensor
 from mpiddp.checkpoints.shards.plan import ShardPlan, plan_shards
 from mpiddp.checkpoints.shards.write import ShardSave
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 
 

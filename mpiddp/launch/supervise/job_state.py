@@ -27,7 +27,7 @@ _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this s
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the job announces for its restarts, see `mpiddp.runtime.announcement.announce`."""
+    """What the job announces for its restarts, see `mpiddp.runtime.launcher.announcement.announce`."""
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None
