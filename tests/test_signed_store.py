@@ -38,7 +38,8 @@ with mpiddp.process_group(backend="gloo") as world:
 print(f"done {world.rank}\\n", end="", flush=True)
 """
 WRITTEN = {
-    "failed/1": ("0", "3", "256", "-1", "99999999999999999999", "x", "\x00"),
+    "left with an error/1": ("1",),
+    "failed": ("0", "3", "256", "-1", "99999999999999999999", "x", "\x00"),
     "stop/requested": ("",),
     "stop/1/step": ("5", "x", "-1"),
     "stop/1/proposal/0": ("1",),
@@ -112,7 +113,7 @@ def test_without_a_secret_nonsense_does_not_end_the_watch(tmp_path: Path) -> Non
         store = TCPStore(address, int(port), timeout=timedelta(seconds=PATIENCE_S))
         keys = PrefixStore("mpiddp/0", store)
         for value in ("0", "256", "x", "\x00", "9" * 5000):
-            keys.set("failed/1", value)
+            keys.set("failed", value)
             keys.set("stop/1/step", value if value != "0" else "x")
             time.sleep(1)  # for the ranks to read it
         assert job.poll() is None

@@ -92,7 +92,7 @@ try:
     with mpiddp.process_group(backend="gloo") as world:
         raise ValueError("for a second try")
 except ValueError:
-    pass
+    time.sleep(3)
 with mpiddp.process_group(backend="gloo") as world:
     time.sleep(4)  # the error would end it in 1.5 s
     total = torch.ones(1)
@@ -105,7 +105,7 @@ with mpiddp.process_group(backend="gloo") as world:
 """
 
 
-def test_a_caught_error_does_not_end_the_next_group(tmp_path: Path) -> None:
+def test_a_caught_error_ends_neither_the_script_nor_its_next_group(tmp_path: Path) -> None:
     ends = run(script(tmp_path, CAUGHT.format(fails=False)))
     assert [end[:2] for end in ends] == [(0, "2\n")] * 2, ends
 
@@ -116,3 +116,22 @@ def test_an_error_after_a_caught_one_is_named(tmp_path: Path) -> None:
     assert second[2].endswith(f"rank 1 on {socket.gethostname()} failed: RuntimeError: a bug\n")
     assert second[2].count("Traceback") == 1
     assert first[2] == ""
+
+
+HANGS = """
+import time, mpiddp
+try:
+    with mpiddp.process_group(backend="gloo") as world:
+        raise ValueError("a bug")
+except ValueError:
+    if world.rank == 0:
+        time.sleep(1000)
+    raise
+"""
+
+
+def test_an_error_that_one_rank_does_not_catch_ends_the_others(tmp_path: Path) -> None:
+    """Also those that hang after an error of their own."""
+    first, second = run(script(tmp_path, HANGS))
+    assert (first[0], second[0]) == (1, 1)
+    assert "ValueError: a bug" in second[2]

@@ -12,7 +12,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -22,7 +21,9 @@ from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.runtime.job.signed_store import NEWS, whole_number
 from mpiddp.runtime.job.stop import StopRequest, handle_sigusr1, unblock_sigusr1
 
-_FAILED = "failed"  # keys in the store, whose value is the exit code of the rank that failed first
+# Keys in the store. Their value is the exit code of the rank that failed first. An error within a stay ends the
+# ranks that are in it, and all others unless the script catches it.
+_FAILED, _LEFT = "failed", "left with an error"
 _CHECK_INTERVAL_S = 0.5
 _AGREE_INTERVAL_S = 0.02  # while the ranks agree on the step of a stop
 _FULL_EVERY = 10  # checks; a stranger may have deleted the news
@@ -53,7 +54,8 @@ class FailureWatch:
         self._has_launcher = has_launcher
         stay = coordinator.enter()
         stop.enter(stay)
-        self._failed_key = f"{_FAILED}/{stay}"
+        self._left_key = f"{_LEFT}/{stay}"
+        self._has_left = False
         self._exit_now = exit_now
         self._over = threading.Event()
         # The thread must not be inside torch when the interpreter ends, so it polls the store instead
@@ -78,14 +80,19 @@ class FailureWatch:
             self._thread.join()
 
     def leave(self) -> None:
-        """End this process no more when another rank fails: it has an error, which the script may catch."""
-        self._over.set()
+        """This rank leaves with an error, which its script may catch: end the ranks that are still there."""
+        self._has_left = True
+        if self._coordinator.claim_first_failure():
+            self._publish(self._left_key, FAILED)
 
     def end_the_job(self, code: int) -> None:
         """End the other ranks with `code`. This process ends by itself later."""
         self._over.set()
+        self._publish(_FAILED, code)
+
+    def _publish(self, key: str, code: int) -> None:
         with contextlib.suppress(RuntimeError):  # the store ended with rank 0: all ranks know
-            self._coordinator.values.set(self._failed_key, str(code))
+            self._coordinator.values.set(key, str(code))
             self._coordinator.values.set(NEWS, "")
 
     def fail(self, ending: Ending) -> None:
@@ -131,29 +138,8 @@ class FailureWatch:
             print_error(line)
 
     def _wait_for_end(self) -> None:
-        """End this process as the rank that failed first, whose failure has caused this error.
-
-        Returns if that rank has not ended the job in time.
-        """
-        self.leave()
         if self._thread.is_alive():
-            self._thread.join()
-        deadline = time.monotonic() + _CHECK_INTERVAL_S + _GRACE_S
-        code = 0
-        while not code and time.monotonic() < deadline:
-            time.sleep(_AGREE_INTERVAL_S)
-            try:
-                code = whole_number(self._values.get(self._failed_key), 1, 255) or 0
-            except RuntimeError:  # rank 0 has ended, and its store with it
-                code = FAILED
-        if code:
-            time.sleep(_GRACE_S)
-            self._end_process(code)
-
-    def _end_process(self, code: int) -> None:
-        with contextlib.suppress(Exception):  # a script may replace stdout by anything
-            sys.stdout.flush()
-        self._exit_now(code)
+            self._thread.join(_CHECK_INTERVAL_S + 2 * _GRACE_S)
 
     def _watch(self) -> None:
         unblock_sigusr1()
@@ -163,7 +149,9 @@ class FailureWatch:
         self._stop.is_alone = False
         code = self._code_of_job()
         if code and not self._over.wait(_GRACE_S):
-            self._end_process(code)
+            with contextlib.suppress(Exception):  # a script may replace stdout by anything
+                sys.stdout.flush()
+            self._exit_now(code)
 
     def _code_of_job(self) -> int:
         """Wait for a failure of any rank; agree on the step of a stop meanwhile.
@@ -184,7 +172,7 @@ class FailureWatch:
                     is_full = self._stop.is_requested or polls % full_every == 0
                     if not (is_full or news.may_be_there()):
                         continue
-                    code = whole_number(self._values.get(self._failed_key), 1, 255) or 0
+                    code = self._published_code()
                     if code or self._values.get(RANK_0_LEFT) is not None:
                         return code  # 0 for a normal end, after rank 0 waited long for this rank
                     self._stop.agree(self._values, world.rank, world.world_size)
@@ -197,6 +185,12 @@ class FailureWatch:
                 self._print_once(Ending(FAILED, lost, is_verdict=True))
             return FAILED
         return 0
+
+    def _published_code(self) -> int:
+        """The exit code with which this process has to end, 0 for none."""
+        keys = [_FAILED] if self._has_left else [_FAILED, self._left_key]
+        codes = (whole_number(self._values.get(key), 1, 255) for key in keys)
+        return next((code for code in codes if code), 0)
 
     def _interval_s(self) -> float:
         return _AGREE_INTERVAL_S if self._stop.is_undecided else _CHECK_INTERVAL_S

@@ -137,9 +137,8 @@ def _end_with(
         if not isinstance(error, SystemExit):
             raise SystemExit(ending.code) from None
         return
-    watch.leave()
-    if isinstance(error, Exception) and coordinator.claim_first_failure():
-        watch.end_the_job(FAILED)  # even if the script catches the error outside its `with`
+    if isinstance(error, Exception):
+        watch.leave()
 
 
 def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep_mpi: bool) -> None:
