@@ -20,7 +20,7 @@ from mpiddp.launch.supervise.exchange import Exchange
 from mpiddp.protocol.messages import ANSWER, GO
 from mpiddp.protocol.payload import Payload, send_payload
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.job.coordinator import Refused
+from mpiddp.runtime.job.ending import Refused
 from mpiddp.runtime.launcher.channel import connect_to_launcher
 from mpiddp.runtime.start.function import Caller
 from mpiddp.world import World

@@ -2,7 +2,7 @@
 
 Most tests run ranks without MPI and torch, see tests/jobs/light_job.py.
 Tests mpiddp/launch/supervise/{output,screen}.py,
-mpiddp/runtime/output/{rank_output,process,stream}.py.
+mpiddp/runtime/launcher/{output,output_process,output_stream}.py.
 python -m pytest tests/test_shown_output.py
 """
 
@@ -379,9 +379,10 @@ def test_a_rank_that_cannot_reach_its_launcher_says_so_on_the_stream_of_its_mpi(
     assert "cannot reach the launcher on unix:/nowhere" in done.stderr
 
 
-SHORT_PATIENCE = (
-    "from mpiddp.runtime import launcher_connection\nlauncher_connection.CONNECT_TIMEOUT_S = 0.5\n"
-)
+SHORT_PATIENCE = """
+from mpiddp.runtime.launcher import channel
+channel.CONNECT_TIMEOUT_S = 0.5
+"""
 
 
 class Terminal:

@@ -21,8 +21,8 @@ from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.runtime.job.signed_store import NEWS, whole_number
 from mpiddp.runtime.job.stop import StopRequest, handle_sigusr1, unblock_sigusr1
 
-# Keys in the store. Their value is the exit code of the rank that failed first. An error within a stay ends the
-# ranks that are in it, and all others unless the script catches it.
+# Keys in the store. Their value is the exit code of the rank that failed first. An error within a stay ends
+# the ranks that are in it, and all others unless the script catches it.
 _FAILED, _LEFT = "failed", "left with an error"
 _CHECK_INTERVAL_S = 0.5
 _AGREE_INTERVAL_S = 0.02  # while the ranks agree on the step of a stop
