@@ -28,61 +28,49 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpiddp.checkpoints.records import log_metrics, run_dir
-    from mpiddp.checkpoints.resumed import Resumed
-    from mpiddp.checkpoints.script import Checkpoints
-    from mpiddp.errors import JobFailed, RankFailed, UserError
-    from mpiddp.runtime.announcement import Announced, announce, announced
-    from mpiddp.runtime.device_mesh import mesh
-    from mpiddp.runtime.divergence import check_divergence
-    from mpiddp.runtime.process_group import init, process_group
-    from mpiddp.runtime.script_steps import should_stop
-    from mpiddp.runtime.session import saving
-    from mpiddp.spawning.spawn import spawn
-    from mpiddp.world import World
+    from mpiddp.checkpoints.records import log_metrics as log_metrics
+    from mpiddp.checkpoints.records import run_dir as run_dir
+    from mpiddp.checkpoints.resumed import Resumed as Resumed
+    from mpiddp.checkpoints.script import Checkpoints as Checkpoints
+    from mpiddp.errors import JobFailed as JobFailed
+    from mpiddp.errors import RankFailed as RankFailed
+    from mpiddp.errors import UserError as UserError
+    from mpiddp.runtime.launcher.announcement import Announced as Announced
+    from mpiddp.runtime.launcher.announcement import announce as announce
+    from mpiddp.runtime.launcher.announcement import announced as announced
+    from mpiddp.runtime.launcher.connected import saving as saving
+    from mpiddp.runtime.torch.device_mesh import mesh as mesh
+    from mpiddp.runtime.torch.divergence import check_divergence as check_divergence
+    from mpiddp.runtime.torch.process_group import init as init
+    from mpiddp.runtime.torch.process_group import process_group as process_group
+    from mpiddp.runtime.torch.steps import should_stop as should_stop
+    from mpiddp.spawning.spawn import spawn as spawn
+    from mpiddp.world import World as World
 
 __version__ = "0.1.0"
-__all__ = [
-    "Announced",
-    "Checkpoints",
-    "JobFailed",
-    "RankFailed",
-    "Resumed",
-    "UserError",
-    "World",
-    "announce",
-    "announced",
-    "check_divergence",
-    "init",
-    "log_metrics",
-    "mesh",
-    "process_group",
-    "run_dir",
-    "saving",
-    "should_stop",
-    "spawn",
-]
 
 _MODULES = {
-    "Announced": "mpiddp.runtime.announcement",
+    "Announced": "mpiddp.runtime.launcher.announcement",
     "Checkpoints": "mpiddp.checkpoints.script",
     "JobFailed": "mpiddp.errors",
     "RankFailed": "mpiddp.errors",
     "Resumed": "mpiddp.checkpoints.resumed",
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
-    "announce": "mpiddp.runtime.announcement",
-    "announced": "mpiddp.runtime.announcement",
-    "check_divergence": "mpiddp.runtime.divergence",
-    "init": "mpiddp.runtime.process_group",
+    "announce": "mpiddp.runtime.launcher.announcement",
+    "announced": "mpiddp.runtime.launcher.announcement",
+    "check_divergence": "mpiddp.runtime.torch.divergence",
+    "init": "mpiddp.runtime.torch.process_group",
     "log_metrics": "mpiddp.checkpoints.records",
-    "mesh": "mpiddp.runtime.device_mesh",
-    "process_group": "mpiddp.runtime.process_group",
+    "mesh": "mpiddp.runtime.torch.device_mesh",
+    "process_group": "mpiddp.runtime.torch.process_group",
     "run_dir": "mpiddp.checkpoints.records",
-    "saving": "mpiddp.runtime.session",
-    "should_stop": "mpiddp.runtime.script_steps",
+    "saving": "mpiddp.runtime.launcher.connected",
+    "should_stop": "mpiddp.runtime.torch.steps",
     "spawn": "mpiddp.spawning.spawn",
 }
+
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -100,15 +100,11 @@ def _check_working_folder() -> None:
 
 
 def _print_failure(error: JobFailed, *, is_rank: bool) -> None:
-    """Print why a verb failed, or a job before its ranks had joined, unless the launcher prints it."""
-    if not is_rank:
-        # It may run within a rank's script, and must not take that script's connection to the launcher.
-        print_error(error)
-        return
-    from mpiddp.runtime.session import current
-
-    if current().channel is None:
+    """Print why a verb failed, or a job before its ranks had joined."""
+    if is_rank:
         print_from_one_rank(str(error), *likely_ranks(os.environ))
+    else:
+        print_error(error)
 
 
 def _usage() -> str:

@@ -99,14 +99,6 @@ def package_we_lack(error: BaseException) -> str:
     return package if is_ours else ""
 
 
-class CommandFailed(SystemExit):
-    """The command of a rank has ended with this exit code, not 0. `reason` explains it, "" for no reason."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(code)
-        self.reason = reason
-
-
 def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> None:
     """Print a sentence that every rank may have, without communication. The caller then exits.
 

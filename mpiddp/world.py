@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.slurm import expand_counts
 from mpiddp.protocol.variables import ANNOUNCED, GPUS, RUN_DIR, RUN_ID
 from mpiddp.text import parse_whole, shown
 
@@ -322,6 +321,8 @@ def _whole_number(name: str, text: str) -> int:
 
 def _tasks_on_node(launcher: RankSource, env: Mapping[str, str]) -> int:
     """This node's count in Slurm's compressed list ("2(x3),1" is 2, 2, 2, 1)."""
+    from mpiddp.hosts.slurm import expand_counts  # the other rows need none of it
+
     name, text = launcher.local_world_size, env[launcher.local_world_size]
     try:
         counts = expand_counts(text)

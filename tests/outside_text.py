@@ -54,10 +54,10 @@ from mpiddp.meshes import main as meshes
 from mpiddp.meshes.dimensions import parse_sizes
 from mpiddp.protocol.messages import MESSAGES, is_valid, recorded_error
 from mpiddp.protocol.variables import ANNOUNCED
-from mpiddp.runtime import announcement
-from mpiddp.runtime.own_gpu import parse_cores
-from mpiddp.runtime.placement import expected_hosts
-from mpiddp.runtime.slurm_address import slurm_address
+from mpiddp.runtime.launcher import announcement
+from mpiddp.runtime.rendezvous.address import slurm_address
+from mpiddp.runtime.rendezvous.placement import expected_hosts
+from mpiddp.runtime.start.own_gpu import parse_cores
 from mpiddp.text import parse_duration, parse_whole
 from mpiddp.train import options
 from mpiddp.train.metrics import Summary, read_summary

@@ -18,7 +18,7 @@ from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.exchange import Exchange
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import NoAnswer
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 from tests.jobs.broken_save import SILENCE_S
 from tests.patience import PATIENCE_S
@@ -138,8 +138,8 @@ import mpiddp.checkpoints.run as run
 from mpiddp.checkpoints.hosts import FileSystems
 from mpiddp.checkpoints.ranks import form_ranks
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.runtime.join import join
-from mpiddp.runtime.process_group import default_group
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
 cpu = torch.device("cpu")
 with join() as coordinator, default_group(coordinator, "gloo", cpu, timeout_s=float(sys.argv[2])):
     rank = coordinator.world.rank
@@ -189,7 +189,7 @@ from mpiddp.checkpoints.hosts import find_file_systems
 from mpiddp.checkpoints.ranks import Ranks
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import JobFailed
-from mpiddp.runtime.join import join
+from mpiddp.runtime.start.join import join
 def gone(path):
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 with join() as coordinator:

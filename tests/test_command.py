@@ -1,6 +1,6 @@
 """Any command as a rank: its variables, stdin, end and signals, and the scripts within it.
 
-Tests mpiddp/runtime/run_command.py, command/torch_store.py, command/plain_store.py.
+Tests mpiddp/runtime/start/command.py, command/torch_store.py, command/plain_store.py.
 python -m pytest tests/test_command.py
 """
 
@@ -25,14 +25,13 @@ from mpiddp.protocol.variables import (
     ANNOUNCED,
     ERROR_FILE,
     JOB,
-    LAUNCHED_AT,
     MAX_RESTARTS,
     NETWORKS,
     RUN_DIR,
     RUN_ID,
 )
-from mpiddp.runtime.command.guardian import AGENT_STORE
-from mpiddp.runtime.run_command import command_environment
+from mpiddp.runtime.start.command import command_environment
+from mpiddp.runtime.start.guardian import AGENT_STORE
 from mpiddp.world import RANK_SOURCES, TORCH, RankSource, World
 from tests.mpis import PACKAGES, mpirun_of
 from tests.patience import PATIENCE_S
@@ -99,7 +98,7 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None
 
 
 # They are for the rank, or for the launcher; the path of the error file is one of the host.
-NOT_FOR_THE_SCRIPT = {JOB, LAUNCHED_AT, NETWORKS, MAX_RESTARTS, ERROR_FILE, *ALL_OUTPUT}
+NOT_FOR_THE_SCRIPT = {JOB, NETWORKS, MAX_RESTARTS, ERROR_FILE, *ALL_OUTPUT}
 
 
 def test_the_page_on_containers_names_what_a_command_gets() -> None:

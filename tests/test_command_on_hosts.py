@@ -1,6 +1,6 @@
 """A command on several hosts: it is looked for before the start, stops by itself, and leaves no process.
 
-Tests mpiddp/runtime/command/guardian.py, mpiddp/launch/preflight.py.
+Tests mpiddp/runtime/start/guardian.py, mpiddp/launch/preflight.py.
 python -m pytest tests/test_command_on_hosts.py
 """
 

@@ -1,6 +1,6 @@
 """The control channel: the server drops connections without the job's secret and invalid messages.
 
-Tests mpiddp/runtime/control_client.py, mpiddp/launch/supervise/control.py.
+Tests mpiddp/runtime/launcher/client.py, mpiddp/launch/supervise/control.py.
 python -m pytest tests/test_control_channel.py
 """
 
@@ -38,9 +38,9 @@ from tests.ranks import ROOT, clean_env
 
 RANK = """
 import os, sys, time
-from mpiddp.runtime.session import reporting
+from mpiddp.runtime.launcher.connected import connected
 from mpiddp.world import World
-with reporting(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
+with connected(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
     exec(sys.argv[1])
 """
 
@@ -130,7 +130,6 @@ def test_a_rank_reports_its_start_and_its_end(
     started, ended = launcher.messages[:2]
     assert started.facts["host"] == socket.gethostname()
     assert started.facts["pid"] == rank.pid
-    assert started.facts["versions"]["python"] == sys.version.split()[0]
     assert end[1].items() <= ended.facts.items()
 
 
@@ -239,7 +238,7 @@ def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
 
 
 IMPATIENT = """
-from mpiddp.runtime import launcher_connection
+from mpiddp.runtime.launcher import channel as launcher_connection
 launcher_connection.CONNECT_TIMEOUT_S = launcher_connection._ATTEMPT_S = 0.2
 """
 

@@ -1,6 +1,6 @@
 """Ranks exchange values, refuse together and leave together. No rank hangs, and every error is printed.
 
-Tests mpiddp/runtime/coordinator.py.
+Tests mpiddp/runtime/job/coordinator.py.
 python -m pytest tests/test_coordinator.py
 """
 
@@ -23,8 +23,8 @@ from torch.distributed import TCPStore
 from mpiddp.errors import NoAnswer, UserError
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.sockets import bind
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.store import rendezvous_over_store
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.rendezvous.address import rendezvous_over_store
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
 from tests.ranks import mpirun, own_lines

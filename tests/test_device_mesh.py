@@ -1,6 +1,6 @@
-"""mpiddp.mesh on real ranks: tensor-parallel groups lie inside hosts, however the ranks are numbered.
+"""mpiddp.mesh on real ranks: tensor-parallel groups lie inside hosts, or all ranks refuse.
 
-Tests mpiddp/runtime/device_mesh.py, examples/hybrid.py.
+Tests mpiddp/runtime/torch/device_mesh.py, examples/hybrid.py.
 python -m pytest tests/test_device_mesh.py
 """
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-from mpiddp.runtime import device_mesh
 from tests import cluster
 from tests.cluster import Cluster
 from tests.patience import PATIENCE_S
@@ -75,49 +74,24 @@ def test_hosts_with_4_and_2_slots(hosts: Cluster) -> None:
     assert [ranks.num_hosts(group) for group in ranks.groups("tp")] == [1, 1, 1]
 
 
-def test_ranks_dealt_out_in_turn(hosts: Cluster) -> None:
-    """Rank arithmetic would put the layers' all-reduces on the network."""
-    done = over_mpirun(
-        hosts, "node0:4,node1:2", "--map-by", "node", "-np", "6", job=(*RUN, "plain", "tp=2")
-    )
+NOT_BY_HOST = (
+    "mpiddp.mesh: tp=2 would form a group of ranks 0, 1, which are on node0 and node1: the ranks are not "
+    "numbered host by host. Start them with mpiddp launch, or with mpirun --map-by slot."
+)
+
+
+@pytest.mark.parametrize("how", ["plain", "init"])
+def test_ranks_dealt_out_in_turn_are_refused(hosts: Cluster, how: str) -> None:
+    """torch would put each all-reduce of a layer on the network. Without tp nothing is refused."""
+    job = (*RUN, how) if how == "plain" else (sys.executable, JOB, how)
+    options = ("--map-by", "node", "-np", "4")
+    done = over_mpirun(hosts, "node0:2,node1:2", *options, job=(*job, "tp=2"))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(NOT_BY_HOST) == 1
+    assert "Traceback" not in done.stderr
+    done = over_mpirun(hosts, "node0:2,node1:2", *options, job=(*job, "pp=2"))
     assert done.returncode == 0, done.stderr
-    ranks = Ranks(done.stdout)
-    assert ranks.hosts[:4] == ["node0", "node1"] * 2
-    assert [ranks.num_hosts(pair) for pair in ([0, 1], [2, 3])] == [2, 2]  # arithmetic
-    assert ranks.groups("tp") == [[0, 2], [1, 3], [4, 5]]
-    assert [ranks.num_hosts(group) for group in ranks.groups("tp")] == [1, 1, 1]
-
-
-def test_ranks_dealt_out_in_turn_after_init(hosts: Cluster) -> None:
-    """The script joins by itself. pp is slower than dp, so it gets the network."""
-    job = (sys.executable, JOB, "init", "tp=2", "dp=1", "pp=2")
-    done = over_mpirun(hosts, "node0:2,node1:2", "--map-by", "node", "-np", "4", job=job)
-    assert done.returncode == 0, done.stderr
-    ranks = Ranks(done.stdout)
-    assert ranks.groups("tp") == [[0, 2], [1, 3]]
-    assert ranks.groups("dp") == [[0], [1], [2], [3]]
-    assert ranks.groups("pp") == [[0, 1], [2, 3]]
-    assert [ranks.num_hosts(group) for group in ranks.groups("tp")] == [1, 1]
-
-
-def test_ranks_in_any_order(hosts: Cluster) -> None:
-    """No groups inside hosts are ascending here: coordinates and ranks in a group agree all the same."""
-    order = hosts.shared / "order"
-    order.write_text("node0\nnode1\nnode1\nnode0\n")
-    options = ("--hostfile", str(order), "--map-by", "seq", "-np", "4")
-    command = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", *options]
-    exports = [part for name in ENV for part in ("-x", name)]
-    job = (*RUN, "plain", "dp=2", "tp=2")
-    done = hosts["node0"].run([*command, *exports, *job], cwd=ROOT, env=ENV)
-    if not device_mesh._KEEPS_ORDER:
-        assert done.returncode == 2
-        assert "Start the ranks host by host" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    ranks = Ranks(done.stdout)
-    assert ranks.hosts == ["node0", "node1", "node1", "node0"]
-    assert ranks.groups("tp") == [[0, 3], [1, 2]]
-    assert ranks.groups("dp") == [[0, 1], [3, 2]]
+    assert Ranks(done.stdout).groups("pp") == [[0, 2], [1, 3]]
 
 
 def torchrun(hosts: Cluster, *job: str) -> list[tuple[int, str, str]]:
@@ -273,11 +247,9 @@ def test_the_example_on_dp_and_tp(plain_losses: list[float]) -> None:
     assert losses(done.stdout) == pytest.approx(plain_losses, rel=1e-4)
 
 
-def test_the_example_with_ranks_dealt_out_in_turn(
-    hosts: Cluster, plain_losses: list[float]
-) -> None:
-    """Unequal hosts, three replicas, and groups that are not consecutive ranks."""
+def test_the_example_on_unequal_hosts(hosts: Cluster, plain_losses: list[float]) -> None:
+    """Three replicas, on hosts of four and two slots."""
     job = (*RUN[:-1], str(EXAMPLE), "--tp", "2")
-    done = over_mpirun(hosts, "node0:4,node1:2", "--map-by", "node", "-np", "6", job=job)
+    done = over_mpirun(hosts, "node0:4,node1:2", "--map-by", "slot", "-np", "6", job=job)
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == pytest.approx(plain_losses, rel=1e-4)

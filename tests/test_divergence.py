@@ -1,6 +1,6 @@
 """Ranks that no longer hold the same bits are found and named, and their state is not saved.
 
-Tests mpiddp/runtime/divergence.py.
+Tests mpiddp/runtime/torch/divergence.py.
 python -m pytest tests/test_divergence.py
 """
 
@@ -16,7 +16,7 @@ import torch
 
 import mpiddp
 from mpiddp.checkpoints import directory
-from mpiddp.runtime.divergence import bare_names, differing_ranks
+from mpiddp.runtime.torch.divergence import bare_names, differing_ranks
 from tests.ranks import launch, script
 from tests.training import Command, Ranks, contents, train, unequal, waiting_ranks
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import mpiddp
-from mpiddp.runtime.session import current
+from mpiddp.runtime.job.session import current
 from tests.ranks import launch
 from tests.training import unequal
 

@@ -1,6 +1,6 @@
 """Exit code 0 means that every rank ended well: its threads and its handlers of atexit too.
 
-Tests mpiddp/runtime/session.py, mpiddp/launch/supervise/attempt.py.
+Tests mpiddp/runtime/job/session.py, mpiddp/launch/supervise/attempt.py.
 python -m pytest tests/test_end_of_a_rank.py
 """
 

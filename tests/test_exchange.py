@@ -1,6 +1,6 @@
 """A rank of `mpiddp.spawn` gets its function from the launcher, and answers, over real connections.
 
-Tests mpiddp/launch/exchange.py, mpiddp/runtime/run_function.py.
+Tests mpiddp/launch/exchange.py, mpiddp/runtime/start/function.py.
 python -m pytest tests/test_exchange.py
 """
 
@@ -20,9 +20,9 @@ from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.messages import ANSWER, GO
 from mpiddp.protocol.payload import Payload, send_payload
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.coordinator import Refused
-from mpiddp.runtime.launcher_connection import connect_to_launcher
-from mpiddp.runtime.run_function import Caller
+from mpiddp.runtime.job.ending import Refused
+from mpiddp.runtime.launcher.channel import connect_to_launcher
+from mpiddp.runtime.start.function import Caller
 from mpiddp.world import World
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")

@@ -1,6 +1,6 @@
 """mpirun of one MPI with the library of another gives one error, never N jobs of a single rank 0.
 
-Tests mpiddp/runtime/rendezvous.py.
+Tests mpiddp/runtime/rendezvous/mpi.py.
 python -m pytest tests/test_foreign_mpi.py
 """
 

@@ -62,7 +62,7 @@ def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
     program.chmod(0o755)
     hostfile.write_text("localhost slots=1\n")
     options = parse_options(["--hostfile", str(hostfile), "--grow", "1h", "--", str(program)])
-    plan = make_plan(options, time.time(), os.environ)
+    plan = make_plan(options, os.environ)
     hostfile.write_text("localhost slots=2\n")
     stat = os.stat
 
@@ -120,7 +120,7 @@ def planned(tmp_path: Path, listed: str, *options: str) -> tuple[LaunchOptions, 
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text(listed)
     found = parse_options(["--hostfile", str(hostfile), "--grow", "1h", *options, "--", "true"])
-    return found, make_plan(found, time.time(), os.environ)
+    return found, make_plan(found, os.environ)
 
 
 @pytest.mark.parametrize(

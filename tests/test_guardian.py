@@ -1,6 +1,6 @@
 """The guardian of a command: each signal arrives once, and no process is left, whoever is killed.
 
-Tests mpiddp/runtime/command/{guardian,guardian_process,signals}.py.
+Tests mpiddp/runtime/start/guardian.py.
 python -m pytest tests/test_guardian.py
 """
 
@@ -25,10 +25,9 @@ from tests.ranks import clean_env
 # A rank with a command. argv[1] runs before the command starts.
 RANK = """
 import os, sys
-from mpiddp.runtime.command.guardian import AGENT_STORE, Guardian
-guardian = Guardian()
+from mpiddp.runtime.start.guardian import AGENT_STORE, Guardian
 exec(sys.argv[1])
-guardian.start(sys.argv[2:], {**os.environ, AGENT_STORE: "True"}, keeps_stdin=True)
+guardian = Guardian(sys.argv[2:], {**os.environ, AGENT_STORE: "True"}, keeps_stdin=True)
 print("ended", guardian.wait(), *sorted(guardian.passed), flush=True)
 """
 # Prints the signals that it gets, until SIGUSR2.

@@ -1,6 +1,6 @@
 """One rank of each host asks the store whether anything has happened, and the others learn of it.
 
-Tests mpiddp/runtime/host_news.py.
+Tests mpiddp/runtime/job/host_news.py.
 python -m pytest tests/test_host_news.py
 """
 
@@ -15,9 +15,9 @@ from contextlib import ExitStack, closing
 import pytest
 from torch.distributed import HashStore
 
-from mpiddp.runtime import host_news
-from mpiddp.runtime.host_news import HostNews
-from mpiddp.runtime.signed_store import NEWS, SignedStore
+from mpiddp.runtime.job import host_news
+from mpiddp.runtime.job.host_news import HostNews
+from mpiddp.runtime.job.signed_store import NEWS, SignedStore
 from mpiddp.world import World
 
 RANKS = 4

@@ -1,6 +1,6 @@
 """The verdict names ranks that do not join, with the line of Python that they execute.
 
-Tests mpiddp/runtime/join.py.
+Tests mpiddp/runtime/start/join.py.
 python -m pytest tests/test_joining.py
 """
 

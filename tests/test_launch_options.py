@@ -35,11 +35,9 @@ def test_report_prints_a_line_for_each_rank(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_verbose_prints_the_choices_their_reasons_and_the_start_time() -> None:
+def test_verbose_prints_the_choices_and_their_reasons() -> None:
     """Even for an env:// script that does not import mpiddp."""
-    start = time.monotonic()
     done = launch("-v", "-H", "localhost:2", str(ROOT / "tests" / "jobs" / "ddp_script.py"))
-    all_s = time.monotonic() - start
     assert done.returncode == 0, done.stderr
     mpi, placement = own_lines(done.stderr)
     assert re.fullmatch(r"mpiddp: Open MPI \d[\d.]+, /\S+/mpirun", mpi)
@@ -52,12 +50,8 @@ def test_verbose_prints_the_choices_their_reasons_and_the_start_time() -> None:
     assert sorted(re.sub(r"\S+$", "…", line) for line in uses) == [
         f"rank {rank} on {HOST} uses …" for rank in (0, 1)
     ]
-    (seconds,) = re.findall(
-        r"^first all-reduce (.+) s after the command$", done.stdout, re.MULTILINE
-    )
-    assert 0.5 < float(seconds) < all_s
     own = [line for line in done.stdout.splitlines() if re.match(r"rank \d of 2 local", line)]
-    assert (len(own), len(uses) + 4) == (2, len(done.stdout.splitlines()))
+    assert (len(own), len(uses) + 3) == (2, len(done.stdout.splitlines()))
 
 
 def test_exclude_and_npernode_choose_hosts_and_ranks(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Flux, PALS and jsrun cannot run here. Their variables are made from those of a real mpirun, so that real
 ranks join over a real MPI.
-Tests mpiddp/world.py, mpiddp/runtime/join.py, mpiddp/runtime/store.py.
+Tests mpiddp/world.py, mpiddp/runtime/start/join.py, mpiddp/runtime/rendezvous/store.py.
 python -m pytest tests/test_local_ranks.py
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.runtime.master_address import RankInfo, with_local_ranks
+from mpiddp.runtime.rendezvous.result import RankInfo, with_local_ranks
 from tests import cluster
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S

@@ -1,4 +1,4 @@
-"""The groups of a mesh for any placement of ranks, the traffic of its links, and `mpiddp mesh`.
+"""The groups of a mesh, the traffic of its links, and `mpiddp mesh`.
 
 Tests mpiddp/meshes/.
 python -m pytest tests/test_meshes.py
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +21,7 @@ from hypothesis import strategies as st
 from mpiddp.errors import UserError
 from mpiddp.meshes import main
 from mpiddp.meshes.dimensions import check_sizes, parse_sizes, resolve
-from mpiddp.meshes.layout import Layout, lay_out
+from mpiddp.meshes.layout import Layout
 from mpiddp.meshes.patterns import compact, shortened
 from mpiddp.meshes.report import bytes_text
 from mpiddp.meshes.traffic import Training, traffic
@@ -32,7 +30,7 @@ from tests.ranks import ROOT
 FIXED = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
 
-# --- the layout of any placement ---
+# --- the layout ---
 
 
 def block(counts: list[int]) -> list[str]:
@@ -40,27 +38,10 @@ def block(counts: list[int]) -> list[str]:
     return [f"h{host}" for host, count in enumerate(counts) for _ in range(count)]
 
 
-def in_turn(counts: list[int]) -> list[str]:
-    """Ranks dealt out to the hosts in turn, as mpirun --map-by node numbers them."""
-    return [
-        f"h{host}"
-        for turn in range(max(counts))
-        for host, count in enumerate(counts)
-        if turn < count
-    ]
-
-
 @dataclass(frozen=True)
 class Case:
     counts: list[int]
     sizes: dict[str, int]
-    seed: int
-
-    @property
-    def shuffled(self) -> list[str]:
-        hosts = block(self.counts)
-        random.Random(self.seed).shuffle(hosts)
-        return hosts
 
 
 @st.composite
@@ -75,13 +56,12 @@ def cases(draw: st.DrawFn) -> Case:
         )
         left //= sizes[name]
     sizes["pp"] = left
-    return Case(counts, resolve(sizes, block(counts)), draw(st.integers(0, 99)))
+    return Case(counts, resolve(sizes, block(counts)))
 
 
 def check(layout: Layout) -> None:
-    """Every rank has one place, each dimension's groups hold every rank once, and tp stays inside hosts."""
+    """Each dimension's groups hold every rank once, and tp stays inside hosts."""
     everyone = list(range(len(layout.hosts)))
-    assert sorted(layout.ranks) == everyone
     for name, size in layout.sizes.items():
         groups = layout.groups(name)
         assert {len(group) for group in groups} == {size}
@@ -92,83 +72,42 @@ def check(layout: Layout) -> None:
 
 @FIXED
 @given(cases())
-def test_any_placement_gets_every_rank_once_and_tp_inside_hosts(case: Case) -> None:
-    for hosts in (block(case.counts), in_turn(case.counts), case.shuffled):
-        layout = lay_out(hosts, case.sizes)
-        check(layout)
-        assert lay_out(list(hosts), dict(case.sizes)) == layout  # on every rank
-
-
-@FIXED
-@given(cases())
-def test_the_names_of_the_hosts_do_not_matter(case: Case) -> None:
-    renamed = [f"z{9 - int(host[1:])}" for host in case.shuffled]
-    assert lay_out(renamed, case.sizes).ranks == lay_out(case.shuffled, case.sizes).ranks
-
-
-@FIXED
-@given(cases())
-def test_ranks_in_the_order_of_the_hosts_keep_their_order(case: Case) -> None:
-    assert lay_out(block(case.counts), case.sizes).ranks == tuple(range(sum(case.counts)))
-
-
-@FIXED
-@given(cases())
-def test_ranks_that_mpirun_places_get_ascending_groups_inside_hosts(case: Case) -> None:
+def test_any_mesh_has_every_rank_once_and_tp_inside_hosts(case: Case) -> None:
     """Of the dimensions from the fastest on, those that divide every host send nothing over the network."""
-    for hosts in (block(case.counts), in_turn(case.counts)):
-        layout = lay_out(hosts, case.sizes)
-        assert layout.is_ascending
-        width = 1
-        for name in reversed(list(case.sizes)):
-            width *= case.sizes[name]
-            if any(count % width for count in case.counts):
-                break
-            units = [layout.ranks[at : at + width] for at in range(0, len(hosts), width)]
-            assert all(len(layout.hosts_of(unit)) == 1 for unit in units)
+    layout = Layout(case.sizes, tuple(block(case.counts)))
+    check(layout)
+    layout.require_tp_inside_hosts()
+    for name in reversed(list(case.sizes)):
+        width = math.prod(list(case.sizes.values())[list(case.sizes).index(name) :])
+        if all(count % width == 0 for count in case.counts):
+            assert all(len(layout.hosts_of(group)) == 1 for group in layout.groups(name))
 
 
 @FIXED
-@given(st.integers(0, 3), st.integers(0, 3), st.lists(st.integers(0, 6), min_size=2, max_size=2))
-def test_the_links_of_equal_hosts_do_not_depend_on_how_mpirun_deals_out_the_ranks(
-    gpus: int, hosts: int, cuts: list[int]
-) -> None:
-    """With sizes that are powers of two: as many groups of each dimension span as many hosts."""
-    total = gpus + hosts
-    tp = min(gpus, *cuts)
-    dp = min(total - tp, max(cuts))
-    sizes = {"pp": 1 << (total - tp - dp), "dp": 1 << dp, "tp": 1 << tp}
-    counts = [1 << gpus] * (1 << hosts)
-    layouts = [lay_out(ordered, sizes) for ordered in (block(counts), in_turn(counts))]
-    for name in sizes:
-        spans = [
-            sorted(
-                sorted(Counter(layout.hosts[rank] for rank in group).values())
-                for group in layout.groups(name)
-            )
-            for layout in layouts
-        ]
-        assert spans[0] == spans[1]
+@given(cases())
+def test_coordinates_are_positions_in_the_groups(case: Case) -> None:
+    layout = Layout(case.sizes, tuple(block(case.counts)))
+    for position, name in enumerate(case.sizes):
+        for group in layout.groups(name):
+            assert list(group) == sorted(group)  # as torch sorts them
+            found = [layout.coordinates_of(rank)[position] for rank in group]
+            assert found == list(range(len(group)))
 
 
-def test_groups_where_rank_arithmetic_is_wrong() -> None:
-    hosts = ["a", "b", "a", "b", "a", "a"]
-    layout = lay_out(hosts, {"dp": 3, "tp": 2})
-    assert layout.groups("tp") == [(0, 2), (1, 3), (4, 5)]
-    assert layout.groups("dp") == [(0, 1, 4), (2, 3, 5)]
-    assert layout.coordinates_at(3) == (1, 1)
-
-
-def test_a_rankfile_can_prevent_ascending_groups() -> None:
-    layout = lay_out(["a", "b", "b", "a"], {"dp": 2, "tp": 2})
-    assert layout.groups("tp") == [(0, 3), (1, 2)]
-    assert not layout.is_ascending
+@pytest.mark.parametrize("hosts", ["ababaa", "abba"])
+def test_ranks_that_are_not_numbered_host_by_host(hosts: str) -> None:
+    layout = Layout({"dp": len(hosts) // 2, "tp": 2}, tuple(hosts))
+    assert refusal(layout.require_tp_inside_hosts) == (
+        "tp=2 would form a group of ranks 0, 1, which are on a and b: the ranks are not numbered host by "
+        "host. Start them with mpiddp launch, or with mpirun --map-by slot."
+    )
+    Layout({"dp": len(hosts), "tp": 1}, tuple(hosts)).require_tp_inside_hosts()
 
 
 def test_tp_across_hosts() -> None:
     hosts = block([4, 2])
     sizes = resolve({"tp": 3}, hosts, tp_across_hosts=True)
-    assert lay_out(hosts, sizes, tp_across_hosts=True).groups("tp") == [(0, 1, 2), (3, 4, 5)]
+    assert Layout(sizes, tuple(hosts)).groups("tp") == [(0, 1, 2), (3, 4, 5)]
 
 
 # --- sizes ---
@@ -301,7 +240,7 @@ def test_the_nearest_sizes_fit(counts: list[int], requested: dict[str, int], lay
         sentence = str(error)
     if whole := re.search(r"; ((?:[a-z_]+=[0-9]+ ?)+) fits\.$", sentence):
         sizes = resolve(parse_sizes(whole[1].split()), hosts, layers=layers)
-        check(lay_out(hosts, sizes))
+        check(Layout(sizes, tuple(hosts)))
     else:
         assert "only one dimension may be -1" in sentence
 
@@ -353,7 +292,7 @@ def of(layout: Layout, training: Training) -> dict[str, tuple[float, float]]:
 
 def test_the_traffic_of_64_hosts() -> None:
     """By hand, from the formulas of docs/mesh.md."""
-    layout = lay_out(HOSTS, {"pp": 2, "dp": 32, "tp": 8})
+    layout = Layout({"pp": 2, "dp": 32, "tp": 8}, tuple(HOSTS))
     found = of(layout, GPT)
     activations = 4096 * 4096 * 2  # one sample in bf16
     assert found["tp"] == (pytest.approx(4 * (2 * 7 / 8) * activations * 16 * 16), 0)
@@ -364,33 +303,25 @@ def test_the_traffic_of_64_hosts() -> None:
 
 def test_a_ring_crosses_each_hosts_network_once() -> None:
     """Two hosts of two GPUs, all of them in one group: in each host one GPU sends inside, one outside."""
-    (sent,) = traffic(lay_out(block([2, 2]), {"dp": 4}), Training(params=100, value_bytes=4))
+    (sent,) = traffic(Layout({"dp": 4}, tuple(block([2, 2]))), Training(params=100, value_bytes=4))
     volume = 2 * 3 / 4 * 400
     assert sent.inside == {0: volume, 2: volume}
     assert sent.network == {"h0": volume, "h1": volume}
 
 
-def test_ranks_in_turn_send_as_much_as_ranks_host_by_host() -> None:
-    sizes = {"dp": 2, "tp": 2}
-    training = Training(params=1e6, layers=2, hidden=64, seq=8)
-    found = [of(lay_out(hosts([2, 2]), sizes), training) for hosts in (block, in_turn)]
-    assert found[0] == found[1]
-    assert found[0]["tp"][1] == 0 < found[0]["dp"][1]
-
-
 def test_a_stage_between_two_others_sends_both_ways() -> None:
     training = Training(layers=3, hidden=10, seq=10, micro_batches=2)
-    (sent,) = traffic(lay_out(block([1, 1, 1]), {"pp": 3}), training)
+    (sent,) = traffic(Layout({"pp": 3}, tuple(block([1, 1, 1]))), training)
     assert sent.network == {"h0": 400, "h1": 800, "h2": 400}
 
 
 def test_sharded_data_parallelism() -> None:
     training = Training(params=800, value_bytes=2, micro_batches=2)
-    layout = lay_out(block([4, 4]), {"dp_replicate": 2, "dp_shard": 4})
+    layout = Layout({"dp_replicate": 2, "dp_shard": 4}, tuple(block([4, 4])))
     found = of(layout, training)
     assert found["dp_shard"] == (pytest.approx(2 * 3 * 3 / 4 * 1600), 0)
     assert found["dp_replicate"] == (0, pytest.approx(4 * 2 * (2 * 1 / 2) * 1600 / 4))
-    everything = lay_out(block([4, 4]), {"dp": 8})
+    everything = Layout({"dp": 8}, tuple(block([4, 4])))
     plain = of(everything, Training(params=800))["dp"]
     sharded = of(everything, Training(params=800, fsdp=True))["dp"]
     assert [later / first for later, first in zip(sharded, plain, strict=True)] == pytest.approx(

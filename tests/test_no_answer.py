@@ -1,6 +1,6 @@
 """A rank that does not answer in an agreement is named, ends the job with code 1, and is restarted.
 
-Tests mpiddp/runtime/coordinator.py, mpiddp/runtime/join.py.
+Tests mpiddp/runtime/job/coordinator.py, mpiddp/runtime/start/join.py.
 python -m pytest tests/test_no_answer.py
 """
 
@@ -18,7 +18,7 @@ from tests.ranks import launch, mpirun, own_lines, script
 HANGS = """
 import os, sys, time
 from mpiddp.errors import JobFailed
-from mpiddp.runtime.join import join
+from mpiddp.runtime.start.join import join
 with join() as coordinator:
     if coordinator.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         time.sleep(1000)
@@ -28,7 +28,7 @@ print(f"{values}\\n", end="", flush=True)
 """
 ONE_RANK_FAILS = """
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.join import join
+from mpiddp.runtime.start.join import join
 with join() as coordinator:
     with coordinator.all_or_none():
         if coordinator.world.rank == 1:

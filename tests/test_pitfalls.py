@@ -1,4 +1,4 @@
-"""examples/pitfalls: each script shows what its page says. Tests mpiddp/runtime/sampler_epochs.py as well.
+"""examples/pitfalls: each script shows what its page says.
 
 python -m pytest tests/test_pitfalls.py
 """
@@ -6,16 +6,13 @@ python -m pytest tests/test_pitfalls.py
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT, launch, mpirun, script
+from tests.ranks import ROOT, launch
 
 PITFALLS = ROOT / "examples/pitfalls"
-WARNING = "warning: a DistributedSampler begins its third pass, and set_epoch was never called"
 
 
 def shown(name: str, *arguments: str | Path, options: tuple[str, ...] = ()) -> str:
@@ -26,7 +23,7 @@ def shown(name: str, *arguments: str | Path, options: tuple[str, ...] = ()) -> s
 
 
 @pytest.mark.quick
-def test_without_set_epoch_every_epoch_has_the_same_order_and_a_warning() -> None:
+def test_without_set_epoch_every_epoch_has_the_same_order() -> None:
     text = shown("set_epoch_forgotten.py")
     without, with_epochs = (
         re.findall(rf"^{how} set_epoch, epoch \d: (\[.*\])$", text, re.M)
@@ -35,7 +32,6 @@ def test_without_set_epoch_every_epoch_has_the_same_order_and_a_warning() -> Non
     assert len(without) == len(with_epochs) == 3
     assert len(set(without)) == 1
     assert len(set(with_epochs)) == 3
-    assert text.count(WARNING) == 1
 
 
 def test_sync_batch_norm_is_one_process_and_batch_norm_is_not() -> None:
@@ -53,6 +49,11 @@ def test_a_file_that_all_ranks_save_is_that_of_any_rank(tmp_path: Path) -> None:
     assert not by_all.startswith("6 times that of rank 0")
 
 
+@pytest.mark.quick
+def test_ranks_meet_in_a_new_file(tmp_path: Path) -> None:
+    assert "the ranks of 2 add up to 1\n" in shown("file_init.py", tmp_path / "store")
+
+
 def test_a_collective_on_one_rank_hangs_and_the_report_shows_its_line() -> None:
     done = launch(
         "-n", "2", "--hang-timeout", "5s", str(PITFALLS / "collective_on_one_rank.py")
@@ -67,41 +68,3 @@ def test_a_collective_on_one_rank_hangs_and_the_report_shows_its_line() -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in PITFALLS.glob("*.py")))
 def test_the_page_names_each_script(name: str) -> None:
     assert f"]({name})" in (PITFALLS / "README.md").read_text()
-
-
-SAMPLER = """
-import sys, torch, mpiddp
-from torch.utils.data import DistributedSampler
-class Own(DistributedSampler):
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-with mpiddp.process_group(backend="gloo"):
-    case = sys.argv[1]
-    sampler = (Own if case == "own" else DistributedSampler)(range(4), shuffle=case != "in order")
-    for epoch in range(2 if case == "two" else 6):
-        if case == "set" or case == "own":
-            sampler.set_epoch(epoch)
-        with torch.set_grad_enabled(case != "evaluation"):
-            assert len(list(sampler)) == 2
-    print("end", flush=True)
-"""
-
-
-@pytest.mark.parametrize("case", ["set", "own", "in order", "evaluation", "two", "forgotten"])
-def test_a_sampler_is_warned_of_once_and_never_wrongly(tmp_path: Path, case: str) -> None:
-    """Under a plain mpirun, where the script imports the sampler before mpiddp joins."""
-    done = mpirun(2, script(tmp_path, SAMPLER), case)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "end\nend\n"
-    assert done.stderr.count(WARNING) == (case == "forgotten")
-
-
-def test_nothing_imports_the_sampler_for_the_warning() -> None:
-    code = (
-        "import sys; from mpiddp.runtime.sampler_epochs import watch_samplers as watch; watch(); "
-        "import torch; was = 'torch.utils.data.distributed' in sys.modules; "
-        "from torch.utils.data import DistributedSampler as D; "
-        "print(was, D.__iter__.__name__, D.__iter__.__wrapped__.__qualname__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.endswith(" __iter__ DistributedSampler.__iter__\n"), done.stderr

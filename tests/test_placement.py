@@ -1,6 +1,6 @@
 """The placement of the ranks is compared with the hostfile.
 
-Tests mpiddp/runtime/placement.py.
+Tests mpiddp/runtime/rendezvous/placement.py.
 python -m pytest tests/test_placement.py
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.runtime.master_address import RankInfo
-from mpiddp.runtime.placement import RankPlacement, expected_hosts, misplaced, table
+from mpiddp.runtime.rendezvous.placement import RankPlacement, expected_hosts, misplaced, table
+from mpiddp.runtime.rendezvous.result import RankInfo
 from tests.ranks import mpirun, own_lines
 
 EXAMPLE = "examples/message_passing.py"
@@ -34,7 +34,12 @@ def test_the_expected_host_of_each_rank() -> None:
 
 @pytest.mark.parametrize(
     "expected",
-    ["node1:2,node2:1", "node1.example.org:2,node2.example.org:1", "10.0.0.1:2,10.0.0.2:1"],
+    [
+        "node1:2,node2:1",
+        "node1.example.org:2,node2.example.org:1",
+        "10.0.0.1:2,10.0.0.2:1",
+        "alias:2,node2:1",  # mpirun has reached the host by it
+    ],
 )
 def test_ranks_on_the_expected_hosts(expected: str) -> None:
     assert misplaced(placements("node1", "node1", "node2"), expected) == ""

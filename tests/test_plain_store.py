@@ -1,6 +1,6 @@
 """The store of a command's ranks answers as torch's, and survives strangers.
 
-Tests mpiddp/runtime/command/plain_store.py, torch_store.py.
+Tests mpiddp/runtime/rendezvous/plain_store.py, torch_store.py.
 python -m pytest tests/test_plain_store.py
 """
 
@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from mpiddp.runtime.command.plain_store import PlainServer, PlainStore
-from mpiddp.runtime.signed_store import SignedStore
+from mpiddp.runtime.job.signed_store import SignedStore
+from mpiddp.runtime.rendezvous.plain_store import PlainServer, PlainStore
 from tests.ranks import ROOT, clean_env
 
 
@@ -108,8 +108,8 @@ def test_a_client_that_never_reads_delays_nobody(port: int) -> None:
 
 SERVES = """
 import resource, socket
-from mpiddp.runtime.command.torch_store import serve_commands
-from mpiddp.runtime.rendezvous import RendezvousResult
+from mpiddp.runtime.rendezvous.torch_store import serve_commands
+from mpiddp.runtime.rendezvous.result import RendezvousResult
 from mpiddp.world import World
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))

@@ -1,6 +1,6 @@
 """The threads and the memory of a rank's process, measured by a script under `mpiddp run`.
 
-Tests mpiddp/runtime/process_setup.py.
+Tests mpiddp/runtime/start/process.py.
 python -m pytest tests/test_process_setup.py
 """
 

@@ -1,6 +1,6 @@
 """Ranks of a real mpirun join: the host of each rank, one store on one address, and MPI is finalized.
 
-Tests mpiddp/runtime/rendezvous.py, mpiddp/runtime/store.py.
+Tests mpiddp/runtime/rendezvous/mpi.py, mpiddp/runtime/rendezvous/store.py.
 python -m pytest tests/test_rendezvous.py
 """
 
@@ -20,7 +20,7 @@ import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.slurm import expand_nodelist
-from mpiddp.runtime.store import find_by_address
+from mpiddp.runtime.rendezvous.address import find_by_address
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
@@ -210,7 +210,7 @@ def test_a_foreign_mpi_is_refused_once() -> None:
 def test_mpi_that_is_already_finalized_is_refused() -> None:
     code = (
         "from mpi4py import MPI; MPI.Finalize()\n"
-        "from mpiddp.runtime.rendezvous import rendezvous_over_mpi; from mpiddp.world import World\n"
+        "from mpiddp.runtime.rendezvous.mpi import rendezvous_over_mpi; from mpiddp.world import World\n"
         "rendezvous_over_mpi(World.from_env(), timeout_s=5)"
     )
     sentence = refusal(mpirun(2, "-c", code))

@@ -29,7 +29,7 @@ from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.supervise.run import Outcome
 from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.launch.supervise.verdict import Stop
-from mpiddp.runtime.announcement import Announced, announced
+from mpiddp.runtime.launcher.announcement import Announced, announced
 from mpiddp.train.options import parse
 from mpiddp.train.restart import keep_global_batch
 from tests import cluster
@@ -234,7 +234,7 @@ def test_a_stop_request_after_a_growth_in_vain(tmp_path: Path, code: int, after:
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("localhost slots=1\n")
     options = parse_options(["--hostfile", str(hostfile), "--grow", "1h", "-m", "platform"])
-    before = make_plan(options, time.time(), os.environ)
+    before = make_plan(options, os.environ)
     with queued_signals() as signals:
         job = restarts._Job(options, before, time.time(), signals, None)
         hostfile.write_text("localhost slots=2\n")

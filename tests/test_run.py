@@ -1,6 +1,6 @@
 """A script runs under `mpiddp run` as under `python`: the same environment, end and output.
 
-Tests mpiddp/runtime/run_script.py.
+Tests mpiddp/runtime/start/script.py.
 python -m pytest tests/test_run.py
 """
 
@@ -19,7 +19,7 @@ import pytest
 
 from mpiddp import errors
 from mpiddp.errors import UserError, print_from_one_rank
-from mpiddp.runtime import run_script
+from mpiddp.runtime.start import script as run_script
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env, mpirun, own_lines
 

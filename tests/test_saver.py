@@ -27,7 +27,7 @@ from mpiddp.checkpoints.records import save_json
 from mpiddp.checkpoints.save import _save_error
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
 from mpiddp.checkpoints.state import HostMemory, _layout
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 from tests.patience import PATIENCE_S
 from tests.ranks import ROOT, clean_env

@@ -25,7 +25,7 @@ from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.read import facts_of
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.tensor_file import write_tensors
-from mpiddp.runtime.session import current
+from mpiddp.runtime.job.session import current
 from tests.ranks import clean_env
 from tests.training import unequal
 

@@ -1,6 +1,6 @@
 """torchrun's variables in a rank, and the processes that a rank starts: children, torchrun, another job.
 
-Tests mpiddp/runtime/script_environment.py, mpiddp/runtime/finalized_mpi.py.
+Tests mpiddp/runtime/start/environment.py, mpiddp/runtime/rendezvous/finalized_mpi.py.
 python -m pytest tests/test_script_environment.py
 """
 

@@ -1,6 +1,6 @@
 """`observe_exit` returns the exception or exit code that ended a script.
 
-Tests mpiddp/runtime/script_exit.py, and the end of a script alone in mpiddp/checkpoints/script_ranks.py.
+Tests mpiddp/runtime/job/script_exit.py, and the end of a script alone in mpiddp/checkpoints/script_ranks.py.
 python -m pytest tests/test_script_exit.py
 """
 
@@ -15,7 +15,7 @@ from tests.ranks import ROOT, clean_env
 
 BEFORE = """
 import atexit, sys
-from mpiddp.runtime.script_exit import observe_exit
+from mpiddp.runtime.job.script_exit import observe_exit
 def init():
     ending_error = observe_exit()
     atexit.register(lambda: print(repr(ending_error())))
@@ -46,7 +46,7 @@ def test_observe_exit(ending: str, expected: str) -> None:
 
 LEAVES = """
 import contextlib
-from mpiddp.runtime.script_exit import enter_until_exit
+from mpiddp.runtime.job.script_exit import enter_until_exit
 @contextlib.contextmanager
 def job():
     yield

@@ -1,13 +1,21 @@
-"""A process has one session, and a forked child does not share it."""
+"""A process has one session, which a forked child does not share, and a script begins after few modules.
+
+Tests mpiddp/runtime/job/session.py, mpiddp/runtime/start/run.py.
+python -m pytest tests/test_session.py
+"""
 
 from __future__ import annotations
 
 import ast
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mpiddp
-from mpiddp.runtime.session import current
+from mpiddp.runtime.job.session import current
+from tests.patience import PATIENCE_S
+from tests.ranks import LAUNCH, ROOT, clean_env, script
 
 RUNTIME = Path(mpiddp.__file__).parent / "runtime"
 
@@ -32,7 +40,7 @@ def test_a_forked_child_is_not_a_rank() -> None:
 def test_the_session_is_the_only_mutable_global_of_the_runtime() -> None:
     found = [
         (path.name, name)
-        for path in sorted(RUNTIME.glob("*.py"))
+        for path in sorted(RUNTIME.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Global)
         for name in node.names
@@ -40,20 +48,41 @@ def test_the_session_is_the_only_mutable_global_of_the_runtime() -> None:
     assert set(found) == {("session.py", "_current")}
 
 
-def test_imports_in_the_runtime_have_no_cycle() -> None:
-    """This includes the imports in functions and the imports for types only."""
-    imports = {path.stem: _imported(path) for path in RUNTIME.glob("*.py")}
-    while leaves := {name for name, needed in imports.items() if not needed & imports.keys()}:
-        imports = {name: needed for name, needed in imports.items() if name not in leaves}
-    assert imports == {}
+# The modules of mpiddp, without packages, before a script's first line.
+COUNT = """
+import sys
+ours = {name for name, each in sys.modules.items() if name.startswith("mpiddp.")}
+print(*sorted(name for name in ours if not hasattr(sys.modules[name], "__path__")))
+"""
+# What only another way to run, or to meet, needs.
+NOT_OF_A_SCRIPT = (
+    "command",
+    "function",
+    "guardian",
+    "own_gpu",
+    "plain_store",
+    "torch_store",
+    "address",
+)
 
 
-def _imported(path: Path) -> set[str]:
-    """The modules of the runtime that this one imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpiddp.runtime"):
-            package, _, module = (node.module or "").rpartition(".")
-            names = [alias.name for alias in node.names]
-            found |= {module} if package == "mpiddp.runtime" else set(names)
-    return found
+def modules(*command: str) -> list[str]:
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[0].split()  # of one rank
+
+
+def test_a_script_alone_begins_after_few_modules(tmp_path: Path) -> None:
+    found = modules(sys.executable, "-m", "mpiddp", "run", script(tmp_path, COUNT))
+    assert len(found) <= 30, found
+    assert not [name for name in found if name.startswith("mpiddp.runtime.torch")]
+    assert not [name for name in found if name.rpartition(".")[2] in ("mpi", "client", "output")]
+
+
+def test_a_script_under_the_launcher_imports_what_it_needs(tmp_path: Path) -> None:
+    found = modules(*LAUNCH, "-H", "localhost:2", "--prefix", "never", script(tmp_path, COUNT))
+    assert len(found) <= 38, found
+    assert not [name for name in found if name.rpartition(".")[2] in NOT_OF_A_SCRIPT]
+    assert not [name for name in found if name.startswith("mpiddp.runtime.torch")]

@@ -2,7 +2,7 @@
 
 Most tests run ranks without MPI and torch, see tests/jobs/light_job.py.
 Tests mpiddp/launch/supervise/{output,screen}.py,
-mpiddp/runtime/output/{rank_output,process,stream}.py.
+mpiddp/runtime/launcher/{output,output_process,output_stream}.py.
 python -m pytest tests/test_shown_output.py
 """
 
@@ -351,8 +351,8 @@ print("shown")
 
 def test_without_a_launcher_that_asks_for_it_nothing_is_replaced() -> None:
     code = (
-        "import os\nbefore = os.fstat(1).st_ino\nfrom mpiddp.runtime.session import reporting\n"
-        "from mpiddp.world import World\nwith reporting(World(0, 1, 0, 1)):\n"
+        "import os\nbefore = os.fstat(1).st_ino\nfrom mpiddp.runtime.launcher.connected import connected\n"
+        "from mpiddp.world import World\nwith connected(World(0, 1, 0, 1)):\n"
         "    print(os.fstat(1).st_ino == before)"
     )
     done = subprocess.run(
@@ -364,8 +364,8 @@ def test_without_a_launcher_that_asks_for_it_nothing_is_replaced() -> None:
 def test_a_rank_that_cannot_reach_its_launcher_says_so_on_the_stream_of_its_mpi() -> None:
     code = (
         "from mpiddp.cli import _print_failure\nfrom mpiddp.errors import JobFailed\n"
-        "from mpiddp.runtime.session import reporting\nfrom mpiddp.world import World\n"
-        "try:\n    with reporting(World(0, 1, 0, 1)): pass\n"
+        "from mpiddp.runtime.launcher.connected import connected\nfrom mpiddp.world import World\n"
+        "try:\n    with connected(World(0, 1, 0, 1)): pass\n"
         "except JobFailed as error: _print_failure(error, is_rank=True)"
     )
     env = clean_env({"MPIDDP_CONTROL": "unix:/nowhere", "MPIDDP_CONTROL_SECRET": "ab"})
@@ -380,9 +380,10 @@ def test_a_rank_that_cannot_reach_its_launcher_says_so_on_the_stream_of_its_mpi(
     assert "cannot reach the launcher on unix:/nowhere" in done.stderr
 
 
-SHORT_PATIENCE = (
-    "from mpiddp.runtime import launcher_connection\nlauncher_connection.CONNECT_TIMEOUT_S = 0.5\n"
-)
+SHORT_PATIENCE = """
+from mpiddp.runtime.launcher import channel
+channel.CONNECT_TIMEOUT_S = 0.5
+"""
 
 
 class Terminal:

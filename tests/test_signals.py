@@ -1,6 +1,6 @@
 """Signals as habits send them: twice from `timeout`, to every process from systemd, with a reader that dies.
 
-Tests mpiddp/launch/supervise/{signals,mpirun,output}.py, mpiddp/runtime/child_signals.py.
+Tests mpiddp/launch/supervise/{signals,mpirun,output}.py, mpiddp/runtime/job/child_signals.py.
 python -m pytest tests/test_signals.py
 """
 
@@ -364,7 +364,7 @@ def test_a_launcher_that_was_stopped_does_not_end_its_ranks(tmp_path: Path) -> N
 
 MANY_STEPS = """
 import sys, mpiddp
-from mpiddp.runtime import control_client
+from mpiddp.runtime.launcher import client as control_client
 control_client.PROGRESS_EVERY_S = 0.0
 mpiddp.should_stop()
 print("ready\\n", end="", flush=True)

@@ -1,6 +1,6 @@
 """A stranger at the store's port cannot end a job, stop it, or make it look successful.
 
-Tests mpiddp/runtime/signed_store.py, mpiddp/runtime/failure_watch.py, mpiddp/runtime/stop_request.py.
+Tests mpiddp/runtime/job/signed_store.py, mpiddp/runtime/job/failure_watch.py, mpiddp/runtime/job/stop.py.
 python -m pytest tests/test_signed_store.py
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from mpiddp.runtime.signed_store import SignedStore, whole_number
+from mpiddp.runtime.job.signed_store import SignedStore, whole_number
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, mpirun_command, script
 
@@ -38,12 +38,13 @@ with mpiddp.process_group(backend="gloo") as world:
 print(f"done {world.rank}\\n", end="", flush=True)
 """
 WRITTEN = {
+    "left with an error/1": ("1",),
     "failed": ("0", "3", "256", "-1", "99999999999999999999", "x", "\x00"),
     "stop/requested": ("",),
-    "stop/step": ("5", "x", "-1"),
-    "stop/proposal/0": ("1",),
+    "stop/1/step": ("5", "x", "-1"),
+    "stop/1/proposal/0": ("1",),
     "rank 0 left": ("",),
-    "first failure": ("7",),
+    "first failure/1": ("7",),
 }
 
 
@@ -113,7 +114,7 @@ def test_without_a_secret_nonsense_does_not_end_the_watch(tmp_path: Path) -> Non
         keys = PrefixStore("mpiddp/0", store)
         for value in ("0", "256", "x", "\x00", "9" * 5000):
             keys.set("failed", value)
-            keys.set("stop/step", value if value != "0" else "x")
+            keys.set("stop/1/step", value if value != "0" else "x")
             time.sleep(1)  # for the ranks to read it
         assert job.poll() is None
         (tmp_path / "go").touch()
@@ -125,7 +126,7 @@ def test_without_a_secret_nonsense_does_not_end_the_watch(tmp_path: Path) -> Non
 # Rank 1 takes part in an agreement late. A stranger deletes what rank 0 has written for it.
 DELETED = """
 import os, time
-from mpiddp.runtime.join import join
+from mpiddp.runtime.start.join import join
 with join() as coordinator:
     if coordinator.world.rank == 0:
         print(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], flush=True)

@@ -2,7 +2,7 @@
 
 Each host's own name resolves to 127.0.1.1, one of its networks is dead, and the interface names differ.
 
-Tests mpiddp/runtime/slurm_address.py; run_command.py under srun.
+Tests mpiddp/runtime/rendezvous/address.py; run_command.py under srun.
 python -m pytest tests/test_slurm_job.py
 """
 

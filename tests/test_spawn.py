@@ -1,6 +1,6 @@
 """`mpiddp.spawn` on one host: results by rank, the first failure, limits, restarts, and no process left.
 
-Tests mpiddp/spawning/, mpiddp/launch/launch_function.py, mpiddp/runtime/run_function.py.
+Tests mpiddp/spawning/, mpiddp/launch/launch_function.py, mpiddp/runtime/start/function.py.
 python -m pytest tests/test_spawn.py
 """
 

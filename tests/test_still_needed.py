@@ -1,6 +1,6 @@
 """Workarounds for Python and torch. Each test fails once its workaround is no longer needed.
 
-tests/test_network_of_a_job.py has another such test, for mpiddp/runtime/name_service.py.
+tests/test_network_of_a_job.py has another such test, for mpiddp/runtime/rendezvous/name_service.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-
-import pytest
-import torch.distributed as dist
 
 from tests.ranks import ROOT, clean_env
 from tests.test_control_channel import Launcher
@@ -32,7 +29,7 @@ def test_hashlib_still_loads_openssl() -> None:
 
 
 def test_python_still_forgets_the_exit_code_of_a_script() -> None:
-    """mpiddp/runtime/script_exit.py"""
+    """mpiddp/runtime/job/script_exit.py"""
     state = (
         "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"
     )
@@ -42,20 +39,8 @@ def test_python_still_forgets_the_exit_code_of_a_script() -> None:
     assert run(f"import sys; {hooks}; sys.exit(3)") == ""
 
 
-def test_torch_still_has_no_hook_for_new_process_groups() -> None:
-    """mpiddp/runtime/first_all_reduce.py"""
-    hooks = {name for name in dir(dist) if "hook" in name.lower() or "callback" in name.lower()}
-    assert {name for name in hooks if not name.startswith("_")} == {"BuiltinCommHookType"}
-
-
-def test_torch_still_has_no_hook_for_a_file_in_which_ranks_meet() -> None:
-    """mpiddp/runtime/file_rendezvous.py"""
-    with pytest.raises(RuntimeError, match="already registered"):
-        dist.register_rendezvous_handler("file", lambda url: None)
-
-
 def test_a_thread_still_cannot_answer_while_native_code_holds_the_gil() -> None:
-    """mpiddp/runtime/native_stacks.py"""
+    """mpiddp/runtime/launcher/native_stacks.py"""
     launcher = Launcher()
     with launcher.rank("print(flush=True); sum(range(10**12))") as rank:
         assert rank.stdout is not None

@@ -1,6 +1,6 @@
 """A job that is requested to stop saves at the same step on all ranks, and prints how to resume.
 
-Tests mpiddp/launch/supervise/, mpiddp/runtime/stop_request.py.
+Tests mpiddp/launch/supervise/, mpiddp/runtime/job/stop.py.
 python -m pytest tests/test_stop.py
 """
 
@@ -22,7 +22,7 @@ import pytest
 from mpiddp.checkpoints import directory
 from mpiddp.errors import UserError
 from mpiddp.launch.option_parser import option_parser
-from mpiddp.runtime.stop_request import StopRequest
+from mpiddp.runtime.job.stop import StopRequest
 from tests.mpis import mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
@@ -44,7 +44,7 @@ for step in range(1, 1_000_000):
 """
 # Each rank asks before every step whether the next call returns True.
 FORETOLD = SCRIPT.replace(
-    "import mpiddp\n", "import mpiddp\nfrom mpiddp.runtime.session import current\n"
+    "import mpiddp\n", "import mpiddp\nfrom mpiddp.runtime.job.session import current\n"
 )
 FORETOLD = FORETOLD.replace(
     "    if mpiddp.should_stop():",

@@ -384,8 +384,8 @@ def test_a_compiled_model_trains_and_saves_under_the_same_names() -> None:
     program = (
         "import torch\n"
         "from dataclasses import replace\n"
-        "from mpiddp.runtime.join import join\n"
-        "from mpiddp.runtime.process_group import default_group\n"
+        "from mpiddp.runtime.start.join import join\n"
+        "from mpiddp.runtime.torch.process_group import default_group\n"
         "from tests.training import configured\n"
         "from mpiddp.train.engine import backward\n"
         "from mpiddp.train.parallel import wrap\n"

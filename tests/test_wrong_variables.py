@@ -10,12 +10,11 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.sockets import port_in
-from mpiddp.runtime.announcement import announced
-from mpiddp.runtime.first_all_reduce import time_first_all_reduce
-from mpiddp.runtime.join import _join_children, _seconds
-from mpiddp.runtime.placement import misplaced
-from mpiddp.runtime.session import Session
-from mpiddp.runtime.slurm_address import slurm_address
+from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.launcher.announcement import announced
+from mpiddp.runtime.rendezvous.address import slurm_address
+from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet_as_child
+from mpiddp.runtime.rendezvous.placement import misplaced
 from mpiddp.world import World
 
 
@@ -57,15 +56,7 @@ def test_an_announcement_that_the_launcher_never_sets(text: str) -> None:
 def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIDDP_TIMEOUT", text)
     with pytest.raises(UserError, match=r'^MPIDDP_TIMEOUT="\S{1,60}" is not a number of seconds'):
-        _seconds("MPIDDP_TIMEOUT", 60.0)
-
-
-@pytest.mark.parametrize("text", ["x", "nan", "-1", "9" * 5000])
-def test_a_start_that_is_no_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDDP_LAUNCHED_AT", text)
-    monkeypatch.setenv("MPIDDP_VERBOSE", "1")
-    with pytest.raises(UserError, match=r"MPIDDP_LAUNCHED_AT=.* is not a time in seconds"):
-        time_first_all_reduce(World(0, 1, 0, 1))
+        joining_timeout_s()
 
 
 @pytest.mark.parametrize(
@@ -83,4 +74,4 @@ def test_a_child_of_a_rank_with_changed_variables(
     for name, value in (env | change).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="are not those of the rank that started this process"):
-        _join_children(World(0, 1, 0, 1), 1.0, Session())
+        meet_as_child(World(0, 1, 0, 1), Session())

@@ -27,7 +27,7 @@ from examples.gpt.data import entries, load_text, paragraphs
 from examples.gpt.model import GPT, Shape, summed_loss
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
-from mpiddp.runtime.process_group import process_group
+from mpiddp.runtime.torch.process_group import process_group
 from mpiddp.world import World
 
 

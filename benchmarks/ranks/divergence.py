@@ -17,7 +17,7 @@ from mpiddp.bench.ranks.training import (
     synthetic_job,
 )
 from mpiddp.bench.result_lines import emit
-from mpiddp.runtime.divergence import check_divergence
+from mpiddp.runtime.torch.divergence import check_divergence
 from mpiddp.train.metrics import StepTimer, slowest
 from mpiddp.world import World
 

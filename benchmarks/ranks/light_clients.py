@@ -83,7 +83,7 @@ def rank_0(ranks: int) -> None:
     """The store and the coordinator of rank 0: two agreements, the end."""
     from torch.distributed import PrefixStore, TCPStore
 
-    from mpiddp.runtime.coordinator import Coordinator
+    from mpiddp.runtime.job.coordinator import Coordinator
     from mpiddp.world import World
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -107,7 +107,7 @@ def others(ranks: int, port: int) -> None:
     """Write what all ranks but rank 0 would."""
     from torch.distributed import PrefixStore, TCPStore
 
-    from mpiddp.runtime.signed_store import SignedStore
+    from mpiddp.runtime.job.signed_store import SignedStore
 
     store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))
     values = SignedStore(PrefixStore("mpiddp/0", store), _SECRET)
@@ -144,7 +144,7 @@ def askers(hosts: int, port: int) -> None:
     """
     from torch.distributed import PrefixStore, TCPStore
 
-    from mpiddp.runtime.signed_store import NEWS, SignedStore
+    from mpiddp.runtime.job.signed_store import NEWS, SignedStore
 
     store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))
     values = SignedStore(PrefixStore("mpiddp/0", store), _SECRET)

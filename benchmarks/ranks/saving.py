@@ -15,9 +15,9 @@ import torch.distributed as dist
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, rank_options
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
-from mpiddp.runtime.join import join
-from mpiddp.runtime.process_group import default_group, device_of
-from mpiddp.runtime.session import current
+from mpiddp.runtime.job.session import current
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group, device_of
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress
 from mpiddp.train.config import resolve_defaults

@@ -39,7 +39,7 @@ def run_benchmark(prog: str, purpose: str, benchmark: Benchmark[Options], argv: 
     started = time.strftime("%Y%m%d-%H%M%S", time.localtime(started_at))
     folder = Path(shared.out or f"bench/{started}-{name}")
     _check_writable(folder)
-    jobs = _jobs(shared, getattr(options, "backend", None), training, benchmark, started_at)
+    jobs = _jobs(shared, getattr(options, "backend", None), training, benchmark)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
     try:
@@ -68,7 +68,6 @@ def _jobs(
     backend: str | None,
     training: list[str],
     benchmark: Benchmark[Options],
-    started_at: float,
 ) -> Jobs:
     """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
     where = shared.launch_options()
@@ -80,7 +79,7 @@ def _jobs(
     if backend == "gloo":  # ranks may share a GPU
         where = [*where, "--share-gpus"]
     launch_options = parse_options([*where, *ranks, "-m", "mpiddp", "bench-rank"])
-    plan = make_plan(replace(launch_options, backend=backend), started_at, os.environ)
+    plan = make_plan(replace(launch_options, backend=backend), os.environ)
     slots = plan.request.world_size
     per_host = max(host.ranks for host in plan.request.hosts.hosts)
     return Jobs(tuple(where), slots, per_host, plan.starter.name, shared.timeout, tuple(training))

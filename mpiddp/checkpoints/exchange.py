@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.signed_store import SignedStore
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.signed_store import SignedStore
 
 _SLICE_S = 2.0  # between two looks whether a rank has failed
 _WAITS_FOR = "waits-for"  # a value: the name and the ranks of the values that a rank waits for

@@ -18,11 +18,11 @@ from functools import partial
 import torch.distributed as dist
 
 from mpiddp.errors import FAILED, JobFailed, NoAnswer, UserError, print_from_one_rank
-from mpiddp.runtime.coordinator import Coordinator, Value
-from mpiddp.runtime.join import join
+from mpiddp.runtime.job.coordinator import Coordinator, Value
+from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
+from mpiddp.runtime.launcher.connected import script_session
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.runtime.script_exit import enter_until_exit, exit_now
-from mpiddp.runtime.session import current
+from mpiddp.runtime.start.join import join
 from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
@@ -102,14 +102,14 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
             already serves a store where the ranks would join.
         JobFailed: ranks that do not join.
     """
-    session = current()
+    session = script_session()
     world = World.from_env()
     if session.watch is None and world.launcher.name == "none":
         log_to_console(0)
         atexit.register(partial(_finish_alone, finish, os.getpid()))
-        alone = Coordinator(replace(world, node_rank=0, num_nodes=1), dist.HashStore())
-        alone.hostnames = (socket.gethostname(),)
-        return alone
+        here = (socket.gethostname(),)
+        only_rank = replace(world, node_rank=0, num_nodes=1)
+        return Coordinator(only_rank, dist.HashStore(), hostnames=here)
     if session.watch is None:
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if dist.is_initialized() and not has_agent:

@@ -15,8 +15,8 @@ from typing import Any
 
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import UserError
+from mpiddp.runtime.job.session import RunFiles, current
 from mpiddp.runtime.log import log
-from mpiddp.runtime.session import RunFiles, current
 
 _SCALARS = (int, float, str, bool, type(None))
 

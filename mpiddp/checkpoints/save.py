@@ -27,8 +27,8 @@ from mpiddp.checkpoints.shards import ShardPlan, local_parts, plan_shards
 from mpiddp.checkpoints.state import RANKS, HostMemory, num_bytes, split, stem_of
 from mpiddp.checkpoints.tensor_file import write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.runtime.launcher.connected import saving
 from mpiddp.runtime.log import log
-from mpiddp.runtime.session import saving
 
 
 @dataclass(frozen=True)

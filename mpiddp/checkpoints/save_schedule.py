@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.text import parse_duration, parse_whole, shown
 
 _CHECKS_PER_INTERVAL = 4  # of the clock

@@ -25,8 +25,8 @@ from mpiddp.checkpoints.state import HostMemory, check_entries
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
 from mpiddp.protocol.variables import RUN_DIR
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
-from mpiddp.runtime.session import current
 
 
 class Checkpoints:

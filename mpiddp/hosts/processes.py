@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from mpiddp.hosts.pidfd import opened
-
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
 _PAUSE_S = 0.02
@@ -54,6 +52,8 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
 
 def signal_all(find: Callable[[], Collection[int]], number: int) -> None:
     """Send a signal to the processes that `find` returns."""
+    from mpiddp.hosts.pidfd import opened  # a rank that only sets its own signals needs none of it
+
     with ExitStack() as stack:
         processes = {}
         for pid in find():

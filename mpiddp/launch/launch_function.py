@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
     leave_enclosing_job(os.environ)
     options = _with_variables(parse_options([*call.facts["options"], *_JOB]), call.facts["env"])
-    plan = make_plan(options, started_at, os.environ)
+    plan = make_plan(options, os.environ)
     options.output.check_ranks(plan.request.world_size)
     if hint := left_out_hint(options.how.exports, os.environ):
         log.info(hint)

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     )
     from mpiddp.launch.starters.table import compose
 
-    plan = make_plan(options, started_at, os.environ)
+    plan = make_plan(options, os.environ)
     options.output.check_ranks(plan.request.world_size)
     if hint := left_out_hint(options.how.exports, os.environ):
         log.info(hint)

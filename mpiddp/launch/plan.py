@@ -58,7 +58,6 @@ class Plan:
 
 def make_plan(
     options: LaunchOptions,
-    started_at: float,
     env: Mapping[str, str],
     *,
     max_ranks: int | None = None,
@@ -69,7 +68,6 @@ def make_plan(
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
     Args:
-        started_at: when the user started the command, in seconds since 1970.
         max_ranks: an upper bound on the number of ranks, beside the options.
         named: the hosts to choose from, by default those of the options.
         earlier: the plan of the attempt before this one, whose hosts have run the job.
@@ -111,7 +109,7 @@ def make_plan(
         hosts=placed,
         job=options.job.rank_command(python),
         folder=_working_folder(env),
-        variables=variables_of_ranks(options, starter, placed, network, started_at, env),
+        variables=variables_of_ranks(options, starter, placed, network, env),
         env=env,
         network=network,
         bind="none" if options.how.bind == "gpu" else options.how.bind,  # the ranks do it

@@ -2,7 +2,7 @@
 
 Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
 allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops for
-them. A restart receives the job's announcement (see `mpiddp.runtime.announcement`).
+them. A restart receives the job's announcement (see `mpiddp.runtime.launcher.announcement`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class _Job:
     ) -> None:
         self._options = options
         self._plan = plan  # of the latest attempt
-        self._started_at = started_at
         self._signals = signals
         self._exchange = exchange or Exchange()
         self._named = plan.named  # the latest list of hosts without an error
@@ -247,7 +246,6 @@ class _Job:
     def _plan_on(self, named: Hosts) -> Plan:
         return make_plan(
             self._options,
-            self._started_at,
             os.environ,
             max_ranks=self._known.announcement.max_ranks,
             named=named,

@@ -17,7 +17,6 @@ from mpiddp.protocol.variables import (
     BIND,
     GPUS,
     INTERFACE,
-    LAUNCHED_AT,
     LOG_DIR,
     NETWORKS,
     PLACEMENT,
@@ -36,20 +35,18 @@ def variables_of_ranks(
     starter: RankStarter,
     placed: Hosts,
     network: JobNetwork,
-    started_at: float,
     env: Mapping[str, str],
 ) -> dict[str, str]:
     """All variables that the ranks get. Those of the launcher's options take precedence.
 
     Args:
-        started_at: when the user started the command, in seconds since 1970.
     """
     exports = parse_exports(options.how.all_exports, env)
     return {
         **forwarded(env, exports),
         **_defaults(options, starter, placed, network, env),
         **{name: value for name, value in exports.items() if value is not None},
-        **_settings(options, starter, placed, network, started_at, env, exports),
+        **_settings(options, starter, placed, network, env, exports),
     }
 
 
@@ -58,7 +55,6 @@ def _settings(
     starter: RankStarter,
     placed: Hosts,
     network: JobNetwork,
-    started_at: float,
     env: Mapping[str, str],
     exports: Exports,
 ) -> dict[str, str]:
@@ -75,7 +71,6 @@ def _settings(
         REPORT: 1 if options.report else None,
         VERBOSE: 1 if options.verbose else None,
         LOG_DIR: options.output.log_dir,
-        LAUNCHED_AT: None if options.dry_run else f"{started_at:.3f}",
         "MASTER_ADDR": options.how.master_addr,
         GPUS: table or None,
     }

@@ -21,7 +21,7 @@ from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.hosts.slots import ranks_per_host
 from mpiddp.meshes import report
 from mpiddp.meshes.dimensions import DIMENSIONS, parse_sizes, resolve
-from mpiddp.meshes.layout import lay_out
+from mpiddp.meshes.layout import Layout
 from mpiddp.meshes.traffic import VALUE_BYTES, Training, traffic
 from mpiddp.text import shown
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     sizes = resolve(
         parse_sizes(options.sizes), hosts, tp_across_hosts=across, layers=training.layers
     )
-    layout = lay_out(hosts, sizes, tp_across_hosts=across)
+    layout = Layout(sizes, tuple(hosts))
     sent = traffic(layout, training) if training.params or training.has_activations else []
     if options.json:
         print(json.dumps(report.record(layout, sent)))

@@ -72,9 +72,7 @@ def _hosts(layout: Layout, traffic: Sequence[Traffic], *, all_hosts: bool) -> st
     hosts = shortened(list(ranks_of), all_entries=all_hosts)
     wanted = {rank for host in hosts for rank in ranks_of.get(host, ())}
     coordinates = {
-        rank: layout.coordinates_at(index)
-        for index, rank in enumerate(layout.ranks)
-        if rank in wanted
+        rank: layout.coordinates_of(rank) for rank in range(len(layout.hosts)) if rank in wanted
     }
     shows_traffic = all_hosts and any(not each.missing for each in traffic)
     inside, network = _inside_by_rank(traffic), _network_by_host(traffic)

@@ -192,9 +192,7 @@ def _of_rings(
     """Every rank sends `volume` to the next one of its ring, which visits each host once."""
     sends = []
     for group in layout.groups(name):
-        order = {host: index for index, host in enumerate(layout.hosts_of(group))}
-        ring = sorted(group, key=lambda rank: order[layout.hosts[rank]])
-        sends += [(first, second, volume) for first, second in pairwise([*ring, ring[0]])]
+        sends += [(first, second, volume) for first, second in pairwise([*group, group[0]])]
     return _by_link(layout, sends)
 
 

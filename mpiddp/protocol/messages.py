@@ -10,7 +10,7 @@ control channel carries JSON lines:
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
-an earlier attempt's announcement to a restart, see `mpiddp.runtime.announcement`.
+an earlier attempt's announcement to a restart, see `mpiddp.runtime.launcher.announcement`.
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
 place of "hello". After "received", the rank's output process sends frames, see `FRAME`. A rank of
@@ -55,6 +55,7 @@ HANDED_OVER = ("output", FUNCTION, ANSWER)
 GO = b"\n"  # what the reader of a function, and of an answer, sends
 STREAMS = {1: "stdout", 2: "stderr"}
 OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
+DRAIN, DRAINED, FILES = b"drain", b"drained", b"files"  # from the rank to it, and back
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job

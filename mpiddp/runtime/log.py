@@ -1,4 +1,4 @@
-"""The log of a rank: `logging.getLogger("mpiddp")`, and the handlers that write its records.
+"""What a rank prints of us: its log, `logging.getLogger("mpiddp")` with its handlers, and its help.
 
 `log_to_console` prints the INFO records of rank 0 on stdout, and the warnings of every rank on stderr.
 `log_of_every_rank` prints on every rank's stdout. `log_to_file` appends a logger's records to a file. No
@@ -13,7 +13,10 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.world import likely_ranks
 
 log = logging.getLogger("mpiddp")
 
@@ -81,3 +84,11 @@ def log_to_file(logger: logging.Logger, path: Path) -> Iterator[None]:
         logger.removeHandler(handler)
         with contextlib.suppress(OSError):  # a full disk
             handler.close()
+
+
+class RankParser(OneSentenceParser):
+    """The parser of a command that every rank of a job runs: only rank 0 prints the help."""
+
+    def print_help(self, file: Any = None) -> None:
+        if likely_ranks(os.environ)[0] == 0:
+            super().print_help(file)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from mpiddp.errors import UserError, missing_package
@@ -31,7 +31,7 @@ _registry = threading.Lock()  # cloudpickle's is one for all threads
 def pickled_call(
     function: Callable[..., Any], args: tuple[Any, ...], max_result_bytes: int
 ) -> Payload:
-    """The function and its arguments for `mpiddp.runtime.run_function`, with what it has to know of them.
+    """The function and its arguments for `mpiddp.runtime.start.function`, with what it has to know of them.
 
     Raises:
         UserError: cloudpickle is missing, or something cannot be pickled. The sentence names it.
@@ -47,10 +47,9 @@ def pickled_call(
         try:
             body = cloudpickle.dumps((function, args))
         except Exception as error:
-            culprit = _culprit(function, args, cloudpickle.dumps)
             raise UserError(
-                f"mpiddp.spawn cannot pickle {name}{culprit}: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. Create it within the function."
+                f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Create it within the function."
             ) from error
     facts = {
         "name": name,
@@ -149,31 +148,3 @@ def _is_loose(module: ModuleType) -> bool:
 
 def _top_level(module: ModuleType) -> str:
     return module.__name__.partition(".")[0]
-
-
-def _culprit(
-    function: Callable[..., Any], args: tuple[Any, ...], dumps: Callable[[Any], bytes]
-) -> str:
-    """What of a call cannot be pickled, if it is an argument or a variable: ", its argument 1"."""
-    for number, arg in enumerate(args, start=1):
-        if not _is_picklable(arg, dumps):
-            return f", its argument {number} of {type(arg).__qualname__}"
-    inner = _inner(function)
-    if not isinstance(inner, FunctionType):
-        return ""
-    try:
-        variables = inspect.getclosurevars(inner)
-    except ValueError:  # a variable that has no value yet
-        return ""
-    for name, value in {**variables.globals, **variables.nonlocals}.items():
-        if not _is_picklable(value, dumps):
-            return f", its variable {name} of {type(value).__qualname__}"
-    return ""
-
-
-def _is_picklable(value: object, dumps: Callable[[Any], bytes]) -> bool:
-    try:
-        dumps(value)
-    except Exception:
-        return False
-    return True

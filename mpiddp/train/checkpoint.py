@@ -25,7 +25,7 @@ from mpiddp.checkpoints.ranks import PATIENCE_S
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.script import Checkpoints
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.train.config import TrainConfig, changed_options
 from mpiddp.train.engine import TrainState, averaged_buffers

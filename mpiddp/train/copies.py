@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import AGREE_TIMEOUT_S, Coordinator
+from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S, Coordinator
 from mpiddp.text import all_of
 from mpiddp.train.config import TrainConfig
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from mpiddp.errors import DONE, STOPPED, JobFailed
-from mpiddp.runtime.digest import digest
 from mpiddp.runtime.log import log
-from mpiddp.runtime.script_steps import should_stop
+from mpiddp.runtime.torch.divergence import digest
+from mpiddp.runtime.torch.steps import should_stop
 from mpiddp.text import counted
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Batch

@@ -9,9 +9,9 @@ from torch import nn
 
 from mpiddp.checkpoints.script import Checkpoints
 from mpiddp.errors import JobFailed
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.divergence import find_divergence
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
+from mpiddp.runtime.torch.divergence import find_divergence
 from mpiddp.train.checkpoint import exiting_together
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.copies import Copies

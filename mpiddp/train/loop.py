@@ -15,9 +15,9 @@ from torch import nn
 from mpiddp.checkpoints.records import log_metrics
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.script import Checkpoints
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log
-from mpiddp.runtime.script_steps import should_stop
+from mpiddp.runtime.torch.steps import should_stop
 from mpiddp.train import checkpoint
 from mpiddp.train.checkpoint import Progress, exiting_together
 from mpiddp.train.config import TrainConfig, resume_args

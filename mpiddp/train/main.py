@@ -7,8 +7,8 @@ The command is the same under mpirun, srun and torchrun. This module parses the 
 from __future__ import annotations
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.process_setup import configure_process
-from mpiddp.runtime.session import reporting
+from mpiddp.runtime.launcher.connected import connected
+from mpiddp.runtime.start.process import prepare_process
 from mpiddp.train.options import TrainOptions, parse
 from mpiddp.world import World
 
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     """Train, and return the exit code: DONE, or STOPPED if the training ends early on request.
 
     Raises:
-        UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
+        UserError, SystemExit: bad input, see `mpiddp.runtime.job.coordinator`.
     """
     world = World.from_env()
     try:
@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
         if world.world_size == 1:
             raise
         options = error  # the ranks report it together once they have joined
-    configure_process(world)
-    with reporting(world) as session:
+    prepare_process(world)
+    with connected(world) as session:
         session.stop.declare_support()
         from mpiddp.train.rank import run_rank
 

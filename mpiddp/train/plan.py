@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Data
 from mpiddp.train.order import Order

@@ -18,13 +18,13 @@ from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.paths import named_by, read_limited
 from mpiddp.protocol.variables import is_restart
-from mpiddp.runtime.announcement import announce
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.join import join
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.stop import listen_when_alone
+from mpiddp.runtime.launcher.announcement import announce
 from mpiddp.runtime.log import log, log_to_console
-from mpiddp.runtime.process_group import default_group
-from mpiddp.runtime.session import Session
-from mpiddp.runtime.stop_signals import listen_when_alone
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.text import counted
 from mpiddp.train import checkpoint, flight_recorder
 from mpiddp.train.config import TrainConfig, out_dir, resume_args
@@ -54,7 +54,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         options: those of the command line, or the error in them.
 
     Raises:
-        UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
+        UserError, SystemExit: bad input, see `mpiddp.runtime.job.coordinator`.
     """
     with join(world) as coordinator:
         world = coordinator.world

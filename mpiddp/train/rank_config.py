@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.announcement import announced
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.process_group import choose_backend, device_of
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.launcher.announcement import announced
+from mpiddp.runtime.torch.process_group import choose_backend, device_of
 from mpiddp.train.config import TrainConfig, resolve_defaults
 from mpiddp.train.engine import computes_in_bf16
 from mpiddp.train.options import TrainOptions

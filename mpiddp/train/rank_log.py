@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.log import log_to_file
-from mpiddp.runtime.session import Session
 from mpiddp.world import World
 
 _log = logging.getLogger("mpiddp.rank")

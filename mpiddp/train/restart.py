@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpiddp.runtime.announcement import Announced
+from mpiddp.runtime.launcher.announcement import Announced
 from mpiddp.train.options import TrainOptions
 
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize

@@ -27,9 +27,9 @@ from mpiddp.checkpoints.hosts import FileSystems
 from mpiddp.checkpoints.ranks import form_ranks
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
-from mpiddp.runtime.join import join
 from mpiddp.runtime.log import log_to_console
-from mpiddp.runtime.process_group import default_group
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
 from tests.patience import PATIENCE_S
 
 CPU = torch.device("cpu")

@@ -25,9 +25,9 @@ from torch.distributed.tensor import (
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.divergence import check_divergence, find_divergence
-from mpiddp.runtime.join import join
-from mpiddp.runtime.process_group import default_group
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.divergence import check_divergence, find_divergence
+from mpiddp.runtime.torch.process_group import default_group
 
 STEP = 200
 

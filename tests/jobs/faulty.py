@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import mpiddp
 from mpiddp.checkpoints import directory
-from mpiddp.runtime import session
+from mpiddp.runtime.job import session
 
 SAVE_EVERY = 10
 FAULTY_RANK = 1

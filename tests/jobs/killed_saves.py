@@ -27,7 +27,7 @@ from mpiddp.checkpoints.ranks import form_ranks
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save import Saver
-from mpiddp.runtime.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 
 

@@ -21,10 +21,11 @@ from tests.patience import PATIENCE_S
 RANK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from mpiddp.runtime.session import current, reporting
+from mpiddp.runtime.job.session import current
+from mpiddp.runtime.launcher.connected import connected
 from mpiddp.world import World
 rank, world_size = int(sys.argv[1]), int(sys.argv[2])
-with reporting(World(rank, world_size, rank, world_size, hostname="node1")):
+with connected(World(rank, world_size, rank, world_size, hostname="node1")):
     exec(sys.argv[3])
 """
 

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 
-from mpiddp.runtime import rendezvous
+from mpiddp.runtime.rendezvous import mpi as rendezvous
 from mpiddp.world import World
 
 world = World.from_env()

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mpiddp.cli import main
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.join import join
-from mpiddp.runtime.session import current
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.session import current
+from mpiddp.runtime.start.join import join
 from tests.patience import PATIENCE_S
 
 LONGEST_WAIT_S = 2 * PATIENCE_S  # for the next line, while tests without ranks run

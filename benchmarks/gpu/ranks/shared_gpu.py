@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.jobs import PIDS
 from mpiddp import cli
-from mpiddp.runtime import process_group
+from mpiddp.runtime.torch import process_group
 from mpiddp.world import World
 
 

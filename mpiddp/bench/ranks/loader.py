@@ -27,8 +27,8 @@ from mpiddp.bench.ranks.training import (
 from mpiddp.bench.result_lines import emit
 from mpiddp.bench.rounds import turns
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.join import join
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.start.join import join
 from mpiddp.text import counted, percentile
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Data

@@ -9,9 +9,9 @@ import argparse
 from dataclasses import replace
 from importlib import import_module
 
-from mpiddp.runtime.arguments import RankParser
-from mpiddp.runtime.process_setup import configure_process
-from mpiddp.runtime.session import reporting
+from mpiddp.runtime.launcher.connected import connected
+from mpiddp.runtime.log import RankParser
+from mpiddp.runtime.start.process import prepare_process
 from mpiddp.world import World
 
 BENCHMARKS = ("scaling", "allreduce", "step", "loader", "rendezvous")
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     """Run one rank of the benchmark that `argv` names.
 
     Raises:
-        UserError, SystemExit: bad input, see `mpiddp.runtime.coordinator`.
+        UserError, SystemExit: bad input, see `mpiddp.runtime.job.coordinator`.
     """
     parser = RankParser(
         prog="mpiddp bench-rank",
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     world = World.from_env()
     local_ranks = max(world.local_world_size or 1, options.share)
-    configure_process(replace(world, local_world_size=local_ranks))
-    with reporting(world):
+    prepare_process(replace(world, local_world_size=local_ranks))
+    with connected(world):
         import_module(f"mpiddp.bench.ranks.{options.name}").run(world, options.rest)
     return 0

@@ -13,14 +13,14 @@ from pathlib import Path
 from mpiddp.bench.machine import peak_bytes
 from mpiddp.bench.rendezvous import rank_options
 from mpiddp.protocol.variables import TIMEOUT
-from mpiddp.runtime.rendezvous import rendezvous_over_mpi
+from mpiddp.runtime.rendezvous.mpi import rendezvous_over_mpi
 from mpiddp.world import World
 
 
 def run(world: World, argv: list[str]) -> None:
     options = rank_options(argv)
     if options.torch:
-        from mpiddp.runtime.join import join
+        from mpiddp.runtime.start.join import join
 
         ready_at = time.time()
         with join(world):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mpiddp.bench.machine import machine
 from mpiddp.bench.result_lines import Result
-from mpiddp.runtime.coordinator import Coordinator
-from mpiddp.runtime.join import join
-from mpiddp.runtime.process_group import default_group
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Data
 from mpiddp.train.engine import (

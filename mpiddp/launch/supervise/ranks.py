@@ -17,7 +17,7 @@ EXPLAINS_S = 30.0  # a later end of a command has another reason than its script
 
 @dataclass(frozen=True)
 class Announcement:
-    """What the job announces for its restarts, see `mpiddp.runtime.announcement.announce`."""
+    """What the job announces for its restarts, see `mpiddp.runtime.launcher.announcement.announce`."""
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None

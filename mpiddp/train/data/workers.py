@@ -1,10 +1,10 @@
-"""Signals in a DataLoader's workers: they leave a stop to their rank, see `mpiddp.runtime.child_signals`."""
+"""Signals in a DataLoader's workers: they leave a stop to their rank (`mpiddp.runtime.job.child_signals`)."""
 
 from __future__ import annotations
 
 import signal
 
-from mpiddp.runtime import child_signals
+from mpiddp.runtime.job import child_signals
 
 
 def obey_only(rank: int, worker: int) -> None:

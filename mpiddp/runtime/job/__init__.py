@@ -1,0 +1,1 @@
+"""The ranks of a job: they agree, stop and end together."""

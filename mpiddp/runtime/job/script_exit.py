@@ -1,0 +1,85 @@
+"""Find out how a script ends that has no `with` around its process group.
+
+Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit
+that ends a script (CPython 3.10 to 3.13): it calls no hook for it, and frees it before they run. So
+`sys.exit` is replaced by a function that records the status. The script's outermost frame shows whether
+the SystemExit was caught: then the frame's last instruction is a return.
+
+tests/test_still_needed.py fails once Python keeps it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dis
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NoReturn, TypeVar
+
+from mpiddp.errors import FAILED
+from mpiddp.runtime.job.ending import ending_of
+
+Value = TypeVar("Value")
+
+
+def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
+    """Enter the context, and leave it when the interpreter exits, with the error that ended the script."""
+    value = context.__enter__()
+    ending_error = observe_exit()
+
+    def leave() -> None:
+        error = ending_error()
+        try:
+            context.__exit__(type(error) if error else None, error, None)
+        except SystemExit as end:
+            # Python ignores the code of a handler. The script has succeeded, but its last save has not; or
+            # its error is a sentence that has been printed.
+            if not ending_of(error).traceback:
+                exit_now(end.code)
+        except BaseException:  # Python would print it, and end with the script's own code
+            traceback.print_exc()
+            exit_now(FAILED)
+
+    atexit.register(leave)
+    return value
+
+
+def exit_now(code: object) -> NoReturn:
+    """End the process with this code, without the remaining handlers of atexit."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a script may replace them by anything
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def observe_exit() -> Callable[[], BaseException | None]:
+    """Record the calls of `sys.exit` from now on. Call this within the script's outermost frame.
+
+    Returns:
+        A function for a handler of atexit: the exception that ended the script, None if it ran to its
+        end.
+    """
+    codes: list[object] = [None]
+    original = sys.exit
+
+    def recording_exit(status: object = None, /) -> NoReturn:
+        codes.append(status)
+        original(status)  # type: ignore[arg-type]
+
+    sys.exit = recording_exit
+    outermost = sys._getframe()
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+
+    def ending_error() -> BaseException | None:
+        error: BaseException | None = getattr(sys, "last_value", None)
+        last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
+        if error is None and not last_instruction.startswith("RETURN"):
+            return SystemExit(codes[-1])
+        return error
+
+    return ending_error

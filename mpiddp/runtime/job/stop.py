@@ -1,0 +1,233 @@
+"""All ranks stop after the same step, and exchange messages only after a request to stop.
+
+After a request, the failure watch of each rank proposes a step slightly ahead. The rank does not pass
+that step before the decision. All ranks stop at the highest proposed step, which no rank has passed.
+
+    while not mpiddp.should_stop():
+        train_one_step()
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from mpiddp.runtime.job.signed_store import NEWS, SignedStore, whole_number
+
+# Keys of the coordinator's store.
+_REQUESTED = "stop/requested"
+_PROPOSAL, _STEP = "stop/{stay}/proposal/{rank}", "stop/{stay}/step"
+_AHEAD = 2  # steps; no rank waits if they take longer than the agreement
+
+
+class StopRequest:
+    """The state of a requested stop in this process. Its steps are the calls of `should_stop`.
+
+    Args:
+        send: sends the launcher a message, if there is a launcher.
+        progress: reports a step to the launcher.
+        declared: called when the script has declared that it supports a stop.
+    """
+
+    def __init__(
+        self,
+        *,
+        send: Callable[[str], None],
+        progress: Callable[[int], None],
+        declared: Callable[[], None],
+    ) -> None:
+        self._send = send
+        self._terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+        self._declared = declared
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._foretold = 0  # the latest call of which `stops_next` has told the answer
+        self._steps_before = 0  # steps of the run before this process resumed it
+        self._stay = 0
+        self._proposed: int | None = None
+        self._step: int | None = None
+        self._decided = threading.Event()
+        self.has_stopped = False  # this script ends early, as requested
+        # A plain flag: a signal handler that waits for a lock could wait for its own thread.
+        self.is_requested = False
+        self.supports_stop = False  # whether the script calls `should_stop`
+        self.is_alone = True  # until a failure watch agrees with other ranks
+
+    def declare_support(self) -> None:
+        """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
+        if not self.supports_stop:
+            self.supports_stop = True
+            self._send("supports_stop")
+            self._declared()
+
+    def count_from(self, step: int) -> None:
+        """The run made `step` steps before this process. The launcher receives the sum."""
+        self._steps_before = step
+
+    def request(self) -> None:
+        """Request a stop of this process. A script that never calls `should_stop` gets SIGTERM instead."""
+        if self.supports_stop:
+            self.is_requested = True
+        else:
+            self._terminate()
+
+    def on_request(self, terminate: Callable[[], None]) -> None:
+        """Let `request` call this, in place of SIGTERM, if the script does not call `should_stop`."""
+        self._terminate = terminate
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a stop is requested and the ranks have not agreed on its step yet."""
+        return self.is_requested and self._step is None
+
+    def should_stop(self) -> bool:
+        """See `mpiddp.should_stop`."""
+        self.declare_support()
+        with self._lock:
+            self._calls += 1
+            if self.is_alone and self.is_undecided:
+                self._decide(max(self._calls, self._foretold + 1))
+            must_wait = self._step is None and self._proposed == self._calls
+        self._progress(self._steps_before + self._calls)
+        if must_wait:
+            self._decided.wait()
+        stops = self._step is not None and self._calls >= self._step
+        if stops:
+            self.stopped()
+        return stops
+
+    def stops_next(self) -> bool:
+        """Whether the next call of `should_stop` returns True, on all ranks after the same step.
+
+        So a script can save before that call. If it never calls `should_stop`, the answer is False.
+        """
+        if self.has_stopped or not self.supports_stop:
+            return self.has_stopped
+        with self._lock:
+            self._foretold = self._calls + 1
+            if self.is_alone and self.is_undecided:
+                self._decide(self._foretold)
+            must_wait = self._step is None and self._proposed == self._foretold
+        if must_wait:
+            self._decided.wait()
+        # A later proposal of this rank is a later step, and so is the decision then.
+        return self._step is not None and self._foretold >= self._step
+
+    def stopped(self) -> None:
+        """Record that this rank ends early with its work saved, on request or for another reason."""
+        if not self.has_stopped:
+            self.has_stopped = True
+            self._send("stopped")
+
+    def enter(self, stay: int) -> None:
+        """Begin another stay in the job: the ranks agree anew, since all have made steps in between."""
+        with self._lock:
+            self._stay, self._proposed, self._step = stay, None, None
+            self._decided.clear()
+
+    def agree(self, store: SignedStore, rank: int, world_size: int) -> None:
+        """Advance the agreement. The failure watch calls this regularly."""
+        if self._step is not None:
+            return
+        if self.is_requested:
+            store.set(_REQUESTED, "")
+            store.set(NEWS, "")
+        elif store.get(_REQUESTED) is None:
+            return
+        self.is_requested = True
+        self.propose_step(store, rank, _AHEAD)
+        keys = [_PROPOSAL.format(stay=self._stay, rank=each) for each in range(world_size)]
+        if rank == 0 and (values := store.get_all(keys)):
+            proposals = [whole_number(value, 0) for value in values]
+            store.set(self._step_key, str(max(step or 0 for step in proposals)))
+        step = whole_number(store.get(self._step_key), 0)
+        if step is not None:
+            with self._lock:
+                self._decide(step)
+
+    def propose_step(self, store: SignedStore, rank: int, ahead: int) -> None:
+        """Propose the step `ahead` of the present one, and do not pass it before the decision.
+
+        A rank that leaves proposes its present step, with `ahead` 0.
+        """
+        with self._lock:
+            if self._proposed is None:
+                self._proposed = self._calls + ahead
+        store.set(_PROPOSAL.format(stay=self._stay, rank=rank), str(self._proposed))
+
+    @property
+    def _step_key(self) -> str:
+        return _STEP.format(stay=self._stay)
+
+    def _decide(self, step: int) -> None:
+        self._step = step
+        self._decided.set()
+
+
+def handle_sigusr1(stop: StopRequest) -> None:
+    """Treat SIGUSR1, from mpirun or srun, as a request to stop, unless the script has its own handler.
+
+    The signal is blocked in this thread, and therefore in the processes that it starts: it would kill a
+    DataLoader's worker. The failure watch's thread unblocks it.
+    """
+    main_thread = threading.main_thread() is threading.current_thread()
+    if main_thread and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, partial(_on_signal, stop))
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+
+
+def handle_sigterm(stop: StopRequest) -> None:
+    """Treat SIGTERM as a request to stop, unless the script has its own handler.
+
+    systemd, batch systems and container runtimes send it to every process of a job at once. The launcher
+    gets it too, and limits the time. For the children of this process, see `child_signals`.
+    """
+    main_thread = threading.main_thread() is threading.current_thread()
+    if main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        handler = partial(_on_signal, stop)
+        signal.signal(signal.SIGTERM, handler)
+        os.register_at_fork(after_in_child=partial(_end_by_sigterm, handler))
+
+
+def _end_by_sigterm(handler: Callable[[int, Any], None]) -> None:
+    """In a forked child, which is no rank, let SIGTERM have its default effect."""
+    if signal.getsignal(signal.SIGTERM) is handler:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def unblock_sigusr1() -> None:
+    """Receive SIGUSR1 in this thread."""
+    with suppress(ValueError):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+
+
+def listen_when_alone(stop: StopRequest) -> None:
+    """Treat the first SIGTERM or Ctrl-C as a request to stop too, if there is no launcher."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = signal.getsignal(number)
+        if before in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):  # keep the handlers of nohup and the like
+            signal.signal(number, partial(_on_first_signal, stop, before))
+
+
+def _on_signal(stop: StopRequest, number: int, frame: Any) -> None:
+    stop.is_requested = True
+
+
+def _on_first_signal(stop: StopRequest, before: Any, number: int, frame: Any) -> None:
+    signal.signal(number, before)
+    stop.is_requested = True
+    name = signal.Signals(number).name
+    with suppress(OSError):  # the Ctrl-C may have ended the reader of a pipe as well
+        os.write(
+            2,
+            f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n".encode(),
+        )

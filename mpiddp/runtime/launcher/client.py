@@ -1,0 +1,162 @@
+"""A rank's end of the control channel: it reports to the launcher, and acts on the launcher's messages.
+
+A rank does not report over stdout, which belongs to the script, or by mpirun's exit code, which cannot
+be trusted. `mpiddp.protocol.messages` defines the messages, and how both ends prove that they belong to
+one job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps
+from mpiddp.runtime.job.ending import Ending
+from mpiddp.runtime.launcher.channel import NO_MESSAGE, connect_to_launcher
+from mpiddp.runtime.launcher.native_stacks import write_stack_on_urgent_byte
+from mpiddp.world import World
+
+PROGRESS_EVERY_S = 0.5
+LOST_LAUNCHER = 1  # the exit code of a rank that loses its launcher
+
+
+class ControlClient:
+    """This rank's connection to its launcher. A thread receives the launcher's messages."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        incoming: Iterator[bytes],
+        world: World,
+        request_stop: Callable[[], None],
+        secret: str,
+        exit_now: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.world = world
+        self.stopping = threading.Event()  # the launcher has requested a stop of this rank
+        self._exit_now = exit_now
+        self.secret = secret
+        self.step = 0  # the latest step of this rank
+        self.is_first: bool | None = None  # whether this rank failed first; None if unknown
+        self._actions: dict[str, Callable[[dict[str, Any]], object]] = {
+            "end": lambda message: exit_now(int(message["code"])),
+            "stop": lambda message: self._stop(request_stop),
+            "stopping": lambda message: self.stopping.set(),  # its script has got a "stop"
+            "stacks": lambda message: self._send_stacks(),
+            "received": lambda message: self._confirm_progress(),
+        }
+        self._sent_progress_at = 0.0
+        self._unconfirmed = 0  # messages of progress
+        self._connection = connection
+        self._incoming = incoming
+        self._lock = threading.Lock()
+        self._is_over = False
+        # A forked child that keeps the connection open would hide the death of this rank.
+        os.register_at_fork(after_in_child=self._connection.close)
+        write_stack_on_urgent_byte(connection)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def send(self, kind: str, **fields: object) -> None:
+        # A lost connection is left to the listening thread, which ends the process.
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.sendall(dumps(kind, **fields))
+
+    def progress(self, step: int) -> None:
+        """Report this rank's step, at most twice a second. Most calls send nothing."""
+        self.step = step
+        now = time.monotonic()
+        is_due = now - self._sent_progress_at >= PROGRESS_EVERY_S
+        if is_due and self._unconfirmed < UNCONFIRMED_LIMIT:
+            self._sent_progress_at = now
+            self._unconfirmed += 1
+            self.send("progress", step=step)
+
+    def _stop(self, request_stop: Callable[[], None]) -> None:
+        self.stopping.set()
+        request_stop()
+
+    def _confirm_progress(self) -> None:
+        self._unconfirmed = 0
+
+    def failed(self, ending: Ending) -> None:
+        """Report how this rank failed, unless it has been reported."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self.send(
+            "failed",
+            code=ending.code,
+            error=ending.sentence[:TEXT_LIMIT],  # the beginning is the useful part
+            traceback=ending.traceback[-TEXT_LIMIT:],
+            first=self.is_first,
+            is_verdict=ending.is_verdict,
+        )
+
+    def done(self) -> None:
+        """Report that this rank succeeded, unless it has failed."""
+        if not self._is_over:
+            self._is_over = True
+            self.send("done")
+
+    def _send_stacks(self) -> None:
+        self.send("stacks", text=_stacks()[-TEXT_LIMIT:], step=self.step)
+
+    def _listen(self) -> None:
+        # Whoever sends anything but messages is not the launcher.
+        with contextlib.suppress(OSError, *NO_MESSAGE):
+            for line in self._incoming:
+                message = json.loads(line)
+                if act := self._actions.get(message["type"]):
+                    act(message)
+        if not self._is_over:
+            world = self.world
+            rank = f"rank {world.rank} on {world.hostname}"
+            sentence = f"{rank}: lost the connection to the launcher; exiting.\n"
+            with contextlib.suppress(OSError):
+                os.write(2, sentence.encode())
+            self._exit_now(LOST_LAUNCHER)
+
+
+def connect(
+    address: str,
+    secret: str,
+    world: World,
+    request_stop: Callable[[], None],
+    *,
+    is_script: bool = False,
+    exit_now: Callable[[int], object] = os._exit,
+) -> ControlClient:
+    """Connect to the launcher that listens at `address`.
+
+    Args:
+        request_stop: called in another thread when the launcher requests a stop.
+        is_script: whether this process is the script of a rank's command, and not the rank itself.
+        exit_now: ends this process; called in another thread.
+
+    Raises:
+        AnotherScript: this rank has a script already.
+        JobFailed: the launcher cannot be reached.
+    """
+    facts = {"is_script": True} if is_script else {}
+    connection, incoming = connect_to_launcher(address, secret, world, "hello", **facts)
+    return ControlClient(connection, incoming, world, request_stop, secret, exit_now)
+
+
+def _stacks() -> str:
+    """The Python stacks of all threads of this process except this one."""
+    import traceback  # takes 5 ms, and few ranks need it
+
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            lines = "".join(traceback.format_stack(frame))
+            texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
+    return "\n".join(texts)

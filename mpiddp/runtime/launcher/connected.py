@@ -1,0 +1,159 @@
+"""Connect this process to its launcher: as a rank, or as the script within the command of a rank.
+
+with connected(world) as session:      # every command of a rank begins with this
+    session.stop.declare_support()
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from mpiddp.errors import JobFailed
+from mpiddp.protocol.variables import ADDRESS, SCRIPT_SECRET, SECRET
+from mpiddp.runtime.job.ending import ending_of
+from mpiddp.runtime.job.session import Session, current
+from mpiddp.world import World, is_joined
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.launcher.output import RankOutput
+
+
+@contextlib.contextmanager
+def connected(world: World) -> Iterator[Session]:
+    """Report this rank's start and its end to the launcher, if there is one.
+
+    With or without a launcher, a crash prints its stacks, and a rank ends with the daemon that started it.
+    A rank has succeeded only when its other threads and its handlers of atexit have ended too.
+
+    Raises:
+        JobFailed: the launcher cannot be reached.
+    """
+    session = current()
+    faulthandler.enable(2)  # a crash in native code prints the Python stack on stderr
+    if world.launcher.speaks_mpi or world.launcher.name == "slurm":
+        from mpiddp.hosts.processes import signal_at_parents_end
+
+        # Without the daemon of MPI or Slurm, nothing would end this rank.
+        signal_at_parents_end(signal.SIGKILL)
+    # Hide them from the processes that the script starts: these are not ranks.
+    address, secret = os.environ.pop(ADDRESS, ""), os.environ.pop(SECRET, "")
+    if not address or not secret:
+        yield session
+        return
+    try:
+        _connect(session, world, address, secret)
+        yield session
+    except BaseException as error:
+        ending = ending_of(error, has_stopped=session.stop.has_stopped)
+        session.report(ending)
+        if isinstance(error, JobFailed) and session.channel is not None:
+            raise SystemExit(ending.code) from None  # the launcher prints it
+        raise
+
+
+def _connect(session: Session, world: World, address: str, secret: str) -> None:
+    from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
+    from mpiddp.runtime.launcher.client import connect
+    from mpiddp.runtime.launcher.output import redirect_output
+
+    output = session.output = redirect_output(world, address, secret)
+    session.launcher_address = address
+    session.channel = connect(
+        address, secret, world, session.stop.request, exit_now=session.exit_now
+    )
+    session.send("started", host=world.hostname, pid=os.getpid())
+    atexit.register(_report_success, session)  # before those of the script, so it runs after them
+    leave_sigterm_to_rank()
+    if output is not None and world.launcher.name == "slurm":
+        atexit.register(_drain, output)
+    if output is not None and (log := output.log_to_named_folder()):
+        session.send("log", path=str(log))
+
+
+def script_session() -> Session:
+    """The session of this process, which is connected first if it is the script of a rank's command.
+
+    The public functions use it. In a command of a rank (`mpiddp run -- COMMAND`), the first process that
+    calls it is the rank's script. The rank reports its start and its end; the script reports the rest, and
+    its error.
+
+    Raises:
+        JobFailed: the launcher cannot be reached.
+    """
+    session = current()
+    if SCRIPT_SECRET not in os.environ or not is_joined(os.environ):
+        return session
+    session.launcher_address = os.environ.pop(ADDRESS, "")
+    session.script_secret = os.environ.pop(SCRIPT_SECRET)
+    if session.launcher_address:
+        _connect_script(session)
+    return session
+
+
+def _connect_script(session: Session) -> None:
+    from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
+    from mpiddp.runtime.launcher.channel import AnotherScript
+    from mpiddp.runtime.launcher.client import connect
+
+    with contextlib.suppress(AnotherScript):
+        session.channel = connect(
+            session.launcher_address,
+            session.script_secret,
+            World.from_env(),
+            session.stop.request,
+            is_script=True,
+        )
+        session.is_unjoined_script = True
+        faulthandler.enable(2)
+        atexit.register(_report_success, session)
+        leave_sigterm_to_rank()
+        sys.excepthook = partial(_report_uncaught, session, sys.excepthook)
+
+
+def _report_uncaught(
+    session: Session,
+    print_error: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    print_error(kind, error, traceback)
+    session.claim_first_failure()
+    session.report(ending_of(error, has_stopped=session.stop.has_stopped))
+
+
+def _report_success(session: Session) -> None:
+    if session.channel is not None:  # it is None in a forked child
+        session.channel.done()
+
+
+def _drain(output: RankOutput) -> None:
+    """Send the last lines before this process ends."""
+    if current().output is output:  # not in a forked child
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the script
+                stream.flush()
+        output.drain()
+
+
+def saving() -> contextlib.AbstractContextManager[None]:
+    """Within the body, this rank saves its work: after a request to stop, it has time until --save-grace.
+
+    `should_stop()` declares the same when it returns True, until the script ends. So this is for saves
+    that may be under way when a stop is requested. Without `mpiddp launch` it does nothing.
+
+        with mpiddp.saving():
+            torch.save(model.state_dict(), path)
+
+    Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints` needs none.
+    """
+    return script_session().saving()

@@ -1,0 +1,159 @@
+"""Replace this rank's stdout and stderr by pipes, which a small process of its own reads until their end.
+
+`mpiddp.runtime.launcher.output_process` is that process. It is not a thread, because native code may hold
+Python's lock, and what a rank has written must outlive its crash. It is forked before the rank loads torch,
+so it stays small, and it starts in a millisecond.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import socket
+import sys
+import termios
+import tty
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpiddp.errors import JobFailed
+from mpiddp.paths import named_by
+from mpiddp.protocol.messages import DRAIN, DRAINED, FILES, STREAMS
+from mpiddp.protocol.variables import LOG_DIR, OUTPUT, is_restart
+from mpiddp.world import World
+
+DRAIN_TIMEOUT_S = 10.0
+SUFFIXES = {1: "out", 2: "err"}
+
+
+@dataclass(frozen=True)
+class RankOutput:
+    """The rank's end of its output process. `log_dir` is the user's folder, None if none is named."""
+
+    rank: int
+    log_dir: Path | None
+    process: socket.socket
+
+    def log_to(self, folder: Path) -> Path:
+        """Write all output, from the rank's first line on, to files in `folder`.
+
+        The files are opened here, because the rank can report an error. They grow at a restart.
+
+        Returns:
+            The path of stderr's file.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder
+        files = []
+        try:
+            for number in STREAMS:
+                path = folder / f"rank_{self.rank:05d}.{SUFFIXES[number]}"
+                files.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
+            with contextlib.suppress(ConnectionError):  # the process was killed
+                self.process.sendmsg([FILES], [rights])
+        finally:
+            for file in files:
+                os.close(file)
+        return path
+
+    def log_to_named_folder(self) -> Path | None:
+        """`log_to` the folder of --log-dir, if there is one.
+
+        Raises:
+            UserError, JobFailed: it cannot be written.
+        """
+        if self.log_dir is None:
+            return None
+        with named_by("--log-dir", has_run=is_restart(os.environ)):
+            return self.log_to(self.log_dir)
+
+    def drain(self) -> None:
+        """Wait until the launcher has all that was written so far.
+
+        srun needs this at the end of a rank: Slurm kills what is left of a step once its tasks have ended.
+        """
+        with contextlib.suppress(OSError):  # the process was killed
+            self.process.settimeout(DRAIN_TIMEOUT_S)
+            self.process.send(DRAIN)
+            self.process.recv(len(DRAINED))
+
+
+def redirect_output(world: World, address: str, secret: str) -> RankOutput | None:
+    """Give stdout and stderr to an output process, if `mpiddp launch` has requested it.
+
+    Call this before any thread starts. Programs that the rank starts inherit the new streams.
+
+    Raises:
+        JobFailed: this host can start no process, or open no file.
+    """
+    selection, log_dir = os.environ.pop(OUTPUT, ""), os.environ.pop(LOG_DIR, "")
+    if not selection:
+        return None
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None if it was closed
+            stream.flush()
+    try:
+        process = _start_process(world, address, secret, selection)
+    except OSError as error:
+        raise JobFailed(
+            f"rank {world.rank} on {world.hostname} cannot start its output process: {error.strerror}."
+        ) from None
+    return RankOutput(world.rank, Path(log_dir).absolute() if log_dir else None, process)
+
+
+def _start_process(world: World, address: str, secret: str, selection: str) -> socket.socket:
+    readers, writers = {}, {}
+    for number in STREAMS:
+        readers[number], writers[number] = _new_stream(number)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    rank = _open_this_process()
+    child = os.fork()
+    if child == 0:
+        # A grandchild: a script that waits for all of its children must not wait for this one.
+        try:
+            if os.fork() == 0:
+                from mpiddp.runtime.launcher.output_process import run  # the rank needs none of it
+
+                run(world, address, secret, selection, readers, theirs, rank)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    for number in STREAMS:
+        os.dup2(writers[number], number)
+        os.close(writers[number])
+        os.close(readers[number])
+    theirs.close()
+    if rank is not None:
+        os.close(rank)
+    return ours
+
+
+def _new_stream(number: int) -> tuple[int, int]:
+    """The two ends of a new stream. stdout stays a terminal if it is one, since Python buffers a pipe."""
+    if number == 1 and os.isatty(number):
+        with contextlib.suppress(OSError, termios.error):  # a container without /dev/pts
+            return _new_terminal(like=number)
+    return os.pipe()
+
+
+def _new_terminal(like: int) -> tuple[int, int]:
+    """A raw terminal, which passes all bytes on unchanged."""
+    reader, writer = os.openpty()
+    tty.setraw(writer)
+    size = fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(8))
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
+    return reader, writer
+
+
+def _open_this_process() -> int | None:
+    """A file descriptor that is readable when this process has ended, None if the system has none."""
+    try:
+        return os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):  # Linux before 5.3, a container that forbids it
+        return None

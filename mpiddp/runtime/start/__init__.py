@@ -1,0 +1,1 @@
+"""How a rank begins, and runs its script, its command or its function."""

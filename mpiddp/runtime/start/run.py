@@ -1,0 +1,96 @@
+"""How a rank begins: one page for all that it may run. `mpiddp run` runs a script, a module or a command.
+
+    mpirun … python -m mpiddp run train.py --lr 0.1
+    mpirun … python -m mpiddp run -- ./any_command
+
+`mpiddp run-function`, a rank of `mpiddp.spawn`, and `mpiddp train` begin in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
+
+from mpiddp.errors import UserError
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.launcher.connected import connected
+from mpiddp.runtime.log import RankParser
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.start.process import prepare_process
+from mpiddp.text import shown
+from mpiddp.world import World
+
+
+def run_rank(
+    run: Callable[[Session, Coordinator], int],
+    *,
+    keep_mpi: bool = False,
+    for_command: bool = False,
+) -> int:
+    """Be a rank of a job: join the others, `run`, and leave together. Returns the exit code of `run`.
+
+    Args:
+        keep_mpi, for_command: see `mpiddp.runtime.rendezvous.meet.Needs`.
+
+    Raises:
+        UserError, JobFailed, SystemExit: see `mpiddp.runtime.start.join.join`.
+    """
+    world = World.from_env()
+    prepare_process(world)
+    joined = partial(join, world, keep_mpi=keep_mpi, for_command=for_command)
+    with connected(world) as session, joined() as coordinator:
+        return run(session, coordinator)
+
+
+def main(argv: list[str]) -> int:
+    """Run `mpiddp run ARGV`, and return the exit code."""
+    ours, is_command, command = _split_command(argv)
+    options = _parser().parse_args([*ours, "command"] if is_command else argv)
+    if is_command:
+        _check_command(command, keep_mpi=options.keep_mpi)
+        from mpiddp.runtime.start.command import run_command  # a script needs none of it
+
+        return run_rank(lambda session, job: run_command(command, session, job), for_command=True)
+    from mpiddp.runtime.start.script import Script, show_own_frames_only
+
+    script = Script(options.script, tuple(options.args), is_module=options.is_module)
+    show_own_frames_only()
+    return run_rank(lambda session, job: script.run(job), keep_mpi=options.keep_mpi)
+
+
+def _parser() -> RankParser:
+    parser = RankParser(
+        prog="mpiddp run",
+        usage="%(prog)s [--keep-mpi] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
+        description="Run an unmodified env:// script, or any command, as one rank of a job, after all "
+        "ranks have joined.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--keep-mpi",
+        action="store_true",
+        help="keep MPI initialized, for a script that uses mpi4py itself",
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return parser
+
+
+def _split_command(argv: list[str]) -> tuple[list[str], bool, list[str]]:
+    """The options before a "--" that no script precedes, whether there is one, and what follows it."""
+    ours = list(takewhile(lambda each: each.startswith("-") and each not in ("--", "-m"), argv))
+    return ours, argv[len(ours) : len(ours) + 1] == ["--"], argv[len(ours) + 1 :]
+
+
+def _check_command(command: list[str], *, keep_mpi: bool) -> None:
+    if not command:
+        raise UserError('mpiddp run: no command follows "--". See: mpiddp run --help')
+    if keep_mpi:
+        raise UserError(
+            "mpiddp run --keep-mpi is for a Python script. A command that uses MPI itself is started by "
+            f"mpirun: mpirun … {shown(command[0])}"
+        )

@@ -1,0 +1,172 @@
+"""The process group of a job: form it, choose its device, and leave it together.
+
+with mpiddp.process_group() as world:      # or: world = mpiddp.init()
+    model = DistributedDataParallel(model.to(world.device))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mpiddp.errors import UserError
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.ending import Refused, ending_of
+from mpiddp.runtime.job.script_exit import enter_until_exit
+from mpiddp.runtime.job.session import current
+from mpiddp.runtime.start.join import join
+from mpiddp.world import World
+
+COLLECTIVE_TIMEOUT_S = 600.0
+BACKENDS = ("nccl", "gloo")
+
+
+@contextlib.contextmanager
+def process_group(
+    world: World | None = None,
+    *,
+    backend: str | None = None,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    keep_mpi: bool = False,
+) -> Iterator[World]:
+    """The default process group of the job, under any launcher. A context manager.
+
+        with mpiddp.process_group() as world:
+            model = DistributedDataParallel(model.to(world.device))
+
+    All ranks must call it. Under `mpiddp launch` and `mpiddp run` they have joined already; else they join
+    first. The group is destroyed at the end of the body, and the ranks leave together.
+
+    Args:
+        world: the world of this process; by default read from the environment.
+        backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
+        timeout_s: how long a collective may wait for a peer before the job fails, in seconds.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+
+    Yields:
+        The world, with all of its fields set.
+
+    Raises:
+        UserError: inconsistent variables of launchers, a foreign MPI.
+        JobFailed: ranks that do not join.
+        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
+    """
+    with join(world, keep_mpi=keep_mpi) as coordinator:
+        with coordinator.all_or_none():
+            backend = choose_backend(backend)
+            device = device_of(coordinator.world, backend)
+        with coordinator.all_or_none():
+            coordinator.require_equal(
+                "the backend", backend, hint="Set it on all ranks: --backend gloo (or nccl)."
+            )
+        with default_group(coordinator, backend, device, timeout_s=timeout_s):
+            yield replace(coordinator.world, backend=backend, device=str(device))
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    keep_mpi: bool = False,
+) -> World:
+    """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
+
+    Under a plain mpirun, the other ranks learn how this rank ended only from `sys.exit` and uncaught
+    errors. `process_group()` and `mpiddp launch` detect every end.
+
+    Args:
+        backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
+        timeout_s: how long a collective may wait for a peer before the job fails, in seconds.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+
+    Returns:
+        The world, with all of its fields set.
+
+    Raises:
+        UserError: inconsistent variables of launchers, a foreign MPI.
+        JobFailed: ranks that do not join.
+        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
+    """
+    group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
+    return enter_until_exit(group)
+
+
+@contextlib.contextmanager
+def default_group(
+    coordinator: Coordinator, backend: str, device: torch.device, *, timeout_s: float
+) -> Iterator[None]:
+    """torch.distributed's default process group over the coordinator's store, destroyed at the end."""
+    if device.type != "cpu":  # before NCCL starts, or every rank opens a context on GPU 0
+        torch.accelerator.set_device_index(device)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(coordinator.unique_prefix("group"), coordinator.store),
+        rank=coordinator.world.rank,
+        world_size=coordinator.world.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type != "cpu" else None,
+    )
+    session, destroys = current(), True
+    try:
+        if backend == "gloo":
+            # A rank that needs no other and ends would cut off those that still connect to it.
+            dist.barrier()
+        yield
+    except (Exception, SystemExit) as error:
+        ending = ending_of(error, has_stopped=session.stop.has_stopped)
+        is_own = ending.is_failure and not isinstance(error, Refused)
+        if session.is_of_this_process and is_own:
+            # Claim it before the group is destroyed, which makes the other ranks fail as well.
+            coordinator.claim_first_failure()
+            # Destroying a GPU's group would wait for the others' collective, and delay the report.
+            destroys = backend == "gloo"
+        raise
+    except KeyboardInterrupt:
+        # NCCL would wait for operations of ranks that are interrupted as well.
+        destroys = backend == "gloo"
+        raise
+    finally:
+        # A script of torchrun's kind may have destroyed it itself.
+        if destroys and session.is_of_this_process and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_backend(requested: str | None) -> str:
+    """The backend to use: `requested`, or that of this host's GPUs (nccl, Intel's xccl), else gloo."""
+    if requested == "nccl" and not torch.cuda.is_available():  # ROCm's GPUs are "cuda" too
+        raise UserError(
+            f"--backend nccl needs a GPU, but torch {torch.__version__} sees none on "
+            f"{socket.gethostname()}. Use --backend gloo, or run nvidia-smi there."
+        )
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    return requested or (dist.get_default_backend_for_device(gpu) if gpu else "gloo")
+
+
+def device_of(world: World, backend: str | None = None) -> torch.device:
+    """The device of this rank. Only this function decides on it.
+
+    With gloo it is the CPU, else the GPU of the local rank, or the only visible GPU if the launcher shows
+    each rank its own.
+
+    Raises:
+        UserError: more local ranks than GPUs.
+    """
+    if (backend or choose_backend(None)) == "gloo":
+        return torch.device("cpu")
+    gpu, gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    assert world.local_rank is not None, "the ranks have joined"
+    if gpu is not None and world.local_rank < gpus:
+        return torch.device(gpu.type, world.local_rank)
+    if gpu is not None and gpus == 1 and world.launcher.hides_gpus:  # as srun --gpus-per-task does
+        return torch.device(gpu.type, 0)
+    raise UserError(
+        f"{world.hostname} has {gpus} GPUs but {world.local_world_size} slots: "
+        "ranks would share GPUs. Give it fewer slots in the hostfile, let each rank see all GPUs "
+        "(CUDA_VISIBLE_DEVICES), or use --backend gloo."
+    )
