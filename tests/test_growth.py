@@ -233,7 +233,7 @@ def test_a_broken_list_is_one_warning_and_max_ranks_is_a_limit(
         run.finish(grown=(1, 2))
         assert run.stderr.count(UNUSABLE) == 1
         assert f"mpiddp: node0 has more slots{STOPPING}" in run.stderr
-        assert f"mpiddp: node1 can join{STOPPING}" in run.stderr
+        assert f"mpiddp: node1 and node2 can join{STOPPING}" in run.stderr
         assert run.stderr.count(STOPPING) == 2
 
 
