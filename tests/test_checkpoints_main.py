@@ -54,9 +54,9 @@ def test_list_prints_size_and_state(run: Path, capsys: Captured) -> None:
         assert (code, err) == (0, [])
         rows = [re.split(r"  +", line) for line in out]
         assert [(row[0], row[1], row[3]) for row in rows] == [
-            ("step_00000100", "1.5 MB", "complete"),
+            ("step_00000100", "1.5 MB", "intact"),
             ("step_00000200", "0.0 MB", "broken"),
-            ("step_00000300", "1.5 MB", "complete"),
+            ("step_00000300", "1.5 MB", "intact"),
         ]
         assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", row[2]) for row in rows)
 

@@ -87,6 +87,7 @@ class _Search:
     broken: list[tuple[int, str]] = field(default_factory=list)  # newer ones: step and problem
     goes_back: bool = False  # the user has named one of this run's own checkpoints
     is_named: bool = False  # the user has named the checkpoint itself, not a folder of several
+    is_own: bool = False  # it was found in the folder of this run
     node: int | None = None  # the host's number
     save: str = ""  # the hash of shards.json, else of the manifest: the same on all hosts of a save
     lacks: list[str] = field(default_factory=list)  # the files of shards that are not on this host
@@ -124,7 +125,7 @@ def newest(run: RunDir, ranks: Ranks, path: Path | None) -> Found | None:
         Host(rank, each.node, each.folder, frozenset(each.lacks)) for rank, each in same.items()
     ]
     hosts.sort(key=lambda host: host.rank != holder)
-    is_own = best.goes_back or Path(best.folder).parent == run.checkpoints
+    is_own = best.goes_back or best.is_own
     if path is not None and is_own and not best.goes_back:
         log.info(f"{path} is not used: {run} has checkpoints of its own")
     return Found(
@@ -255,7 +256,7 @@ def _search(run: RunDir, path: Path | None, skip: dict[int, str]) -> _Search:
         problem = ""
         if path is None and directory.list_steps(root):
             problem = f"{root} contains no intact checkpoint. Name another folder."
-        own = _newest_in(root, problem, skip)
+        own = replace(_newest_in(root, problem, skip), is_own=True)
         if path is None or own.folder or own.has_failed:
             return own
     if not path.exists():

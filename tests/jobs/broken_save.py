@@ -65,12 +65,13 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
         ranks = form_ranks(coordinator, SILENCE_S if is_silent else 2 * PATIENCE_S)
         saver = save.Saver(Run(run, ranks, FileSystems((0, 1)), None), keep=2, must_succeed=False)
         for step in (1, 2):
+            saver.wait_for_own_save()
             if is_broken and what == "gone":
                 if step == 1:
                     root.symlink_to("x" * 300)  # longer than a name may be
                 else:
                     root.unlink()
-            saver.save(step, {"weight": weight(form)}, {}, {})
+            saver.save(step, {"weight": weight(form)}, {"rng": {}, "state": {}}, {})
         saver.finish()
 
 

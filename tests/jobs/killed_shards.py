@@ -56,7 +56,7 @@ def save_forever(root: Path, start: int, port: int, number: int, rank: int, step
             for parameter in model.parameters():
                 parameter.fill_(step)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        saver.save(step, state, {}, {})
+        saver.save(step, state, {"rng": {}, "state": {}}, {})
         if rank == 0:
             os.write(steps, step.to_bytes(8, "little"))
 
