@@ -51,9 +51,14 @@ def test_an_exit_code_of_any_size_ends_the_others(
 ) -> None:
     """Without a launcher nothing else would end rank 0."""
     text = (
-        "import sys, time, mpiddp\n"
+        "import os, sys, time, mpiddp\n"
         'with mpiddp.process_group(backend="gloo") as world:\n'
-        f"    sys.exit({code}) if world.rank == 1 else time.sleep(1000)\n"
+        "    if world.rank == 0:\n"
+        f"        open({str(tmp_path / 'formed')!r}, 'w').close()\n"
+        "        time.sleep(1000)\n"
+        f"    while not os.path.exists({str(tmp_path / 'formed')!r}):\n"
+        "        time.sleep(0.01)\n"
+        f"    sys.exit({code})\n"
     )
     first, second = run(script(tmp_path, text))
     assert (first[0], second[0]) == (of_others, own)
