@@ -47,6 +47,14 @@ def mpirun_of(mpi: str) -> str:
     return str(path)
 
 
+def library_of(mpi: str) -> dict[str, str]:
+    """The variable that names this MPI's library. That of Open MPI 5 is in this environment."""
+    if mpi == "openmpi5":
+        return {}
+    (library,) = (Path(mpirun_of(mpi)).parents[1] / "lib").glob("libmpi.so.??")
+    return {"MPI4PY_LIBMPI": str(library)}
+
+
 def install() -> None:
     for mpi, package in PACKAGES.items():
         if find(mpi) is None:

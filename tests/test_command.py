@@ -33,7 +33,7 @@ from mpiddp.protocol.variables import (
 from mpiddp.runtime.start.command import command_environment
 from mpiddp.runtime.start.guardian import AGENT_STORE
 from mpiddp.world import RANK_SOURCES, TORCH, RankSource, World
-from tests.mpis import PACKAGES, mpirun_of
+from tests.mpis import PACKAGES, library_of, mpirun_of
 from tests.patience import PATIENCE_S
 from tests.ranks import ALL_OUTPUT, LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
 from tests.test_signals import descendants
@@ -209,14 +209,6 @@ def test_a_raw_mpirun_returns_the_commands_code(mpi: str, end: str, code: int, r
     assert done.returncode == code, done.stderr
     assert f"rank 1 on {gethostname()} ended with {reason}\n" in done.stderr
     assert running("sleep 1000") == []
-
-
-def library_of(mpi: str) -> dict[str, str]:
-    """The variable that names this MPI's library. That of Open MPI 5 is in this environment."""
-    if mpi == "openmpi5":
-        return {}
-    (library,) = (Path(mpirun_of(mpi)).parents[1] / "lib").glob("libmpi.so.??")
-    return {"MPI4PY_LIBMPI": str(library)}
 
 
 WRAPPERS = {

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpiddp.train.checkpoint import restore_optimizer
+from mpiddp.train.checkpoint import align_momentum
 from mpiddp.train.engine import build_optimizer, computes_in_bf16
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
@@ -295,7 +295,8 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
         optimizer.step()
         model = model.to(memory_format=later)
         resumed = build_optimizer(model, configured("--lr=0.1"))
-        restore_optimizer(resumed, optimizer.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+        align_momentum(resumed)
         model(image).square().sum().backward()
         resumed.step()
         stepped.append(model.weight.detach().clone())

@@ -1,14 +1,15 @@
-"""One job on the test cluster: start it, read the launcher's stderr, find its orphans."""
+"""One job on the test cluster: start it, read its stderr, resume it, find its orphans."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -39,13 +40,14 @@ class Step(NamedTuple):
 
 @dataclass
 class Job:
-    """A job with one rank on each host. All hosts share `folder`, where the job writes its files."""
+    """A job that was started on node0. All hosts share `folder`, where the job writes its files."""
 
     hosts: Cluster
     starter: str
     folder: Path
     launcher: Program
-    arguments: Sequence[str]  # for `mpiddp`
+    command: Sequence[str]
+    env: Mapping[str, str]
     foreign_clients: list[Program] = field(default_factory=list)  # `end` kills them
     lines: list[Line] = field(default_factory=list)  # the launcher's stderr
 
@@ -92,10 +94,10 @@ class Job:
                 return process.pid
         raise LookupError(f"no process on {host} matches {command}")
 
-    def end(self) -> int | None:
-        """Wait for the launcher. Return its exit code, or None if it had to be killed after END_TIMEOUT_S."""
+    def end(self, timeout_s: float = END_TIMEOUT_S) -> int | None:
+        """Wait for the launcher. Return its exit code, or None if it had to be killed after this time."""
         try:
-            self.launcher.wait(END_TIMEOUT_S)
+            self.launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.launcher.end()
             return None
@@ -114,9 +116,18 @@ class Job:
                 found += [p for p in host.processes() if not p.command.startswith("sshd")]
         return found
 
-    def kill_orphans(self) -> list[Process]:
-        """Give the job's processes EXIT_S to end. Kill and return those that remain."""
-        deadline = time.monotonic() + EXIT_S
+    def resume(
+        self, output: str, timeout_s: float = END_TIMEOUT_S
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command that `output` names; without one, repeat the original command."""
+        command = self.command
+        if printed := re.search("mpiddp: to resume: mpiddp (.*)", output):
+            command = [sys.executable, "-m", "mpiddp", *shlex.split(printed[1])]
+        return self.hosts["node0"].run(command, env=self.env, cwd=self.folder, timeout_s=timeout_s)
+
+    def kill_orphans(self, within_s: float = EXIT_S) -> list[Process]:
+        """Give the job's processes this time to end. Kill and return those that remain."""
+        deadline = time.monotonic() + within_s
         while (orphans := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         for host in self.hosts.hosts:
@@ -140,17 +151,25 @@ def launch(
     cwd: str | None = None,
     around: Sequence[str] = (),
 ) -> Job:
-    """Start `AROUND mpiddp launch -H WHERE OPTIONS JOB` on node0.
-
-    `cwd` is the path of `folder` on node0, if it differs.
-    """
-    folder.mkdir(exist_ok=True)
+    """Start `AROUND mpiddp launch -H WHERE OPTIONS JOB` on node0, see `start`."""
     arguments = ["launch", "--mpirun", mpirun_of(starter), "-H", where, *options, *job]
+    command = [sys.executable, "-m", "mpiddp", *arguments]
+    return start(hosts, folder, starter, command, cwd=cwd, around=around)
+
+
+def start(
+    hosts: Cluster,
+    folder: Path,
+    starter: str,
+    command: Sequence[str],
+    env: Mapping[str, str] = ENV,
+    cwd: str | None = None,
+    around: Sequence[str] = (),
+) -> Job:
+    """Start `AROUND COMMAND` on node0. `cwd` is the path of `folder` there, if it differs."""
+    folder.mkdir(exist_ok=True)
     with (folder / "stdout").open("a") as stdout:
         launcher = hosts["node0"].popen(
-            [*around, sys.executable, "-m", "mpiddp", *arguments],
-            cwd=cwd or folder,
-            env=ENV,
-            stdout=stdout.fileno(),
+            [*around, *command], cwd=cwd or folder, env=env, stdout=stdout.fileno()
         )
-    return Job(hosts, starter, folder, launcher, arguments)
+    return Job(hosts, starter, folder, launcher, command, env)

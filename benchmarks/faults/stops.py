@@ -9,15 +9,13 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from signal import Signals
 
-from benchmarks.faults.job import END_TIMEOUT_S, ENV, HOSTS, Job, Line, launch
+from benchmarks.faults.job import END_TIMEOUT_S, HOSTS, Job, Line, launch
 from benchmarks.faults.table import Run
 from tests.cluster import Cluster
 
@@ -76,8 +74,7 @@ def _send_to_group(job: Job) -> None:
 
 def _start_again(job: Job) -> None:
     """Start a second run into the same folder, which must be refused."""
-    command = [sys.executable, "-m", "mpiddp", *job.arguments]
-    done = job.hosts["node0"].run(command, env=ENV, cwd=job.folder, timeout_s=END_TIMEOUT_S)
+    done = job.hosts["node0"].run(job.command, env=job.env, cwd=job.folder, timeout_s=END_TIMEOUT_S)
     job.lines += [Line(time.time(), f"second run: {line}") for line in done.stderr.splitlines()]
     job.lines.append(Line(time.time(), f"second run: code {done.returncode}"))
 
@@ -121,7 +118,7 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
     job = launch(hosts, folder, starter, HOSTS, (), train, around=request.around)
     try:
         at = random.randint(EARLIEST, LATEST)
-        job.wait_until(lambda: _last_step(job) >= at, f"step {at}")
+        job.wait_until(lambda: last_step(job) >= at, f"step {at}")
         since = time.time()
         request.act(job)
         code = job.end()
@@ -131,13 +128,14 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
     named = [
         line for line in job.lines if request.message and re.search(request.message, line.text)
     ]
-    reached, saved = _last_step(job), job.newest_checkpoint()
+    reached, saved = last_step(job), job.newest_checkpoint()
     is_right = code == request.code
     said = job.output()
     if number % 2:
-        said += f"\n{_resume(job)}"
+        resumed = job.resume(said)
+        said += f"\nresumed with code {resumed.returncode}: {resumed.stderr}"
         is_right = (
-            is_right and _last_step(job) == request.steps and (folder / "summary.json").exists()
+            is_right and last_step(job) == request.steps and (folder / "summary.json").exists()
         )
     return Run(
         request.name,
@@ -155,17 +153,9 @@ def measure(request: Request, hosts: Cluster, starter: str, number: int) -> Run:
     )
 
 
-def _last_step(job: Job) -> int:
+def last_step(job: Job) -> int:
+    """The newest step in the records of a training that logs every step."""
     file = job.folder / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     steps = [json.loads(line)["step"] for line in text.rpartition("\n")[0].splitlines()]
     return max(steps, default=0)
-
-
-def _resume(job: Job) -> str:
-    """Run the command that the launcher printed; without one, repeat the original command."""
-    printed = re.search("mpiddp: to resume: mpiddp (.*)", job.output())
-    arguments = shlex.split(printed[1]) if printed else job.arguments
-    command = [sys.executable, "-m", "mpiddp", *arguments]
-    done = job.hosts["node0"].run(command, env=ENV, cwd=job.folder, timeout_s=END_TIMEOUT_S)
-    return f"resumed with code {done.returncode}: {done.stderr}"

@@ -146,22 +146,26 @@ def _refuse_changes(saved: Resumed, config: TrainConfig, data: str) -> None:
 
 
 def _restore(state: TrainState, saved: Resumed) -> None:
-    """Load the state, with this run's settings, and the momentum in the memory layout of the parameters.
-
-    The saved run may have had another --momentum or --weight-decay, and another layout. The fused kernels
-    read a parameter and its momentum element by element in memory order.
-    """
+    """Load the state, with this run's settings: the saved run may have had another --momentum."""
     optimizer = state.optimizer
     settings = [{**group} for group in optimizer.param_groups]
     saved.load_into(model=state.model, optimizer=optimizer)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+    align_momentum(optimizer)
+    if saved.state["scaler"]:  # empty unless the saved run had --amp fp16
+        state.scaler.load_state_dict(saved.state["scaler"])
+
+
+def align_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Bring the momentum into the memory layout of the parameters; the saved run may have had another.
+
+    The fused kernels read a parameter and its momentum element by element in memory order.
+    """
     for parameter, held in optimizer.state.items():
         momentum = held.get("momentum_buffer")
         if momentum is not None:
             held["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
-    if saved.state["scaler"]:  # empty unless the saved run had --amp fp16
-        state.scaler.load_state_dict(saved.state["scaler"])
 
 
 @contextlib.contextmanager

@@ -28,6 +28,8 @@ Arg = str | os.PathLike[str]
 class Process(NamedTuple):
     pid: int  # in the host's pid namespace
     command: str
+    name: str = ""  # the kernel's, at most 15 characters
+    parent: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,14 @@ class Host:
                 continue
             try:
                 command = (entry / "cmdline").read_bytes()
+                # "pid (name) state ppid …". The name may contain parentheses.
+                head, _, tail = (entry / "stat").read_text(errors="replace").rpartition(")")
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it has ended
             if command:  # a zombie has none
                 text = command.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-                found.append(Process(int(entry.name), text))
+                name, parent = head.partition("(")[2], int(tail.split()[1])
+                found.append(Process(int(entry.name), text, name, parent))
         return sorted(found)
 
     def kill_processes(self) -> list[Process]:
