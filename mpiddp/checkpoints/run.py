@@ -89,6 +89,7 @@ class Run:
         problem = ""
         try:
             if keeps and copies:
+                root.mkdir(parents=True, exist_ok=True)
                 directory.write_folder(received, lambda new: _receive(new, pieces, found))
             elif keeps:
                 received.mkdir(parents=True, exist_ok=True)
