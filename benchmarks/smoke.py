@@ -151,7 +151,7 @@ def _verify_0_1_0(place: Place) -> None:
 
 def _verify(place: Place, run_dir: Path) -> None:
     output = place.run("mpiddp", "checkpoints", "verify", run_dir)
-    _expect("valid" in output, output)
+    _expect("verified" in output, output)
     model = next(run_dir.glob("checkpoints/*/model.pt"))
     content = bytearray(model.read_bytes())
     content[len(content) // 2] ^= 1

@@ -221,6 +221,19 @@ fetch(Path(sys.argv[1]), print, [npm_package(sys.argv[2:])])
 """
 
 
+# Before PROGRAM: Ctrl-C arrives within Popen, when the child runs and its id is not known yet. The child
+# holds a pipe, the last argument, open while it runs.
+INTERRUPTED_IN_POPEN = """
+import signal, subprocess, sys
+pipe = int(sys.argv.pop())
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, pass_fds=(pipe,), **kwargs)
+        signal.raise_signal(signal.SIGINT)
+subprocess.Popen = Popen
+"""
+
+
 @pytest.fixture
 def pipe(tmp_path: Path) -> Path:
     """A named pipe. A reader gets its end once every writer has closed it."""
@@ -251,6 +264,23 @@ def test_ctrl_c_leaves_no_unfinished_files(tmp_path: Path, pipe: Path) -> None:
     assert os.read(reader, 100) == b"started\n"
     assert list(folder.iterdir()) != []
     process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert stderr.endswith(b"KeyboardInterrupt\n")
+    assert list(folder.iterdir()) == []
+    assert_no_writer_is_left(reader)
+
+
+def test_ctrl_c_while_npm_starts_leaves_no_child(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", INTERRUPTED_IN_POPEN + PROGRAM, str(folder), *HANGING]
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "opened"), str(writer)],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        pass_fds=(writer,),
+    )
+    os.close(writer)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert stderr.endswith(b"KeyboardInterrupt\n")
     assert list(folder.iterdir()) == []

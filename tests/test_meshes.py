@@ -94,14 +94,14 @@ def test_coordinates_are_positions_in_the_groups(case: Case) -> None:
             assert found == list(range(len(group)))
 
 
-@pytest.mark.parametrize("hosts", ["ababaa", "abba"])
-def test_ranks_that_are_not_numbered_host_by_host(hosts: str) -> None:
-    layout = Layout({"dp": len(hosts) // 2, "tp": 2}, tuple(hosts))
+@pytest.mark.parametrize("letters", ["ababaa", "abba"])
+def test_ranks_that_are_not_numbered_host_by_host(letters: str) -> None:
+    layout = Layout({"dp": len(letters) // 2, "tp": 2}, tuple(letters))
     assert refusal(layout.require_tp_inside_hosts) == (
         "tp=2 would form a group of ranks 0, 1, which are on a and b: the ranks are not numbered host by "
         "host. Start them with mpiddp launch, or with mpirun --map-by slot."
     )
-    Layout({"dp": len(hosts), "tp": 1}, tuple(hosts)).require_tp_inside_hosts()
+    Layout({"dp": len(letters), "tp": 1}, tuple(letters)).require_tp_inside_hosts()
 
 
 def test_tp_across_hosts() -> None:

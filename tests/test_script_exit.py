@@ -1,6 +1,6 @@
 """`observe_exit` returns the exception or exit code that ended a script.
 
-Tests mpiddp/runtime/job/script_exit.py, and the end of a script alone in mpiddp/checkpoints/script_ranks.py.
+Tests mpiddp/runtime/job/script_exit.py, and the end of a script alone in mpiddp/checkpoints/ranks.py.
 python -m pytest tests/test_script_exit.py
 """
 
@@ -52,7 +52,7 @@ def job():
     yield
     finish()
 """
-ALONE = "from mpiddp.checkpoints.script_ranks import script_coordinator\n"
+ALONE = "from mpiddp.checkpoints.ranks import script_coordinator\n"
 
 
 @pytest.mark.parametrize(

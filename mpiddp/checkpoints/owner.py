@@ -126,7 +126,7 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
     record = _Record.of_this_process(run_id)
     has_waited = False
     while not _create(run.owner, record):
-        found = _read(run.owner)
+        touched, found = _touched(run.owner), _read(run.owner)
         if found is None:  # released meanwhile
             continue
         other = _Record.parse(found)
@@ -142,7 +142,7 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
                 on_wait(
                     f"{run} belongs to a run on {host}; watching for {STALE_S:g} s whether that still runs."
                 )
-            if alive := _wait_for_change(run.owner, found):
+            if alive := _wait_for_change(run.owner, found, touched):
                 raise _taken(run, alive)
         _remove_dead(run.owner, found)
     return RunOwner(run.owner, record)
@@ -168,9 +168,8 @@ def _create(path: Path, record: _Record) -> bool:
     return True
 
 
-def _wait_for_change(path: Path, before: bytes) -> _Record | None:
+def _wait_for_change(path: Path, before: bytes, touched: int) -> _Record | None:
     """The owner that touches or replaces the file within 60 s; None if nobody does, or removes it."""
-    touched = _touched(path)
     deadline = time.monotonic() + STALE_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -192,7 +191,9 @@ def _remove_dead(path: Path, expected: bytes) -> None:
     try:
         claim.open("xb").close()
     except FileExistsError:
-        if _wait_for_change(path, expected) is None:  # the process that claimed it has died
+        if (
+            _wait_for_change(path, expected, _touched(path)) is None
+        ):  # the process that claimed it has died
             claim.unlink(missing_ok=True)
         return
     try:

