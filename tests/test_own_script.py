@@ -227,6 +227,7 @@ try:
 except mpiddp.UserError as error:
     sys.stdout.write(f"{world.rank}: {error}\\n")
 if sys.argv[2:]:
+    checkpoints.close()
     mpiddp.Checkpoints(sys.argv[1], config={"width": 2}).resume()
 """
 

@@ -127,7 +127,7 @@ def test_a_finished_run_trains_more_epochs_with_other_options(tmp_path: Path, po
     assert steps_recorded(out) == list(range(1, 13))
     rates = [{r["step"]: r["lr"] for r in records(run) if "lr" in r}[7] for run in (out, whole)]
     assert rates[0] == rates[1]
-    assert "--seed 0, now 7 (its steps have seen other images)" in ran[3].stderr
+    assert "--seed 0, now 7 (its steps have taken another order of images)" in ran[3].stderr
     assert "or start a new run from its weights: --out OTHER --weights" in ran[3].stderr
 
 
@@ -140,10 +140,10 @@ def test_a_finished_run_goes_on_with_other_options(tmp_path: Path, pool: Ranks) 
     assert [turn.code for turn in ran] == [0, 0], ran
     assert (
         "resuming with other options: --epochs 2, now 3; --momentum 0.9, now 0.5; "
-        "--weight-decay 0.0005, now 0.01; --amp off, now fp16\n"
+        "--weight-decay 0.0005, now 0.01; --amp off, now fp16. "
     ) in ran[1].stdout
     assert summary(run)["steps"] == 9
-    saved = torch.load(step_folder(run, 9) / "trainer.pt")
+    saved = contents(run, 9)
     groups = saved["optimizer"]["param_groups"]
     assert [group["momentum"] for group in groups] == [0.5, 0.5]
     assert [group["weight_decay"] for group in groups] == [0.01, 0.0]

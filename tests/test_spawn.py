@@ -340,29 +340,6 @@ def test_the_end_of_the_caller_ends_the_job(tmp_path: Path, number: signal.Signa
         time.sleep(0.05)
 
 
-def test_the_process_that_looks_for_hosts_does_not_hold_the_callers_connection(
-    tmp_path: Path,
-) -> None:
-    hosts = tmp_path / "hosts.txt"
-    hosts.write_text("localhost slots=1\n")
-    assert spawn(sockets_of_the_launcher_and_its_watch, hostfile=hosts, grow="1h") == [
-        (True, False)
-    ]
-
-
-def sockets_of_the_launcher_and_its_watch() -> tuple[bool, bool]:
-    """Whether the launcher has the caller's connection open, and the process that looks for hosts has."""
-    launcher = launcher_of_this_rank()
-    (watch,) = (pid for pid, name in descendants(launcher).items() if name == "mpiddp-grow")
-    number = Path(f"/proc/{launcher}/cmdline").read_bytes().split(b"\0")[-2].decode()
-    connection = str(Path(f"/proc/{launcher}/fd/{number}").readlink())
-    held = [
-        [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()]
-        for pid in (launcher, watch)
-    ]
-    return connection in held[0], connection in held[1]
-
-
 def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="the launcher ended with exit code -9 before it reported"):
         spawn(kills_its_launcher, **ONE)

@@ -330,7 +330,7 @@ def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
 
 def test_fp16_skips_steps_that_overflow(options: dict[str, Turn]) -> None:
     """The first steps overflow: the scale begins at 65536, and each overflow halves it."""
-    saved = contents(folder_of(options, "fp16"), 6)["trainer"]
+    saved = contents(folder_of(options, "fp16"), 6)
     assert saved["scaler"]["scale"] < 65536
     first, last = losses(options, "fp16")
     assert first == pytest.approx(losses(options, "plain")[0], rel=0.05)

@@ -80,7 +80,8 @@ def read(files: Mapping[str, Path]) -> Contents:
     try:
         return _checked(facts, state, ranks)
     except (LookupError, TypeError):
-        raise _foreign(folder) from None
+        sentence = f"{folder} was not written by mpiddp: its files have other contents."
+        raise UserError(sentence) from None
 
 
 def _path(files: Mapping[str, Path], name: str) -> Path:

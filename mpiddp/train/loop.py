@@ -123,11 +123,12 @@ def train(
                         f"epoch {epoch + 1}/{config.epochs}  test accuracy {score.accuracy:.2%}"
                     )
 
+            # Before should_stop, whose answer it foretells: a stop is then one save, of this step.
+            is_due = checkpoints.due(progress.step) or (config.save_every is None and ends_epoch)
             stops = progress.step < plan.total_steps and (
                 should_stop() or progress.step == config.stop_at_step
             )
             is_last = stops or progress.step == plan.total_steps
-            is_due = checkpoints.due(progress.step) or (config.save_every is None and ends_epoch)
             saves = is_due or is_last
             if config.check_divergence and (saves or progress.step % config.check_divergence == 0):
                 refuse_divergence(state, progress.step, checkpoints, coordinator)
