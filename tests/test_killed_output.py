@@ -1,6 +1,6 @@
 """An output process that is killed, as by the OOM killer: its rank goes on, and one sentence says so.
 
-Tests mpiddp/runtime/output/.
+Tests mpiddp/runtime/launcher/output.py.
 python -m pytest tests/test_killed_output.py
 """
 

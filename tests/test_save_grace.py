@@ -1,6 +1,6 @@
 """A stop waits for a save that is under way, and whoever ends a rank names the time limit.
 
-Tests mpiddp/launch/supervise/attempt.py, mpiddp/runtime/session.py.
+Tests mpiddp/launch/supervise/attempt.py, mpiddp/runtime/job/session.py.
 python -m pytest tests/test_save_grace.py
 """
 

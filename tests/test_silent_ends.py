@@ -2,7 +2,7 @@
 
 A process that ended with code 0 is no failure by itself. It is named if the others then fail or hang.
 
-Tests mpiddp/runtime/session.py, mpiddp/launch/supervise/.
+Tests mpiddp/runtime/job/session.py, mpiddp/launch/supervise/.
 python -m pytest tests/test_silent_ends.py
 """
 

@@ -2,7 +2,7 @@
 
 torchrun gives its own stdin to every rank, and rank 0 reads it as here.
 
-Tests mpiddp/runtime/command/, mpiddp/runtime/start/script.py, mpiddp/launch/supervise/mpirun_process.py.
+Tests mpiddp/runtime/start/, mpiddp/launch/supervise/mpirun.py.
 python -m pytest tests/test_stdin.py
 """
 
