@@ -61,7 +61,7 @@ def test_a_full_disk(host: Host) -> None:
     with disk(host, 2.5 * CHECKPOINT_MB):
         command = [*COMMAND, "--steps-per-epoch=5"]
         sentence = (
-            f"no space left for a checkpoint in {SAVES}: step 3 needs 2.2 MB, has 1.4 MB. "
+            f"no space left for a checkpoint in {SAVES}: step 3 needs 2.2 MB, has 1.3 MB. "
             "step_00000002 is kept."
         )
         ran = host.run([*command, "--on-save-error=stop"], env=ENV, cwd=ROOT)

@@ -31,6 +31,10 @@ _TREE_RADIX = 64
 _LOGINS_FROM_HERE = (
     "this host makes all ssh logins; the other hosts need no ssh keys for each other"
 )
+_SESSIONS = (
+    "session files outside the TMPDIR of the job, which the scheduler removes on a host as soon as one of "
+    "the job's tasks ends there"
+)
 _FULL_NAMES = (
     "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know "
     "the short ones"
@@ -49,24 +53,30 @@ def needs_own_session(starter: RankStarter, request: Request) -> bool:
     Those of Open MPI 5 that share one disturb each other: of 6,300 mpiruns, twelve at a time, 10 ended with
     "The PMIx server's listener thread failed to start", and of 6,300 with a folder each, none.
     """
+    return bool(starter.kind.session_folder) and not _chooses_tmpdir(request)
+
+
+def _chooses_tmpdir(request: Request) -> bool:
+    """Whether the user has chosen a folder for session files."""
     chosen = (*request.env, *_parameters_in(request.mpi_args))
-    return bool(starter.kind.session_folder) and not any("tmpdir_base" in name for name in chosen)
+    return any("tmpdir_base" in name for name in chosen)
 
 
 def open_mpi_4(starter: RankStarter, request: Request) -> Command:
     followers = [row.followed_by[0] for row in SCHEDULERS if row.followed_by and row.followed_by[0]]
     pins = _pins(request, "--mca", "rsh", [*followers, _ALPS])
-    return _open_mpi(starter, request, "orte", pins)
+    return _open_mpi(starter, request, "orte", pins, "orte_tmpdir_base")
 
 
 def open_mpi_5(starter: RankStarter, request: Request) -> Command:
     followers = [row.followed_by[1] for row in SCHEDULERS if row.followed_by]
     pins = _pins(request, "--prtemca", "ssh", [*followers, _PALS])
-    return _open_mpi(starter, request, "prte", pins)
+    # Not prte_tmpdir_base, which would contradict the folder of this mpirun's own session.
+    return _open_mpi(starter, request, "prte", pins, "prte_remote_tmpdir_base")
 
 
 def _open_mpi(
-    starter: RankStarter, request: Request, runtime: str, pins: Iterator[Flag]
+    starter: RankStarter, request: Request, runtime: str, pins: Iterator[Flag], tmpdir: str
 ) -> Command:
     flags = []
     if os.geteuid() == 0:
@@ -111,6 +121,8 @@ def _open_mpi(
             ]
     if any("." in host.name and not _is_address(host.name) for host in all_hosts):
         parameters.append((f"{runtime}_keep_fqdn_hostnames", "1", _FULL_NAMES))
+    if not request.hosts.transport.is_ssh and not _chooses_tmpdir(request):
+        parameters.append((tmpdir, "/tmp", _SESSIONS))
     if "PRTE_MCA_plm_ssh_agent" not in request.env:
         parameters += _agent(request)
     flags += pins
