@@ -62,19 +62,29 @@ class Guardian:
         self._reports, reports = os.pipe()
         rank = os.getpid()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED)
+        # Before the command runs. A stop may be requested as soon as it does, and a signal to this process is
+        # blocked in this thread alone.
+        self._pid = 0
+        self._early: list[int] = []  # the signals of that time
+        handlers = {
+            number: signal.signal(number, self._pass_on)
+            for number in PASSED
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         self._pid = os.fork()
         if self._pid == 0:
             _guard(rank, reports, command, env, keeps_stdin=keeps_stdin)
         os.close(reports)
         if (error := self._report()) != 0:
             os.waitpid(self._pid, 0)
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if error is None:
                 raise OSError(0, "the process that guards it was killed")
             raise OSError(error, os.strerror(error))
-        for number in PASSED:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
+        for early in self._early:
+            self._send(early)
         # The kernel prefers the main thread, so a signal interrupts its `wait`.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
 
@@ -115,7 +125,10 @@ class Guardian:
 
     def _pass_on(self, number: int, _: object) -> None:
         self.passed.add(number)
-        self._send(number)
+        if self._pid:
+            self._send(number)
+        else:
+            self._early.append(number)
 
     def _send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
