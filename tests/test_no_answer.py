@@ -38,9 +38,8 @@ with join() as coordinator:
 HANGS_IN_A_SAVE = """
 import os, sys, time, mpiddp
 with mpiddp.process_group() as world:
-    checkpoints = mpiddp.Checkpoints(sys.argv[1], every=1)
+    checkpoints = mpiddp.Checkpoints(sys.argv[1], every=1, timeout_s=2)
     resumed = checkpoints.resume()
-    checkpoints._open.saver._timeout_s = 2
     first = resumed.step + 1 if resumed else 1
     for step in (first, first + 1):
         if step == 2 and world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -42,8 +42,9 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def sharded(run: Path, step: int) -> dict[str, object]:
-    """All tensors of a sharded checkpoint, by the names of its files."""
-    return {file.name: torch.load(file) for file in step_folder(run, step).glob("*.pt")}
+    """All tensors of a sharded checkpoint, by the names of its files; training.pt names the run's folder."""
+    files = step_folder(run, step).glob("*.pt")
+    return {file.name: torch.load(file) for file in files if file.name != "training.pt"}
 
 
 def losses(run: Path) -> list[float]:

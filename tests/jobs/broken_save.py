@@ -64,6 +64,8 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
         run.path.mkdir(exist_ok=True)
         ranks = form_ranks(coordinator, SILENCE_S if is_silent else 2 * PATIENCE_S)
         saver = save.Saver(Run(run, ranks, FileSystems((0, 1)), None), keep=2, must_succeed=False)
+        # A collective: beside a silent rank it would wait longer than the save.
+        state = {"weight": weight(form)}
         for step in (1, 2):
             saver.wait_for_own_save()
             if is_broken and what == "gone":
@@ -71,7 +73,7 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
                     root.symlink_to("x" * 300)  # longer than a name may be
                 else:
                     root.unlink()
-            saver.save(step, {"weight": weight(form)}, {"rng": {}, "state": {}}, {})
+            saver.save(step, state, {"rng": {}, "state": {}}, {})
         saver.finish()
 
 
