@@ -343,7 +343,7 @@ class Checkpoints:
             if run.is_writer:
                 self._dir.metrics.touch()
             if output is not None and output.log_dir is None:
-                output.log_to(self._dir.logs)
+                session.send("log", path=str(output.log_to(self._dir.logs.absolute())))
         self._records.start(step, is_writer=run.is_writer)
         self._saver = Saver(
             run, keep=self._keep, must_succeed=self._must_succeed, verified=verified

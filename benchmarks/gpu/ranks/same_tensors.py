@@ -25,6 +25,8 @@ def main(one: Path, other: Path) -> None:
         pair = (torch.load(each / name, weights_only=True) for each in (one, other))
         leaves = [dict(_leaves(contents, name)) for contents in pair]
         for key in {**leaves[0], **leaves[1]}:
+            if key.startswith("training.pt/options/"):  # they name the run's own folder
+                continue
             compared += 1
             if not _is_same(leaves[0].get(key), leaves[1].get(key)):
                 different.append(key)
