@@ -118,10 +118,11 @@ def test_one_copy_has_nothing_to_compare(hosts: Cluster) -> None:
 
 
 def tensors(run: Path, step: int) -> dict[str, Any]:
-    """All tensors of a checkpoint, by the names of its files."""
+    """All tensors of a checkpoint, by the names of its files; training.pt names the run's folder."""
     folder = run / "checkpoints" / f"step_{step:08d}"
     directory.verify(folder)
-    return {file.name: torch.load(file) for file in folder.glob("*.pt")}
+    files = [file for file in folder.glob("*.pt") if file.name != "training.pt"]
+    return {file.name: torch.load(file) for file in files}
 
 
 def test_hsdp_resumes_bit_for_bit_and_its_checkpoint_is_read_back(hosts: Cluster) -> None:
