@@ -27,10 +27,6 @@ print(f"rank {os.environ['RANK']}: end\\n", end="", flush=True)
 MPIS = ("openmpi5", "openmpi4", "mpich", "intelmpi")
 HANG_S = 60.0  # a job that has not read an empty stdin by then hangs
 BUGS = {
-    (
-        "openmpi5",
-        "command",
-    ): "prterun closes rank 0's stdin only when all have closed their MPI's stdout",
     ("mpich", "script"): "Hydra never ends the stdin of a rank other than 0",
     ("intelmpi", "script"): "Hydra never ends the stdin of a rank other than 0",
 }
@@ -96,6 +92,7 @@ def test_rank_0_reads_a_pipe_to_its_end(tmp_path: Path, mpi: str, way: str) -> N
 
 LATE_BUGS = {
     **BUGS,
+    ("openmpi5", "command"): "prterun forgets a rank's stdin once its stdout and stderr have ended",
     ("openmpi5", "script"): "prterun forgets a rank's stdin once its stdout and stderr have ended",
     ("openmpi4", "script"): "mpirun forgets a rank's stdin once its stdout and stderr have ended",
 }
