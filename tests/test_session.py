@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import mpiddp
+from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
 from mpiddp.runtime.job.session import current
 from tests.patience import PATIENCE_S
 from tests.ranks import LAUNCH, ROOT, clean_env, script
@@ -67,8 +68,9 @@ NOT_OF_A_SCRIPT = (
 
 
 def modules(*command: str) -> list[str]:
+    env = {name: value for name, value in clean_env().items() if name not in VISIBLE}
     done = subprocess.run(
-        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[0].split()  # of one rank

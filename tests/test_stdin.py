@@ -95,6 +95,7 @@ LATE_BUGS = {
     ("openmpi5", "command"): "prterun forgets a rank's stdin once its stdout and stderr have ended",
     ("openmpi5", "script"): "prterun forgets a rank's stdin once its stdout and stderr have ended",
     ("openmpi4", "script"): "mpirun forgets a rank's stdin once its stdout and stderr have ended",
+    ("openmpi4", "command"): "mpirun forgets a rank's stdin once its stdout and stderr have ended",
 }
 
 

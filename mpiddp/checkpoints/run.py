@@ -119,7 +119,7 @@ class Run:
         size = records.stat().st_size if ranks.rank == holder and records.exists() else 0
         pieces = chunks(holder, records.parent, [(records.name, ranks.gather(size)[holder])], group)
         problem = ""
-        if keeps:
+        if keeps and ranks.rank != self.file_systems.writer_of[holder]:  # there they are already
             try:
                 copy = HashedFile(self.dir.metrics)
                 for _, piece in pieces:
