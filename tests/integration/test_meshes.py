@@ -25,7 +25,6 @@ from mpiddp.meshes.layout import Layout
 from mpiddp.meshes.patterns import compact, shortened
 from mpiddp.meshes.report import bytes_text
 from mpiddp.meshes.traffic import Training, traffic
-from tests.support.ranks import ROOT
 
 FIXED = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -384,15 +383,6 @@ def test_512_gpus_fit_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         ["pp", "0", "4.29", "GB", "activations"],
         ["all", "60.1", "GB", "17.9", "GB"],
     ]
-
-
-def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    block = (
-        (ROOT / "docs" / "mesh.md").read_text().partition("$ mpiddp mesh ")[2].partition("\n```")[0]
-    )
-    command, _, rest = block.partition("\n    ")
-    options, _, output = rest.partition("\n")
-    assert run(capsys, command.removesuffix(" \\") + " " + options) == f"{output}\n"
 
 
 def test_all_groups(capsys: pytest.CaptureFixture[str]) -> None:

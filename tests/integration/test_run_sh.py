@@ -17,40 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, find_mpirun
+from tests.support.ranks import ROOT, find_mpirun
+from tests.support.run_sh import copy, environment, run_sh
 
 TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "tail")  # enough for a refusal
 TRAINING = ("--use-syn", "--epochs", "1", "--steps-per-epoch", "2")
-
-
-def copy(folder: Path) -> Path:
-    """Copy the files that run.sh reads before it sets anything up."""
-    folder.mkdir()
-    for name in ("run.sh", "constraints.txt", "setup.py"):
-        shutil.copy(ROOT / name, folder)
-    return folder
-
-
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Without PYTHONPATH, so that the copy's own mpiddp runs."""
-    return {name: value for name, value in clean_env(extra).items() if name != "PYTHONPATH"}
-
-
-def run_sh(
-    root: Path,
-    *arguments: str,
-    cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [root / "run.sh", *arguments],
-        cwd=cwd or root,
-        env=environment(env),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
 
 
 def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
@@ -219,17 +190,6 @@ def test_the_error_of_a_failed_step_names_it_and_the_fix(
     assert last.startswith(f"run.sh: failed to {step} (full output: {tree}/.venv/setup.log).")
     assert last.endswith("run the same command again; it continues from there.")
     assert "ERROR: " in failed.stderr  # pip's error, from the end of the log
-
-
-@pytest.mark.slow
-def test_an_environment_of_another_mpi_is_removed_with_a_message(
-    tree: Path, failed: subprocess.CompletedProcess[str]
-) -> None:
-    assert failed.stderr.splitlines()[0] == (
-        f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, but "
-        f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
-    )
-    assert not (tree / ".venv" / "of another MPI").exists()
 
 
 @pytest.mark.slow

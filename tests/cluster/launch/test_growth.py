@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cluster.launch.test_restarts_on_hosts import TRAIN, last_step, wait_for_step
 from tests.jobs import elastic
 from tests.jobs.elastic import GLOBAL_BATCH, Step
-from tests.ranks.launch.test_restarts import TRAIN, last_step, wait_for_step
 from tests.support import cluster
 from tests.support.cluster import Cluster, Program
 from tests.support.patience import PATIENCE_S

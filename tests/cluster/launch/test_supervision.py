@@ -7,12 +7,10 @@ python -m pytest tests/cluster/launch/test_supervision.py
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +18,7 @@ from tests.support import cluster
 from tests.support.cluster import Cluster, Program
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, launch, script
+from tests.support.ranks import ROOT
 
 OTHERS = "The other ranks were stopped."
 MPIS = ("openmpi5", *PACKAGES)
@@ -231,50 +229,6 @@ def test_a_rank_that_hangs_is_named_with_its_stack(hosts: Cluster, act: str, sen
     assert [host.kill_processes() for host in hosts.hosts] == [[], [], []]
 
 
-def test_a_rank_that_hangs_when_others_are_done(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        "import os, time, mpiddp\n"
-        "mpiddp.should_stop()\n"
-        "if os.environ['RANK'] == '0': time.sleep(6000)\n",
-    )
-    done = launch("-H", "localhost:2", "--hang-timeout", "4", path)
-    assert done.returncode == 1
-    assert "mpiddp: rank 0 on" in done.stderr
-    assert f'File "{path}", line 3, in <module>' in done.stderr
-    assert done.stderr.endswith("mpiddp: the job hung and was stopped.\n")
-
-
-# `mpiddp launch` that waits for the stacks of the ranks longer than any test takes.
-WAITS_FOR_STACKS = (
-    "import sys; from mpiddp import cli; from mpiddp.launch.supervise import attempt\n"
-    f"attempt.STACKS_S = {10 * PATIENCE_S}; sys.exit(cli.main(sys.argv[1:]))"
-)
-
-
-@pytest.mark.quick
-def test_a_hang_is_reported_once_every_rank_has_sent_its_stacks(tmp_path: Path) -> None:
-    """A rank that has finished sends none."""
-    path = script(
-        tmp_path,
-        "import os, threading, mpiddp\n"
-        "mpiddp.should_stop()\n"
-        "if os.environ['RANK'] == '0': lock = threading.Lock(); lock.acquire(); lock.acquire()\n",
-    )
-    command = [sys.executable, "-c", WAITS_FOR_STACKS, "launch", "-H", "localhost:2"]
-    done = subprocess.run(
-        [*command, "--hang-timeout", "2", path],
-        env=clean_env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 1, done.stderr
-    assert f'File "{path}", line 3, in <module>' in done.stderr
-    assert done.stderr.endswith("mpiddp: the job hung and was stopped.\n")
-
-
 def test_an_mpirun_that_hangs_is_named(hosts: Cluster) -> None:
     """For example because its login on another host hangs, before any rank has started."""
     agent = hosts.shared / "agent"
@@ -293,32 +247,3 @@ def test_an_mpirun_that_hangs_is_named(hosts: Cluster) -> None:
         "mpiddp: no rank has started in 3 s: mpirun or one of its ssh logins hangs." in done.stderr
     )
     assert [host.kill_processes() for host in hosts.hosts] == [[], [], []]
-
-
-def test_a_crash_in_native_code_prints_the_python_stack(tmp_path: Path) -> None:
-    path = script(
-        tmp_path,
-        "import ctypes, resource\n"
-        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "ctypes.string_at(0)\n",
-    )
-    done = launch("-H", "localhost:1", path)
-    assert done.returncode == 1
-    assert "mpiddp: rank 0 on" in done.stderr
-    assert "was killed by SIGSEGV." in done.stderr
-    assert f'File "{path}", line 3 in <module>' in done.stderr
-
-
-def test_the_verdict_names_the_log_with_the_traceback(tmp_path: Path) -> None:
-    code = (
-        "import sys; from mpiddp.train import loop\n"
-        "def broken(*args): raise RuntimeError('a bug')\n"
-        "loop.train_step = broken\n"
-        "from mpiddp.train.main import main; sys.exit(main(sys.argv[1:]))\n"
-    )
-    done = launch(
-        *("-H", "localhost:1", script(tmp_path, code)),
-        *("--use-syn", "--arch", "resnet20", "--batch-size", "4", "--out", f"{tmp_path}/run"),
-    )
-    log = f"{tmp_path}/run/logs/rank_00000.log"
-    assert f"failed first: RuntimeError: a bug (its traceback: {log})." in done.stderr

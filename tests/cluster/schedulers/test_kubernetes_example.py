@@ -12,15 +12,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.test_packaging import SOURCES
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host
 from tests.support.cluster.ssh import stop_sshd
+from tests.support.kubernetes import read_yaml
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
@@ -136,103 +134,3 @@ def test_ssh_refuses_a_host_without_the_jobs_key(pods: Cluster) -> None:
         known.write_text(written)
     assert done.returncode == 255
     assert "Host key verification failed" in done.stderr
-
-
-def test_without_a_key_the_entry_point_says_what_is_missing(tmp_path: Path) -> None:
-    command = ["env", f"HOME={tmp_path}", f"SSH_KEYS={tmp_path}/none", str(ENTRY), "true"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"entrypoint.sh: no key pair in {tmp_path}/none. Set sshAuthMountPath: {tmp_path}/none in the "
-        "MPIJob.\n"
-    )
-
-
-def test_the_manifest_is_an_mpijob() -> None:
-    """The fields of types.go that the manifest uses, and the checks of validation.go."""
-    job = read_yaml((FOLDER / "mpijob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
-    spec = job["spec"]
-    assert spec.keys() <= {
-        *("slotsPerWorker", "runLauncherAsWorker", "runPolicy", "mpiReplicaSpecs"),
-        *("sshAuthMountPath", "launcherCreationPolicy", "mpiImplementation"),
-    }
-    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
-    assert spec["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
-    assert spec["mpiImplementation"] in ("OpenMPI", "Intel", "MPICH")
-    assert spec["slotsPerWorker"] == "1"
-    replicas = spec["mpiReplicaSpecs"]
-    assert {name: each["replicas"] for name, each in replicas.items()} == {
-        "Launcher": "1",
-        "Worker": "2",
-    }
-    for each in replicas.values():
-        assert each["restartPolicy"] in ("Never", "OnFailure")
-        pod = each["template"]["spec"]
-        volumes = {volume["name"] for volume in pod["volumes"]}
-        for container in pod["containers"]:
-            assert {"name", "image", "args"} <= container.keys()
-            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-
-
-def test_the_manifest_the_image_and_the_entry_point_agree() -> None:
-    job = read_yaml((FOLDER / "mpijob.yaml").read_text())["spec"]
-    assert f"SSH_KEYS:-{job['sshAuthMountPath']}}}" in ENTRY.read_text()
-    containers = {
-        name: each["template"]["spec"]["containers"][0]
-        for name, each in job["mpiReplicaSpecs"].items()
-    }
-    assert containers["Worker"]["args"] == ["worker"]
-    assert containers["Launcher"]["args"][:2] == ["mpiddp", "launch"]
-    image = (FOLDER / "Dockerfile").read_text()
-    for used in re.findall(r"/opt/mpiddp/([\w./]+)", image):
-        assert (ROOT / used).exists(), used
-    copied = {name for line in re.findall(r"^COPY (.*) \S+$", image, re.M) for name in line.split()}
-    assert copied >= {*SOURCES, "constraints.txt", str(ENTRY.relative_to(ROOT))}
-    (extras,) = re.findall(r"/opt/mpiddp\[([\w,]+)\]", image)
-    assert set(extras.split(",")) == {
-        "train",
-        "openmpi",
-    }  # names that setup.py does not have are ignored
-    assert ENTRY.stat().st_mode & 0o111
-
-
-def read_yaml(text: str) -> Any:
-    """The mappings, lists and plain scalars of a manifest. Scalars stay text."""
-    lines = []
-    for line in text.splitlines():
-        content = re.sub(r"(^|\s)#.*", "", line).rstrip()
-        if content:
-            # "- name: x" is a list's item whose first key stands two columns further right.
-            while found := re.match(r"( *)- (?=\S+:( |$))", content):
-                lines.append(f"{found[1]}-")
-                content = f"{found[1]}  {content[found.end() :]}"
-            lines.append(content)
-    value, rest = _block(lines)
-    assert not rest, rest
-    return value
-
-
-def _block(lines: list[str]) -> tuple[Any, list[str]]:
-    depth = _depth(lines[0])
-    items: list[Any] = []
-    mapping: dict[str, Any] = {}
-    while lines and _depth(lines[0]) == depth:
-        line, lines = lines[0].strip(), lines[1:]
-        if line == "-":
-            value, lines = _block(lines)
-            items.append(value)
-        elif line.startswith("- "):
-            items.append(line[2:])
-        else:
-            key, _, value = line.partition(":")
-            assert key not in mapping, key
-            if not value:
-                value, lines = _block(lines)
-            mapping[key] = value.strip() if isinstance(value, str) else value
-    assert not lines or _depth(lines[0]) < depth, lines[0]
-    return items or mapping, lines
-
-
-def _depth(line: str) -> int:
-    return len(line) - len(line.lstrip())

@@ -6,12 +6,9 @@ python -m pytest tests/cluster/train/test_device_mesh.py
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +17,13 @@ from torch import nn
 
 from tests.support import cluster
 from tests.support.cluster import Cluster
+from tests.support.mesh_groups import Ranks
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import (
     ALL_OUTPUT,
     LAUNCH,
     ROOT,
-    clean_env,
     find_mpirun,
-    launch,
-    mpirun,
-    own_lines,
 )
 
 JOB = str(ROOT / "tests" / "jobs" / "mesh_groups.py")
@@ -42,27 +36,6 @@ ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **ALL_OUTPUT}
 def hosts() -> Iterator[Cluster]:
     with cluster.up_or_skip(2) as standing:
         yield standing
-
-
-class Ranks:
-    """What the ranks of the job have printed."""
-
-    def __init__(self, output: str) -> None:
-        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        found = sorted(lines, key=lambda each: each["rank"])
-        self.hosts: list[str] = [each["host"] for each in found]
-        self._groups: list[dict[str, list[int]]] = [each["groups"] for each in found]
-
-    def groups(self, name: str) -> list[list[int]]:
-        """The groups along a dimension. Their ranks agree on them."""
-        groups = sorted({tuple(groups[name]) for groups in self._groups})
-        for rank, own in enumerate(self._groups):
-            assert rank in own[name]
-        assert sorted(rank for group in groups for rank in group) == list(range(len(self.hosts)))
-        return [list(group) for group in groups]
-
-    def num_hosts(self, group: list[int]) -> int:
-        return len({self.hosts[rank] for rank in group})
 
 
 def over_mpirun(hosts: Cluster, slots: str, *options: str, job: tuple[str, ...] = RUN) -> Any:
@@ -170,50 +143,6 @@ def test_tp_across_hosts(hosts: Cluster) -> None:
 # --- on this machine ---
 
 
-@pytest.mark.quick
-def test_a_mesh_on_one_host() -> None:
-    done = launch("-H", "localhost:2", JOB, "plain", "tp=2")
-    assert done.returncode == 0, done.stderr
-    ranks = Ranks(done.stdout)
-    assert ranks.groups("tp") == [[0, 1]]
-    assert ranks.groups("dp") == [[0], [1]]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "sentence"),
-    [
-        (["dp=3", "tp=1"], "dp=3 tp=1 needs 3 ranks, but 1 host × 2 ranks = 2; dp=2 tp=1 fits."),
-        (["tp=1", "pp=RANK"], "rank 0: pp=0: expected 1 or more, or -1 for what the others leave."),
-        (
-            ["tp=1RANK"],
-            "the calls differ: mesh(tp=10, device_type='cpu') on rank 0, mesh(tp=11, device_type='cpu') on "
-            "rank 1.",
-        ),
-    ],
-)
-def test_bad_input_is_one_sentence(sizes: list[str], sentence: str) -> None:
-    done = launch("-H", "localhost:2", JOB, "init", *sizes)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count(f"mpiddp.mesh: {sentence}") == 1, done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_bad_input_under_a_plain_mpirun() -> None:
-    done = mpirun(2, JOB, "init", "dp=3")
-    assert done.returncode == 2, done.stderr
-    sentence = "mpiddp.mesh: dp=3 needs 3 ranks, but 1 host × 2 ranks = 2; dp=2 fits."
-    assert own_lines(done.stderr)[0] == sentence
-    assert done.stderr.count(sentence) == 1
-
-
-def test_without_a_process_group(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import mpiddp\nmpiddp.mesh(tp=2)\n")
-    done = launch("-H", "localhost:2", str(script))
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("mpiddp.mesh needs a process group.") == 1
-
-
 # --- the example ---
 
 
@@ -240,20 +169,6 @@ def plain_losses() -> list[float]:
             found.append(loss.item())
     assert found[-1] < found[0] / 2  # it learns, so a wrong gradient shows
     return found
-
-
-def test_the_example_in_one_process(plain_losses: list[float]) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], env=clean_env(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout) == pytest.approx(plain_losses, abs=2e-6)
-
-
-def test_the_example_on_dp_and_tp(plain_losses: list[float]) -> None:
-    done = launch("-H", "localhost:4", str(EXAMPLE), "--tp", "2")
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout) == pytest.approx(plain_losses, rel=1e-4)
 
 
 def test_the_example_on_unequal_hosts(hosts: Cluster, plain_losses: list[float]) -> None:

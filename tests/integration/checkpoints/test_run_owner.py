@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,22 +21,9 @@ from mpiddp.checkpoints import owner
 from mpiddp.checkpoints.owner import _Record, own
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import JobFailed, UserError
-from tests.support import cluster
-from tests.support.cluster import Cluster, Program
+from tests.support.owners import owning
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, mpiddp
-
-OWNS = """
-import sys
-from pathlib import Path
-from mpiddp.checkpoints.owner import own
-from mpiddp.checkpoints.run_dir import RunDir
-owner = own(RunDir(Path(sys.argv[1])), sys.argv[2], on_wait=print)
-print("owns", flush=True)
-sys.stdin.read()
-owner.release()
-"""
-TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1")
+from tests.support.ranks import ROOT, clean_env
 
 
 @pytest.fixture
@@ -47,21 +33,6 @@ def run(tmp_path: Path) -> RunDir:
 
 def refuse_to_wait(sentence: str) -> None:
     raise AssertionError(sentence)
-
-
-def owning(run: RunDir, run_id: str) -> subprocess.Popen[str]:
-    """A process that owns the run until its stdin ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNS, str(run), run_id],
-        env=clean_env(),
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "owns\n"
-    return process
 
 
 def test_a_second_run_is_refused_with_owner_host_and_age(run: RunDir) -> None:
@@ -255,58 +226,3 @@ def test_a_full_disk_leaves_no_files_behind(run: RunDir) -> None:
 
 
 # --- trainings ---
-
-
-def test_a_training_into_the_folder_of_a_running_one_is_refused(tmp_path: Path) -> None:
-    with owning(RunDir(tmp_path), "first"):
-        done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
-    assert done.returncode == 2, done.stderr
-    assert "the run first on" in done.stderr
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == []
-
-
-def test_a_training_that_is_refused_gives_the_folder_up(tmp_path: Path) -> None:
-    """Else another host would wait for 60 s, whether its owner is alive."""
-    (tmp_path / "config.json").mkdir()
-    done = mpiddp("train", *TRAIN[3:], "--steps-per-epoch=2", "--out", str(tmp_path))
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"{tmp_path} cannot be written: Is a directory. Name another folder.\n",
-    )
-    assert not (tmp_path / "owner.json").exists()
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with cluster.up_or_skip(2) as standing:
-        yield standing
-
-
-def test_two_hosts_with_a_shared_folder(hosts: Cluster) -> None:
-    """The owner runs on node0. node1 cannot see its processes."""
-    out = hosts.shared / "run"
-    command = [sys.executable, *TRAIN, "--save-every=5", "--out", str(out)]
-    env = {"OMP_NUM_THREADS": "1"}
-    with hosts["node0"].popen(command, cwd=ROOT, env=env) as first:
-        wait_for_line(first, "images/s")
-        second = hosts["node1"].run(command, cwd=ROOT, env=env)
-        assert second.returncode == 2, second.stderr
-        assert "watching for 60 s" in second.stdout
-        assert " on node0 (process " in second.stderr
-        assert first.poll() is None
-        first.end()
-    with hosts["node0"].popen(command, cwd=ROOT, env=env) as again:
-        printed = wait_for_line(again, "images/s")
-        again.end()
-    assert "resuming from" in printed
-    assert "watching" not in printed
-
-
-def wait_for_line(program: Program, text: str) -> str:
-    """Everything that the program printed up to a line with the text."""
-    assert program.stdout is not None
-    printed = ""
-    while text not in (line := program.stdout.readline()):
-        assert line, program.communicate()
-        printed += line
-    return printed

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
-from tests.support.training import Command, train
 
 
 @pytest.mark.slow
@@ -103,27 +101,6 @@ def test_a_summary_of_a_training_that_diverged_is_json(tmp_path: Path) -> None:
     assert json.loads(text, parse_constant=pytest.fail) == {"train_loss": None, "steps": 3}
 
 
-def test_keep_counts_only_verified_checkpoints(tmp_path: Path) -> None:
-    """A resumed run finds a damaged checkpoint among its older ones."""
-    options: Command = [
-        "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=4",
-        "--save-every=1", "--keep=2", "--out", tmp_path / "out",
-    ]  # fmt: skip
-    assert train(1, *options, "--stop-at-step=2").returncode == 75
-    root = tmp_path / "out" / "checkpoints"
-    # It has the right size, so comparing sizes would count it.
-    shutil.copytree(root / "step_00000002", root / "step_00000003")
-    shutil.rmtree(root / "step_00000002")
-    model = root / "step_00000003" / "model.pt"
-    model.write_bytes(bytes(model.stat().st_size))
-    job = train(1, *options, "--stop-at-step=2")
-    assert (
-        "step_00000003: model.pt does not match its SHA-256; resuming from step_00000001 (2 steps"
-        in job.stdout
-    )
-    assert [directory.step_of(folder) for folder in directory.list_steps(root)] == [1, 2, 3]
-
-
 # The save schedule
 
 
@@ -164,16 +141,3 @@ def test_timed_saves_are_an_interval_apart(monkeypatch: pytest.MonkeyPatch) -> N
             saves.append(now)
     gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
     assert gaps == [0.5] * 3
-
-
-def test_timed_saves_of_two_ranks_are_at_the_same_steps(tmp_path: Path) -> None:
-    job = train(
-        2, "--use-syn", "--arch=resnet20", "--batch-size=4", "--epochs=1", "--steps-per-epoch=60",
-        "--save-every=0.05s", "--log-every=1000", "--out", tmp_path / "out",
-    )  # fmt: skip
-    assert job.returncode == 0, job.stderr
-    folders = directory.list_steps(tmp_path / "out" / "checkpoints")
-    assert [directory.step_of(folder) for folder in folders][-1] == 60
-    assert len(folders) == 2
-    for folder in folders:
-        directory.verify(folder)

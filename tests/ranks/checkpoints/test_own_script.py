@@ -6,62 +6,33 @@ python -m pytest tests/ranks/checkpoints/test_own_script.py
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mpiddp.checkpoints import directory
 from mpiddp.hosts.sockets import bind
-from tests.support import cluster
-from tests.support.cluster import Cluster, Host
+from tests.support.own_script import (
+    DIES,
+    STEPS,
+    example,
+    run,
+    steps_kept,
+)
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command, own_lines, script
+from tests.support.ranks import LAUNCH, clean_env, mpirun_command, own_lines, script
 from tests.support.training import unequal
 
-PLAIN, EXAMPLE = ROOT / "examples/ddp.py", ROOT / "examples/ddp_with_checkpoints.py"
-STEPS = 40
-# Rank 1 dies in the first attempt, after the save of step 15 and before that of step 20.
-DIES = """
-        if step == 18 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), 9)
-"""
 SLOW = """
         __import__("time").sleep(0.1)
 """
-ENDS_OF_A_STEP = "        optimizer.step()\n"
-
-
-def example(folder: Path, *, every: int = 5, each_step: str = "", run: str = "runs/ddp") -> Path:
-    """The example with fewer steps and more saves, in a working folder of its own."""
-    text = EXAMPLE.read_text()
-    changes = {
-        "STEPS = 2000": f"STEPS = {STEPS}",
-        'every="10m"': f"every={every}",
-        ENDS_OF_A_STEP: ENDS_OF_A_STEP + each_step.removeprefix("\n"),
-        "runs/ddp": run,
-    }
-    for old, new in changes.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    folder.mkdir(exist_ok=True)
-    return Path(script(folder, text))
-
-
-def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=clean_env(), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
-    )
 
 
 def launch(job: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -73,13 +44,6 @@ def model(folder: Path) -> dict[str, Any]:
     return weights
 
 
-def steps_kept(run: Path) -> list[int]:
-    folders = directory.list_steps(run / "checkpoints")
-    for folder in folders:
-        directory.verify(folder)
-    return [directory.step_of(folder) for folder in folders]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an uninterrupted run of two ranks."""
@@ -88,25 +52,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert steps_kept(job.parent / "runs/ddp") == [35, 40]
     return job.parent
-
-
-def test_the_example_adds_fewer_than_ten_lines() -> None:
-    texts = [path.read_text().partition('"""\n\n')[2].splitlines() for path in (PLAIN, EXAMPLE)]
-    differences = list(difflib.ndiff(*texts))
-    added = [line for line in differences if line.startswith("+ ") and line[2:].strip()]
-    assert len(added) < 10, added
-    removed = [line for line in differences if line.startswith("- ")]
-    assert removed == ["-     for step in range(1, STEPS + 1):"]
-
-
-def test_the_page_shows_the_lines_of_the_example() -> None:
-    page = (ROOT / "docs/your-own-script.md").read_text()
-    example_lines = {line.strip() for line in EXAMPLE.read_text().splitlines()}
-    for step in ("## 1. ", "## 3. "):
-        block = page.partition(step)[2].partition("```python\n")[2].partition("```")[0]
-        lines = {line.strip() for line in block.splitlines()} - {"", "..."}
-        assert lines, step
-        assert lines <= example_lines, step
 
 
 def test_a_killed_job_restarts_and_ends_with_the_same_bits(tmp_path: Path, whole: Path) -> None:
@@ -353,49 +298,3 @@ def test_variables_that_are_set_by_hand(tmp_path: Path, order: str, code: int) -
 
 
 # Hosts that share nothing
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with cluster.up_or_skip(3) as standing:
-        yield standing
-
-
-PRIVATE = "/run/run-of-a-test"  # each host has its own
-
-
-def kept(host: Host) -> list[int]:
-    return steps_kept(host.path(PRIVATE))
-
-
-def launched(
-    hosts: Cluster, job: Path, names: str, *options: str
-) -> subprocess.CompletedProcess[str]:
-    """`mpiddp launch` from the first of the named hosts."""
-    return hosts[names.partition(":")[0]].run(
-        [*LAUNCH, "-H", names, *options, str(job)],
-        cwd=job.parent,
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.fspath(ROOT)},
-    )
-
-
-def test_hosts_that_share_nothing_each_keep_the_checkpoints(hosts: Cluster, whole: Path) -> None:
-    """Rank 1's host dies once, and later rank 0's host is lost with its disk."""
-    node0, node1, node2 = hosts.hosts
-    folder = hosts.shared / "own-script"
-    job = example(folder, each_step=DIES, run=PRIVATE)
-    ran = launched(hosts, job, "node0:1,node1:1", "--max-restarts", "1")
-    assert ran.returncode == 0, ran.stderr
-    assert f"resuming from {PRIVATE}/checkpoints/step_00000015: step 15" in ran.stdout
-    assert kept(node0) == kept(node1) == [35, 40]
-    assert unequal(model(folder), model(whole)) == []
-
-    for host in (node0, node1):
-        shutil.rmtree(host.path(PRIVATE) / "checkpoints/step_00000040")
-    shutil.rmtree(node0.path(PRIVATE))
-    (folder / "model.pt").unlink()
-    ran = launched(hosts, job, "node2:1,node1:1")
-    assert ran.returncode == 0, ran.stderr
-    assert f"{PRIVATE}/checkpoints/step_00000035 on node1: step 35" in ran.stdout
-    assert kept(node2) == kept(node1) == [35, 40]
-    assert unequal(model(folder), model(whole)) == []

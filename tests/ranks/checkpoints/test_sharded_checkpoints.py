@@ -61,13 +61,11 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "options", "steps", "step"),
     [
-        pytest.param(
+        (
             2,
             ["--amp=off", "--batch-size=3", "--grad-accum-steps=2", "--keep-tail", "--clip-grad-norm=1"],
             6,
-            4,
-            marks=pytest.mark.quick,
-        ),
+            4),
         (3, ["--amp=bf16", "--batch-size=4"], 4, 1),
         (1, ["--amp=off", "--batch-size=12"], 4, 1),
     ],

@@ -14,28 +14,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import mpiddp
-from examples.gpt.data import batch_of_step, load_text
 from mpiddp.checkpoints import directory
+from tests.support.gpt import BAD_INPUT, STEPS, TINY, bad_texts, run, weights
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun, mpirun_command, own_lines
 from tests.support.training import records, unequal
 
 SCRIPT = str(ROOT / "examples/gpt/train.py")
-STEPS = 400
-TINY = (
-    "--layers=2",
-    "--width=32",
-    "--heads=2",
-    "--context=32",
-    "--batch-size=8",
-    f"--steps={STEPS}",
-)
 DRAWN = random.Random(0)
 TEXT = "".join(f"{DRAWN.randrange(10)} is {DRAWN.choice(['odd', 'even'])}.\n" for _ in range(400))
 LAUNCHERS = {
@@ -48,24 +36,6 @@ LAUNCHERS = {
 
 def command(launcher: list[str], *options: str) -> list[str]:
     return [*launcher, SCRIPT, "--text=text", "--out=run", *TINY, *options]
-
-
-def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=clean_env({"MPIDDP_LOG_RANKS": "0"}),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-
-
-def weights(run: Path, step: int = STEPS) -> dict[str, Any]:
-    folder = run / f"checkpoints/step_{step:08d}"
-    directory.verify(folder)
-    state: dict[str, Any] = {path.stem: torch.load(path) for path in folder.glob("[!r]*.pt")}
-    return state
 
 
 @pytest.fixture(scope="module")
@@ -200,93 +170,6 @@ def test_a_run_with_other_options_or_another_text_is_refused(whole: Path, tmp_pa
     assert "was made with another config: text " in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_mixed_precision_learns_and_resumes(tmp_path: Path, precision: str) -> None:
-    """float16 with a GradScaler, whose scale is saved."""
-    (tmp_path / "text").write_text(TEXT)
-    first = command([sys.executable], f"--precision={precision}", "--steps=100", "--save-every=60")
-    done = run(first, tmp_path)
-    assert done.returncode == 0, done.stderr
-    end = weights(tmp_path / "run", 100)
-    assert bool(end["scaler"]) == (precision == "float16")
-    assert all(each.dtype == torch.float32 for each in end["model"].values())
-    shutil.rmtree(tmp_path / "run/checkpoints/step_00000100")
-    done = run(first, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert unequal(weights(tmp_path / "run", 100), end) == []
-    assert records(tmp_path / "run")[-1]["loss"] < 1.5
-
-
-def test_the_batches_of_a_step_do_not_depend_on_the_past() -> None:
-    tokens = torch.arange(500)
-    inputs, targets = batch_of_step(tokens, 7, 4, 10, seed=3)
-    again, _ = batch_of_step(tokens, 7, 4, 10, seed=3)
-    assert torch.equal(inputs, again)
-    assert torch.equal(targets, inputs + 1)
-    assert inputs.shape == (4, 10)
-    assert not torch.equal(inputs, batch_of_step(tokens, 8, 4, 10, seed=3)[0])
-    assert not torch.equal(inputs, batch_of_step(tokens, 7, 4, 10, seed=4)[0])
-
-
-def test_every_window_of_the_text_can_be_drawn() -> None:
-    starts = {
-        start
-        for step in range(200)
-        for start in batch_of_step(torch.arange(14), step, 4, 10, seed=0)[0][:, 0].tolist()
-    }
-    assert starts == {0, 1, 2, 3}
-
-
-def test_a_text_as_numbers(tmp_path: Path) -> None:
-    file = tmp_path / "text"
-    file.write_text("zaß𝄞" * 100)
-    text = load_text(str(file), context=8)
-    assert text.characters == "azß𝄞"
-    assert (len(text.train), len(text.validation)) == (360, 40)
-    assert text.decode(torch.cat([text.train, text.validation])) == "zaß𝄞" * 100
-    assert text.encode("𝄞a").tolist() == [3, 0]
-    shipped = load_text(None, context=128)
-    assert len(shipped.train) > 9 * len(shipped.validation) - 10
-    assert len(shipped.train) > 300_000
-
-
-def bad_texts(folder: Path) -> dict[str, str]:
-    """Files that are no text for a training, and the sentence about each."""
-    (folder / "empty").write_text("")
-    (folder / "short").write_text("x" * 1289)
-    (folder / "binary").write_bytes(b"abc\xff" * 1000)
-    return {
-        "empty": " has 0 characters. With --context 128 a training needs 1,290, the last tenth of them",
-        "short": " has 1,289 characters. With --context 128 a training needs 1,290, the last tenth",
-        "binary": " is not UTF-8 at byte 3. Convert it, for example with iconv.",
-        "missing": " does not exist. Name a file of text in UTF-8.",
-        ".": " is not a file. Name a file of text in UTF-8.",
-        "x" * 300: ": File name too long.",
-    }
-
-
-def test_a_bad_text_is_one_sentence(tmp_path: Path) -> None:
-    for name, sentence in bad_texts(tmp_path).items():
-        with pytest.raises(mpiddp.UserError) as found:
-            load_text(str(tmp_path / name), context=128)
-        assert str(found.value).startswith(f"--text {tmp_path / name}{sentence}")
-        assert "\n" not in str(found.value)
-    with pytest.raises(mpiddp.UserError, match=r"^--text /dev/zero is not a file\."):
-        load_text("/dev/zero", context=128)
-    (tmp_path / "enough").write_text("x" * 1290)
-    assert len(load_text(str(tmp_path / "enough"), context=128).validation) == 129
-
-
-BAD_INPUT = {
-    "--text=empty": "--text empty has 0 characters. With --context 32 a training needs 330,",
-    "--lr=fast": "train.py: argument --lr: expected a number above 0, not 'fast'. See: train.py --help",
-    "--save-every=often": "--save-every: ",
-    "--batch-size=3": "--batch-size 3 cannot be divided by 2 ranks. Use 2 or 4.",
-    "--precision=int8": "train.py: argument --precision: invalid choice: 'int8'",
-}
-
-
 @pytest.mark.parametrize("option", BAD_INPUT)
 def test_bad_input_ends_all_ranks_with_code_2_and_one_sentence(tmp_path: Path, option: str) -> None:
     bad_texts(tmp_path)
@@ -297,14 +180,6 @@ def test_bad_input_ends_all_ranks_with_code_2_and_one_sentence(tmp_path: Path, o
     (line,) = own_lines(done.stderr)
     assert line.startswith(BAD_INPUT[option])
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_one_process_without_a_launcher_refuses_as_well(tmp_path: Path) -> None:
-    bad_texts(tmp_path)
-    done = run(command([sys.executable], "--text=empty"), tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(BAD_INPUT["--text=empty"])
-    assert done.stderr.count("\n") == 1
 
 
 # Each rank in a folder of its own, as hosts that share no file system.

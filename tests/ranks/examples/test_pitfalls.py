@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.support.ranks import ROOT, launch
 
 PITFALLS = ROOT / "examples/pitfalls"
@@ -22,7 +20,6 @@ def shown(name: str, *arguments: str | Path, options: tuple[str, ...] = ()) -> s
     return done.stdout + done.stderr
 
 
-@pytest.mark.quick
 def test_without_set_epoch_every_epoch_has_the_same_order() -> None:
     text = shown("set_epoch_forgotten.py")
     without, with_epochs = (
@@ -49,7 +46,6 @@ def test_a_file_that_all_ranks_save_is_that_of_any_rank(tmp_path: Path) -> None:
     assert not by_all.startswith("6 times that of rank 0")
 
 
-@pytest.mark.quick
 def test_ranks_meet_in_a_new_file(tmp_path: Path) -> None:
     assert "the ranks of 2 add up to 1\n" in shown("file_init.py", tmp_path / "store")
 
@@ -63,8 +59,3 @@ def test_a_collective_on_one_rank_hangs_and_the_report_shows_its_line() -> None:
     assert (
         "dist.all_reduce(mean_loss, group=metrics)  # the mistake: only rank 0 calls" in done.stderr
     )
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in PITFALLS.glob("*.py")))
-def test_the_page_names_each_script(name: str) -> None:
-    assert f"]({name})" in (PITFALLS / "README.md").read_text()

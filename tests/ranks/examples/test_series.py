@@ -5,25 +5,19 @@ python -m pytest tests/ranks/examples/test_series.py
 
 from __future__ import annotations
 
-import difflib
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import directory
-from tests.support import cluster
-from tests.support.cluster import Cluster
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command, own_lines
+from tests.support.ranks import clean_env, own_lines
+from tests.support.series import SERIES, losses, run, start
 
-SERIES = ROOT / "examples/series"
 STEPS = ("one_device.py", "one_host.py", "many_hosts.py", "sharded.py")
 EPOCHS = 4
 SIZES = ("--samples", "256", "--batch-size", "32")
@@ -31,37 +25,6 @@ SIZES = ("--samples", "256", "--batch-size", "32")
 TOLERANCE = 1e-4
 LAUNCHERS = ("python", "mpiddp launch", "mpirun", "torchrun")
 LAUNCHED = [(step, launcher) for step in STEPS[2:] for launcher in LAUNCHERS]
-
-
-def start(launcher: str) -> list[str]:
-    """The command that starts a script: two ranks, or with "python" one."""
-    return {
-        "python": [sys.executable],
-        "mpiddp launch": [*LAUNCH, "-H", "localhost:2"],
-        "mpirun": mpirun_command(2),
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
-    }[launcher]
-
-
-def run(
-    launcher: str, script: str, *arguments: str | Path, folder: Path
-) -> subprocess.CompletedProcess[str]:
-    command = [*start(launcher), str(SERIES / script), *map(str, arguments)]
-    return subprocess.run(
-        command,
-        env=clean_env(),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-
-
-def losses(stdout: str) -> dict[int, float]:
-    """The loss of each epoch that the output names."""
-    return {
-        int(n): float(loss) for n, loss in re.findall(r"^epoch (\d+): loss (\S+)$", stdout, re.M)
-    }
 
 
 @pytest.fixture(scope="module")
@@ -137,38 +100,6 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path, script: str)
     assert losses(resumed.stdout) == {step + 1: losses(whole.stdout)[step + 1]}
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with cluster.up_or_skip(2) as standing:
-        yield standing
-
-
-def test_two_hosts_that_share_no_folder_compute_the_losses_of_one(
-    tmp_path: Path, hosts: Cluster
-) -> None:
-    """The second run resumes on both hosts, one of which has lost its snapshots."""
-    one_host = run("mpiddp launch", "many_hosts.py", EPOCHS, "1", *SIZES, folder=tmp_path)
-    assert one_host.returncode == 0, one_host.stderr
-    out = Path("/run/series-of-a-test")  # each host has its own
-    start_on_two = [*LAUNCH, "-H", "node0:1,node1:1", SERIES / "many_hosts.py"]
-    found = {}
-    for epochs in (2, EPOCHS):
-        done = hosts["node0"].run(
-            [*start_on_two, str(epochs), "1", *SIZES, "--out", out],
-            cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr
-        found |= losses(done.stdout)
-        for host in hosts.hosts:
-            directory.verify(host.path(out) / f"checkpoints/step_{epochs:08d}")
-        if epochs == 2:
-            assert list(found) == [1, 2]
-            shutil.rmtree(hosts["node1"].path(out))
-    assert f"resuming from {out}/checkpoints/step_00000002: step 2\n" in done.stdout
-    assert found == losses(one_host.stdout)  # the same sums in the same order
-
-
 MISTAKES = {
     "no epochs": (("0", "1"), "{script}: total_epochs: expected 1 or more, not 0."),
     "save_every 0": (("1", "0"), "{script}: save_every: expected 1 or more, not 0."),
@@ -203,7 +134,6 @@ def test_bad_input_is_one_sentence(tmp_path: Path, script: str, mistake: str) ->
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("launcher", ["python", "mpirun", "torchrun"])
 def test_bad_input_is_one_sentence_under_every_launcher(tmp_path: Path, launcher: str) -> None:
     done = run(launcher, "many_hosts.py", "1", "0", folder=tmp_path)
@@ -230,22 +160,6 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, script: str) -> None
         r"(rank 0 on \S+: )?run\S* (is the folder of another run|was made with another)", line
     )
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_page_shows_what_each_step_changes() -> None:
-    """`python -m pytest` prints the block that the page should have."""
-    page = (SERIES / "README.md").read_text()
-    for before, after in pairwise(STEPS):
-        block = difference(before, after)
-        assert block in page, f"{before} to {after}:\n{block}"
-
-
-def difference(before: str, after: str) -> str:
-    """The changed lines below the docstring, with a line of context, as the page shows them."""
-    texts = [(SERIES / name).read_text().partition('"""\n\n')[2] for name in (before, after)]
-    lines = difflib.unified_diff(*(text.splitlines() for text in texts), n=1, lineterm="")
-    shown = ["…" if line.startswith("@@") else line.rstrip() for line in list(lines)[3:]]
-    return "\n".join(["```diff", *shown, "```"])
 
 
 def test_the_series_needs_nothing_but_its_folder(tmp_path: Path) -> None:

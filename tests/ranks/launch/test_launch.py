@@ -8,9 +8,7 @@ python -m pytest tests/ranks/launch/test_launch.py
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -19,41 +17,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from socket import gethostname
 
 import pytest
 
-from tests.support.mpis import PACKAGES, mpirun_of
+from tests.support.first_jobs import PRINT_IDENTITY, SLEEP, started
+from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, clean_env, launch, own_lines, script
-
-MPIS = (pytest.param("openmpi5", marks=pytest.mark.quick), *PACKAGES)
-OTHERS = "The other ranks were stopped."
-PRINT_IDENTITY = """
-import json, os, sys
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-print(json.dumps([[int(os.environ[name]) for name in names], sys.argv[1:], os.getcwd()]), flush=True)
-"""
-SLEEP = """
-import os, signal, sys, time
-if "ignores_sigterm" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"received\\n"))  # a print may be under way
-print("ready", flush=True)
-time.sleep(1000)
-"""
-
-
-def running(argument: str) -> list[str]:
-    """The command lines of this machine's processes that have this argument."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if argument in arguments:
-            found.append(" ".join(arguments))
-    return found
+from tests.support.ranks import LAUNCH, ROOT, clean_env, launch, own_lines, script
+from tests.support.running import running
 
 
 def test_a_dry_run_imports_no_heavy_modules(tmp_path: Path) -> None:
@@ -66,18 +37,6 @@ def test_a_dry_run_imports_no_heavy_modules(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "--dry-run", "-H", "localhost:2", script(tmp_path, "")]
     done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-@pytest.mark.parametrize("mpi", MPIS)
-def test_a_script_runs_with_its_arguments_on_every_slot(tmp_path: Path, mpi: str) -> None:
-    done = launch(
-        *("--mpirun", mpirun_of(mpi), "-H", "localhost:2"),
-        *(script(tmp_path, PRINT_IDENTITY), "-n", "5", "--dry-run"),
-    )
-    assert done.returncode == 0, done.stderr
-    facts = sorted(json.loads(line) for line in done.stdout.splitlines())
-    arguments = [["-n", "5", "--dry-run"], str(ROOT)]
-    assert facts == [[[0, 2, 0, 2, 0], *arguments], [[1, 2, 1, 2, 0], *arguments]]
 
 
 def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
@@ -113,28 +72,6 @@ def test_this_machine_needs_no_hostfile(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == (
         f"-n {cores + 1} is more than the {cores} slots of this machine (localhost={cores})."
     )
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("code", "expected"), [(3, 1), (2, 2), (75, 75)])
-def test_exit_codes(tmp_path: Path, code: int, expected: int) -> None:
-    path = script(tmp_path, f"raise SystemExit({code})")
-    done = launch("-H", "localhost:2", path)
-    assert done.returncode == expected
-    printed = {
-        3: [f"mpiddp: rank N on {gethostname()} ended first, with exit code 3. {OTHERS}"],
-        75: [f"mpiddp: to resume: mpiddp launch -H localhost:2 {path}"],
-    }
-    sentences = [re.sub("rank [01]", "rank N", line) for line in own_lines(done.stderr)]
-    assert sentences == printed.get(code, [])
-
-
-@pytest.mark.quick
-def test_a_killed_rank_is_named_by_its_signal(tmp_path: Path) -> None:
-    text = "import os; os.kill(os.getpid(), 9)"
-    done = launch("-H", "localhost:1", script(tmp_path, text))
-    assert done.returncode == 1
-    assert own_lines(done.stderr) == [f"mpiddp: rank 0 on {gethostname()} was killed by SIGKILL."]
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "intelmpi"])  # the latter also needs a file
@@ -176,33 +113,6 @@ def test_a_missing_script_is_reported_before_anything_starts() -> None:
     assert done.stderr == f"nowhere.py not found (looked in {ROOT}).\n"
 
 
-@pytest.mark.parametrize(  # every MPI is interrupted in test_launch_hosts.py
-    ("mpi", "how"),
-    [
-        pytest.param("openmpi5", "interrupted", marks=pytest.mark.quick),
-        ("openmpi5", "ignores_sigterm"),
-        ("mpich", "ignores_sigterm"),
-    ],
-)
-def test_one_ctrl_c_stops_the_job_and_a_second_kills_it(tmp_path: Path, mpi: str, how: str) -> None:
-    path = script(tmp_path, SLEEP)
-    options = ["--mpirun", mpirun_of(mpi), "--grace", "300", "-H", "localhost:2"]
-    with started([*options, path, how]) as launcher:
-        launcher.send_signal(signal.SIGINT)
-        if how == "ignores_sigterm":
-            assert launcher.stdout is not None
-            assert [launcher.stdout.readline() for _ in range(2)] == ["received\n"] * 2
-            time.sleep(CTRL_C_AGAIN_S)
-            launcher.send_signal(signal.SIGINT)
-        start = time.monotonic()
-        stderr = launcher.communicate(timeout=PATIENCE_S)[1]
-    assert time.monotonic() - start < 100  # the grace period is 300 s
-    assert launcher.returncode == 130
-    # mpirun's own last line may lack a newline.
-    assert stderr.endswith("mpiddp: interrupted: the job was stopped.\n"), stderr
-    assert running(path) == []
-
-
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     path = script(tmp_path, SLEEP)
     with started(["--grace", "1", "-H", "localhost:2", path, "ignores_sigterm"]) as launcher:
@@ -221,21 +131,6 @@ def test_the_job_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     while running(path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert running(path) == []
-
-
-def started(arguments: list[str]) -> subprocess.Popen[str]:
-    """A launcher whose two ranks have printed that they are ready."""
-    launcher = subprocess.Popen(
-        [*LAUNCH, *arguments],
-        env=clean_env(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert launcher.stdout is not None
-    assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    return launcher
 
 
 def in_bash(line: str) -> subprocess.CompletedProcess[str]:
@@ -351,52 +246,3 @@ def test_hosts_without_slots_may_be_unreachable(tmp_path: Path) -> None:
     hostfile.write_text("nowhere.invalid slots=0\nlocalhost slots=1\n")
     done = launch("--hostfile", str(hostfile), script(tmp_path, "print('ran', flush=True)"))
     assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
-
-
-def test_processes_that_mpirun_leaves_behind_are_killed(tmp_path: Path) -> None:
-    """Even a daemon in its own session that ignores SIGTERM."""
-    daemon = tmp_path / "daemon"
-    daemon.write_text("#!/bin/sh\ntrap '' TERM\nwhile true; do sleep 0.1; done\n")
-    daemon.chmod(0o755)
-    supervise(tmp_path, f"setsid {daemon} & sleep 0.3; exit 7", orphans_s=0.3)
-    assert running(str(daemon)) == []
-
-
-def test_a_stopped_process_that_mpirun_leaves_behind_ends_by_itself(tmp_path: Path) -> None:
-    """A process that is stopped by SIGSTOP gets the SIGTERM."""
-    daemon, ready, ended = (tmp_path / name for name in ("daemon", "ready", "ended"))
-    daemon.write_text(f"#!/bin/sh\ntrap 'touch {ended}; exit' TERM\ntouch {ready}\nkill -STOP $$\n")
-    daemon.chmod(0o755)
-    is_stopped = "$(cut -d' ' -f3 /proc/$!/stat) = T"
-    mpirun = f"{daemon} & until [ -e {ready} ] && [ {is_stopped} ]; do sleep 0.05; done; exit 7"
-    supervise(tmp_path, mpirun, orphans_s=PATIENCE_S)
-    assert ended.exists()
-
-
-def supervise(folder: Path, mpirun: str, *, orphans_s: float) -> None:
-    """Supervise a shell's command line in place of an mpirun. It ends with exit code 7."""
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from mpiddp.launch.options import parse_options\n"
-        "from mpiddp.hosts.hostfile import Host, Hosts\n"
-        "from mpiddp.launch.starters.command import RankStarter, Request\n"
-        "from mpiddp.launch.starters.table import STARTERS\n"
-        "from mpiddp.launch.supervise import run\n"
-        "from mpiddp.launch.supervise.attempt import Terms\n"
-        "from mpiddp.launch.supervise.signals import queued_signals\n"
-        f"run.ORPHANS_S = {orphans_s}\n"
-        "starter = RankStarter(STARTERS[-2], '4.3.1', Path(sys.argv[1]))\n"
-        "hosts = Hosts('a test', (Host('localhost', ranks=1),))\n"
-        "request = Request(hosts, ('true',), '.')\n"
-        "terms = Terms(parse_options(['--', 'true']))\n"
-        "with queued_signals() as signals:\n"
-        "    print(run.run_attempt(terms, starter, request, signals).sentence)"
-    )
-    program = folder / "mpirun"
-    program.write_text(f"#!/bin/sh\n{mpirun}\n")
-    program.chmod(0o755)
-    command = [sys.executable, "-c", code, str(program)]
-    done = subprocess.run(
-        command, env=clean_env(), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S
-    )
-    assert done.stdout == "the job failed: mpirun ended with exit code 7.\n"

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from socket import gethostname
 
-import pytest
-
 from tests.support.ranks import launch, mpirun, own_lines, script
 
 # In the first attempt, rank 1 hangs before an agreement within an agreement.
@@ -50,7 +48,6 @@ print(f"saved {first + 1}\\n", end="", flush=True)
 NO_ANSWER = f"rank 1 on {gethostname()} did not answer in 2 s."
 
 
-@pytest.mark.quick
 def test_it_is_restarted_within_one_timeout_although_agreements_nest(tmp_path: Path) -> None:
     since = time.monotonic()
     done = launch("-H", "localhost:2", "--max-restarts=1", script(tmp_path, HANGS))

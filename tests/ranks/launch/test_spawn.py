@@ -86,7 +86,6 @@ def on_a_command_line(text: str) -> bool:
     return False
 
 
-@pytest.mark.quick
 def test_every_rank_returns_its_result_and_its_lines_reach_the_streams(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -20,9 +20,6 @@ from socket import gethostname
 import pytest
 
 from mpiddp.checkpoints import directory
-from mpiddp.errors import UserError
-from mpiddp.launch.option_parser import option_parser
-from mpiddp.runtime.job.stop import StopRequest
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
@@ -121,24 +118,10 @@ def test_a_stop_is_known_before_the_step_that_it_ends(tmp_path: Path, attempt: i
     assert len(set(stdout.split())) == 2, stdout
 
 
-def test_a_stop_of_one_rank_is_known_before_the_step_that_it_ends() -> None:
-    stop = StopRequest(send=lambda kind: None, progress=lambda step: None, declared=lambda: None)
-    stop.is_requested = True
-    assert not stop.stops_next(), "the script may never call should_stop"
-    stop.is_requested = False
-    assert not stop.should_stop()
-    assert not stop.stops_next()
-    stop.is_requested = True  # too late for this step
-    assert not stop.should_stop()
-    assert stop.stops_next()
-    assert stop.should_stop()
-    assert stop.stops_next()
-
-
 @pytest.mark.parametrize(
     ("number", "mpi"),
     [
-        pytest.param(signal.SIGTERM, "openmpi5", marks=pytest.mark.quick),
+        (signal.SIGTERM, "openmpi5"),
         (signal.SIGINT, "openmpi5"),
         (signal.SIGUSR1, "openmpi4"),
         (signal.SIGINT, "mpich"),
@@ -372,17 +355,3 @@ def test_stop_after_does_not_repeat_a_stop_in_progress(tmp_path: Path) -> None:
         job.send_signal(signal.SIGTERM)
         stdout, _ = job.communicate(timeout=PATIENCE_S)
     assert stdout == "received SIGTERM\nwrote\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("55m", 3300.0), ("1.5h", 5400.0)]
-)
-def test_grace_accepts_times_with_units(text: str, seconds: float) -> None:
-    assert option_parser().parse_args(["--grace", text, "script.py"]).grace_s == seconds
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "5d", "soon", "nan"])
-def test_grace_refuses_an_invalid_time(text: str) -> None:
-    expected = r"argument --grace: .* is not a duration such as 90, 90s, 55m or 1\.5h, of at most 1000 days\."
-    with pytest.raises(UserError, match=expected):
-        option_parser().parse_args([f"--grace={text}", "script.py"])

@@ -29,11 +29,8 @@ from mpiddp.protocol.variables import (
     MAX_RESTARTS,
     NETWORKS,
     RUN_DIR,
-    RUN_ID,
 )
-from mpiddp.runtime.start.command import command_environment
-from mpiddp.runtime.start.guardian import AGENT_STORE
-from mpiddp.world import RANK_SOURCES, TORCH, RankSource, World
+from mpiddp.world import TORCH
 from tests.ranks.launch.test_signals import descendants
 from tests.ranks.launch.test_stop import LONG_GRACE, SCRIPT, piped, start
 from tests.support.mpis import PACKAGES, library_of, mpirun_of
@@ -82,20 +79,6 @@ def test_variables_and_stdin(mpi: str) -> None:
 
 
 OF_RANKS = ("MPIDDP_", "TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "GLOO_", "NCCL_")
-OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-
-
-@pytest.mark.parametrize(
-    "launcher", [each for each in RANK_SOURCES if each.speaks_mpi], ids=lambda each: each.name
-)
-def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None:
-    """A script in it is a rank by torchrun's variables. Its GPU may be the only one that it sees."""
-    kept = {**OF_TORCHRUN, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
-    of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
-    found = command_environment(of_mpi | kept, "", "")
-    assert found == {**kept, AGENT_STORE: "True", RUN_ID: "a"}
-    world = World.from_env(found)
-    assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (1, 1, True)
 
 
 # They are for the rank, or for the launcher; the path of the error file is one of the host.
@@ -164,7 +147,6 @@ def test_a_stop_request_is_one_sigterm(tmp_path: Path, mpi: str) -> None:
 # --- on its own ---
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("command", "code", "error"),
     [
@@ -358,7 +340,7 @@ def test_a_torchrun_inside_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "mpi"),
     [
-        pytest.param("", "openmpi5", marks=pytest.mark.quick),
+        ("", "openmpi5"),
         ('import torch.distributed as dist; dist.init_process_group("gloo")\n', "openmpi5"),
         ('import mpiddp; mpiddp.init(backend="gloo")\n', "mpich"),
     ],

@@ -16,23 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.interfaces import Interface
-from mpiddp.runtime.rendezvous.result import RankInfo, with_local_ranks
-from tests.support import cluster
+from tests.support.local_ranks import SHOW
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
-SHOW = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-threads = torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
-print("shown", *(os.environ[name] for name in names), int(total), threads, flush=True)
-dist.destroy_process_group()
-"""
 RUN = (sys.executable, "-m", "mpiddp", "run")
 WITHOUT_LOCALS = "env -u MPI_LOCALRANKID -u MPI_LOCALNRANKS"
 AS_FLUX = "FLUX_TASK_RANK=$PMI_RANK FLUX_JOB_SIZE=$PMI_SIZE FLUX_TASK_LOCAL_ID=$MPI_LOCALRANKID"
@@ -101,7 +89,6 @@ def test_ranks_with_the_variables_of_jsrun(show: Path) -> None:
     assert {tuple(line[2:]) for line in lines} == {("3", "0", "3", "True")}
 
 
-@pytest.mark.quick
 def test_ranks_of_one_host_without_local_variables(show: Path) -> None:
     env = {
         "WORLD_SIZE": "2",
@@ -121,38 +108,3 @@ def test_ranks_of_one_host_without_local_variables(show: Path) -> None:
     ]
     outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
     assert shown("".join(outputs)) == ["shown 0 0 2 0 2 True", "shown 1 1 2 0 2 True"], outputs
-
-
-def test_the_pods_of_a_pytorchjob() -> None:
-    """The master's own MASTER_ADDR is localhost, as Kubeflow's operator sets it."""
-    with cluster.up_or_skip(2) as hosts:
-        (hosts.shared / "show.py").write_text(SHOW)
-        env = {"WORLD_SIZE": "2", "MASTER_PORT": "23456", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-        pods = [
-            hosts[name].popen(
-                [*RUN, str(hosts.shared / "show.py")],
-                cwd=ROOT,
-                env=env | {"RANK": str(rank), "MASTER_ADDR": address},
-            )
-            for rank, (name, address) in enumerate([("node0", "localhost"), ("node1", "node0")])
-        ]
-        outputs = [pod.communicate(timeout=PATIENCE_S) for pod in pods]
-    assert shown(outputs[0][0] + outputs[1][0]) == [
-        "shown 0 0 1 0 2 True",
-        "shown 1 0 1 1 2 True",
-    ], outputs
-
-
-def test_local_ranks_are_counted_in_the_order_of_the_ranks() -> None:
-    eth0 = (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),)
-    hosts = ["a", "b", "a", "a"]
-    infos = [RankInfo(rank, None, None, host, host, eth0) for rank, host in enumerate(hosts)]
-    counted = [(info.local_rank, info.local_world_size) for info in with_local_ranks(infos)]
-    assert counted == [(0, 3), (0, 1), (1, 3), (2, 3)]
-
-
-def test_local_ranks_that_a_launcher_sets_are_kept() -> None:
-    eth0 = (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),)
-    infos = [RankInfo(rank, 1 - rank, None, "a", "a", eth0) for rank in range(2)]
-    counted = [(info.local_rank, info.local_world_size) for info in with_local_ranks(infos)]
-    assert counted == [(1, 2), (0, 2)]

@@ -10,10 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from mpiddp.train.sync_batch_norm import CpuSyncBatchNorm, synchronized
 from tests.support import tiny_data
 from tests.support.training import Ranks, contents, records, waiting_ranks
 
@@ -73,18 +70,3 @@ def test_a_run_resumes_with_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
     stopped, resumed = ranks.run(2, tmp_path, [[*training, "--stop-at-step=2"], training])
     assert (stopped.code, resumed.code) == (75, 0), resumed.stderr
     assert largest_difference(run, whole) == 0
-
-
-def test_the_statistics_and_gradients_are_those_of_torch_on_one_rank() -> None:
-    """Without a process group the layer is BatchNorm2d."""
-    torch.manual_seed(0)
-    images = torch.randn(4, 3, 5, 5)
-    plain, own = nn.BatchNorm2d(3), synchronized(nn.BatchNorm2d(3), torch.device("cpu"))
-    assert type(own) is CpuSyncBatchNorm
-    assert torch.equal(plain(images), own(images))
-    assert list(own.state_dict()) == list(plain.state_dict())
-
-
-def test_gpus_get_the_layer_of_torch() -> None:
-    model = synchronized(nn.Sequential(nn.BatchNorm2d(3)), torch.device("cuda", 0))
-    assert type(model[0]) is nn.SyncBatchNorm

@@ -271,7 +271,6 @@ def test_a_refused_job_does_not_change_the_run(
 # Bad input in separate jobs, as a user starts them
 
 
-@pytest.mark.quick
 def test_bad_usage_ends_the_job(tmp_path: Path) -> None:
     job = train(2, "--epochs=0", "--out", tmp_path / "out")
     assert job.returncode == 2

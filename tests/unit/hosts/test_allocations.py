@@ -7,7 +7,6 @@ python -m pytest tests/unit/hosts/test_allocations.py
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,16 +17,21 @@ from mpiddp.hosts.formats import MPI_NAMES, MpiName
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.main import main as hosts_main
 from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation, grants_hosts
-from mpiddp.launch.starters.table import identify
-from tests.support.mpis import mpirun_of
-from tests.support.ranks import ROOT, launch
-from tests.unit.launch.test_starters import MPIS
-
-Env = dict[str, str]
-SCRIPT = "examples/message_passing.py"
-
-# Slurm, sbatch(1), "Output environment variables". tests/unit/launch/test_launch_input.py has more of them.
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+from tests.support.allocations import (
+    AZURE,
+    DRY_RUNS,
+    FLUX,
+    GRID_ENGINE,
+    LSF,
+    MPIJOB,
+    PBS,
+    PE_HOSTFILE,
+    PROGRAMS,
+    SKYPILOT,
+    SLURM,
+    Env,
+    documented_dry_runs,
+)
 
 # Slurm, "Heterogeneous Job Support", "Environment Variables"
 # (https://slurm.schedmd.com/heterogeneous_jobs.html#env_var). A batch script has the first one's as usual.
@@ -39,76 +43,14 @@ SLURM_HETEROGENEOUS = SLURM | {
     "SLURM_JOB_NODELIST_HET_GROUP_1": "n[11-14]",
 }
 
-# OpenPBS, pbsdsh(1B): "Each MPI rank gets a single line in the $PBS_NODEFILE"
-# (https://github.com/openpbs/openpbs/blob/master/doc/man1/pbsdsh.1B); qsub(1B), "Environment variables".
-# Torque, qsub(1B) (https://manpages.ubuntu.com/manpages/xenial/man1/qsub.1B.html): PBS_NODEFILE. Its file
-# for nodes=2:ppn=2 has the same form.
-PBS = {"PBS_JOBID": "1234.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "node_file"}
 NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
 
-# IBM Spectrum LSF 10.1, "Environment variables set for job execution": LSB_MCPU_HOSTS, LSB_DJOB_HOSTFILE
-# (https://www.ibm.com/support/knowledgecenter/en/SSWRJV_10.1.0/lsf_config_ref/lsf_envars_job_exec.html).
-LSF = {"LSB_JOBID": "105", "LSB_MCPU_HOSTS": "n1 5 n2 3 ", "LSB_DJOB_HOSTFILE": "node_file"}
 
-# sge_pe(5), "start_proc_args" ($pe_hostfile): host, slots, queue, processors. A line for each queue.
-# https://manpages.ubuntu.com/manpages/noble/man5/sge_pe.5.html
-GRID_ENGINE = {
-    "JOB_ID": "3",
-    "SGE_TASK_ID": "undefined",
-    "NHOSTS": "2",
-    "PE_HOSTFILE": "pe_hostfile",
-}
-PE_HOSTFILE = """\
-n1 2 all.q@n1 UNDEFINED
-n2 1 all.q@n2 UNDEFINED
-n1 1 gpu.q@n1 0,0:0,1
-"""
-
-# flux-environment(7), "Initial program environment": FLUX_URI, and `flux getattr hostlist`.
-# https://github.com/flux-framework/flux-core/blob/master/doc/man7/flux-environment.rst
-FLUX = {"FLUX_URI": "local:///tmp/flux-xyz/local-0"}
-FLUX_PROGRAM = """\
-#!/bin/sh
-[ "$*" = "getattr hostlist" ] && echo 'n[1-2]'
-"""
-# A dry run asks srun for its version, and whether the other two are on PATH.
-PROGRAMS = {
-    "flux": FLUX_PROGRAM,
-    "srun": "#!/bin/sh\necho slurm 22.05.8\n",
-    "qrsh": "",
-    "blaunch": "",
-}
-
-# Kubeflow MPI Operator v2beta1, the environment of the Launcher (pkg/controller/mpi_job_controller.go).
-# https://github.com/kubeflow/mpi-operator/blob/master/pkg/controller/mpi_job_controller.go
-MPIJOB = {
-    "K_MPI_JOB_ROLE": "launcher",
-    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
-    "OMPI_MCA_orte_default_hostfile": "mpi_hostfile",
-    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
-    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-}
 MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc slots=2\n"
 # The same for Intel MPI and MPICH, whose hostfile has `host:slots`.
 INTEL_HOSTFILE = "pi-worker-0.pi.default.svc:2\npi-worker-1.pi.default.svc:2\n"
 
-# SkyPilot, "Environment variables and secrets", the table of SkyPilot's own variables.
-# https://docs.skypilot.co/en/stable/running-jobs/environment-variables.html
-SKYPILOT = {
-    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "4",
-    "SKYPILOT_NODE_RANK": "0",
-}
 
-# Azure Batch, "Azure Batch runtime environment variables".
-# https://learn.microsoft.com/en-us/azure/Batch/batch-compute-node-environment-variables
-AZURE = {
-    "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5",
-    "AZ_BATCH_NODE_LIST": "10.0.0.4;10.0.0.5",
-    "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
-    "AZ_BATCH_IS_CURRENT_NODE_MASTER": "true",
-}
 AZURE_ML = {"AZ_BATCH_NODE_LIST": "node-0;node-1", "AZ_BATCH_MASTER_NODE": "node-0:6000"}
 
 # Kubeflow's training operator, pkg/constants/constants.go: the number of nodes for torchrun.
@@ -382,124 +324,5 @@ def test_a_slurm_job_in_pods_is_one_allocation() -> None:
 # The command
 
 
-@pytest.mark.quick
-def test_a_dry_run_says_where_the_hosts_come_from() -> None:
-    done = launch("--dry-run", SCRIPT, LSB_JOBID="105", LSB_MCPU_HOSTS="n1.invalid 2 n2.invalid 2")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[:3] == [
-        "mpiddp: no hosts given: using LSF job 105, slots=4",
-        "mpiddp: n1.invalid: ranks 0-1",
-        "mpiddp: n2.invalid: ranks 2-3",
-    ]
-    assert "-H n1.invalid,n1.invalid,n2.invalid,n2.invalid" in done.stdout
-
-
-# Environment in docs/allocations.md: MPI, variables.
-DRY_RUNS: dict[str, tuple[str, Env]] = {
-    "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
-    "Grid Engine": ("openmpi5", GRID_ENGINE),
-    "LSF": ("openmpi5", LSF | {"LSB_MCPU_HOSTS": "n1 2 n2 2 "}),
-    "PBS": ("openmpi5", PBS),
-    "Flux": ("openmpi5", FLUX),
-    "MPIJob": ("openmpi5", MPIJOB),
-    "SkyPilot": ("openmpi5", SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}),
-    "Azure Batch": ("openmpi5", AZURE),
-    "Grid Engine, MPICH": ("mpich", GRID_ENGINE),
-    "Grid Engine, Intel MPI": ("intelmpi", GRID_ENGINE),
-}
-OF_HOSTS = (
-    *("-n ", "-H ", "-hosts ", "-machinefile ", "-launcher ", "-bootstrap ", "--prtemca "),
-    *("--mca prte_keep_fqdn", "--mca plm_rsh_agent", "--ntasks", "--distribution", "--mpi="),
-)
-
-
-def documented_dry_runs() -> dict[str, str]:
-    page = (ROOT / "docs/allocations.md").read_text()
-    section = page.partition("\n## Dry runs\n")[2].partition("\n## ")[0]
-    shown: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        if line.startswith("    "):
-            found, _, flags = line.removeprefix("    ").partition("  ")
-            name = found or name  # a further line of the same one
-            shown[name] = f"{shown.get(name, '')} {flags.strip()}".strip()
-    return shown
-
-
 def test_the_page_has_the_dry_run_of_each_environment() -> None:
     assert documented_dry_runs().keys() == DRY_RUNS.keys()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", DRY_RUNS)
-def test_a_dry_run_is_as_documented(in_folder: Path, name: str) -> None:
-    mpi, env = DRY_RUNS[name]
-    mpirun = mpirun_of(mpi)
-    if identify(Path(mpirun), os.environ).kind is MPIS["openmpi4"].kind and mpi == "openmpi5":
-        pytest.skip("the page shows Open MPI 5")
-    files = {
-        each: str(in_folder / value) for each, value in env.items() if (in_folder / value).is_file()
-    }
-    options = () if mpi == "openmpi5" else ("--mpirun", mpirun)
-    done = launch("--dry-run", *options, SCRIPT, **(env | files))
-    assert done.returncode == 0, done.stderr
-    command, _, explained = done.stdout.partition("\n\n")
-    (program,) = {
-        Path(word).name for word in command.split() if word.endswith(("/mpirun", "/srun"))
-    }
-    flags = [line.strip() for line in explained.splitlines() if line.startswith("  -")]
-    shown = [program, *(flag for flag in flags if flag.startswith(OF_HOSTS))]
-    assert " ".join(shown) == documented_dry_runs()[name]
-
-
-@pytest.mark.quick
-def test_local_starts_on_this_machine_alone() -> None:
-    done = launch("--local", "-n", "2", "--dry-run", SCRIPT, LSB_MCPU_HOSTS="n1.invalid 2 n2 2")
-    assert done.returncode == 0, done.stderr
-    assert "invalid" not in done.stdout + done.stderr
-    assert "-n 2" in done.stdout
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"PBS_JOBID": "12"}, "PBS_JOBID=12 is set but PBS_NODEFILE is not"),
-        (
-            {"RANK": "1", "WORLD_SIZE": "4"},
-            "mpiddp launch starts all ranks itself, but RANK=1 says that this is already one of 4 ranks "
-            "(env://). Write mpiddp run in place of mpiddp launch, or start it once; --local starts a job "
-            "on this machine alone.",
-        ),
-        (
-            {"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"},
-            "SLURM_JOB_ID=1 is set but SLURM_JOB_NODELIST",
-        ),
-        # prterun, or a launcher whose variables say no number of ranks
-        (
-            {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
-            "PMIX_RANK=1 is set: a launcher has started this process as one of several",
-        ),
-        ({"FLUX_TASK_RANK": "1"}, "only some of flux's variables are set: found FLUX_TASK_RANK=1"),
-        ({"PALS_RANKID": "1"}, "only some of pals's variables are set: found PALS_RANKID=1"),
-    ],
-)
-def test_the_command_never_starts_silently_alone(variables: Env, sentence: str) -> None:
-    done = launch(SCRIPT, **variables)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(sentence)
-    alone = launch("--local", "-n", "1", "--dry-run", SCRIPT, **variables)
-    assert alone.returncode == 0, alone.stderr
-
-
-@pytest.mark.quick
-def test_a_pbs_job_without_ssh_says_what_works_there(in_folder: Path) -> None:
-    pbs = PBS | {"PBS_NODEFILE": str(in_folder / "node_file")}
-    done = launch(SCRIPT, **pbs, PATH="/nowhere")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "ssh is not installed here. Run: sudo apt-get install openssh-client. If this site allows no ssh "
-        "between the hosts of a PBS job, let an MPI that knows PBS start the ranks: mpirun python -m mpiddp "
-        "run …\n"
-    )

@@ -32,28 +32,11 @@ from mpiddp.runtime.start.own_gpu import (
     parse_cores,
 )
 from mpiddp.world import RANK_SOURCES, World
-from tests.support import cluster
-from tests.support.cluster import Cluster
+from tests.support.gpu_tools import NVIDIA, tool
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, launch, script
 
 HOST = socket.gethostname()
 
-# Sources: NVIDIA's MIG User Guide for nvidia-smi -L, "nvidia-smi --help-query-gpu", ROCm's documentation of
-# amd-smi and rocm-smi, XPU Manager's user guide.
-NVIDIA = """
-case "$1" in
--L)
-  echo "GPU 0: NVIDIA H200 (UUID: GPU-18ac)"
-  echo "  MIG 1g.18gb     Device  0: (UUID: MIG-aa01)"
-  echo "  MIG 1g.18gb     Device  1: (UUID: MIG-aa02)"
-  echo "GPU 1: NVIDIA H200 (UUID: GPU-19ac)"
-  echo "  MIG 1g.18gb     Device  0: (UUID: MIG-bb01)" ;;
---query-gpu=uuid,pci.bus_id)
-  echo "GPU-18ac, 00000000:18:00.0"; echo "GPU-19ac, 00000000:9A:00.0" ;;
-*) echo 00000000:18:00.0; echo 00000000:9A:00.0 ;;
-esac
-"""
 AMD = """
 echo '[{"gpu": 0, "bdf": "0000:05:00.0", "uuid": "a"}, {"gpu": 1, "bdf": "0000:26:00.0", "uuid": "b"}]'
 """
@@ -69,14 +52,6 @@ echo ' "pci_bdf_address": "0000:3a:00.0"}]}'
 NO_GPU = (
     "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9"
 )
-
-
-def tool(folder: Path, name: str, text: str) -> str:
-    """A stub of this tool. Returns a PATH that has it."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-    return f"{folder}:{os.defpath}"
 
 
 @pytest.mark.parametrize(
@@ -327,74 +302,3 @@ def test_a_rank_that_cannot_be_bound_says_why(
     bind_to_gpu(World(0, 1, 0, 1), sysfs)
     assert os.sched_getaffinity(0) == own
     assert capsys.readouterr() == ("", f"rank 0 on {HOST} is not bound: {reason}\n")
-
-
-def test_a_rank_without_a_gpu_stays_where_it_is_and_says_so(tmp_path: Path) -> None:
-    job = script(tmp_path, "import os; print(len(os.sched_getaffinity(0)), flush=True)")
-    done = launch("--bind", "gpu", "-n", "1", job)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{len(os.sched_getaffinity(0))}\n"
-    assert done.stderr.endswith(f"\nrank 0 on {HOST} is not bound: its GPU is not known\n")
-
-
-PRINT_GPUS = """
-import os, socket
-print(os.environ["RANK"], socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Cluster]:
-    with cluster.up_or_skip(3) as standing:
-        (standing.shared / "gpus.py").write_text(PRINT_GPUS)
-        yield standing
-
-
-def test_each_hosts_ranks_see_their_own_gpus(hosts: Cluster) -> None:
-    """node0 has the launcher's value, node1 the hostfile's numbers, node2 none: it sees all of its GPUs."""
-    hostfile = hosts.shared / "hosts"
-    hostfile.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
-    path = tool(hosts.shared / "tools", "nvidia-smi", NVIDIA)
-    env = {"PATH": path, "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": str(ROOT)}
-    command = [*LAUNCH, "--hostfile", str(hostfile), str(hosts.shared / "gpus.py")]
-    done = hosts["node0"].run(command, cwd=ROOT, env=env)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        "0 node0 1",
-        "1 node1 1,0",
-        "2 node1 1,0",
-        "3 node2 None",
-    ]
-    hostfile.write_text("node0 slots=1\nnode2 slots=1\n")
-    done = hosts["node0"].run(
-        [*command[:-1], "-x", "CUDA_VISIBLE_DEVICES", command[-1]], cwd=ROOT, env=env
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["0 node0 1", "1 node2 1"]
-
-
-def test_a_gpu_that_a_host_lacks_starts_nothing(hosts: Cluster) -> None:
-    hostfile = hosts.shared / "hosts"
-    hostfile.write_text("node0 slots=1\nnode1 gpus=0,2\n")
-    path = tool(hosts.shared / "tools", "nvidia-smi", NVIDIA)
-    command = [*LAUNCH, "--hostfile", str(hostfile), str(hosts.shared / "gpus.py")]
-    done = hosts["node0"].run(command, cwd=ROOT, env={"PATH": path, "PYTHONPATH": str(ROOT)})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "node1 has 2 GPUs, so there is no GPU 2 (gpus=0,2). They are numbered from 0.\n"
-    )
-
-
-@pytest.mark.quick
-def test_a_job_without_gpus_leaves_the_hostfiles_numbers_alone(tmp_path: Path) -> None:
-    """They are not checked either: no rank uses them."""
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("localhost gpus=0,9\n")
-    path = f"{tool(tmp_path / 'tools', 'nvidia-smi', NVIDIA)}:{os.environ['PATH']}"
-    job = script(tmp_path, PRINT_GPUS)
-    done = launch("--hostfile", str(hostfile), job, PATH=path, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"0 {HOST} ", f"1 {HOST} "]
-    refused = launch("--hostfile", str(hostfile), job, PATH=path)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "so there is no GPU 9 (gpus=0,9)" in refused.stderr

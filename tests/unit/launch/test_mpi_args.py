@@ -6,10 +6,7 @@ python -m pytest tests/unit/launch/test_mpi_args.py
 
 from __future__ import annotations
 
-import os
-import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +14,6 @@ from mpiddp.errors import UserError
 from mpiddp.launch.options import parse_mpi_args
 from mpiddp.launch.starters.command import JobNetwork
 from mpiddp.launch.starters.table import check_mpi_args, compose
-from tests.support.mpis import PACKAGES, mpirun_of
-from tests.support.ranks import launch, script
 from tests.unit.launch.test_starters import JOB, MPIS, UNEQUAL
 
 REQUEST = replace(UNEQUAL, network=JobNetwork(networks=("10.0.0.0/24",)))
@@ -93,32 +88,3 @@ def test_text_that_is_no_row_of_options(text: str, sentence: str) -> None:
     with pytest.raises(UserError) as error:
         parse_mpi_args([text])
     assert str(error.value) == sentence
-
-
-def test_a_contradiction_starts_nothing(tmp_path: Path) -> None:
-    done = launch("--mpi-args=-np 9", "-n", "1", script(tmp_path, "print('started')"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "--mpi-args: -np would contradict the number of ranks. "
-        "Write: mpiddp launch -n N or --npernode K.\n"
-    )
-
-
-# An option of each MPI that changes what it prints.
-SEEN = {
-    "openmpi5": ("--display map", "JOB MAP"),
-    "openmpi4": ("--display-map", "JOB MAP"),
-    "mpich": ("-verbose", "host: "),
-    "intelmpi": ("-print-rank-map", ":0,1)"),
-}
-
-
-@pytest.mark.parametrize("mpi", ["openmpi5", *PACKAGES])
-def test_each_mpi_obeys_its_own_option(tmp_path: Path, mpi: str) -> None:
-    option, printed = SEEN[mpi]
-    job = script(tmp_path, "import os; print('rank', os.environ['RANK'])")
-    command = ("--mpirun", mpirun_of(mpi), "-n", "2", f"--mpi-args={option}", job)
-    done = launch(*command, PATH=os.environ["PATH"])
-    assert done.returncode == 0, done.stderr
-    assert printed in done.stdout, shlex.join(command)
-    assert done.stdout.count("rank ") >= 2

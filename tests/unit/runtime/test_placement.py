@@ -11,9 +11,6 @@ import pytest
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.runtime.rendezvous.placement import RankPlacement, expected_hosts, misplaced, table
 from mpiddp.runtime.rendezvous.result import RankInfo
-from tests.support.ranks import mpirun, own_lines
-
-EXAMPLE = "examples/message_passing.py"
 
 
 def placements(*hostnames: str) -> list[RankPlacement]:
@@ -97,13 +94,3 @@ def test_the_table_of_placements() -> None:
         "0     node1  0           cuda:0  node2",
         "1     node2  0           cuda:0  node1",
     ]
-
-
-@pytest.mark.quick
-def test_real_ranks_on_wrong_hosts_print_the_table_once() -> None:
-    done = mpirun(2, EXAMPLE, env={"MPIDDP_PLACEMENT": "nodeA:1,nodeB:1"})
-    assert (done.returncode, done.stdout) == (2, "")
-    sentence, head, *rows = own_lines(done.stderr)
-    assert sentence.startswith("the ranks are not placed as in the hostfile (nodeA:1,nodeB:1).")
-    assert head.split() == ["rank", "host", "local", "rank", "device", "expected", "host"]
-    assert [row.split()[0] + row.split()[-1] for row in rows] == ["0nodeA", "1nodeB"]

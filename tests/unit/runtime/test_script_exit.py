@@ -42,29 +42,3 @@ def test_observe_exit(ending: str, expected: str) -> None:
     command = [sys.executable, "-c", f"{BEFORE}{ending}"]
     done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == f"{expected}\n", done.stderr
-
-
-LEAVES = """
-import contextlib
-from mpiddp.runtime.job.script_exit import enter_until_exit
-@contextlib.contextmanager
-def job():
-    yield
-    finish()
-"""
-ALONE = "from mpiddp.checkpoints.ranks import script_coordinator\n"
-
-
-@pytest.mark.parametrize(
-    "script",
-    [f"{LEAVES}enter_until_exit(job())\n", f"{ALONE}script_coordinator(lambda: finish())\n"],
-    ids=["one of several ranks", "alone"],
-)
-def test_a_script_whose_end_raises_does_not_succeed(script: str) -> None:
-    """Python itself would print the error of a handler of atexit, and exit with code 0."""
-    finish = "def finish():\n    raise ValueError('a bug')\n"
-    command = [sys.executable, "-c", f"{script}{finish}print('ends', flush=True)"]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "ends\n"), done.stderr
-    assert done.stderr.startswith("Traceback (most recent call last):\n")
-    assert done.stderr.splitlines()[-1] == "ValueError: a bug"

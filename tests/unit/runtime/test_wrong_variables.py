@@ -10,10 +10,9 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.sockets import port_in
-from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.launcher.announcement import announced
 from mpiddp.runtime.rendezvous.address import slurm_address
-from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet_as_child
+from mpiddp.runtime.rendezvous.meet import joining_timeout_s
 from mpiddp.runtime.rendezvous.placement import misplaced
 from mpiddp.world import World
 
@@ -57,21 +56,3 @@ def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MPIDDP_TIMEOUT", text)
     with pytest.raises(UserError, match=r'^MPIDDP_TIMEOUT="\S{1,60}" is not a number of seconds'):
         joining_timeout_s()
-
-
-@pytest.mark.parametrize(
-    "change", [{"MASTER_PORT": "9" * 5000}, {"GROUP_RANK": "²"}, {"GROUP_WORLD_SIZE": ""}]
-)
-def test_a_child_of_a_rank_with_changed_variables(
-    change: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-    }
-    for name, value in (env | change).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="are not those of the rank that started this process"):
-        meet_as_child(World(0, 1, 0, 1), Session())
