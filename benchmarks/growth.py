@@ -18,11 +18,11 @@ from benchmarks.faults.job import Job, launch
 from benchmarks.harness import OPENMPI5, start
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.report import markdown
-from tests import cluster
-from tests.cluster import Cluster, faults
 from tests.jobs.elastic import Step, read_steps
-from tests.patience import PATIENCE_S
-from tests.ranks import ROOT
+from tests.support import cluster
+from tests.support.cluster import Cluster, faults
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "elastic.py")
 OPTIONS = ("--min-hosts", "1", "--grow", "1")

@@ -13,10 +13,10 @@ from mpiddp.bench.benchmark import Benchmark, Options
 from mpiddp.bench.jobs import BenchJobFailed, Finished, run
 from mpiddp.bench.run import run_benchmark
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, UserError
-from tests.mpis import find
-from tests.ranks import ROOT, find_mpirun, mpirun_command
+from tests.support.mpis import find
+from tests.support.ranks import ROOT, find_mpirun, mpirun_command
 
-OPENMPI5 = "openmpi5"  # installed in this environment; tests.mpis installs the others
+OPENMPI5 = "openmpi5"  # installed in this environment; tests.support.mpis installs the others
 
 
 def start(main: Callable[[], int | None]) -> NoReturn:
@@ -73,5 +73,5 @@ def mpirun_of(starter: str) -> str:
     """
     path: str | Path | None = find_mpirun() if starter == OPENMPI5 else find(starter)
     if path is None:
-        raise UserError(f"{starter} is not installed. Run: python -m tests.mpis install")
+        raise UserError(f"{starter} is not installed. Run: python -m tests.support.mpis install")
     return str(path)

@@ -1,6 +1,6 @@
 """What arrives of the ranks' output, and what its way costs: the tables of docs/output.md.
 
-    python -m tests.mpis install
+    python -m tests.support.mpis install
     python -m benchmarks.output                    # about 3 minutes on 2 cores; as root, with Slurm, for srun
 
 The first table counts the lines that arrive, and those that arrive torn, if each is written in three parts:
@@ -29,9 +29,9 @@ from mpiddp.bench.options import counts
 from mpiddp.bench.report import markdown
 from mpiddp.hosts.probe import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
-from tests import cluster
-from tests.cluster import needs, slurm
-from tests.ranks import ROOT, clean_env
+from tests.support import cluster
+from tests.support.cluster import needs, slurm
+from tests.support.ranks import ROOT, clean_env
 
 PRINTING = str(Path(__file__).with_name("ranks") / "printing.py")
 PARTS_RANKS, PARTS_LINES = 4, 100

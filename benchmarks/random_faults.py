@@ -34,10 +34,10 @@ from mpiddp.bench.options import picked
 from mpiddp.bench.report import markdown
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.protocol.messages import OUTPUT_PROCESS
-from tests import cluster
-from tests.cluster import Cluster, Host
-from tests.cluster.host import Process
-from tests.training import contents, unequal
+from tests.support import cluster
+from tests.support.cluster import Cluster, Host
+from tests.support.cluster.host import Process
+from tests.support.training import contents, unequal
 
 END_S = 90.0  # a job that takes longer after its faults hangs
 LATER_S = 10.0  # after the end, when nothing of the job may be left

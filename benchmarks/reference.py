@@ -30,9 +30,9 @@ from mpiddp.bench.rounds import ratios, turns
 from mpiddp.errors import UserError
 from mpiddp.text import counted
 from mpiddp.train.architectures import ARCHITECTURES
-from tests import cluster
-from tests.cluster import cpus, links
-from tests.ranks import ROOT
+from tests.support import cluster
+from tests.support.cluster import cpus, links
+from tests.support.ranks import ROOT
 
 LINKS = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}
 SLOWEST = "100 Mbit/s"

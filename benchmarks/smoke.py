@@ -51,7 +51,7 @@ if __name__ == "__main__":
 WRITE_IMAGES = """
 import sys
 from pathlib import Path
-from tests.tiny_data import image_folder
+from tests.support.tiny_data import image_folder
 image_folder(Path(sys.argv[1]), 4, 2)
 """
 TWO = ("-H", "localhost:2")
@@ -215,9 +215,16 @@ def _bench(place: Place) -> None:
 
 
 def _still_needed(place: Place) -> None:
-    """The workarounds of tests/test_still_needed.py are needed with these versions too."""
+    """The workarounds of test_still_needed.py are needed with these versions too."""
     options = ("-o", "addopts=", "-q", "-p", "no:cacheprovider")
-    place.run("python", "-m", "pytest", *options, "tests/test_still_needed.py", cwd=ROOT)
+    place.run(
+        "python",
+        "-m",
+        "pytest",
+        *options,
+        "tests/integration/runtime/test_still_needed.py",
+        cwd=ROOT,
+    )
 
 
 Check = Callable[[Place], None]

@@ -25,10 +25,10 @@ from pathlib import Path
 from benchmarks.harness import start
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.options import picked, seconds
-from tests import cluster
-from tests.cluster import Cluster, Host, Program
-from tests.ranks import ROOT
-from tests.training import contents, records, unequal
+from tests.support import cluster
+from tests.support.cluster import Cluster, Host, Program
+from tests.support.ranks import ROOT
+from tests.support.training import contents, records, unequal
 
 HOSTS = "node0:1,node1:1,node2:1"
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,6 @@
 """Compare every MPI with torchrun, and print the table of docs/mpi-implementations.md.
 
-    python -m tests.mpis install
+    python -m tests.support.mpis install
     python -m benchmarks.starters --rounds 5       # about 5 minutes on 2 cores; as root
 
 torchrun is measured twice in every round; the ratio of its two times is the noise.
@@ -22,8 +22,8 @@ from mpiddp.bench.launch import JOB, time_start, torchrun
 from mpiddp.bench.options import add_rounds, counts
 from mpiddp.bench.report import markdown
 from mpiddp.bench.rounds import ratios, turns
-from tests import cluster
-from tests.ranks import ROOT
+from tests.support import cluster
+from tests.support.ranks import ROOT
 
 LAUNCH = [sys.executable, "-m", "mpiddp", "launch"]
 STARTERS = {

@@ -5,28 +5,30 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-from tests import tiers
-from tests.cluster import Cluster, slurm
-from tests.cluster.slurm import Slurm
-from tests.data_cache import official_batches
+if TYPE_CHECKING:  # tests/unit runs without what these need
+    from tests.support.cluster import Cluster
+    from tests.support.cluster.slurm import Slurm
 
-# tests/test_parsers.py with other inputs in every run, and many more: pytest --hypothesis-profile=long
-settings.register_profile(
-    "long",
-    max_examples=20_000,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+# The files that take longest, longest first: if one started last, one process would still run it after the
+# others have finished.
+LONGEST_FIRST = """
+    supervision launch launchers run training stop cifar10_learns series restarts growth
+    own_script spawn resume training_input exactly_once launch_hosts network_of_a_job replicas
+    joining failing_rank bench slurm_job rendezvous run_sh faulty_disks grid_engine_job
+    local_ranks device_mesh pitfalls per_rank_log gpt gpt_sharded preflight cifar10_fetch saver
+    test_hosts launch_options coordinator control_channel
+"""
 
 
 @pytest.fixture
 def official() -> Path:
     """The folder of CIFAR-10's official batches. They are fetched once."""
+    from tests.support.data_cache import official_batches
+
     return official_batches()
 
 
@@ -40,12 +42,17 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def batch(hosts: Cluster) -> Iterator[Slurm]:
     """A Slurm on the hosts of the module, which its fixture `hosts` starts."""
+    from tests.support.cluster import slurm
+
     with slurm.up_or_skip(hosts) as standing:
         yield standing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if isinstance(item, pytest.Function):
-            tiers.mark(item)
-    items.sort(key=tiers.by_length)
+    order = LONGEST_FIRST.split()
+
+    def by_length(item: pytest.Item) -> int:
+        name = item.path.stem.removeprefix("test_")
+        return order.index(name) if name in order else len(order)
+
+    items.sort(key=by_length)

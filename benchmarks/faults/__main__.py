@@ -1,6 +1,6 @@
 """Inject every fault into real jobs on a cluster of three hosts, and print docs/faults.md's tables.
 
-    python -m tests.mpis install
+    python -m tests.support.mpis install
     python -m benchmarks.faults --rounds 5 --out faults.jsonl        # about 80 minutes on 2 cores
     python -m benchmarks.faults --rounds 1 --starters openmpi5 --only "a rank" --out some.jsonl
 
@@ -24,8 +24,8 @@ from benchmarks.faults.table import Run, read, runs_table, tally_table, write
 from benchmarks.harness import start
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.options import picked
-from tests import cluster
-from tests.cluster import Cluster
+from tests.support import cluster
+from tests.support.cluster import Cluster
 
 FAULTS = (*cluster_faults.FAULTS, *stops.REQUESTS, *saves.DISK_FAULTS)
 

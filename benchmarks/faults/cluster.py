@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from benchmarks.faults.foreign_clients import connect_to_control_channel, connect_to_store
 from benchmarks.faults.job import EXIT_S, HOSTS, Job, launch
 from benchmarks.faults.table import Run
-from tests.cluster import Cluster, proc
-from tests.cluster.host import configure
-from tests.mpis import PACKAGES
-from tests.ranks import ROOT
+from tests.support.cluster import Cluster, proc
+from tests.support.cluster.host import configure
+from tests.support.mpis import PACKAGES
+from tests.support.ranks import ROOT
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "faulty.py")
 STEPS = 90

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from benchmarks.harness import mpirun_of
 from mpiddp.checkpoints import directory
-from tests.cluster import Cluster, Program
-from tests.cluster.host import Process
-from tests.ranks import ROOT
+from tests.support.cluster import Cluster, Program
+from tests.support.cluster.host import Process
+from tests.support.ranks import ROOT
 
 HOSTS = "node0:1,node1:1,node2:1"
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.faults.job import ENV
 from benchmarks.harness import OPENMPI5, mpirun_of
-from tests.cluster.host import ROOT_PATH
-from tests.mpis import PACKAGES, library_of
-from tests.ranks import ROOT
+from tests.support.cluster.host import ROOT_PATH
+from tests.support.mpis import PACKAGES, library_of
+from tests.support.ranks import ROOT
 
 SCRIPT = str(ROOT / "benchmarks" / "ranks" / "steady.py")
 STEPS = 40

@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.faults.job import launch
 from benchmarks.faults.table import Run, Tally
 from mpiddp.checkpoints import directory
-from tests.cluster import Cluster, Host
-from tests.ranks import ROOT, clean_env
+from tests.support.cluster import Cluster, Host
+from tests.support.ranks import ROOT, clean_env
 
 KILLS, FLIPS, CUTS = 200, 300, 100
 OUT = "/run/faulty-disk"

@@ -17,7 +17,7 @@ from signal import Signals
 
 from benchmarks.faults.job import END_TIMEOUT_S, HOSTS, Job, Line, launch
 from benchmarks.faults.table import Run
-from tests.cluster import Cluster
+from tests.support.cluster import Cluster
 
 STEPS = 60
 EARLIEST, LATEST = 1, 30

@@ -96,7 +96,7 @@ def dumps(kind: str, **facts: object) -> bytes:
 def proof(secret: str, challenge: str, rank: int) -> str:
     """The answer to `challenge`, which only an owner of the secret can compute."""
     # A keyed BLAKE2 is a MAC. Python's own is in `_blake2`; hashlib would also load OpenSSL, 3.7 MB
-    # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. tests/test_still_needed.py checks this.
+    # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. test_still_needed.py checks this.
     return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
 
 

@@ -30,7 +30,7 @@ from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
 SILENCE_S = 10.0  # the time limit of the attempt in which a rank is silent

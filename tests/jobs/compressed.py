@@ -16,7 +16,7 @@ from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.train import parallel
 from mpiddp.train.options import COMPRESSIONS
-from tests.training import configured
+from tests.support.training import configured
 
 STEPS = parallel.POWERSGD_FROM_STEP + 100
 

@@ -32,7 +32,7 @@ from mpiddp.train.evaluate import evaluate
 from mpiddp.train.order import Order, Step
 from mpiddp.train.parallel import wrap
 from mpiddp.train.resnet import ARCHS
-from tests.training import configured
+from tests.support.training import configured
 
 generator = torch.Generator().manual_seed(3)
 CPU = torch.device("cpu")

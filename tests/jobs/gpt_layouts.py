@@ -15,7 +15,7 @@ import sys
 import pytest
 
 import mpiddp
-from tests.ranks import ROOT
+from tests.support.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "examples/gpt"))  # as when python starts the script
 

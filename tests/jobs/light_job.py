@@ -16,7 +16,7 @@ from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.variables import OUTPUT
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 RANK = """
 import os, signal, subprocess, sys, time

@@ -26,7 +26,7 @@ from mpiddp.cli import main
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.start.join import join
-from tests.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 LONGEST_WAIT_S = 2 * PATIENCE_S  # for the next line, while tests without ranks run
 

@@ -5,7 +5,7 @@ that ends a script (CPython 3.10 to 3.13): it calls no hook for it, and frees it
 `sys.exit` is replaced by a function that records the status. The script's outermost frame shows whether
 the SystemExit was caught: then the frame's last instruction is a return.
 
-tests/test_still_needed.py fails once Python keeps it.
+tests/integration/runtime/test_still_needed.py fails once Python keeps it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the signal itself. faulthandler's handler writes the main thread's stack to the 
 runs for that.
 
 A plain message is not enough: the thread that would read it waits for the lock (CPython 3.11, unless
-it is built without the lock). tests/test_still_needed.py fails once that is no longer so.
+it is built without the lock). tests/integration/runtime/test_still_needed.py fails once that is no longer so.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ torch 2.13 looks up the name of every address that its store connects to, only t
 does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
 network of many clusters, each connection takes 5 s or more.
 
-tests/test_network_of_a_job.py fails once torch no longer looks the names up.
+tests/cluster/launch/test_network_of_a_job.py fails once torch no longer looks the names up.
 """
 
 from __future__ import annotations

@@ -1,0 +1,173 @@
+"""A path may be any bytes, too long, or in a folder that has been removed. No run fails at its end.
+
+Tests mpiddp/paths.py, mpiddp/cli.py.
+python -m pytest tests/integration/checkpoints/test_any_path.py
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.launch.plan import _working_folder
+from mpiddp.paths import named_by, read_limited
+from mpiddp.train.opening import default_data_dir
+from tests.support.homes import leave_home
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env, mpiddp, script
+
+# As in most locales. In the C locale, Python prints a path's own bytes.
+STRICT = {"PYTHONIOENCODING": "utf-8:strict"}
+TRAIN = ("--use-syn", "--arch=resnet20", "--batch-size=2", "--steps-per-epoch=1", "--epochs=1")
+
+
+def run_mpiddp(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "mpiddp", *arguments],
+        env=clean_env(STRICT),
+        cwd=cwd,
+        capture_output=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def strange(folder: Path) -> Path:
+    """A path in `folder` that is not UTF-8."""
+    return folder / os.fsdecode(b"a\xffb")
+
+
+def test_a_run_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
+    out = strange(tmp_path)
+    done = run_mpiddp("train", *TRAIN, "--out", out)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"run folder   " in done.stdout
+    assert rb"a\udcffb" in done.stdout
+    assert json.loads((out / "config.json").read_text())["out"] == str(out)
+    assert (out / "summary.json").exists()
+
+
+def test_data_whose_folder_is_not_utf_8(tmp_path: Path) -> None:
+    data = strange(tmp_path)
+    data.mkdir()
+    done = run_mpiddp("train", "--dataset=fashion-mnist", "--data-dir", data)
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert rb"a\udcffb" in sentence
+
+
+def test_a_dry_run_of_a_script_that_is_not_utf_8(tmp_path: Path) -> None:
+    path = strange(tmp_path)
+    path.write_text("")
+    done = run_mpiddp("launch", "--dry-run", "-n", "1", path)
+    assert done.returncode == 0, done.stderr
+    assert rb"a\udcffb" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("launch", "--dry-run", "-n", "1", "t.py"), ("train", *TRAIN)]
+)
+def test_a_working_folder_that_has_been_removed(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    code = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", code, sys.executable, "-m", "mpiddp", *arguments]
+    done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR\n"
+    )
+
+
+def test_a_working_folder_that_is_removed_before_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(UserError, match=r"^the working folder cannot be used: No such file"):
+        _working_folder({"PWD": str(folder)})
+
+
+def test_a_working_folder_whose_file_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale() -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "getcwd", stale)
+    with pytest.raises(
+        JobFailed, match=r"^the working folder cannot be used: Stale file handle\.$"
+    ):
+        _working_folder({})
+
+
+def test_a_pwd_that_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _working_folder({"PWD": "/" + "x" * 300}) == str(tmp_path)
+
+
+def test_no_home_folder_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPIDDP_DATA", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    leave_home(monkeypatch)
+    with pytest.raises(UserError, match=r"^no folder for data: HOME is not set"):
+        default_data_dir()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENAMETOOLONG, UserError), (errno.EIO, JobFailed)]
+)
+def test_the_error_of_a_path(number: int, kind: type[Exception]) -> None:
+    """A disk that fails is no bad input: a restart may succeed."""
+    with pytest.raises(kind) as caught, named_by("--out"):
+        raise OSError(number, os.strerror(number), "a/b")
+    assert str(caught.value) == f"--out a/b: {os.strerror(number)}."
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"RANK": "3", "LOCAL_RANK": "3"},
+        # As within `mpiddp run -- COMMAND`, whose script must stay the only one at the launcher.
+        {
+            "MPIDDP_RUN_ID": "ab",
+            "TORCHELASTIC_RUN_ID": "ab",
+            "MPIDDP_SCRIPT_SECRET": "ab",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MPIDDP_CONTROL": "unix:/nowhere",
+        },
+    ],
+)
+def test_a_verb_within_a_rank_says_what_failed(env: dict[str, str]) -> None:
+    """/proc/self/mem is a file that cannot be read (EIO), as on a bad sector."""
+    done = mpiddp("hosts", "check", "/proc/self/mem", **env)
+    sentence = "/proc/self/mem cannot be read: Input/output error.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", sentence)
+
+
+def test_an_error_without_a_path_is_left_alone() -> None:
+    with pytest.raises(ConnectionError), named_by("--out"):
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+
+def test_a_read_always_ends(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"1234")
+    assert read_limited(tmp_path / "file", 4) == b"1234"
+    for path, limit in ((tmp_path / "pipe", 4), (Path("/dev/zero"), 4), (tmp_path / "file", 3)):
+        with pytest.raises(OSError, match=r"not a regular file|larger than 3 bytes"):
+            read_limited(path, limit)
+
+
+def test_a_script_that_a_rank_cannot_reach(tmp_path: Path) -> None:
+    done = run_mpiddp("run", script(tmp_path, "") + "x" * 300)
+    assert done.returncode == 2
+    assert done.stderr.endswith(b"x: File name too long.\n")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,143 @@
+"""Saves in a thread: a kill at any moment loses at most one step, and damaged saves are detected.
+
+Tests mpiddp/checkpoints/save.py.
+python -m pytest tests/integration/checkpoints/test_saver.py
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mpiddp.checkpoints import directory, save_schedule
+from mpiddp.checkpoints.directory import HashedFile
+from mpiddp.checkpoints.records import save_json
+from mpiddp.checkpoints.save import _save_error
+from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
+from mpiddp.checkpoints.state import HostMemory, _layout
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.world import World
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_loses_at_most_one_save(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.jobs.killed_saves", tmp_path, "40"],
+        env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = re.fullmatch(r"40 kills, (\d+) in mid-write, step \d+\n", ran.stdout)
+    assert found is not None, ran.stdout
+    assert int(found[1]) > 4, "too few kills during a write"
+
+
+def test_a_snapshot_does_not_change_during_training() -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"a": weight, "b": [weight.T, (3, "text")], "c": {0: torch.tensor(7)}}
+    staging = HostMemory()
+    first = staging.copy(state)
+    expected = weight.clone()
+    weight.zero_()
+    assert torch.equal(first["a"], expected)
+    assert torch.equal(first["b"][0], expected.T)
+    assert first["b"][1] == (3, "text")
+    assert first["c"][0] == 7
+    addresses = {tensor.data_ptr() for tensor in (first["a"], first["b"][0], first["c"][0])}
+    second = staging.copy(state)
+    assert torch.equal(second["a"], weight)
+    assert {t.data_ptr() for t in (second["a"], second["b"][0], second["c"][0])} == addresses
+
+
+def test_a_tensor_of_the_cpu_and_one_of_any_device_share_no_memory() -> None:
+    """Only the copy of the second is pinned. "meta" is a device that every machine has."""
+    tensor = torch.zeros(2)
+    assert _layout(tensor) == _layout(torch.ones(2))
+    assert _layout(tensor) != _layout(tensor.to("meta"))
+
+
+def test_a_hashed_file_keeps_the_disks_own_error() -> None:
+    """torch.save itself would report "unexpected pos"."""
+    file = HashedFile(Path("/dev/full"))
+    torch.save({"a": torch.zeros(10_000)}, file)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="No space left on device"):
+        file.close()
+
+
+def test_a_wrong_hash_from_the_writer_is_detected(tmp_path: Path) -> None:
+    def write_files(folder: Path) -> dict[str, str]:
+        file = HashedFile(folder / "model.pt")
+        torch.save({"a": torch.ones(5)}, file)  # type: ignore[arg-type]
+        return {"model.pt": file.close()}
+
+    directory.verify(directory.write(tmp_path, 1, write_files))
+    wrong = directory.write(tmp_path, 2, lambda folder: write_files(folder) and {"model.pt": "0"})
+    assert not directory.is_verified(wrong)
+
+
+def test_a_full_quota_is_not_the_free_space_of_the_file_system(tmp_path: Path) -> None:
+    error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert _save_error(error, tmp_path, 3, 5_000_000) == (
+        f"no space left for a checkpoint in {tmp_path}: step 3 needs 5.0 MB, and your disk quota is used up. "
+        "There is no older checkpoint."
+    )
+
+
+def test_a_summary_of_a_training_that_diverged_is_json(tmp_path: Path) -> None:
+    save_json(tmp_path / "summary.json", {"train_loss": float("nan"), "steps": 3})
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"train_loss": None, "steps": 3}
+
+
+# The save schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("20", Interval(steps=20)),
+        ("30s", Interval(seconds=30)),
+        ("0.5m", Interval(seconds=30)),
+        ("10m", Interval(seconds=600)),
+        ("1h", Interval(seconds=3600)),
+    ],
+)
+def test_parse_interval(text: str, interval: Interval) -> None:
+    assert parse_interval(text) == interval
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "0s", "-1", "m", "1d", "1.5", "10 m", "1e3s", ".s", "²", "1" * 40]
+)
+def test_parse_interval_rejects(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        parse_interval(text)
+
+
+def test_timed_saves_are_an_interval_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps are slow, the later ones fast."""
+    coordinator = Coordinator(World(0, 1, 0, 1), dist.HashStore())
+    now = 0.0
+    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now))
+    schedule = SaveSchedule(Interval(seconds=0.5), coordinator, 7, timeout_s=PATIENCE_S)
+    saves = [now]
+    step = 7
+    while len(saves) < 4:
+        step += 1
+        now += 3 / 32 if step < 12 else 1 / 64
+        if schedule.is_due(step, ends_epoch=True):
+            saves.append(now)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
+    assert gaps == [0.5] * 3

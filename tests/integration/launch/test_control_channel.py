@@ -1,0 +1,482 @@
+"""The control channel: the server drops connections without the job's secret and invalid messages.
+
+Tests mpiddp/runtime/launcher/client.py, mpiddp/launch/supervise/control.py.
+python -m pytest tests/integration/launch/test_control_channel.py
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.supervise import control
+from mpiddp.launch.supervise.control import ControlServer, Message
+from mpiddp.launch.supervise.mpirun import MpirunProcess
+from mpiddp.launch.supervise.output import Outputs
+from mpiddp.launch.supervise.signals import AwakeSelector
+from mpiddp.protocol.messages import LINE_LIMIT, dumps, proof
+from mpiddp.protocol.variables import ADDRESS, SECRET
+from tests.support.few_files import files_left
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env
+
+RANK = """
+import os, sys, time
+from mpiddp.runtime.launcher.connected import connected
+from mpiddp.world import World
+with connected(World(rank=1, world_size=2, local_rank=1, local_world_size=2)):
+    exec(sys.argv[1])
+"""
+
+
+class Launcher:
+    """A control server for two ranks, and the messages that it received."""
+
+    def __init__(self, address: str | None = "127.0.0.1") -> None:
+        self.selector = AwakeSelector()
+        self.server = ControlServer(address, 2, self.selector)
+        self.messages: list[Message] = []
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.server.settings[ADDRESS].partition(":")
+        return host, int(port)
+
+    @property
+    def connections(self) -> int:
+        return len(self.selector.get_map()) - 1  # without the listening socket
+
+    def receive(self) -> None:
+        for key, _ in self.selector.select(0.02):
+            self.messages += self.server.receive(key.data)
+
+    @property
+    def kinds(self) -> list[tuple[int, str]]:
+        """The rank and the kind of each message so far."""
+        return [(message.rank, message.kind) for message in self.messages]
+
+    def receive_for(self, seconds: float, until: str = "") -> list[tuple[int, str]]:
+        """Receive until a message of the kind `until` is there, and return `kinds`."""
+        deadline = time.monotonic() + seconds
+        self.receive()  # at least once
+        while time.monotonic() < deadline and until not in {kind for _, kind in self.kinds}:
+            self.receive()
+        return self.kinds
+
+    def receive_until(self, is_reached: Callable[[], bool]) -> list[tuple[int, str]]:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_reached():
+            assert time.monotonic() < deadline, self.messages
+            self.receive()
+        return self.kinds
+
+    @contextmanager
+    def rank(self, code: str, before: str = "") -> Iterator[subprocess.Popen[str]]:
+        with subprocess.Popen(
+            [sys.executable, "-c", before + RANK, code],
+            env=clean_env(self.server.settings),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as rank:
+            try:
+                yield rank
+            finally:
+                rank.kill()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.server.close()
+    launcher.selector.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("pass", ("done", {})),
+        ("sys.exit()", ("done", {})),
+        ("sys.exit(3)", ("failed", {"code": 3, "error": ""})),
+        ("sys.exit('a text')", ("failed", {"code": 1, "error": "a text"})),
+        ("1 / 0", ("failed", {"code": 1, "error": "ZeroDivisionError: division by zero"})),
+        ("os._exit(0)", ("lost", {"silent": False})),
+        ("os.kill(os.getpid(), 9)", ("lost", {"silent": False})),
+    ],
+)
+def test_a_rank_reports_its_start_and_its_end(
+    launcher: Launcher, code: str, end: tuple[str, dict[str, object]]
+) -> None:
+    with launcher.rank(code) as rank:
+        assert launcher.receive_for(PATIENCE_S, until="lost")[:2] == [(1, "started"), (1, end[0])]
+    started, ended = launcher.messages[:2]
+    assert started.facts["host"] == socket.gethostname()
+    assert started.facts["pid"] == rank.pid
+    assert end[1].items() <= ended.facts.items()
+
+
+def test_long_messages_of_any_characters_arrive(launcher: Launcher) -> None:
+    """JSON needs 12 bytes for each character. A long traceback is cut at its beginning."""
+    with launcher.rank("raise ValueError('\U0001f525' * 30000)"):
+        launcher.receive_for(PATIENCE_S, until="failed")
+    failed = launcher.messages[1]
+    assert failed.kind == "failed"
+    assert failed.facts["error"].startswith("ValueError: \U0001f525")
+    assert failed.facts["traceback"].endswith("\U0001f525\n")
+
+
+def test_a_rank_exits_when_it_loses_its_launcher(launcher: Launcher) -> None:
+    with launcher.rank("time.sleep(6000)") as rank:
+        launcher.receive_for(PATIENCE_S, until="started")
+        launcher.server.close()
+        assert (
+            "lost the connection to the launcher; exiting."
+            in rank.communicate(timeout=PATIENCE_S)[1]
+        )
+    launcher.server = ControlServer("127.0.0.1", 2, launcher.selector)
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_rank(launcher: Launcher) -> None:
+    code = (
+        "child = os.fork()\nif child == 0: time.sleep(600); os._exit(0)\n"
+        "print(child, flush=True); os.kill(os.getpid(), 9)"
+    )
+    with launcher.rank(code) as rank:
+        launcher.receive_for(PATIENCE_S, until="started")
+        assert rank.stdout is not None
+        child = int(rank.stdout.readline())
+        try:
+            assert launcher.receive_for(100, until="lost")[-1] == (1, "lost")
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher: Launcher) -> None:
+    code = "import subprocess; subprocess.run(['env'])"
+    with launcher.rank(code) as rank:
+        launcher.receive_for(PATIENCE_S, until="lost")
+        assert "MPIDDP_CONTROL" not in rank.communicate()[0]
+
+
+BUSY = """
+import threading
+def fails(depth):
+    if depth == 0: raise ValueError
+    return fails(depth - 1)
+def work():
+    try: fails(20)
+    except ValueError: pass
+    exec("sorted(range(20), key=lambda x: -x)")
+def busy():
+    while True:
+        thread = threading.Thread(target=work); thread.start(); work(); thread.join()
+for _ in range(3): threading.Thread(target=busy, daemon=True).start()
+time.sleep(600)
+"""
+
+
+def test_a_rank_survives_requests_for_its_native_stack(launcher: Launcher) -> None:
+    """Its other threads run on, so their stacks change while a signal handler writes them."""
+    with launcher.rank(BUSY) as rank:
+        launcher.receive_for(PATIENCE_S, until="started")
+        deadline = time.monotonic() + PATIENCE_S
+        while min(count_stacks(launcher)) <= 100:
+            assert time.monotonic() < deadline, count_stacks(launcher)
+            launcher.server.interrupt(1)
+            assert (1, "lost") not in launcher.receive_for(0.01)
+        assert rank.poll() is None
+
+
+def count_stacks(launcher: Launcher) -> tuple[int, int]:
+    """The number of stacks that a rank began to write, and of those that end in its main thread."""
+    frames = (message for message in launcher.messages if message.kind == "frames")
+    text = "".join(message.facts["text"] for message in frames)
+    begun = text.count("Stack (most recent call first)")
+    return begun, text.count('File "<string>", line 14 in <module>')
+
+
+def test_a_rank_still_receives_messages_after_several_requests_for_stacks(
+    launcher: Launcher,
+) -> None:
+    holds_the_gil = "sum(range(200_000_000))"
+    with launcher.rank(f"{holds_the_gil}\ntime.sleep(6000)") as rank:
+        launcher.receive_for(PATIENCE_S, until="started")
+        for _ in range(3):
+            launcher.server.request_stacks()
+            launcher.server.interrupt(1)
+            launcher.receive_for(0.3)
+        assert (1, "stacks") in launcher.receive_for(PATIENCE_S, until="stacks")
+        launcher.server.end_all(code=7)
+        assert rank.wait(PATIENCE_S) == 7
+
+
+def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
+    host, _port = launcher.address
+    launcher.server.settings[ADDRESS] = f"{host}:1"  # nothing listens there
+    with launcher.rank("pass") as rank:
+        stderr = rank.communicate(timeout=PATIENCE_S)[1]
+    where = f"rank 1 on {socket.gethostname()} cannot reach the launcher at {host} port 1 "
+    assert where in stderr.splitlines()[-1]
+
+
+IMPATIENT = """
+from mpiddp.runtime.launcher import channel as launcher_connection
+launcher_connection.CONNECT_TIMEOUT_S = launcher_connection._ATTEMPT_S = 0.2
+"""
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None])
+def test_a_rank_waits_for_a_launcher_that_is_stopped(address: str | None) -> None:
+    """Its kernel has accepted the connection, which stands for longer than the time to connect."""
+    launcher = Launcher(address)
+    with launcher.rank("pass", before=IMPATIENT) as rank:
+        assert launcher.selector.select(PATIENCE_S)  # the connection
+        time.sleep(2)
+        assert rank.poll() is None
+        assert (1, "done") in launcher.receive_for(PATIENCE_S, until="done")
+        assert rank.wait(PATIENCE_S) == 0
+    launcher.server.close()
+    launcher = Launcher(address)
+    with launcher.rank("pass", before=IMPATIENT) as rank:
+        assert launcher.selector.select(PATIENCE_S)
+        launcher.server.close()  # as by the end of a launcher that is stopped
+        stderr = rank.communicate(timeout=PATIENCE_S)[1]
+    assert "cannot reach the launcher " in stderr
+
+
+def test_a_port_of_the_launcher_that_is_none(launcher: Launcher) -> None:
+    """socket raises OverflowError for it."""
+    launcher.server.settings[ADDRESS] = "127.0.0.1:99999"
+    with launcher.rank("pass") as rank:
+        stderr = rank.communicate(timeout=PATIENCE_S)[1]
+    assert "cannot reach the launcher at 127.0.0.1 port 99999 " in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "line", [b"{]", b"[]", b"{}", b'{"type": "end", "code": []}', b"[" * 10**6]
+)
+def test_a_rank_exits_when_the_other_end_is_no_launcher(launcher: Launcher, line: bytes) -> None:
+    with launcher.rank("time.sleep(600)") as rank:
+        launcher.receive_for(PATIENCE_S, until="started")
+        (connection,) = [
+            key.data.connection
+            for key in launcher.selector.get_map().values()
+            if hasattr(key.data, "connection")
+        ]
+        connection.setblocking(True)
+        with suppress(OSError):  # it may have left before the end of a long line
+            connection.sendall(line + b"\n")
+        assert rank.wait(PATIENCE_S) == 1
+        assert rank.stderr is not None
+        assert rank.stderr.read().endswith("lost the connection to the launcher; exiting.\n")
+
+
+def test_connections_without_a_valid_hello_are_dropped(launcher: Launcher) -> None:
+    secret = launcher.server.settings[SECRET]
+    kinds = ("no proof", "other rank", "no rank", "garbage", "no hello", "number", "long")
+    for kind in (*kinds, "function", "answer"):
+        with socket.create_connection(launcher.address) as stranger:
+            launcher.receive_for(0.05)
+            challenge = json.loads(stranger.recv(4096))["challenge"]
+            with suppress(OSError):
+                stranger.sendall(
+                    {
+                        "no proof": dumps("hello", rank=0, proof=""),
+                        "other rank": dumps("hello", rank=0, proof=proof(secret, challenge, 1)),
+                        "no rank": dumps("hello", rank=7, proof=proof(secret, challenge, 7)),
+                        "garbage": b"\xff\xfe\x00GET / HTTP/1.1\n\n",
+                        "no hello": dumps("done"),
+                        "number": b"7\n",
+                        "long": b"x" * (LINE_LIMIT + 70_000),
+                        "function": dumps("function", rank=0, proof=""),
+                        "answer": dumps("answer", rank=0, proof=proof(secret, challenge, 1)),
+                    }[kind]
+                )
+            assert launcher.receive_until(lambda: launcher.connections == 0) == [], kind
+            stranger.settimeout(PATIENCE_S)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b"", f"{kind}: still connected"
+    with launcher.rank("pass"):
+        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{]",
+        b'{"type": "dance"}',
+        b'{"type": "progress"}',
+        b'{"type": "progress", "step": "x"}',
+        b'{"type": "announce", "resume_args": "x", "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": [1], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": ["\\u0000"], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": ["\\ud800"], "global_batch_size": 1, "max_ranks": 1}',
+        b'{"type": "announce", "resume_args": [], "global_batch_size": 1, "max_ranks": 0}',
+        b'{"type": "joining", "timeout_s": NaN}',
+        b'{"type": "joining", "timeout_s": 1e400}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_rank_that_violates_the_protocol_is_dropped(launcher: Launcher, line: bytes) -> None:
+    secret = launcher.server.settings[SECRET]
+    with socket.create_connection(launcher.address) as rank:
+        launcher.receive_for(0.05)
+        challenge = json.loads(rank.recv(4096))["challenge"]
+        rank.sendall(dumps("hello", rank=0, proof=proof(secret, challenge, 0)) + line + b"\n")
+        assert launcher.receive_for(PATIENCE_S, until="lost") == [(0, "lost")]
+
+
+def test_a_second_connection_cannot_replace_a_connected_rank(launcher: Launcher) -> None:
+    secret = launcher.server.settings[SECRET]
+    with launcher.rank("time.sleep(600)"):
+        launcher.receive_for(PATIENCE_S, until="started")
+        with socket.create_connection(launcher.address) as other:
+            launcher.receive_for(0.05)
+            challenge = json.loads(other.recv(4096))["challenge"]
+            other.sendall(dumps("hello", rank=1, proof=proof(secret, challenge, 1)))
+            assert launcher.receive_until(lambda: launcher.connections == 1) == [(1, "started")]
+            assert other.recv(1) == b""
+
+
+def test_idle_strangers_do_not_keep_a_rank_out(launcher: Launcher) -> None:
+    """70 took all places for 10 s, and a rank that came meanwhile was turned away."""
+    strangers = [socket.create_connection(launcher.address) for _ in range(70)]
+    launcher.receive_until(lambda: len(select.select(strangers, [], [], 0)[0]) >= 60)
+    with launcher.rank("pass"):
+        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_rank_that_was_dropped_before_its_proof_comes_again(launcher: Launcher) -> None:
+    with launcher.rank("pass"):
+        launcher.receive_until(lambda: launcher.connections == 1)
+        (peer,) = launcher.server._peers  # as more strangers at once would do
+        launcher.server._drop(peer)
+        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+
+
+def test_a_long_line_before_the_proof_is_not_kept(launcher: Launcher) -> None:
+    with socket.create_connection(launcher.address) as stranger:
+        launcher.receive_until(lambda: launcher.connections == 1)
+        stranger.sendall(b"x" * 2000)
+        launcher.receive_until(lambda: launcher.connections == 0)
+
+
+@pytest.fixture
+def local_launcher() -> Iterator[Launcher]:
+    launcher = Launcher(address=None)
+    yield launcher
+    launcher.server.close()
+    launcher.selector.close()
+
+
+def test_on_one_host_only_its_user_can_open_the_channel(local_launcher: Launcher) -> None:
+    address = local_launcher.server.settings[ADDRESS]
+    path = Path(address.removeprefix("unix:"))
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert len(str(path)) < 108
+    with local_launcher.rank("1 / 0"):
+        expected = [(1, "started"), (1, "failed")]
+        assert local_launcher.receive_for(PATIENCE_S, until="lost")[:2] == expected
+    local_launcher.server.close()
+    assert not path.parent.exists()
+    local_launcher.server = ControlServer(None, 2, local_launcher.selector)  # for the fixture
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None])
+def test_a_machine_without_files_is_no_bad_input(address: str | None) -> None:
+    before = set(Path("/tmp").glob("mpiddp-*/control"))
+    sentence = r"cannot listen .*Too many open files"
+    with files_left(0), pytest.raises(JobFailed, match=sentence):
+        control._listen(address) if address else control._listen_here()
+    assert set(Path("/tmp").glob("mpiddp-*/control")) <= before
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, JobFailed), (errno.EROFS, UserError)])
+def test_a_folder_that_cannot_be_created(
+    monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "mkdir", fail)
+    sentence = rf"cannot create a folder in /tmp \({os.strerror(number)}\)\."
+    with AwakeSelector() as selector, pytest.raises(kind, match=sentence):
+        ControlServer(None, 2, selector)
+
+
+def test_an_mpirun_that_cannot_be_started() -> None:
+    """subprocess needs two more files for its own pipe."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    outputs = Outputs("default", 1)
+    starter = RankStarter(STARTERS[1], "5.0.11", Path("mpirun"))
+    with files_left(1), pytest.raises(JobFailed, match="cannot start mpirun: Too many open files"):
+        MpirunProcess(["mpirun"], {}, outputs, starter)
+    for argv in (["/nowhere/mpirun"], ["true", "x" * (1 << 18)]):
+        with pytest.raises(UserError, match=f"cannot start {argv[0]}: "):
+            MpirunProcess(argv, os.environ, outputs, starter)
+    outputs.discard()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_rank_on_one_host_shows_its_stack_while_native_code_holds_the_interpreter(
+    local_launcher: Launcher,
+) -> None:
+    with local_launcher.rank("print(flush=True); sum(range(10**12))") as rank:
+        assert rank.stdout is not None
+        local_launcher.receive_for(PATIENCE_S, until="started")
+        assert rank.stdout.readline() == "\n"
+        local_launcher.server.interrupt(1)
+        local_launcher.receive_for(PATIENCE_S, until="frames")
+    assert (1, "frames") in local_launcher.kinds
+
+
+def test_a_flood_of_connections_is_bounded(launcher: Launcher) -> None:
+    strangers = [socket.create_connection(launcher.address) for _ in range(200)]
+    # Each has received a challenge, or is dropped.
+    launcher.receive_until(lambda: len(select.select(strangers, [], [], 0)[0]) == len(strangers))
+    assert launcher.connections < 100
+    for stranger in strangers:
+        stranger.close()
+    launcher.receive_until(lambda: launcher.connections == 0)
+    with launcher.rank("pass"):
+        assert launcher.receive_for(PATIENCE_S, until="done") == [(1, "started"), (1, "done")]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None])
+def test_ranks_wait_while_this_machine_has_no_file_left(address: str | None) -> None:
+    """The loop spun, 250,000 times a second, and said nothing."""
+    launcher = Launcher(address)
+    with launcher.rank("time.sleep(0.5)") as rank:
+        assert launcher.selector.select(PATIENCE_S)  # the connection
+        with files_left(0):
+            assert launcher.receive_for(0, until="full") == [(-1, "full")]
+            assert launcher.messages[0].facts == {"error": "Too many open files"}
+            assert launcher.selector.select(0.2) == []
+            launcher.server.accept_again()
+            launcher.receive()
+            assert launcher.kinds == [(-1, "full")] * 2
+        launcher.server.accept_again()
+        assert (1, "done") in launcher.receive_for(PATIENCE_S, until="done")
+        assert rank.wait(PATIENCE_S) == 0
+    launcher.server.close()
+    launcher.selector.close()

@@ -1,0 +1,404 @@
+"""The parts of `mpiddp.spawn` that need no ranks: its options, pickles, payloads, refusals and errors.
+
+Tests mpiddp/spawning/, mpiddp/protocol/payload.py, mpiddp/runtime/start/function.py.
+python -m pytest tests/integration/launch/test_spawning.py
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import mpiddp
+from mpiddp.errors import RankFailed, UserError
+from mpiddp.protocol.payload import Payload, receive_payload, send_payload
+from mpiddp.runtime.start import function as run_function
+from mpiddp.spawning import launcher, pickled
+from mpiddp.spawning.arguments import launch_options
+from mpiddp.spawning.pickled import pickled_call
+from mpiddp.spawning.spawn import MAX_RESULT_BYTES, _refuse_within_a_job
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env
+
+NONE: dict[str, Any] = {"hosts": None, "hostfile": None, "ranks": None, "ranks_per_host": None}
+KEY = "0123456789abcdef" * 2
+LOCK = threading.Lock()
+
+
+def uses_a_lock() -> None:
+    with LOCK:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"),
+    [
+        ({}, []),
+        ({"hosts": "node1:4,node2"}, ["-H", "node1:4,node2"]),
+        ({"hosts": ["node1:4", "node2"]}, ["-H", "node1:4,node2"]),
+        ({"hostfile": "/a/hosts", "ranks": 3}, ["--hostfile=/a/hosts", "-n", "3"]),
+        ({"hostfile": "hosts"}, [f"--hostfile={Path.cwd()}/hosts"]),
+        ({"ranks_per_host": 2}, ["--npernode=2"]),
+        ({"others": {"timeout": 120, "grace": 1.5}}, ["--timeout=120", "--grace=1.5"]),
+        ({"others": {"share_gpus": True, "report": False}}, ["--share-gpus"]),
+        ({"others": {"env_file": ["a", "b"]}}, ["--env-file=a", "--env-file=b"]),
+        ({"others": {"mpi_args": "--mca pml ucx"}}, ["--mpi-args=--mca pml ucx"]),
+        ({"others": {"mpirun": None}}, []),
+    ],
+)
+def test_keywords_become_options(keywords: dict[str, Any], options: list[str]) -> None:
+    assert launch_options(**{**NONE, "others": {}, **keywords}) == options
+
+
+@pytest.mark.parametrize(
+    ("others", "error"),
+    [
+        ({"host": "node1"}, """unexpected keyword argument 'host'. Did you mean "hosts"?"""),
+        ({"max_restart": 1}, """Did you mean "max_restarts"?"""),
+        ({"dry_run": True}, "unexpected keyword argument 'dry_run'"),
+        ({"n": 2}, "unexpected keyword argument 'n'"),
+        ({"share_gpus": 1}, "share_gpus: expected True or False, not 1."),
+        ({"timeout": True}, "timeout: expected a value, not True."),
+        ({"timeout": [1, 2]}, "timeout: expected one value, not [1, 2]."),
+    ],
+)
+def test_wrong_keywords_are_type_errors(others: dict[str, Any], error: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        launch_options(**NONE, others=others)
+    assert error in str(raised.value)
+
+
+@pytest.mark.parametrize("listed", [["node1,node2"], [""], [4]])
+def test_a_host_of_a_list_is_one_host(listed: list[Any]) -> None:
+    with pytest.raises(UserError, match=r"is not a host with its slots\. Example: "):
+        launch_options(**{**NONE, "hosts": listed}, others={})
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: mpiddp.spawn(3), "expected a function, not 3."),  # type: ignore[arg-type]
+        (lambda: mpiddp.spawn(len, max_result_bytes=1.5), "expected a whole number, not 1.5."),
+        (lambda: mpiddp.spawn(len, max_result_bytes=True), "expected a whole number, not True."),
+        (lambda: mpiddp.spawn(len, env={"A": 1}), "expected strings by name, not 'A': int."),
+    ],
+)
+def test_arguments_of_another_type(
+    call: Callable[[], object], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_a_user(monkeypatch)
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert error in str(raised.value)
+
+
+def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of a launcher that runs the tests."""
+    for name in os.environ.keys() - clean_env().keys():
+        monkeypatch.delenv(name)
+
+
+# A rank of a job, or a process that one has started
+
+
+@pytest.mark.parametrize(
+    ("env", "refusal"),
+    [
+        (
+            {"MPIDDP_JOB": "ab"},
+            "already a part of a job of mpiddp. Call it once, outside of the job.",
+        ),
+        ({"MPIDDP_RUN_ID": "1", "TORCHELASTIC_RUN_ID": "1"}, "already a part of a job of mpiddp."),
+        (
+            {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
+            | {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")},
+            "already a part of a job: rank 1 of 2 (openmpi). Start the script once, with python.",
+        ),
+        (
+            {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"},
+            "PMIX_RANK=1 is set: a launcher has started this process as one of several",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "only some of openmpi's variables are set"),
+    ],
+)
+def test_a_rank_may_not_spawn(env: dict[str, str], refusal: str) -> None:
+    with pytest.raises(UserError) as raised:
+        _refuse_within_a_job(env)
+    assert refusal in str(raised.value)
+
+
+@pytest.mark.parametrize("env", [{}, {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "2"}])
+def test_others_may_spawn(env: dict[str, str]) -> None:
+    _refuse_within_a_job(env)
+
+
+def _sentence(connection: Any) -> None:
+    try:
+        mpiddp.spawn(len, "ab", hosts="localhost:1")
+    except UserError as error:
+        connection.send(str(error))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_of_multiprocessing_may_not_spawn(method: str) -> None:
+    """A DataLoader's worker is one. Started by "spawn", it runs a script without a guard again."""
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_sentence, args=(theirs,))
+    child.start()
+    assert ours.poll(PATIENCE_S)
+    assert 'below: if __name__ == "__main__":' in ours.recv()
+    child.join(PATIENCE_S)
+
+
+# What travels
+
+
+def test_a_lambda_travels_with_its_closure_and_its_arguments() -> None:
+    factor = 3
+    payload = pickled_call(lambda x: factor * x, (14,), MAX_RESULT_BYTES)
+    function, args = run_function.unpickled(payload, "node1")
+    assert function(*args) == 42
+    assert payload.facts["name"].endswith("<lambda>")
+
+
+def test_the_callers_own_modules_travel_and_installed_ones_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process cannot import them. A function of one of them uses a module beside it."""
+    (tmp_path / "own_helpers.py").write_text("SCALE = 10\ndef scaled(x):\n    return SCALE * x\n")
+    (tmp_path / "own_work.py").write_text(
+        "import json\nimport own_helpers\nfrom own_helpers import scaled\n"
+        "def work(x):\n    return json.dumps([scaled(x), own_helpers.SCALE])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own_work = importlib.import_module("own_work")
+    own = {module.__name__ for module in pickled.own_modules()}
+    assert {"own_helpers", "own_work", "tests.integration.launch.test_spawning"} <= own
+    assert not own & {"json", "pytest", "mpiddp", "mpiddp.world", "__main__"}
+    payload = pickled_call(own_work.work, (4,), MAX_RESULT_BYTES)
+    code = "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); print(f(*a))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=bytes(payload.body),
+        env=clean_env(),
+        capture_output=True,
+    )
+    assert done.stdout == b"[40, 10]\n", done.stderr
+    assert cloudpickle.list_registry_pickle_by_value() == set()
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+    for function, args, named in (
+        (uses_a_lock, (), "cannot pickle uses_a_lock, its arguments and the variables"),
+        (lambda: lock, (), "<lambda>, its arguments and the variables that it uses: TypeError: "),
+        (print, (1, lock), "cannot pickle print, its arguments and the variables that it uses"),
+        (functools.partial(uses_a_lock), (), "cannot pickle uses_a_lock, its arguments and"),
+    ):
+        with pytest.raises(UserError) as raised:
+            pickled_call(function, args, MAX_RESULT_BYTES)
+        assert named in str(raised.value)
+        assert str(raised.value).endswith("object. Create it within the function.")
+
+
+def test_without_cloudpickle_the_sentence_has_the_pip_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(UserError) as raised:
+        pickled_call(print, (), MAX_RESULT_BYTES)
+    assert str(raised.value).startswith("mpiddp.spawn needs cloudpickle, which ")
+    assert str(raised.value).endswith("-m pip install 'mpiddp[spawn]'")
+    with pytest.raises(UserError, match=r"mpiddp\.spawn on node1 needs cloudpickle, which "):
+        run_function.unpickled(Payload({"name": "work"}), "node1")
+
+
+def test_another_python_is_refused() -> None:
+    run_function.check_python({"python": list(sys.version_info[:2])}, "node1")
+    with pytest.raises(UserError) as raised:
+        run_function.check_python({"python": [3, 9]}, "node1")
+    assert str(raised.value).startswith(f"node1 runs Python 3.{sys.version_info[1]} (")
+    assert str(raised.value).endswith("Install Python 3.9 there, at the same path.")
+
+
+def test_a_module_that_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = pickle.dumps((subprocess.run, ()))
+    facts = {"name": "work", "cloudpickle": "0"}
+    missing = Payload(facts, body.replace(b"subprocess", b"subprocesz"))
+    with pytest.raises(UserError) as raised:
+        run_function.unpickled(missing, "node1")
+    assert str(raised.value) == (
+        "work cannot be unpickled on node1: ModuleNotFoundError: No module named 'subprocesz'. "
+        "Install subprocesz on every host."
+    )
+    with pytest.raises(
+        UserError, match=r"and 0 in the calling process\. Install the same version\."
+    ):
+        run_function.unpickled(Payload(facts, b"no pickle"), "node1")
+
+
+def test_a_result_is_pickled_within_the_limit() -> None:
+    facts = {"name": "work", "max_result_bytes": 100}
+    assert pickle.loads(run_function.pickled_result([1, 2], facts, "rank 1 on node1")) == [1, 2]
+    with pytest.raises(UserError) as raised:
+        run_function.pickled_result(bytes(101), facts, "rank 1 on node1")
+    assert str(raised.value).startswith("rank 1 on node1: the result of work has ")
+    assert "more than max_result_bytes=100. Return less" in str(raised.value)
+    with pytest.raises(UserError) as raised:
+        run_function.pickled_result((x for x in [1]), facts, "rank 1 on node1")
+    assert "work has returned an object of generator that cannot be pickled: Ty" in str(
+        raised.value
+    )
+
+
+def test_an_exception_that_cannot_be_pickled_is_left_out() -> None:
+    assert run_function.pickled_error(ValueError(threading.Lock()), MAX_RESULT_BYTES) == b""
+    assert run_function.pickled_error(ValueError("x" * 200), 100) == b""
+    error = pickle.loads(run_function.pickled_error(ValueError(7), MAX_RESULT_BYTES))
+    assert (type(error), error.args) == (ValueError, (7,))
+
+
+# Payloads
+
+
+def received(
+    payload: Payload, *, key: str = KEY, purpose: str = "answer 1", limit: int | None = None
+) -> Payload:
+    """The payload after its way over a connection whose reader expects this key, purpose and size."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=send_payload, args=(ours, payload, KEY, "answer 1"))
+        sender.start()
+        try:
+            return receive_payload(theirs, key, purpose, limit=limit)
+        finally:
+            theirs.close()
+            sender.join()
+
+
+@pytest.mark.parametrize("size", [0, 5, 3_000_000])
+def test_a_payload_arrives(size: int) -> None:
+    payload = Payload({"kind": "result", "names": ["ä"]}, os.urandom(size))
+    assert received(payload, limit=size) == payload
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ({"key": KEY[::-1]}, "a wrong MAC"),
+        ({"key": ""}, "a wrong MAC"),
+        ({"purpose": "answer 2"}, "a wrong MAC"),
+        ({"limit": 4}, "too large"),
+    ],
+)
+def test_a_payload_of_a_stranger_is_refused(other: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        received(Payload({}, b"12345"), **other)
+
+
+def test_a_changed_payload_is_refused_and_a_part_is_an_error() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        send_payload(ours, Payload({"a": 1}, b"body"), KEY, "function")
+        sent = theirs.recv(1000)
+        for index in range(len(sent)):
+            changed = bytearray(sent)
+            changed[index] ^= 1
+            first, second = socket.socketpair()
+            with second:
+                with first:
+                    first.sendall(changed)
+                # A changed size may also announce more than comes.
+                with pytest.raises((ValueError, ConnectionError)):
+                    receive_payload(second, KEY, "function")
+        ours.sendall(sent[:-1])
+        ours.close()
+        with pytest.raises(ConnectionError):
+            receive_payload(theirs, KEY, "function")
+
+
+# What the caller gets
+
+
+def test_a_failed_rank_has_its_traceback_and_can_be_pickled() -> None:
+    error = RankFailed("rank 1 on node1 failed first: X.", 1, "node1", "Traceback …\nX\n")
+    copy = pickle.loads(pickle.dumps(error))
+    for each in (error, copy):
+        assert (each.rank, each.hostname, each.traceback) == (1, "node1", "Traceback …\nX\n")
+        assert str(each) == "rank 1 on node1 failed first: X.\n\nTraceback …\nX"
+    assert str(RankFailed("rank 1 was killed.", 1, "node1")) == "rank 1 was killed."
+    assert isinstance(error, mpiddp.JobFailed)
+
+
+class _Ascii:
+    """A stream of a limited encoding, which breaks after some text."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text.encode("ascii").decode()
+        if "break" in self.text:
+            raise BrokenPipeError
+
+    def flush(self) -> None:
+        pass
+
+
+def test_output_that_cannot_be_shown_does_not_end_the_job() -> None:
+    reader, writer = os.pipe()
+    stream: Any = _Ascii()
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        copy = launcher._Copy(pipe, stream)
+        for part in ("a ä", " break", "lost"):
+            os.write(writer, part.encode())
+            assert copy.pass_on()
+        os.close(writer)
+        assert not copy.pass_on()
+    assert stream.text == "a \\xe4 break"
+
+
+def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_a_user(monkeypatch)
+    with pytest.raises(UserError, match=r"mpiddp.spawn: /no/folder: No such file or directory\."):
+        mpiddp.spawn(len, "ab", cwd="/no/folder")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(mpiddp.JobFailed, match="the launcher ended with exit code 1 before it"):
+        mpiddp.spawn(len, "ab", hosts="localhost:1")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"hostfile": "/no/hosts"}, "/no/hosts"),
+        ({"hosts": "node1:x"}, "node1:x"),
+        ({"hosts": []}, "-H"),
+        ({"ranks": 0}, "argument -n: expected a whole number, 1 or more, not '0'."),
+        ({"timeout": "soon"}, "argument --timeout: expected a whole number, 1 or more"),
+        ({"hosts": "localhost:1", "env": {"A B": "1"}}, '"A B" is not a valid variable name.'),
+        ({"hosts": "localhost:1", "log_ranks": "3"}, "--log-ranks 3: there is no rank 3"),
+    ],
+)
+def test_bad_options_are_one_sentence(
+    keywords: dict[str, Any], refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's own, raised here."""
+    as_a_user(monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(UserError) as raised:
+        mpiddp.spawn(len, "ab", **keywords)
+    assert refusal in str(raised.value)

@@ -1,0 +1,190 @@
+"""The address of rank 0: bound, given, or computed from Slurm's list.
+
+Tests mpiddp/runtime/rendezvous/mpi.py, mpiddp/runtime/rendezvous/store.py.
+python -m pytest tests/integration/runtime/test_addresses.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.slurm import expand_nodelist
+from mpiddp.runtime.rendezvous.address import find_by_address
+from mpiddp.world import World
+from tests.support.addresses import reserved
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+
+def job(name: str) -> str:
+    return str(JOBS / f"{name}.py")
+
+
+def test_a_foreign_mpi_is_refused_once() -> None:
+    """Ranks of a size that MPI does not report: mpirun and libmpi come from different MPIs."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, job("rendezvous")],
+            env=clean_env(
+                {
+                    "OMPI_COMM_WORLD_RANK": str(rank),
+                    "OMPI_COMM_WORLD_SIZE": "2",
+                    "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+                    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                }
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert printed == [
+        "openmpi started 2 ranks but MPI reports size 1: mpirun and libmpi come from different "
+        "MPIs. Set MPI4PY_LIBMPI to the library of that mpirun.\n",
+        "",
+    ]
+
+
+ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "localhost",
+}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
+    """`world(env)`: the world of this process with `env` as the only variables of launchers."""
+
+    def set_env(env: dict[str, str]) -> World:
+        kept = clean_env(env)
+        for name in os.environ.keys() - kept.keys():
+            monkeypatch.delenv(name)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        return World.from_env()
+
+    return set_env
+
+
+def test_env_ranks_started_by_hand_join(tmp_path: Path) -> None:
+    with reserved("127.0.0.1") as reservation:
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(reservation.getsockname()[1])}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.jobs.facts"],
+                env=clean_env(ENV | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | address),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        found = [json.loads(rank.communicate(timeout=PATIENCE_S)[0])["world"] for rank in ranks]
+    assert [each["rank"] for each in found] == [0, 1]
+    for each in found:
+        assert (each["node_rank"], each["num_nodes"], each["master_addr"]) == (0, 1, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("env", "address"),
+    [
+        (ENV | {"MASTER_ADDR": "127.0.0.3", "MASTER_PORT": "0"}, "127.0.0.3"),
+        (ENV | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, "127.0.0.1"),
+        (ENV | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "127.0.0.1"),
+        ({}, "127.0.0.1"),
+        (SRUN, "127.0.0.1"),
+        (SRUN | {"MASTER_ADDR": "127.0.0.4"}, "127.0.0.4"),
+    ],
+)
+def test_rank_0_listens_on_the_given_address(
+    world: Callable[[dict[str, str]], World], env: dict[str, str], address: str
+) -> None:
+    found, listener = find_by_address(world(env), 5)
+    assert listener is not None
+    with listener:
+        assert listener.getsockname() == (address, found.master_port)
+    assert found.master_addr == address
+
+
+def test_every_task_of_a_slurm_step_computes_the_same_port(
+    world: Callable[[dict[str, str]], World],
+) -> None:
+    first, listener = find_by_address(world(SRUN), 5)
+    assert listener is not None
+    with listener:
+        second, none = find_by_address(world(SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}), 5)
+    assert (first.master_port, second.master_port, none) == (20218, 20218, None)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("node1", "node1"),
+        ("gpu[07-09,12],login", "gpu07"),
+        ("a-[1,3]-b", "a-1-b"),
+        ("n1,n[2-4]", "n1"),
+        ("rack[1-2]n[03-04]", "rack1n03"),
+    ],
+)
+def test_the_first_host_of_slurms_compressed_list(nodelist: str, first: str) -> None:
+    assert expand_nodelist(nodelist)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        (ENV, "RANK=0 and WORLD_SIZE=2 are set, but MASTER_ADDR and MASTER_PORT are not. "),
+        (
+            ENV | {"MASTER_ADDR": "127.0.0.1"},
+            "RANK=0 and WORLD_SIZE=2 are set, but MASTER_PORT is not. ",
+        ),
+        (ENV | {"MASTER_ADDR": "a..b", "MASTER_PORT": "1"}, "a..b: cannot be resolved from "),
+        (ENV | {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "0"}, "192.0.2.7 is not an address of "),
+        (ENV | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
+        ({"MASTER_PORT": "70000"}, 'MASTER_PORT="70000" is not a port.'),
+        (SRUN | {"MASTER_PORT": "http"}, 'MASTER_PORT="http" is not a port.'),
+    ],
+)
+def test_a_bad_address_is_refused(
+    world: Callable[[dict[str, str]], World], env: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        find_by_address(world(env), 5)
+
+
+def test_a_rank_that_cannot_reach_rank_0_names_the_address(
+    world: Callable[[dict[str, str]], World],
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = str(silent.getsockname()[1])
+        rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+        with pytest.raises(JobFailed) as refused:
+            find_by_address(world(rank_1 | {"MASTER_PORT": port}), 0.3)
+    assert str(refused.value) == (
+        f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1 port {port} in 0.3 s. "
+        "Check that rank 0 is running and that no firewall blocks the port."
+    )

@@ -1,0 +1,226 @@
+"""Ranks exchange values, refuse together and leave together. No rank hangs, and every error is printed.
+
+Tests mpiddp/runtime/job/coordinator.py.
+python -m pytest tests/integration/runtime/test_coordinator.py
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from mpiddp.errors import NoAnswer, UserError
+from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.sockets import bind
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.rendezvous.address import rendezvous_over_store
+from mpiddp.world import World
+from tests.support.patience import PATIENCE_S
+
+SENTENCE = "hosts.txt:3: one sentence."
+
+Body = Callable[[Coordinator], None]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended: its exit code and what it wrote on stderr."""
+
+    code: int | None
+    stderr: str
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., list[End]]:
+    """`ranks(n, body)` runs `body` in n processes that share a store, and returns the end of each.
+
+    The processes are forked, so torch is imported only once, and a test can repeat a race often.
+    """
+
+    def run(world_size: int, body: Body, *, absent: tuple[int, ...] = ()) -> list[End]:
+        fork = multiprocessing.get_context("fork")
+        present = [rank for rank in range(world_size) if rank not in absent]
+        with bind("127.0.0.1", 0, "here") as listener:
+            port, fd = listener.getsockname()[1], listener.fileno()
+            processes = [
+                fork.Process(target=_run_rank, args=(rank, world_size, port, fd, tmp_path, body))
+                for rank in present
+            ]
+            for process in processes:
+                process.start()
+        for process in processes:
+            process.join(PATIENCE_S)
+        hanging = [process for process in processes if process.is_alive()]
+        for process in hanging:
+            process.kill()
+        assert not hanging
+        ends = zip(processes, present, strict=True)
+        return [End(each.exitcode, (tmp_path / f"{rank}").read_text()) for each, rank in ends]
+
+    return run
+
+
+def _run_rank(rank: int, world_size: int, port: int, listener: int, logs: Path, body: Body) -> None:
+    os.dup2(os.open(logs / f"{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=PATIENCE_S),
+        wait_for_workers=False,
+        master_listen_fd=listener if rank == 0 else None,
+    )
+    body(Coordinator(World(rank, world_size, rank, world_size), store))
+
+
+# --- all_gather_json and broadcast_json ---
+
+
+def test_all_gather_json_returns_the_values_of_all_ranks(ranks: Callable[..., list[End]]) -> None:
+    def body(coordinator: Coordinator) -> None:
+        for turn in range(3):
+            values = coordinator.all_gather_json((turn, coordinator.world.rank), timeout_s=60)
+            assert values == [[turn, rank] for rank in range(4)]
+        own = {"rank": coordinator.world.rank, "host": "café", "gpu": None}
+        assert coordinator.broadcast_json(own) == {"rank": 0, "host": "café", "gpu": None}
+        coordinator.leave()
+
+    assert ranks(4, body) == [End(0, "")] * 4
+
+
+def test_an_answer_carries_what_differs(ranks: Callable[..., list[End]]) -> None:
+    """The usual value once, however many ranks have it."""
+
+    def body(coordinator: Coordinator) -> None:
+        long = "x" * 10_000
+        own = "another" if coordinator.world.rank == 2 else long
+        assert coordinator.all_gather_json(own, timeout_s=60) == [long, long, "another", long]
+        if coordinator.world.rank == 0:
+            assert len(coordinator.store.get("exchange/1/all")) < 11_000
+        coordinator.leave()
+
+    assert ranks(4, body) == [End(0, "")] * 4
+
+
+def test_all_gather_json_of_one_rank(ranks: Callable[..., list[End]]) -> None:
+    def body(coordinator: Coordinator) -> None:
+        assert coordinator.all_gather_json((1, None, True), timeout_s=60) == [[1, None, True]]
+        coordinator.leave()
+
+    assert ranks(1, body) == [End(0, "")]
+
+
+def test_exchanged_values_are_deleted_from_the_store(ranks: Callable[..., list[End]]) -> None:
+    def body(coordinator: Coordinator) -> None:
+        for _ in range(50):
+            coordinator.all_gather_json("a value", timeout_s=60)
+        assert coordinator.store.num_keys() < 20
+        coordinator.leave()
+
+    assert ranks(4, body) == [End(0, "")] * 4
+
+
+def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
+    def body(coordinator: Coordinator) -> None:
+        if coordinator.world.world_size == 4:
+            coordinator.hostnames = ("node0", "node0", "node1", "node1")
+            if coordinator.world.rank == 0:
+                # Rank 1 has joined.
+                coordinator.store.wait(["exchange/1/1"], timedelta(seconds=PATIENCE_S))
+        try:
+            coordinator.all_gather_json("", timeout_s=0.3)
+        except NoAnswer as error:
+            print(error, file=sys.stderr)
+
+    first, *_ = ranks(4, body, absent=(2, 3))
+    assert first.stderr == "rank 2 on node1, rank 3 on node1 did not answer in 0.3 s.\n"
+    first, *_ = ranks(2, body, absent=(1,))
+    assert first.stderr == "only 1 of 2 ranks joined in 0.3 s. Missing: rank 1.\n"
+
+
+# --- all_or_none ---
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("who", ["all", "first", "last"])
+def test_rank_0_prints_a_refusal_once_and_all_ranks_exit(
+    ranks: Callable[..., list[End]], world_size: int, who: str
+) -> None:
+    refusing = {"all": range(world_size), "first": [0], "last": [world_size - 1]}[who]
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.all_or_none(timeout_s=60):
+            if coordinator.world.rank in refusing:
+                raise UserError(SENTENCE)
+
+    shared = who == "all" or world_size == 1
+    printed = SENTENCE if shared else f"rank {refusing[0]}: {SENTENCE}"
+    for _ in range(5):  # repeated to catch a race
+        first, *others = ranks(world_size, body)
+        assert first == End(2, f"{printed}\n")
+        assert others == [End(2, "")] * (world_size - 1)
+
+
+def test_different_refusals_are_all_printed(ranks: Callable[..., list[End]]) -> None:
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.all_or_none():
+            if coordinator.world.rank > 0:
+                raise UserError(f"no data on node{coordinator.world.rank // 2}.")
+
+    printed = ranks(4, body)[0].stderr.splitlines()
+    assert printed == ["rank 1: no data on node0.", "rank 2: no data on node1."]
+
+
+def test_a_body_that_succeeds_on_all_ranks_continues(ranks: Callable[..., list[End]]) -> None:
+    def body(coordinator: Coordinator) -> None:
+        for _ in range(3):
+            with coordinator.all_or_none():
+                pass
+        coordinator.leave()
+
+    assert ranks(4, body) == [End(0, "")] * 4
+
+
+# --- leave ---
+
+
+def test_rank_0_keeps_the_store_alive_until_all_have_left(ranks: Callable[..., list[End]]) -> None:
+    def body(coordinator: Coordinator) -> None:
+        if coordinator.world.rank > 0:
+            time.sleep(0.5 * coordinator.world.rank)
+            coordinator.store.add("a late request", 1)
+        coordinator.leave()
+
+    assert ranks(3, body) == [End(0, "")] * 3
+
+
+def test_a_requested_interface_overrides_the_one_towards_rank_0(
+    ranks: Callable[..., list[End]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = interfaces()[-1].name  # the store's is the loopback, which comes first
+    monkeypatch.setenv("MPIDDP_INTERFACE", other)
+
+    def body(coordinator: Coordinator) -> None:
+        name = f"host{coordinator.world.rank}"
+        coordinator.world = replace(coordinator.world, hostname=name, master_addr="127.0.0.1")
+        assert rendezvous_over_store(coordinator, 60).interface == other
+        os.environ["MPIDDP_INTERFACE"] = "ib0"
+        rendezvous_over_store(coordinator, 60)
+
+    first, second = ranks(2, body)
+    assert first.stderr.startswith('interface "ib0" is not on host0, which has lo')
+    assert (first.code, second) == (2, End(2, ""))
+
+
+# --- under the real mpirun, which kills all ranks as soon as one exits with an error ---

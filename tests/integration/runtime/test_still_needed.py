@@ -1,0 +1,55 @@
+"""Workarounds for Python and torch. Each test fails once its workaround is no longer needed.
+
+tests/cluster/launch/test_network_of_a_job.py has another such test, for rendezvous/name_service.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from tests.integration.launch.test_control_channel import Launcher
+from tests.support.ranks import ROOT, clean_env
+
+
+def run(code: str) -> str:
+    """The output of a new Python process."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+def test_hashlib_still_loads_openssl() -> None:
+    """mpiddp/protocol/messages.py, `proof`"""
+    is_loaded = "import sys; print('_hashlib' in sys.modules)"
+    assert run(f"import hashlib; {is_loaded}") == "True"
+    assert run(f"import mpiddp.launch.main, mpiddp.protocol; {is_loaded}") == "False"
+
+
+def test_python_still_forgets_the_exit_code_of_a_script() -> None:
+    """mpiddp/runtime/job/script_exit.py"""
+    state = (
+        "[n for n in ('last_exc', 'last_value', 'last_type') if hasattr(sys, n)], sys.exc_info()"
+    )
+    code = f"import atexit, sys; atexit.register(lambda: print({state})); sys.exit(3)"
+    assert run(code) == "[] (None, None, None)"
+    hooks = "sys.excepthook = sys.unraisablehook = lambda *args: print(args)"
+    assert run(f"import sys; {hooks}; sys.exit(3)") == ""
+
+
+def test_a_thread_still_cannot_answer_while_native_code_holds_the_gil() -> None:
+    """mpiddp/runtime/launcher/native_stacks.py"""
+    launcher = Launcher()
+    with launcher.rank("print(flush=True); sum(range(10**12))") as rank:
+        assert rank.stdout is not None
+        launcher.receive_for(60, until="started")
+        assert rank.stdout.readline() == "\n"
+        time.sleep(0.5)
+        launcher.server.request_stacks()
+        assert "stacks" not in dict(map(reversed, launcher.receive_for(1.0, until="stacks")))
+        launcher.server.interrupt(1)
+        assert (1, "frames") in launcher.receive_for(60, until="frames")
+    launcher.server.close()
+    launcher.selector.close()

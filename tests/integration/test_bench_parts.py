@@ -1,0 +1,97 @@
+"""The parts of mpiddp bench that need no ranks: its tables, turns, options and limits.
+
+Tests mpiddp/bench/.
+python -m pytest tests/integration/test_bench_parts.py
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from mpiddp.bench import rendezvous
+from mpiddp.bench.jobs import BenchJobFailed, run
+from mpiddp.bench.options import SharedOptions, as_arguments
+from mpiddp.bench.report import aligned, markdown, shown, spread
+from mpiddp.bench.rounds import ratios, turns
+from mpiddp.bench.run import _check_writable, _write
+from mpiddp.bench.step import Options as StepOptions
+from mpiddp.bench.step import rank_options as step_options
+from mpiddp.errors import JobFailed
+from tests.support.ranks import ROOT, clean_env
+
+NO_SCRIPTS = {"__init__", "harness", "smoke"}
+
+
+def test_a_full_disk_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rendezvous.json").symlink_to("/dev/full")
+    sentence = f"--out {tmp_path} cannot be written: No space left on device."
+    with pytest.raises(JobFailed, match=sentence):
+        _write(tmp_path, "rendezvous", rendezvous.BENCHMARK, {})
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(JobFailed, match=r"cannot be written \(No space left on device\)"):
+        _check_writable(tmp_path)
+
+
+def test_job_timeout() -> None:
+    with pytest.raises(BenchJobFailed, match=r"it did not end within 0\.2 s\."):
+        run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
+
+
+def test_spread_and_tables() -> None:
+    values = [3.0, 1.0, 2.5]
+    assert spread(values) == {"median": median(values), "low": 1.0, "high": 3.0}
+    assert shown(spread(values), ".1f", 10) == "25.0 (10.0 to 30.0)"
+    head, rows = ("a", "number"), [["bc", "1"], ["d", "22"]]
+    assert aligned(head, rows) == "a   number\nbc       1\nd       22"
+    assert markdown(head, rows) == "| a | number |\n|---|---|\n| bc | 1 |\n| d | 22 |"
+
+
+def test_turns_change_their_order_in_every_round() -> None:
+    order = list(turns("abc", 4, warmup=1))
+    by_round = [[name for at, name in order if at == number] for number in range(5)]
+    assert ["".join(names) for names in by_round] == ["abc", "cba", "bca", "acb", "cab"]
+    assert ratios([3.0, 1.0], [2.0, 4.0]) == [1.5, 0.25]
+
+
+def test_a_value_of_x_is_on_no_command_line() -> None:
+    exports = ("WORD=private", "NCCL_DEBUG=INFO", "HOME")
+    shared = SharedOptions(mpirun=None, timeout=60, out=None, x=exports)
+    assert shared.launch_options() == ["-x", "WORD", "-x", "NCCL_DEBUG=INFO", "-x", "HOME"]
+    assert shared.hidden_values() == {"WORD": "private"}
+
+
+def test_options_reach_the_ranks_unchanged() -> None:
+    options = StepOptions(steps=7, real_data=True, rounds=2)
+    assert as_arguments(options) == ["--steps", "7", "--real-data", "--rounds", "2"]
+    assert step_options([*as_arguments(options), "--lr", "1"]) == (options, ["--lr", "1"])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "faults",
+        "gpu",
+        *sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS),
+    ],
+)
+def test_every_benchmark_script_has_help(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{script}", "--help"],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: python -m benchmarks.{script} ")

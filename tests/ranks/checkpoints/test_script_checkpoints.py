@@ -1,0 +1,667 @@
+"""mpiddp.Checkpoints in a script of one process: what it saves, resumes and refuses.
+
+Tests mpiddp/checkpoints/script.py.
+python -m pytest tests/ranks/checkpoints/test_script_checkpoints.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mpiddp
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.read import facts_of
+from mpiddp.checkpoints.resumed import Resumed
+from mpiddp.checkpoints.tensor_file import write_tensors
+from mpiddp.runtime.job.session import current
+from tests.support.ranks import clean_env
+from tests.support.training import unequal
+
+Open = Callable[..., mpiddp.Checkpoints]
+
+
+@pytest.fixture
+def create(tmp_path: Path) -> Iterator[Open]:
+    """Creates `Checkpoints` of one folder; closes them at the end of the test."""
+    created = []
+
+    def create(folder: str = "run", **options: Any) -> mpiddp.Checkpoints:
+        created.append(mpiddp.Checkpoints(tmp_path / folder, **options))
+        return created[-1]
+
+    yield create
+    for checkpoints in created:
+        checkpoints.close()
+    current().run = None
+
+
+def saved_by(create: Open, *steps: int, folder: str = "run", **state: Any) -> Resumed:
+    """What a second script resumes that finds checkpoints of these steps."""
+    first = create(folder)
+    first.resume()
+    for step in steps:
+        first.save(step, state)
+    first.close()
+    resumed = create(folder).resume()
+    assert resumed is not None
+    return resumed
+
+
+STATES = {
+    "plain": {"epoch": 3, "name": "a", "best": 0.1, "done": False, "none": None, "big": 1 << 100},
+    "special floats": {"values": [float("inf"), -0.0, 1e-320]},
+    "nested": {
+        "list": [1, (2, "three"), {"four": [torch.ones(2)]}],
+        "keys": {0: "a", 1.5: "b", 1 << 1999: "c"},
+    },
+    "tensors": {
+        "half": torch.randn(3).half(),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 3),
+        "transposed": torch.randn(2, 3).T,
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "complex": torch.randn(2, dtype=torch.complex64),
+        "bool": torch.tensor([True, False]),
+    },
+    "dicts": {"ordered": OrderedDict(a=1), "counter": Counter("aab")},
+    "empty": {},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_returns_as_it_was_saved(create: Open, name: str) -> None:
+    state = STATES[name]
+    resumed = saved_by(create, 5, **state)
+    assert resumed.step == 5
+    assert unequal(dict(resumed.state), state) == []
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert resumed.state[key].dtype == value.dtype
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options"),
+    [("OneCycleLR", {"max_lr": 1, "total_steps": 9}), ("MultiStepLR", {"milestones": [2, 2, 3]})],
+)
+def test_models_optimizers_and_schedulers_return(
+    create: Open, scheduler: str, options: dict[str, Any]
+) -> None:
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer, getattr(torch.optim.lr_scheduler, scheduler)(optimizer, **options)
+
+    model, optimizer, schedule = build()
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    objects = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    states = {name: each.state_dict() for name, each in objects.items()}
+    resumed = saved_by(create, 1, **states)
+    versions = getattr(resumed.state["model"], "_metadata")  # noqa: B009 - mypy does not know it
+    assert versions["1"] == {"version": 2}
+    model, optimizer, schedule = build()
+    resumed.load_into(model=model, optimizer=optimizer, schedule=schedule)
+    assert unequal(dict(model.state_dict()), dict(states["model"])) == []
+    assert unequal(optimizer.state_dict(), states["optimizer"]) == []
+    assert schedule.state_dict() == states["schedule"]
+
+
+def test_a_scheduler_of_schedulers_returns(create: Open) -> None:
+    """The state of SequentialLR has those of its schedulers, and MultiStepLR's has a Counter."""
+
+    def build() -> torch.optim.lr_scheduler.SequentialLR:
+        schedulers = torch.optim.lr_scheduler
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        parts = [schedulers.ConstantLR(optimizer), schedulers.MultiStepLR(optimizer, [2, 4])]
+        return schedulers.SequentialLR(optimizer, parts, milestones=[3])
+
+    resumed = saved_by(create, 1, schedule=build().state_dict())
+    schedule = build()
+    resumed.load_into(schedule=schedule)
+    for _ in range(8):
+        schedule.optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == pytest.approx([0.01])
+
+
+def test_the_checkpoint_that_a_run_resumes_from_is_hashed_once(
+    create: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = create(keep=2)
+    first.save(1, {"weight": torch.ones(2)})
+    first.close()
+    hashed = []
+    sha256 = directory._sha256
+
+    def recorded(path: Path) -> str:
+        hashed.append(f"{path.parent.name}/{path.name}")
+        return sha256(path)
+
+    monkeypatch.setattr(directory, "_sha256", recorded)
+    second = create(keep=2)
+    assert second.resume() is not None
+    second.save(2, {"weight": torch.ones(2)})
+    second.close()
+    assert hashed.count("step_00000001/weight.pt") == 1
+
+
+def test_random_numbers_continue(create: Open) -> None:
+    def draw() -> list[Any]:
+        return [random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)]
+
+    first = create()
+    first.resume()
+    random.gauss(0, 1)  # keeps a second number
+    first.save(1, {}, per_rank={"position": 12})
+    expected = draw()
+    first.close()
+    draw()
+    resumed = create().resume()
+    assert resumed is not None
+    assert draw() == expected
+    assert resumed.per_rank == {"position": 12}
+    assert resumed.world_size == 1
+
+
+def test_a_save_is_a_snapshot(create: Open) -> None:
+    """The training changes its tensors, and its lists, while the thread writes."""
+    weight, history = torch.zeros(1_000_000), [1]
+    checkpoints = create()
+    checkpoints.resume()
+    checkpoints.save(1, {"weight": weight, "history": history}, per_rank={"own": weight})
+    weight.fill_(1)
+    history.append(2)
+    checkpoints.close()
+    resumed = create().resume()
+    assert resumed is not None
+    assert resumed.state["weight"].sum() == resumed.per_rank["own"].sum() == 0
+    assert resumed.state["history"] == [1]
+
+
+class Text(str):
+    """A subclass, which torch.load would refuse."""
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ({"lr": np.float64(1)}, r"state\['lr'\]: cannot save numpy.float64. .*: convert it with .item\(\)"),
+        ({"a": {"b": [np.ones(2)]}}, r"state\['a'\]\['b'\]\[0\]: .* torch.from_numpy\(\)\.$"),
+        ({"model": torch.nn.Linear(1, 1)}, r"state\['model'\]: .*Linear. .*: save its state_dict\(\)"),
+        ({"f": print}, r"state\['f'\]: cannot save builtin_function_or_method. Expected tensors, "),
+        ({"path": Path()}, r"state\['path'\]: cannot save pathlib"),
+        ({"counts": defaultdict(int)}, r"state\['counts'\]: .* convert it with dict\(\)"),
+        ({"seen": {1}}, r"state\['seen'\]: cannot save set. .* convert it with list\(\)"),
+        ({"text": Text()}, r"state\['text'\]: cannot save .*Text"),
+        ({"bytes": b""}, r"state\['bytes'\]: cannot save bytes"),
+        ({"dict": {(1, 2): 3}}, r"state\['dict'\]: a key of type tuple. Use strings or numbers"),
+        ({"big": 1 << 2001}, r"state\['big'\]: the number is too long"),
+        ({"dict": {1 << 3000: 0}}, r"state\['dict'\]: a key is a number that is too long"),
+        ({"dict": {1 << 20000: print}}, r"state\['dict'\]: a key is a number that is too long"),
+        ({"meta": torch.empty(1, device="meta")}, r"state\['meta'\]: .* meta device"),
+        ({"sparse": torch.eye(2).to_sparse()}, r"state\['sparse'\]: .* layout torch.sparse_coo"),
+        ({1: 2}, "state: expected a dict with names as keys"),
+        ([1], "state: expected a dict with names as keys"),
+    ],
+)  # fmt: skip
+def test_a_state_that_cannot_be_saved(create: Open, state: Any, sentence: str) -> None:
+    checkpoints = create()
+    with pytest.raises(TypeError, match=sentence):
+        checkpoints.save(1, state)
+
+
+@pytest.mark.parametrize("key", ["ranks", "shard_00000", "", "x" * 300])
+def test_a_key_that_cannot_be_a_file(create: Open, key: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be the name of a file in the checkpoint\. Use"):
+        create().save(1, {key: 1})
+
+
+def test_any_other_key_is_a_file_of_its_own(create: Open, tmp_path: Path) -> None:
+    state = {"model": 1, "a/b": 2, "..": 3, "é x": 4, "%": 5}
+    assert saved_by(create, 1, **state).state == state
+    folder = tmp_path / "run/checkpoints/step_00000001"
+    assert torch.load(folder / "model.pt") == 1
+    files = ["model", "a%2Fb", "..", "%C3%A9%20x", "%25", "ranks"]
+    assert {path.name for path in folder.glob("*.pt")} == {f"{name}.pt" for name in files}
+
+
+def test_a_state_that_contains_itself(create: Open) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match=r"nested too deeply"):
+        create().save(1, {"endless": endless})
+
+
+def test_a_refused_state_leaves_the_folder_as_it_is(create: Open, tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        create().save(1, {"a": object()})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"keep": 0}, ValueError, "keep: expected 1 or more, not 0"),
+        ({"keep": "2"}, TypeError, "keep: expected a whole number, not '2'"),
+        ({"every": "often"}, ValueError, "every: 'often' is not "),
+        ({"every": 0}, ValueError, "every: '0' is not "),
+        ({"every": 1.5}, TypeError, "every: expected a number of steps or a time"),
+        ({"config": {"a": object()}}, TypeError, "config: expected numbers, strings, "),
+        ({"config": [1]}, TypeError, "config: expected a dict, not list"),
+        ({"on_save_error": "ignore"}, ValueError, 'on_save_error: expected "warn" or "stop"'),
+    ],
+)
+def test_an_invalid_argument(
+    create: Open, options: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        create(**options)
+
+
+@pytest.mark.parametrize(
+    ("step", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError), (1 << 60, ValueError)]
+)  # fmt: skip
+def test_an_invalid_step(create: Open, step: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"step: expected"):
+        create().save(step, {})
+
+
+def test_due_by_steps_counts_multiples(create: Open) -> None:
+    checkpoints = create(every=4)
+    assert [step for step in range(1, 10) if checkpoints.due(step)] == [4, 8]
+    samples = create("samples", every="100")
+    assert [step for step in range(64, 400, 64) if samples.due(step)] == [128, 256, 320]
+    assert not any(create("never", every=None).due(step) for step in range(1, 9))
+
+
+def test_keep(create: Open, tmp_path: Path) -> None:
+    checkpoints = create(keep=2)
+    for step in (3, 10, 11):
+        checkpoints.save(step, {})
+    checkpoints.close()
+    folders = directory.list_steps(tmp_path / "run" / "checkpoints")
+    assert [directory.step_of(folder) for folder in folders] == [10, 11]
+
+
+def test_two_of_one_folder_are_refused(create: Open) -> None:
+    saved_by(create, 7)
+    with pytest.raises(mpiddp.UserError, match=r"is in use by this process. Close it there first"):
+        create().resume()
+
+
+def test_a_save_without_resume_refuses_older_checkpoints(create: Open, tmp_path: Path) -> None:
+    first = create()
+    first.save(7, {})
+    first.close()
+    with pytest.raises(mpiddp.UserError, match=r"has step_00000007 of an earlier run. Call resume"):
+        create().save(1, {})
+    assert [each.name for each in directory.list_steps(tmp_path / "run/checkpoints")] == [
+        "step_00000007"
+    ]
+
+
+def test_a_step_before_the_resumed_one_is_refused(create: Open) -> None:
+    first = create()
+    first.save(7, {})
+    first.close()
+    second = create()
+    assert second.resume() is not None
+    with pytest.raises(ValueError, match=r"step 1 is earlier than step 7, which .*run has already"):
+        second.save(1, {})
+    second.save(7, {})  # is saved already
+    with pytest.raises(RuntimeError, match=r"must be called once"):
+        second.resume()
+
+
+def test_a_broken_checkpoint_is_reported_and_the_one_before_it_used(
+    create: Open, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = create()
+    for step in (1, 2):
+        first.save(step, {"step": step})
+    first.close()
+    file = tmp_path / "run/checkpoints/step_00000002/step.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    resumed = create().resume()
+    assert resumed is not None
+    assert (resumed.step, resumed.state) == (1, {"step": 1})
+    assert (
+        "step.pt does not match its SHA-256; resuming from step_00000001" in capfd.readouterr()[0]
+    )
+
+
+def test_another_config_is_refused(create: Open) -> None:
+    first = create(config={"width": 3, "sizes": (1, 2)})
+    first.save(1, {})
+    first.close()
+    sentence = r"was made with another config: depth None, now 2; width 3, now 4. Use the same"
+    with pytest.raises(mpiddp.UserError, match=sentence):
+        create(config={"width": 4, "sizes": [1, 2], "depth": 2}).resume()
+    assert create(config={"sizes": (1, 2), "width": 3}).resume() is not None
+
+
+def test_a_checkpoint_of_another_model_is_refused(create: Open) -> None:
+    resumed = saved_by(create, 4, model=torch.nn.Linear(2, 3).state_dict())
+    with pytest.raises(mpiddp.UserError, match=r"step 4 does not fit: model: .*size mismatch"):
+        resumed.load_into(model=torch.nn.Linear(3, 3))
+    with pytest.raises(mpiddp.UserError, match=r"step 4 has no 'optimizer'. It has: 'model'."):
+        resumed.load_into(optimizer=torch.nn.Linear(3, 3))
+
+
+def test_a_check_refuses_a_checkpoint_before_anything_changes(create: Open, tmp_path: Path) -> None:
+    """Of another model, which the run would go back to."""
+    first = create(keep=9)
+    for step in (1, 2, 3):
+        first.save(step, {"model": torch.nn.Linear(2, 3).state_dict()})
+        mpiddp.log_metrics(step, loss=step)
+    first.close()
+    run = tmp_path / "run"
+    before, numbers = contents(run), random.getstate()
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(mpiddp.UserError, match="does not fit: model"):
+        create().resume(
+            run / "checkpoints/step_00000001", check=lambda saved: saved.load_into(model=model)
+        )
+    assert contents(run) == before
+    assert random.getstate() == numbers
+    resumed = create().resume(check=lambda saved: None)
+    assert resumed is not None
+    assert resumed.step == 3
+
+
+def test_a_crash_after_going_back_does_not_resume_from_the_later_checkpoints(
+    create: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step has ended; the restart names the same checkpoint again."""
+    first = create(keep=9)
+    for step in (1, 2, 3):
+        first.save(step, {})
+    first.close()
+    path = tmp_path / "run/checkpoints/step_00000001"
+    second = create()
+    assert second.resume(path) is not None
+    second.close()
+    monkeypatch.setenv("MPIDDP_RESTART_COUNT", "1")
+    again = create().resume(path)
+    assert again is not None
+    assert again.step == 1
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_of_mpiddp_train_is_refused(create: Open, tmp_path: Path) -> None:
+    theirs = Path(__file__).parents[2] / "data/run_of_0.1.0"
+    sentence = (
+        r"was made with another config: program 'mpiddp train', now None. Use the same config"
+    )
+    with pytest.raises(mpiddp.UserError, match=sentence):
+        create().resume(theirs)
+    assert not (tmp_path / "run").exists()
+    assert create(config={"program": "mpiddp train"}).resume(theirs) is not None
+
+
+def test_foreign_states_of_random_number_generators_are_refused(
+    create: Open, tmp_path: Path
+) -> None:
+    """Whoever writes files with the right hashes."""
+
+    def write_files(folder: Path) -> dict[str, str]:
+        ranks = [{"rng": {"python": "?", "torch": 3}, "state": {}}]
+        (folder / "state.json").write_text(facts_of(1, 1, [], {}))
+        return write_tensors(folder, {"ranks": ranks})
+
+    directory.write(tmp_path / "run/checkpoints", 1, write_files)
+    with pytest.raises(mpiddp.UserError, match=r"random number generators cannot be restored"):
+        create().resume()
+
+
+def test_records_of_another_program_are_refused(create: Open, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("mine\n")
+    with pytest.raises(mpiddp.UserError, match=r"has a metrics.jsonl of another program"):
+        create().resume()
+    assert (tmp_path / "run/metrics.jsonl").read_text() == "mine\n"
+
+
+def test_an_unwritable_folder(create: Open, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        mpiddp.UserError, match=r"file/run cannot be written: Not a directory. Name"
+    ):
+        create("file/run").resume()
+
+
+# Resume from a path
+
+
+def test_a_path_of_this_run_goes_back(create: Open, tmp_path: Path) -> None:
+    first = create(keep=9)
+    for step in (1, 2, 3):
+        first.save(step, {"step": step})
+    first.close()
+    root = tmp_path / "run/checkpoints"
+    back = create()
+    resumed = back.resume(root / "step_00000001")
+    assert resumed is not None
+    assert resumed.state == {"step": 1}
+    names = ["step_00000001", "step_00000002.old-1", "step_00000003.old-1"]
+    assert sorted(each.name for each in root.iterdir()) == names
+    back.save(2, {"step": "again"})
+    back.close()
+    resumed = create().resume()
+    assert resumed is not None
+    assert resumed.state == {"step": "again"}
+
+
+def test_a_restart_does_not_go_back_again(
+    create: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_by(create, 1, 2, folder="other")
+    first = create(keep=9)
+    for step in (1, 2):
+        first.save(step, {})
+    first.close()
+    monkeypatch.setenv("MPIDDP_RESTART_COUNT", "1")
+    resumed = create().resume(tmp_path / "run/checkpoints/step_00000001")
+    assert resumed is not None
+    assert resumed.step == 2
+
+
+def test_a_path_of_another_run_counts_until_this_run_has_a_checkpoint(
+    create: Open, tmp_path: Path
+) -> None:
+    other = create("other")
+    other.save(5, {"from": "other"})
+    other.close()
+    for step, origin in ((5, "other"), (6, "own")):
+        checkpoints = create()
+        resumed = checkpoints.resume(tmp_path / "other")
+        assert resumed is not None
+        assert (resumed.step, resumed.state) == (step, {"from": origin})
+        checkpoints.save(6, {"from": "own"})
+        checkpoints.close()
+
+
+def test_a_path_without_a_checkpoint(create: Open, tmp_path: Path) -> None:
+    with pytest.raises(
+        mpiddp.UserError, match=r"none not found \(looked in .*\). Expected a run's"
+    ):
+        create().resume(tmp_path / "none")
+    with pytest.raises(
+        mpiddp.UserError, match=r": contains no checkpoint. Expected a run's folder"
+    ):
+        create().resume(tmp_path)
+
+
+RESUMES = """
+import sys, mpiddp
+print(mpiddp.Checkpoints(sys.argv[1]).resume().step, flush=True)
+"""
+
+
+def test_a_restart_waits_for_the_folder_of_the_run(create: Open, tmp_path: Path) -> None:
+    """Its file server is away for a while. Without the wait, the restart would begin at step 0."""
+    first = create()
+    first.save(3, {})
+    first.close()
+    run, away = tmp_path / "run", tmp_path / "away"
+    run.rename(away)
+    command = [sys.executable, "-u", "-c", RESUMES, str(run)]
+    env = clean_env({"MPIDDP_RUN_DIR": str(run)})
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        sentence = f"{run} is not there; waiting for its file system …\n"
+        assert process.stdout.readline() == sentence
+        away.rename(run)
+        assert process.stdout.read().splitlines()[-1] == "3"
+    assert process.returncode == 0
+
+
+# Records
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_records_of_repeated_steps_are_dropped(create: Open, tmp_path: Path) -> None:
+    first = create()
+    first.resume()
+    assert mpiddp.run_dir() == tmp_path / "run"
+    for step in (1, 2, 3):
+        if step == 2:
+            first.save(step, {})
+        mpiddp.log_metrics(step, loss=torch.tensor(0.5), lr=np.float64(0.1), name="a", none=None)
+    first.close()
+    assert [each["step"] for each in records(tmp_path / "run")] == [1, 2, 3]
+    assert records(tmp_path / "run")[0] == {
+        "step": 1, "loss": 0.5, "lr": 0.1, "name": "a", "none": None,
+    }  # fmt: skip
+    current().run = None
+    assert create().resume() is not None
+    assert [each["step"] for each in records(tmp_path / "run")] == [1, 2]
+    mpiddp.log_metrics(3, loss="again")
+    assert [each["loss"] for each in records(tmp_path / "run")] == [0.5, 0.5, "again"]
+
+
+def test_a_number_that_json_does_not_have_is_null(create: Open, tmp_path: Path) -> None:
+    create().resume()
+    mpiddp.log_metrics(1, loss=float("nan"), best=torch.tensor(float("inf")), lr=0.5)
+    (line,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    found = json.loads(line, parse_constant=refuse)
+    assert found == {"step": 1, "loss": None, "best": None, "lr": 0.5}
+
+
+def test_records_need_a_run(create: Open) -> None:
+    with pytest.raises(
+        mpiddp.UserError, match=r"there is no folder of a run yet. Create one first"
+    ):
+        mpiddp.run_dir()
+    with pytest.raises(mpiddp.UserError, match=r"there is no folder of a run yet"):
+        mpiddp.log_metrics(1, loss=2)
+    checkpoints = create()
+    with pytest.raises(mpiddp.UserError, match=r"call Checkpoints.resume\(\) first"):
+        mpiddp.log_metrics(1, loss=2)
+    checkpoints.resume()
+    with pytest.raises(TypeError, match=r"loss: expected a number or a string, not list"):
+        mpiddp.log_metrics(1, loss=[2])
+    with pytest.raises(TypeError, match=r"step: expected a whole number, not 1.5"):
+        mpiddp.log_metrics(1.5, loss=2)  # type: ignore[arg-type]
+
+
+# The end of the script
+
+SAVES = """
+import os, sys, time, mpiddp, torch
+checkpoints = mpiddp.Checkpoints(sys.argv[1], on_save_error="warn")
+checkpoints.resume()
+checkpoints.save(1, {"weight": torch.zeros(10_000_000)})
+if sys.argv[2] == "full":
+    while not os.path.exists(f"{sys.argv[1]}/checkpoints/step_00000001"):
+        time.sleep(0.01)
+    import mpiddp.checkpoints.save as files
+    def write_files(*arguments):
+        raise OSError(28, "No space left on device")
+    files.write_files = write_files
+    checkpoints.save(2, {})
+if sys.argv[2] == "gone":
+    checkpoints._wait_for_own_save()
+    os.rename(f"{sys.argv[1]}/checkpoints", f"{sys.argv[1]}/elsewhere")
+    os.symlink("x" * 300, f"{sys.argv[1]}/checkpoints")  # longer than a name may be
+    checkpoints.save(2, {})
+print("ends", flush=True)
+if sys.argv[2] == "fork" and os.fork() == 0:
+    sys.exit()
+if sys.argv[2] == "error":
+    raise ValueError("a bug")
+sys.exit(0)
+"""
+
+
+def end_of(tmp_path: Path, how: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", SAVES, tmp_path / "run", how],
+        env=clean_env(), capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("how", ["success", "fork"])
+def test_the_end_of_a_script_waits_for_the_last_save(tmp_path: Path, how: str) -> None:
+    code, stdout, stderr = end_of(tmp_path, how)
+    assert (code, stdout, stderr) == (0, "ends\n", "")
+    directory.verify(tmp_path / "run/checkpoints/step_00000001")
+    assert not (tmp_path / "run/owner.json").exists()
+
+
+def test_a_script_whose_last_save_fails_does_not_succeed(tmp_path: Path) -> None:
+    code, stdout, stderr = end_of(tmp_path, "full")
+    assert (code, stdout) == (1, "ends\n")
+    assert stderr.startswith(
+        "warning: 1 of 2 saves failed.\n"
+        f"no space left for a checkpoint in {tmp_path}/run/checkpoints: step 2"
+    )
+    assert stderr.endswith("step_00000001 is kept.\n")
+
+
+def test_a_last_save_into_a_folder_that_can_no_longer_be_read_fails(tmp_path: Path) -> None:
+    assert end_of(tmp_path, "gone") == (
+        1,
+        "ends\n",
+        "warning: 1 of 2 saves failed.\n"
+        f"{tmp_path}/run/checkpoints: cannot write the checkpoint of step 2: File name too long.\n",
+    )
+
+
+def test_a_script_that_fails_keeps_its_last_save(tmp_path: Path) -> None:
+    code, _, stderr = end_of(tmp_path, "error")
+    assert (code, stderr.splitlines()[-1]) == (1, "ValueError: a bug")
+    directory.verify(tmp_path / "run/checkpoints/step_00000001")
+    assert not (tmp_path / "run/owner.json").exists()
+
+
+def test_a_process_without_a_launcher_keeps_its_environment(create: Open) -> None:
+    before = dict(os.environ)
+    create().resume()
+    assert dict(os.environ) == before

@@ -1,0 +1,266 @@
+"""`mpiddp bench` with small real jobs: their tables, JSON and charts are checked for consistency.
+
+Tests mpiddp/bench/.
+python -m pytest tests/ranks/examples/test_bench.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.ranks.launch.test_launch import running
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env, mpiddp
+
+pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install matplotlib")
+
+BENCH = [sys.executable, "-m", "mpiddp", "bench"]
+RANK = [sys.executable, "-m", "mpiddp", "bench-rank"]
+SMALL = ["--arch", "resnet20", "--batch-size", "2"]
+
+
+def bench(*options: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return mpiddp("bench", *options, **extra)
+
+
+def measured(out: Path, name: str, *options: str) -> tuple[dict[str, Any], list[list[str]]]:
+    """The results of a benchmark that succeeded, and the cells of its table's lines."""
+    done = bench(name, *options, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in out.iterdir()) == [f"{name}.json", f"{name}.png"]
+    with Image.open(out / f"{name}.png") as chart:
+        colours = chart.convert("RGB").getcolors(maxcolors=1 << 24)
+        assert chart.width > 900
+        assert colours is not None
+        assert len(colours) > 10
+    record = json.loads((out / f"{name}.json").read_text())
+    assert record["benchmark"] == name
+    assert record["command"].startswith(f"mpiddp bench {name} ")
+    assert "Open MPI" in record["environment"]["mpi"]
+    [host] = record["environment"]["hosts"]
+    assert host["cores"] == os.cpu_count()
+    assert {"host", "cpu", "gpus", "torch", "python", "memory_gib"} <= host.keys()
+    results: dict[str, Any] = record["results"]
+    return results, [line.split() for line in done.stdout.splitlines()]
+
+
+def test_scaling_computes_speed_and_efficiency_from_the_timed_steps(tmp_path: Path) -> None:
+    options = ["-H", "localhost:2", "--rounds", "1", "--steps", "2", "--warmup", "1", *SMALL]
+    results, lines = measured(tmp_path / "out", "scaling", *options)
+    alone, both = results["points"]
+    assert [(p["ranks"], p["num_hosts"], p["global_batch_size"]) for p in (alone, both)] == [
+        (1, 1, 2),
+        (2, 1, 4),
+    ]
+    speeds = []
+    for point in (alone, both):
+        [steps] = point["step_s"]
+        assert len(steps) == 2
+        speeds.append(point["images_per_s"]["median"])
+        from_steps = point["global_batch_size"] * 2 / sum(steps)
+        if point is alone:
+            assert speeds[-1] == pytest.approx(from_steps)
+        else:  # the slowest rank overall is not the slowest in every step
+            assert from_steps <= speeds[-1] * 1.000001 <= 2 * from_steps
+    assert both["efficiency"]["median"] == pytest.approx(speeds[1] / 2 / speeds[0])
+    assert both["ideal_images_per_s"] == pytest.approx(2 * speeds[0])
+    assert results["settings"]["arch"] == "resnet20"
+    assert [line[:3] for line in lines[3:5]] == [["1", "1", "2"], ["2", "1", "4"]]
+
+
+def test_allreduce_bus_bandwidth_of_three_ranks(tmp_path: Path) -> None:
+    options = ["-H", "localhost:3", "--max-size", "64K", "--seconds", "0.000001", "--repeats", "5"]
+    options += ["-x", "A=private-value"]
+    results, lines = measured(tmp_path / "out", "allreduce", *options)
+    assert "private-value" not in (tmp_path / "out" / "allreduce.json").read_text()
+    assert [point["bytes"] for point in results["points"]] == [1024, 4096, 16384, 65536]
+    for point in results["points"]:
+        speed = point["algorithm_gb_per_s"]["median"]
+        assert point["backend"] == "gloo"
+        assert point["count"] == 5  # odd, so that the median speed follows from the median time
+        assert speed == pytest.approx(point["bytes"] / point["time_s"] / 1e9, rel=1e-6)
+        assert point["bus_gb_per_s"]["median"] == pytest.approx(speed * 4 / 3)
+    assert lines[-3][:3] == ["gloo", "64", "KiB"]
+
+
+def test_launch_is_timed_against_torchrun(tmp_path: Path) -> None:
+    results, _ = measured(tmp_path / "out", "launch", "--ranks", "1", "--rounds", "1")
+    [point] = results["points"]
+    ours, theirs = point["mpiddp"], point["torchrun"]
+    for name in ("wall_s", "cpu_s"):
+        ratio = ours[name]["median"] / theirs[name]["median"]
+        assert point[f"{name}_ratio"]["median"] == pytest.approx(ratio)
+    assert 0.5 < ours["wall_s"]["median"] < 60
+    assert 0.5 < ours["cpu_s"]["median"] < 60  # the import of torch alone takes longer
+    assert ours["resident_mb"] < 20
+    assert theirs["resident_mb"] > 100  # the agent has imported torch
+    assert 0 < ours["children_mb"] < 100
+
+
+def test_step_parts_add_up_on_each_rank(tmp_path: Path) -> None:
+    options = ["-H", "localhost:2", "--rounds", "1", "--steps", "4", *SMALL]
+    results, _ = measured(tmp_path / "out", "step", *options)
+    assert [rank["rank"] for rank in results["ranks"]] == [0, 1]
+    for rank in results["ranks"]:
+        parts = ("data", "forward", "backward", "communication exposed", "optimizer", "other")
+        total = sum(rank[part]["median"] for part in parts)
+        assert rank["step"]["median"] == pytest.approx(total)
+        assert min(rank[part]["median"] for part in ("forward", "backward", "optimizer")) > 0
+    runner, bare, again = results["loops"]
+    assert [each["loop"] for each in (runner, bare, again)] == [
+        "runner",
+        "bare loop",
+        "bare loop again",
+    ]
+    ratio = runner["step_s"]["median"] / bare["step_s"]["median"]
+    assert runner["to_bare"]["median"] == pytest.approx(ratio)
+
+
+def test_loader_measures_every_available_source(tmp_path: Path) -> None:
+    options = ["-H", "localhost:1", "--rounds", "1", "--batches", "2", "--images", "8"]
+    (tmp_path / "no data").mkdir()
+    options += ["--workers", "0,1", "--batch-size", "4", "--data-dir", str(tmp_path / "no data")]
+    results, _ = measured(tmp_path / "out", "loader", *options)
+    speeds = {each["source"]: each["images_per_s"]["median"] for each in results["sources"]}
+    folders = {"image folder, 0 workers", "image folder, 1 worker"}
+    assert {"synthetic 3×32×32", "synthetic 3×224×224", *folders} <= speeds.keys()
+    assert min(speeds.values()) > 0
+    assert "no data" in results["missing"]["CIFAR-10"]
+    assert results["arch"] == "resnet20"
+    for each in results["sources"]:
+        times = each["images_per_s"]["median"] / each["model_images_per_s"]
+        assert each["times_model"] == pytest.approx(times)
+
+
+def test_rendezvous_without_torch(tmp_path: Path) -> None:
+    options = ["--ranks", "2,3", "--rounds", "1", "--no-torch"]
+    results, _ = measured(tmp_path / "out", "rendezvous", *options)
+    for ranks, point in zip((2, 3), results["points"], strict=True):
+        assert (point["ranks"], point["series"]) == (ranks, "MPI alone")
+        assert 0 < point["rendezvous_s"]["median"] < point["wall_s"]["median"]
+        assert point["rank_peak_mb"] < 100  # torch would take more than twice that
+
+
+def test_bench_imports_no_torch_in_the_launching_process() -> None:
+    names = [path.stem for path in (ROOT / "mpiddp" / "bench").glob("*.py")]
+    code = (
+        f"from importlib import import_module\nfor name in {names}:\n"
+        "    import_module(f'mpiddp.bench.{name}')\n"
+        "import sys; print({'torch', 'numpy', 'matplotlib', 'mpi4py'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["speed"],
+            'mpiddp bench: unknown benchmark "speed". Expected one of: scaling, allreduce, launch, '
+            "step, loader, rendezvous.",
+        ),
+        (
+            ["scaling", "--rounds", "0"],
+            "mpiddp bench scaling: argument --rounds: expected a whole number, 1 or more, not '0'. "
+            "See: mpiddp bench scaling --help",
+        ),
+        (
+            ["allreduce", "--max-size", "huge"],
+            "mpiddp bench allreduce: argument --max-size: expected a size of at least 1K, such as 64K, "
+            "16M or 1G, not 'huge'. See: mpiddp bench allreduce --help",
+        ),
+        (
+            ["step", "--resume", "runs/one"],
+            "--resume does not apply to mpiddp bench step, which runs a fixed number of steps and "
+            "keeps no checkpoint. Leave it out.",
+        ),
+        (
+            ["step", "--parallel", "fsdp"],
+            "--parallel fsdp does not apply to mpiddp bench step, which measures "
+            "DistributedDataParallel. Leave it out.",
+        ),
+        (
+            ["step", "--ark", "resnet18"],
+            'mpiddp train: unrecognized arguments: --ark resnet18. Did you mean "--arch"? '
+            "See: mpiddp train --help",
+        ),
+        (
+            ["scaling", "-H", "localhost:2", "--ranks", "2,3"],
+            "--ranks 3 is more than the 2 available slots.",
+        ),
+        (
+            ["scaling", "-H", "localhost:2", "--strong"],
+            "--strong needs a global batch size. Example: --global-batch-size 512",
+        ),
+        (
+            ["allreduce", "-H", "localhost:1"],
+            "an all-reduce needs at least 2 ranks. Example: -H localhost:2",
+        ),
+        (
+            ["launch", "--out", "setup.py/bench"],
+            f"--out setup.py/bench: {ROOT}/setup.py cannot be written (Not a directory). "
+            "Name another folder.",
+        ),
+    ],
+)
+def test_bad_bench_options_are_refused_in_one_sentence(options: list[str], sentence: str) -> None:
+    done = bench(*options)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{sentence}\n")
+
+
+def test_missing_matplotlib_is_an_error_before_the_measurement(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden" / "matplotlib"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('hidden by a test')\n")
+    out = tmp_path / "out"
+    path = os.pathsep.join([str(hidden.parent), str(ROOT)])
+    done = bench("scaling", "-H", "localhost:2", "--out", str(out), PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "mpiddp bench needs matplotlib for its charts (hidden by a test). "
+        f"Run: {sys.executable} -m pip install 'mpiddp[bench]'\n"
+    )
+    assert not out.exists()
+
+
+def test_an_error_of_the_ranks_ends_bench_without_an_output_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["scaling", "-H", "localhost:1", "--weights", "nowhere.pt", *SMALL]
+    done = bench(*options, "--out", str(out))
+    assert done.returncode == 2
+    first, last = done.stderr.splitlines()
+    assert first.startswith("--weights nowhere.pt: No such file or directory")
+    assert last == "mpiddp: bench scaling stopped: a job failed with exit code 2."
+    assert not out.exists()
+
+
+def test_sigterm_ends_the_benchmark_and_its_job(tmp_path: Path) -> None:
+    seed = f"{os.getpid()}{time.time_ns() % 10_000:04}"
+    options = ["scaling", "-H", "localhost:2", "--steps", "1000000", "--seed", seed, *SMALL]
+    process = subprocess.Popen(
+        [*BENCH, *options, "--out", str(tmp_path / "out")],
+        env=clean_env(),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not any(line.startswith(" ".join(RANK)) for line in running(seed)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, stderr) == (130, "interrupted\n")
+    assert running(seed) == []

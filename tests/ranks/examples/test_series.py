@@ -1,0 +1,172 @@
+"""examples/series: each script runs under its launchers, and all compute the same losses.
+
+python -m pytest tests/ranks/examples/test_series.py
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import clean_env, own_lines
+from tests.support.series import SERIES, losses, run, start
+
+STEPS = ("one_device.py", "one_host.py", "many_hosts.py", "sharded.py")
+EPOCHS = 4
+SIZES = ("--samples", "256", "--batch-size", "32")
+# Sums in another order. After 32 steps the losses of float32 still agree to 6 digits.
+TOLERANCE = 1e-4
+LAUNCHERS = ("python", "mpiddp launch", "mpirun", "torchrun")
+LAUNCHED = [(step, launcher) for step in STEPS[2:] for launcher in LAUNCHERS]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one device."""
+    folder = tmp_path_factory.mktemp("one")
+    done = run("python", "one_device.py", EPOCHS, "2", *SIZES, folder=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (folder / "runs/one_device/snapshot.pt").exists()
+    found = losses(done.stdout)
+    assert list(found) == list(range(1, EPOCHS + 1))
+    assert found[EPOCHS] < 0.9 * found[1]  # it learns, so wrong gradients would change the losses
+    return found
+
+
+def test_two_processes_of_one_host_compute_the_losses_of_one(
+    tmp_path: Path, expected: dict[int, float]
+) -> None:
+    done = run("python", "one_host.py", EPOCHS, "3", *SIZES, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert losses(done.stdout) == pytest.approx(expected, rel=TOLERANCE)
+    assert (tmp_path / "runs/one_host/snapshot.pt").exists()
+
+
+@pytest.mark.parametrize(("script", "launcher"), LAUNCHED)
+def test_every_launcher_computes_the_losses_of_one_device_and_resumes(
+    tmp_path: Path, expected: dict[int, float], script: str, launcher: str
+) -> None:
+    first = run(launcher, script, 2, "1", *SIZES, folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = run(launcher, script, EPOCHS, "1", *SIZES, folder=tmp_path)
+    assert second.returncode == 0, second.stderr
+    run_folder = f"runs/{script.removesuffix('.py')}"
+    assert f"resuming from {run_folder}/checkpoints/step_00000002: step 2\n" in second.stdout
+    assert list(losses(second.stdout)) == [3, 4]
+    assert losses(first.stdout) | losses(second.stdout) == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_a_sharded_run_resumes_with_another_number_of_ranks(
+    tmp_path: Path, expected: dict[int, float]
+) -> None:
+    first = run("mpiddp launch", "sharded.py", 2, "1", *SIZES, folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = run("python", "sharded.py", EPOCHS, "1", *SIZES, folder=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert losses(second.stdout) == pytest.approx({3: expected[3], 4: expected[4]}, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("script", STEPS[2:])
+def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path, script: str) -> None:
+    """Every epoch has one step, and only the stop saves."""
+    sizes = ("--samples", "32", "--batch-size", "32", "--out", str(tmp_path / "run"))
+    command = [*start("mpiddp launch"), str(SERIES / script), "1000000", "1000000", *sizes]
+    with subprocess.Popen(
+        command, env=clean_env(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        before = ""
+        while "epoch 3: " not in before:
+            line = process.stdout.readline()
+            assert line, process.communicate()[1]
+            before += line
+        process.send_signal(signal.SIGTERM)
+        rest, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75, stderr
+    step = max(losses(before + rest))
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{step:08d}"]
+    resumed = run("mpiddp launch", script, step + 1, "1000000", *sizes, folder=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"step_{step:08d}: step {step}\n" in resumed.stdout
+    sizes = (*sizes[:4], "--out", "whole")
+    whole = run("mpiddp launch", script, step + 1, step + 1, *sizes, folder=tmp_path)
+    assert losses(resumed.stdout) == {step + 1: losses(whole.stdout)[step + 1]}
+
+
+MISTAKES = {
+    "no epochs": (("0", "1"), "{script}: total_epochs: expected 1 or more, not 0."),
+    "save_every 0": (("1", "0"), "{script}: save_every: expected 1 or more, not 0."),
+    "not a number": (("1", "x"), "{script}: argument save_every: invalid int value: 'x'. See: "),
+    "empty data set": (
+        ("1", "1", "--samples", "0"),
+        "the data set is empty. Name a number of samp",
+    ),
+    "few samples": (
+        ("1", "1", "--samples", "9"),
+        "the data set has 9 samples, fewer than a step t",
+    ),
+    "uneven": (("1", "1", "--batch-size", "33"), "--batch-size 33 is not divisible by 2 ranks."),
+}
+
+
+def starts_of(script: str) -> list[str]:
+    return ["python"] if script in STEPS[:2] else ["mpiddp launch"]
+
+
+@pytest.mark.parametrize("script", STEPS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_bad_input_is_one_sentence(tmp_path: Path, script: str, mistake: str) -> None:
+    if (script, mistake) == ("one_device.py", "uneven"):
+        pytest.skip("one device divides every batch")
+    arguments, sentence = MISTAKES[mistake]
+    (launcher,) = starts_of(script)
+    done = run(launcher, script, *arguments, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = own_lines(done.stderr)
+    assert line.startswith(sentence.format(script=script))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("launcher", ["python", "mpirun", "torchrun"])
+def test_bad_input_is_one_sentence_under_every_launcher(tmp_path: Path, launcher: str) -> None:
+    done = run(launcher, "many_hosts.py", "1", "0", folder=tmp_path)
+    assert done.returncode == (1 if launcher == "torchrun" else 2), done.stderr
+    first = (
+        done.stderr.splitlines()[0].removeprefix("[rank0]: ").removeprefix("[rank1]: ")
+    )  # torch's
+    assert first == "many_hosts.py: save_every: expected 1 or more, not 0."
+    assert done.stderr.count("save_every") == 1
+    assert "Traceback" not in done.stderr or launcher == "torchrun"  # its own
+
+
+@pytest.mark.parametrize("script", STEPS)
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, script: str) -> None:
+    (launcher,) = starts_of(script)
+    other = "sharded.py" if script == "many_hosts.py" else "many_hosts.py"
+    made = run("python", other, 1, 1, *SIZES, "--out", "run", folder=tmp_path)
+    assert made.returncode == 0, made.stderr
+    before = sorted(tmp_path.rglob("*"))
+    done = run(launcher, script, 2, 1, *SIZES, "--out", "run", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = own_lines(done.stderr)
+    assert re.match(
+        r"(rank 0 on \S+: )?run\S* (is the folder of another run|was made with another)", line
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_series_needs_nothing_but_its_folder(tmp_path: Path) -> None:
+    """A user may copy it."""
+    shutil.copytree(SERIES, tmp_path / "series")
+    done = subprocess.run(
+        [sys.executable, "series/one_host.py", "1", "1", *SIZES],
+        env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

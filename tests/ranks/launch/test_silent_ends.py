@@ -1,0 +1,207 @@
+"""A rank's process that ends, or becomes another program, without a word to us: as under torchrun.
+
+A process that ended with code 0 is no failure by itself. It is named if the others then fail or hang.
+
+Tests mpiddp/runtime/job/session.py, mpiddp/launch/supervise/.
+python -m pytest tests/ranks/launch/test_silent_ends.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.mpis import mpirun_of
+from tests.support.ranks import launch, script, torchrun
+
+MPIS = ("openmpi5", "openmpi4", "mpich", "intelmpi")
+BARE = "import os; os._exit(0)"
+INIT = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {os.environ['RANK']} sees {int(total)}\\n", end="", flush=True)
+"""
+AFTER_A_GROUP = f"{INIT}\nos._exit(0)\n"
+BOTH = ["rank 0 sees 2", "rank 1 sees 2"]
+ONE_EARLY = """
+import os, sys, time
+if os.environ["RANK"] == sys.argv[1]:
+    os._exit(0)
+time.sleep(5)  # longer than it takes the launcher to end a failed job
+print("went on\\n", end="", flush=True)
+"""
+
+
+def seen(output: str) -> list[str]:
+    return sorted(line for line in output.splitlines() if " sees " in line or line == "went on")
+
+
+def by(mpi: str, *arguments: str) -> tuple[str, ...]:
+    return ("--mpirun", mpirun_of(mpi), "-H", "localhost:2", *arguments)
+
+
+# --- os._exit(0) ---
+
+
+@pytest.mark.xfail(strict=True, reason="a silent end with code 0 is taken for a failure")
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("text", [BARE, AFTER_A_GROUP], ids=["bare", "after a group"])
+def test_ranks_that_all_end_by_os_exit_0_are_a_success(tmp_path: Path, text: str, mpi: str) -> None:
+    job = script(tmp_path, text)
+    theirs = torchrun(2, job)
+    ours = launch(*by(mpi, job))
+    assert (ours.returncode, seen(ours.stdout)) == (theirs.returncode, seen(theirs.stdout))
+    assert theirs.returncode == 0, theirs.stderr
+    assert "mpiddp: " not in ours.stderr
+
+
+@pytest.mark.xfail(strict=True, reason="a silent end with code 0 is taken for a failure")
+@pytest.mark.parametrize("early", ["0", "1"])
+def test_the_others_go_on_after_one_has_ended_by_os_exit_0(tmp_path: Path, early: str) -> None:
+    job = script(tmp_path, ONE_EARLY)
+    theirs = torchrun(2, job, early)
+    ours = launch("-H", "localhost:2", job, early)
+    assert (theirs.returncode, seen(theirs.stdout)) == (0, ["went on"])
+    assert (ours.returncode, seen(ours.stdout)) == (0, ["went on"]), ours.stderr
+
+
+FAILS_LATER = """
+import os, time
+import mpiddp
+with mpiddp.process_group(backend="gloo"):
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+    time.sleep(5)  # longer than it takes the launcher to end a failed job
+    print("went on\\n", end="", flush=True)
+    raise RuntimeError("the other one is missing")
+"""
+HANGS_LATER = """
+import os, time
+import mpiddp
+with mpiddp.process_group(backend="gloo"):
+    mpiddp.should_stop()
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+    for _ in range(10):
+        time.sleep(0.5)
+        mpiddp.should_stop()
+    print("went on\\n", end="", flush=True)
+    time.sleep(10_000)
+"""
+CAUSE = r"^mpiddp: rank 1 on \S+ .*(?:ended|exited)"
+
+
+@pytest.mark.xfail(strict=True, reason="the launcher ends the others 3 s after a silent end")
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [(FAILS_LATER, ()), (HANGS_LATER, ("--hang-timeout", "3"))],
+    ids=["fails", "hangs"],
+)
+def test_a_silent_end_is_the_cause_if_the_others_then_fail_or_hang(
+    tmp_path: Path, text: str, options: tuple[str, ...]
+) -> None:
+    done = launch(*options, "-H", "localhost:2", script(tmp_path, text))
+    assert done.returncode == 1, done.stderr
+    assert seen(done.stdout) == ["went on"], done.stderr
+    (verdict,) = re.findall(CAUSE + ".*$", done.stderr, re.MULTILINE)
+    assert "killed" not in verdict  # its code was 0
+
+
+IN_A_COLLECTIVE = """
+import os
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(1000):
+    if step == 3 and os.environ["RANK"] == "1":
+        os._exit(0)
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_silent_end_is_the_cause_if_a_collective_fails_by_it(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:2", script(tmp_path, IN_A_COLLECTIVE))
+    assert done.returncode == 1
+    assert re.findall(CAUSE, done.stderr, re.MULTILINE), done.stderr
+
+
+# --- os.execv ---
+
+START_AGAIN = f"""
+import os, sys
+if "STARTED_AGAIN" not in os.environ and os.environ["RANK"] in sys.argv[1]:
+    os.environ["STARTED_AGAIN"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+{INIT}
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.xfail(
+    strict=True, reason="after exec the launcher takes a rank for dead, and rank 0's store is"
+)
+@pytest.mark.parametrize("ranks", ["01", "0", "1"])
+def test_a_rank_that_starts_itself_again_joins_again(tmp_path: Path, ranks: str) -> None:
+    job = script(tmp_path, START_AGAIN)
+    theirs = torchrun(2, job, ranks)
+    ours = launch("-H", "localhost:2", job, ranks)
+    assert theirs.returncode == 0, theirs.stderr
+    assert (ours.returncode, seen(ours.stdout)) == (0, BOTH), ours.stderr
+    assert "mpiddp: " not in ours.stderr
+
+
+FAILS_AFTER_EXEC = """
+import os, sys
+if "STARTED_AGAIN" not in os.environ:
+    os.environ["STARTED_AGAIN"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.xfail(strict=True, reason="after exec the launcher takes a rank for dead")
+def test_a_rank_that_fails_after_exec_is_named_with_its_code(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:2", script(tmp_path, FAILS_AFTER_EXEC))
+    assert done.returncode == 1
+    assert re.search(r"^mpiddp: rank 1 on .* exit code 3", done.stderr, re.MULTILINE), done.stderr
+
+
+# --- os.closerange ---
+
+CLOSES_ALL = f"""
+{INIT}
+if sys.argv[1] == "destroyed":
+    dist.destroy_process_group()
+os.closerange(3, 65536)
+"""
+
+
+@pytest.mark.xfail(
+    strict=True, reason="our threads meet EBADF, and the launcher takes the rank for dead"
+)
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_script_may_close_all_files_at_its_end(tmp_path: Path, mpi: str) -> None:
+    job = script(tmp_path, CLOSES_ALL)
+    theirs = torchrun(2, job, "destroyed")
+    ours = launch(*by(mpi, job, "destroyed"))
+    assert theirs.returncode == 0, theirs.stderr
+    assert (ours.returncode, seen(ours.stdout)) == (0, BOTH), ours.stderr
+    assert "Bad file descriptor" not in ours.stderr
+    assert "mpiddp: " not in ours.stderr
+
+
+# --- what the polling threads of the other ranks print ---
+
+
+@pytest.mark.xfail(
+    strict=True, reason="torch logs the exception of our thread that polls the store"
+)
+def test_the_end_of_rank_0_makes_the_others_print_no_frames(tmp_path: Path) -> None:
+    done = launch("-H", "localhost:3", script(tmp_path, ONE_EARLY), "0")
+    assert "frame #" not in done.stderr
+    assert "TCPStore" not in done.stderr

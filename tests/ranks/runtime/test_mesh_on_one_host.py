@@ -1,0 +1,113 @@
+"""mpiddp.mesh on the real ranks of one host: its groups, and bad input in one sentence.
+
+Tests mpiddp/runtime/torch/device_mesh.py, examples/hybrid.py.
+python -m pytest tests/ranks/runtime/test_mesh_on_one_host.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.mesh_groups import Ranks
+from tests.support.ranks import (
+    ROOT,
+    clean_env,
+    launch,
+    mpirun,
+    own_lines,
+)
+
+JOB = str(ROOT / "tests" / "jobs" / "mesh_groups.py")
+
+
+EXAMPLE = ROOT / "examples" / "hybrid.py"
+
+
+def test_a_mesh_on_one_host() -> None:
+    done = launch("-H", "localhost:2", JOB, "plain", "tp=2")
+    assert done.returncode == 0, done.stderr
+    ranks = Ranks(done.stdout)
+    assert ranks.groups("tp") == [[0, 1]]
+    assert ranks.groups("dp") == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        (["dp=3", "tp=1"], "dp=3 tp=1 needs 3 ranks, but 1 host × 2 ranks = 2; dp=2 tp=1 fits."),
+        (["tp=1", "pp=RANK"], "rank 0: pp=0: expected 1 or more, or -1 for what the others leave."),
+        (
+            ["tp=1RANK"],
+            "the calls differ: mesh(tp=10, device_type='cpu') on rank 0, mesh(tp=11, device_type='cpu') on "
+            "rank 1.",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(sizes: list[str], sentence: str) -> None:
+    done = launch("-H", "localhost:2", JOB, "init", *sizes)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(f"mpiddp.mesh: {sentence}") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_input_under_a_plain_mpirun() -> None:
+    done = mpirun(2, JOB, "init", "dp=3")
+    assert done.returncode == 2, done.stderr
+    sentence = "mpiddp.mesh: dp=3 needs 3 ranks, but 1 host × 2 ranks = 2; dp=2 fits."
+    assert own_lines(done.stderr)[0] == sentence
+    assert done.stderr.count(sentence) == 1
+
+
+def test_without_a_process_group(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import mpiddp\nmpiddp.mesh(tp=2)\n")
+    done = launch("-H", "localhost:2", str(script))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("mpiddp.mesh needs a process group.") == 1
+
+
+def losses(output: str) -> list[float]:
+    return [float(each) for each in re.findall(r"step \d+: loss ([0-9.]+)", output)]
+
+
+@pytest.fixture(scope="module")
+def plain_losses() -> list[float]:
+    """The losses of the example's network and batches, without any parallelism."""
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(EXAMPLE.read_text(), str(EXAMPLE), "exec"), names)
+    model: nn.Module = names["network"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(1, names["STEPS"] + 1):
+        batch = torch.randn(names["BATCH"], 32, generator=generator)
+        loss = nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 0:
+            found.append(loss.item())
+    assert found[-1] < found[0] / 2  # it learns, so a wrong gradient shows
+    return found
+
+
+def test_the_example_in_one_process(plain_losses: list[float]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], env=clean_env(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == pytest.approx(plain_losses, abs=2e-6)
+
+
+def test_the_example_on_dp_and_tp(plain_losses: list[float]) -> None:
+    done = launch("-H", "localhost:4", str(EXAMPLE), "--tp", "2")
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == pytest.approx(plain_losses, rel=1e-4)

@@ -1,0 +1,95 @@
+"""The variables and files of each scheduler, as its documentation has them."""
+
+from __future__ import annotations
+
+from tests.support.ranks import ROOT
+
+Env = dict[str, str]
+# Slurm, sbatch(1), "Output environment variables". tests/unit/launch/test_launch_input.py has more of them.
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+# OpenPBS, pbsdsh(1B): "Each MPI rank gets a single line in the $PBS_NODEFILE"
+# (https://github.com/openpbs/openpbs/blob/master/doc/man1/pbsdsh.1B); qsub(1B), "Environment variables".
+# Torque, qsub(1B) (https://manpages.ubuntu.com/manpages/xenial/man1/qsub.1B.html): PBS_NODEFILE. Its file
+# for nodes=2:ppn=2 has the same form.
+PBS = {"PBS_JOBID": "1234.head", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "node_file"}
+# IBM Spectrum LSF 10.1, "Environment variables set for job execution": LSB_MCPU_HOSTS, LSB_DJOB_HOSTFILE
+# (https://www.ibm.com/support/knowledgecenter/en/SSWRJV_10.1.0/lsf_config_ref/lsf_envars_job_exec.html).
+LSF = {"LSB_JOBID": "105", "LSB_MCPU_HOSTS": "n1 5 n2 3 ", "LSB_DJOB_HOSTFILE": "node_file"}
+# sge_pe(5), "start_proc_args" ($pe_hostfile): host, slots, queue, processors. A line for each queue.
+# https://manpages.ubuntu.com/manpages/noble/man5/sge_pe.5.html
+GRID_ENGINE = {
+    "JOB_ID": "3",
+    "SGE_TASK_ID": "undefined",
+    "NHOSTS": "2",
+    "PE_HOSTFILE": "pe_hostfile",
+}
+PE_HOSTFILE = """\
+n1 2 all.q@n1 UNDEFINED
+n2 1 all.q@n2 UNDEFINED
+n1 1 gpu.q@n1 0,0:0,1
+"""
+# flux-environment(7), "Initial program environment": FLUX_URI, and `flux getattr hostlist`.
+# https://github.com/flux-framework/flux-core/blob/master/doc/man7/flux-environment.rst
+FLUX = {"FLUX_URI": "local:///tmp/flux-xyz/local-0"}
+FLUX_PROGRAM = """\
+#!/bin/sh
+[ "$*" = "getattr hostlist" ] && echo 'n[1-2]'
+"""
+# A dry run asks srun for its version, and whether the other two are on PATH.
+PROGRAMS = {
+    "flux": FLUX_PROGRAM,
+    "srun": "#!/bin/sh\necho slurm 22.05.8\n",
+    "qrsh": "",
+    "blaunch": "",
+}
+# Kubeflow MPI Operator v2beta1, the environment of the Launcher (pkg/controller/mpi_job_controller.go).
+# https://github.com/kubeflow/mpi-operator/blob/master/pkg/controller/mpi_job_controller.go
+MPIJOB = {
+    "K_MPI_JOB_ROLE": "launcher",
+    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+    "OMPI_MCA_orte_default_hostfile": "mpi_hostfile",
+    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+}
+# SkyPilot, "Environment variables and secrets", the table of SkyPilot's own variables.
+# https://docs.skypilot.co/en/stable/running-jobs/environment-variables.html
+SKYPILOT = {
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "4",
+    "SKYPILOT_NODE_RANK": "0",
+}
+# Azure Batch, "Azure Batch runtime environment variables".
+# https://learn.microsoft.com/en-us/azure/Batch/batch-compute-node-environment-variables
+AZURE = {
+    "AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5",
+    "AZ_BATCH_NODE_LIST": "10.0.0.4;10.0.0.5",
+    "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
+    "AZ_BATCH_IS_CURRENT_NODE_MASTER": "true",
+}
+# Environment in docs/allocations.md: MPI, variables.
+DRY_RUNS: dict[str, tuple[str, Env]] = {
+    "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
+    "Grid Engine": ("openmpi5", GRID_ENGINE),
+    "LSF": ("openmpi5", LSF | {"LSB_MCPU_HOSTS": "n1 2 n2 2 "}),
+    "PBS": ("openmpi5", PBS),
+    "Flux": ("openmpi5", FLUX),
+    "MPIJob": ("openmpi5", MPIJOB),
+    "SkyPilot": ("openmpi5", SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}),
+    "Azure Batch": ("openmpi5", AZURE),
+    "Grid Engine, MPICH": ("mpich", GRID_ENGINE),
+    "Grid Engine, Intel MPI": ("intelmpi", GRID_ENGINE),
+}
+
+
+def documented_dry_runs() -> dict[str, str]:
+    page = (ROOT / "docs/allocations.md").read_text()
+    section = page.partition("\n## Dry runs\n")[2].partition("\n## ")[0]
+    shown: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if line.startswith("    "):
+            found, _, flags = line.removeprefix("    ").partition("  ")
+            name = found or name  # a further line of the same one
+            shown[name] = f"{shown.get(name, '')} {flags.strip()}".strip()
+    return shown

@@ -1,0 +1,46 @@
+"""A real ssh cluster on one machine. Each host is a set of namespaces with its own name, network and sshd.
+
+    with cluster.up(3, layout=Layout(decoys=("docker0",))) as c:
+        c["node0"].run(["mpirun", "-np", "3", "-H", "node0,node1,node2", "hostname"])
+
+By hand: `python -m tests.support.cluster up 3`, then `python -m tests.support.cluster shell node0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.cluster.host import USER, Host
+from tests.support.cluster.layout import PLAIN, Layout
+from tests.support.cluster.needs import why_not
+from tests.support.cluster.program import Program
+from tests.support.cluster.standing import stand_up, up
+from tests.support.cluster.state import Cluster, alive, attach, standing, take_down
+
+__all__ = [
+    "USER",
+    "Cluster",
+    "Host",
+    "Layout",
+    "Program",
+    "alive",
+    "attach",
+    "stand_up",
+    "standing",
+    "take_down",
+    "up",
+    "up_or_skip",
+    "why_not",
+]
+
+
+@contextmanager
+def up_or_skip(count: int = 3, *, layout: Layout = PLAIN) -> Iterator[Cluster]:
+    """`up` for a pytest fixture. Skips its tests if this machine cannot run a cluster."""
+    import pytest  # here, because the command line must work without pytest
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with up(count, layout=layout) as cluster:
+        yield cluster

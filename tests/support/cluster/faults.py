@@ -1,0 +1,87 @@
+"""Faults that break the ssh of a running host until the end of a block.
+
+with faults.no_sshd(cluster["node1"]):
+    ...  # ssh node1: connection refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from tests.support.cluster import ssh
+from tests.support.cluster.host import USER, Host
+from tests.support.cluster.state import Cluster
+
+
+@contextmanager
+def no_sshd(host: Host) -> Iterator[None]:
+    """No sshd listens: "Connection refused"."""
+    ssh.stop_sshd(host)
+    try:
+        yield
+    finally:
+        ssh.start_sshd([host])
+
+
+@contextmanager
+def unknown_key(cluster: Cluster, host: Host) -> Iterator[None]:
+    """No host knows this one's key: "Host key verification failed."."""
+    with ExitStack() as stack:
+        for other in cluster.hosts:
+            for user in ("root", USER):
+                path = f"{other.home(user)}/.ssh/known_hosts"
+                lines = other.path(path).read_text().splitlines(keepends=True)
+                kept = "".join(line for line in lines if not line.startswith(f"{host.name},"))
+                stack.enter_context(_replaced(other, path, kept))
+        yield
+
+
+@contextmanager
+def key_refused(host: Host) -> Iterator[None]:
+    """The host accepts no user's key: "Permission denied (publickey)."."""
+    with ExitStack() as stack:
+        for user in ("root", USER):
+            path = f"{host.home(user)}/.ssh/authorized_keys"
+            stack.enter_context(_replaced(host, path, ""))
+        yield
+
+
+@contextmanager
+def login_fails(host: Host) -> Iterator[None]:
+    """The key is accepted, but the login shell exits with code 1 before any command."""
+    users = host.path("/etc/passwd").read_text()
+    with _replaced(host, "/etc/passwd", users.replace(":/bin/bash\n", ":/usr/sbin/nologin\n")):
+        yield
+
+
+@contextmanager
+def slow_login(host: Host, command: str) -> Iterator[None]:
+    """After each login of root, sshd runs this shell command before the requested one."""
+    rc = host.path(f"{host.home()}/.ssh/rc")
+    rc.write_text(f"{command}\n")
+    try:
+        yield
+    finally:
+        rc.unlink()
+
+
+@contextmanager
+def unreachable(host: Host) -> Iterator[None]:
+    """The host's link is down, so connections to it time out."""
+    host.link("down")
+    try:
+        yield
+    finally:
+        host.link("up")
+
+
+@contextmanager
+def _replaced(host: Host, path: str, text: str) -> Iterator[None]:
+    file = host.path(path)
+    before = file.read_text()
+    file.write_text(text)  # in place, which keeps its owner and mode
+    try:
+        yield
+    finally:
+        file.write_text(before)

@@ -1,0 +1,258 @@
+"""A real Grid Engine on a test cluster: sge_execd on every host, sge_qmaster on the first.
+
+with cluster.up(2) as c, grid_engine.up(c) as g:
+    g.qsub("#!/bin/sh\\ncat $PE_HOSTFILE\\n", "-pe", "fill", "4")
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from tests.support.cluster.host import Arg, Host
+from tests.support.cluster.state import Cluster
+from tests.support.patience import PATIENCE_S
+
+_DEBIAN = Path("/usr/share/gridengine")  # the packages' templates
+_LIBRARY = Path("/usr/lib/gridengine")
+_LOCAL = "/run/gridengine"  # on a private tmpfs of each host
+
+_BOOTSTRAP = """\
+admin_user none
+default_domain none
+ignore_fqdn false
+spooling_method berkeleydb
+spooling_lib libspoolb
+spooling_params {root}/spooldb
+binary_path /usr/sbin
+qmaster_spool_dir {root}/qmaster
+security_mode none
+listener_threads 2
+worker_threads 2
+scheduler_threads 1
+"""
+_EXECUTION_HOST = """\
+hostname {host.name}
+load_scaling NONE
+complex_values NONE
+user_lists NONE
+xuser_lists NONE
+projects NONE
+xprojects NONE
+usage_scaling NONE
+report_variables NONE
+"""
+# Tight integration: Grid Engine starts, counts and kills the programs on the other hosts, too.
+_PARALLEL_ENVIRONMENT = """\
+pe_name {name}
+slots 999
+user_lists NONE
+xuser_lists NONE
+start_proc_args NONE
+stop_proc_args NONE
+allocation_rule {rule}
+control_slaves {control_slaves}
+job_is_first_task FALSE
+urgency_slots min
+accounting_summary FALSE
+qsort_args NONE
+"""
+# Their names, rules and control_slaves. `loose` gives no way to start programs on other hosts.
+_ENVIRONMENTS = (
+    ("fill", "$fill_up", "TRUE"),
+    ("spread", "$round_robin", "TRUE"),
+    ("loose", "$round_robin", "FALSE"),
+)
+# What differs from Debian's configuration: root may submit, and the scheduler does not wait.
+_CONFIGURATION = {"execd_spool_dir": f"{_LOCAL}/execd", "min_uid": "0", "min_gid": "0"}
+_SCHEDULER = {"schedule_interval": "0:0:1", "flush_submit_sec": "1", "flush_finish_sec": "1"}
+
+
+@dataclass(frozen=True)
+class GridEngine:
+    """A running Grid Engine. Its commands work on every host, for every user, with `env`."""
+
+    cluster: Cluster
+    env: Mapping[str, str]
+
+    def qsub(
+        self,
+        script: str,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        cwd: Arg | None = None,
+        timeout_s: float = PATIENCE_S,
+    ) -> CompletedProcess[str]:
+        """Submit a job script from the first host, and wait for its end.
+
+        Returns its exit code, and its whole output as stdout.
+
+        Raises:
+            TimeoutError: the job takes longer than `timeout_s`. It is deleted first.
+            subprocess.CalledProcessError: qsub refuses the script.
+        """
+        login = self.cluster.hosts[0]
+        job = self.cluster.shared / f"job-{os.urandom(4).hex()}"
+        output, code = job.with_suffix(".out"), job.with_suffix(".code")
+        job.write_text(script)
+        for file in (output, code):
+            file.touch()
+            file.chmod(0o666)
+        variables = [option for pair in (env or {}).items() for option in ("-v", "=".join(pair))]
+        command = ["qsub", "-terse", "-j", "y", "-o", str(output), "-S", "/bin/sh", *variables]
+        command += ["-wd", str(cwd or login.home(user or "root")), *options]
+        # `qsub -sync y` sometimes misses the end of a job, and then exits with 0.
+        text = f"sh {job}; echo $? > {code}\n"
+        submitted = login.run(command, env=self.env, user=user, stdin=text, check=True)
+        deadline = time.monotonic() + timeout_s
+        while not (ended := code.read_text()).endswith("\n"):
+            if time.monotonic() > deadline:
+                login.run(["qdel", submitted.stdout.strip()], env=self.env)
+                raise TimeoutError(
+                    f"the job runs for {timeout_s} s; it wrote: {output.read_text()}"
+                )
+            time.sleep(0.05)
+        return CompletedProcess(command, int(ended), output.read_text(), "")
+
+
+@contextmanager
+def up(cluster: Cluster, *, slots: int = 4) -> Iterator[GridEngine]:
+    """Grid Engine on all hosts of `cluster`, with `slots` slots each.
+
+    At the end of the block, all processes of these hosts are killed.
+    """
+    try:
+        yield start(cluster, slots=slots)
+    finally:
+        for host in cluster.hosts:
+            host.kill_processes()
+            host.run(["rm", "-rf", _LOCAL])
+
+
+def start(cluster: Cluster, *, slots: int = 4) -> GridEngine:
+    """Start Grid Engine. Its daemons end with the cluster."""
+    master = cluster.hosts[0]
+    root = cluster.shared / "gridengine"  # as on a file server
+    env = {
+        "SGE_ROOT": str(root),
+        "SGE_CELL": "default",
+        "SGE_QMASTER_PORT": "6444",
+        "SGE_EXECD_PORT": "6445",
+    }
+    _make_cell(root, master)
+    for host in cluster.hosts:
+        defaults = "".join(f"{name}={value}\n" for name, value in env.items())
+        host.path("/etc/default/gridengine").write_text(defaults)
+        host.path(f"{_LOCAL}/execd").mkdir(parents=True)
+    _spool(master, root, env)
+    master.run(["sge_qmaster"], env=env, check=True)
+    _wait_until_it_answers(master, env)
+    _configure(cluster, env, slots)
+    for host in cluster.hosts:
+        host.run(["sge_execd"], env=env, check=True)
+    _wait_for_hosts(master, env, len(cluster.hosts))
+    return GridEngine(cluster, env)
+
+
+def _make_cell(root: Path, master: Host) -> None:
+    (root / "default/common").mkdir(parents=True)
+    for folder in ("bin", "utilbin", "lib"):
+        (root / folder).mkdir()
+        (root / folder / "lx-amd64").symlink_to(_LIBRARY)
+    (root / "util").symlink_to(_DEBIAN / "util")
+    (root / "default/common/bootstrap").write_text(_BOOTSTRAP.format(root=root))
+    (root / "default/common/act_qmaster").write_text(f"{master.name}\n")
+    for folder in ("spooldb", "qmaster/job_scripts"):
+        (root / folder).mkdir(parents=True)
+    text = (_DEBIAN / "default-configuration").read_text()
+    (root / "configuration").write_text(_changed(text, _CONFIGURATION))
+
+
+def _changed(text: str, values: Mapping[str, str]) -> str:
+    """A configuration of Grid Engine with other values."""
+    lines = [(line.split(" ")[0], line) for line in text.splitlines()]
+    return "".join(
+        f"{name} {values[name]}\n" if name in values else f"{line}\n" for name, line in lines
+    )
+
+
+def _spool(master: Host, root: Path, env: Mapping[str, str]) -> None:
+    """The steps of Debian's init_cluster, with root as the manager."""
+    resources = _DEBIAN / "util/resources"
+    for command in (
+        ["spoolinit", "berkeleydb", "libspoolb", root / "spooldb", "init"],
+        ["spooldefaults", "configuration", root / "configuration"],
+        ["spooldefaults", "complexes", resources / "centry"],
+        ["spooldefaults", "usersets", resources / "usersets"],
+        ["spooldefaults", "managers", "root"],
+    ):
+        program, *arguments = command
+        master.run([_LIBRARY / program, *arguments], env=env, check=True)
+
+
+def _configure(cluster: Cluster, env: Mapping[str, str], slots: int) -> None:
+    master = cluster.hosts[0]
+    folder = cluster.shared / "gridengine/qconf"
+    folder.mkdir()
+
+    def add(option: str, text: str) -> None:
+        file = folder / f"{len(list(folder.iterdir()))}"
+        file.write_text(text)
+        _qconf(master, env, option, str(file))
+
+    for host in cluster.hosts:
+        _qconf(master, env, "-ah", host.name)
+        _qconf(master, env, "-as", host.name)
+        add("-Ae", _EXECUTION_HOST.format(host=host))
+    for name, rule, control_slaves in _ENVIRONMENTS:
+        add(
+            "-Ap", _PARALLEL_ENVIRONMENT.format(name=name, rule=rule, control_slaves=control_slaves)
+        )
+    queue = {
+        "hostlist": " ".join(host.name for host in cluster.hosts),
+        "pe_list": " ".join(name for name, *_ in _ENVIRONMENTS),
+        "slots": str(slots),
+        "shell": "/bin/sh",
+        "load_thresholds": "NONE",  # the hosts share the processors of this machine
+    }
+    add("-Aq", _changed(_qconf(master, env, "-sq"), {"qname": "all.q", **queue}))
+    add("-Msconf", _changed(_qconf(master, env, "-ssconf"), _SCHEDULER))
+
+
+def _qconf(master: Host, env: Mapping[str, str], *arguments: str) -> str:
+    done = master.run(["qconf", *arguments], env=env)
+    if done.returncode != 0:
+        raise RuntimeError(f"qconf {' '.join(arguments)}: {done.stdout}{done.stderr}")
+    return done.stdout.replace("\\\n", " ")  # it breaks long lines
+
+
+def _wait_until_it_answers(master: Host, env: Mapping[str, str]) -> None:
+    _wait_until(master, env, ["qconf", "-sconf"], lambda output: "execd_spool_dir" in output)
+
+
+def _wait_for_hosts(master: Host, env: Mapping[str, str], count: int) -> None:
+    """Wait until every execution host has reported its load."""
+
+    def is_ready(output: str) -> bool:
+        hosts = [line for line in output.splitlines() if line.startswith("all.q@")]
+        return len(hosts) == count and "-NA-" not in output
+
+    _wait_until(master, env, ["qstat", "-f"], is_ready)
+
+
+def _wait_until(
+    host: Host, env: Mapping[str, str], command: Sequence[str], ready: Callable[[str], bool]
+) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not ready((done := host.run(command, env=env)).stdout):
+        if time.monotonic() > deadline:
+            messages = host.path(Path(env["SGE_ROOT"], "qmaster/messages"))
+            log = messages.read_text() if messages.exists() else ""
+            raise TimeoutError(f"Grid Engine did not start: {done.stdout}{done.stderr}{log}")
+        time.sleep(0.05)

@@ -1,0 +1,49 @@
+"""Slow links: the hosts of a cluster send and receive at most so many Mbit/s, until the end of a block.
+
+with links.limited(cluster.hosts, mbit=100):
+    ...  # tc's token bucket filter on both ends of each host's link
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from tests.support.cluster import needs
+from tests.support.cluster.host import Host
+
+LATENCY = "50ms"  # a packet that would wait longer is dropped, as by a switch
+
+
+def burst_bytes(mbit: float) -> int:
+    """What a link may send at once: that of 2 ms, and at least one large packet of the kernel."""
+    return max(64 * 1024, int(mbit * 1e6 / 8 * 0.002))
+
+
+@contextmanager
+def limited(hosts: Sequence[Host], *, mbit: float) -> Iterator[None]:
+    """Limit the links of these hosts, in each direction."""
+    bucket = f"tbf rate {round(mbit * 1e6)}bit burst {burst_bytes(mbit)} latency {LATENCY}"
+    with ExitStack() as stack:
+        for pid, device in (end for host in hosts for end in _ends(host)):
+            _tc(pid, f"qdisc add dev {device} root {bucket}")
+            stack.callback(_tc, pid, f"qdisc del dev {device} root")
+        yield
+
+
+def sent_bytes(host: Host) -> int:
+    """The bytes that the host has sent over its link so far: the counter of its interface."""
+    return int(host.path(f"/sys/class/net/{host.interface}/statistics/tx_bytes").read_text())
+
+
+def _ends(host: Host) -> tuple[tuple[int, str], ...]:
+    """A process in the network namespace of each end, and the end's name: what it sends, it limits."""
+    return (host.pid, host.interface), (host.hub_pid, host.port)
+
+
+def _tc(pid: int, command: str) -> None:
+    subprocess.run(
+        [needs.tool("nsenter"), f"--target={pid}", "--net", needs.tool("tc"), *command.split()],
+        check=True,
+    )

@@ -1,0 +1,93 @@
+"""The requirements of a test cluster, and the ones that this machine lacks.
+
+To install its Debian packages: `apt-get install $(python -m tests.support.cluster packages)`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import cache
+
+PACKAGES = (
+    "openssh-server",  # sshd, one for each host
+    "openssh-client",  # ssh, ssh-keygen
+    "iproute2",  # ip: veth pairs, bridge, addresses
+    # unshare, nsenter, setpriv, setsid and script are util-linux, which every Debian has.
+)
+SLURM_PACKAGES = (
+    "slurm-wlm",  # slurmctld, slurmd, srun, sbatch, salloc
+    "munge",  # authentication between Slurm's daemons
+)
+
+GRID_ENGINE_PACKAGES = (
+    "gridengine-master",  # sge_qmaster
+    "gridengine-exec",  # sge_execd
+    "gridengine-client",  # qsub, qrsh, qconf
+)
+
+# Daemons are in sbin, which is not on every user's PATH.
+PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+
+# The namespaces that make a process a host, as arguments of unshare.
+NAMESPACES = (
+    *("--net", "--uts", "--ipc", "--mount", "--mount-proc"),
+    *("--pid", "--fork", "--kill-child"),
+)
+
+_TOOLS = ("ip", "ssh", "ssh-keygen", "sshd", "unshare", "nsenter", "setpriv", "setsid", "mount")
+_SLURM_TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
+_GRID_ENGINE_TOOLS = ("sge_qmaster", "sge_execd", "qsub", "qrsh", "qconf")
+
+
+def tool(name: str) -> str:
+    """The absolute path of a program of this machine. Raises FileNotFoundError if it is missing."""
+    path = shutil.which(name, path=PATH)
+    if path is None:
+        raise FileNotFoundError(f"{name} is not installed")
+    return path
+
+
+@cache
+def why_not() -> str | None:
+    """The reason why this machine cannot run a cluster, in one sentence, or None."""
+    if os.geteuid() != 0:
+        return "the test cluster needs root (it creates network, mount and pid namespaces)"
+    if missing := _missing(_TOOLS):
+        return f"the test cluster lacks {missing}. Run: apt-get install {' '.join(PACKAGES)}"
+    probe = subprocess.run(
+        ["unshare", *NAMESPACES, "ip", "-batch", "-"],
+        input="link add switch type bridge\nlink add veth0 type veth peer name veth1\n",
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PATH": PATH},
+    )
+    if probe.returncode != 0:
+        return f"the test cluster cannot create namespaces here: {probe.stderr.strip()}"
+    return None
+
+
+@cache
+def why_no_slurm() -> str | None:
+    """The reason why this machine cannot run a Slurm cluster, in one sentence, or None."""
+    if reason := why_not():
+        return reason
+    if missing := _missing(_SLURM_TOOLS):
+        return f"the Slurm cluster lacks {missing}. Run: apt-get install {' '.join(SLURM_PACKAGES)}"
+    return None
+
+
+@cache
+def why_no_grid_engine() -> str | None:
+    """The reason why this machine cannot run a Grid Engine cluster, in one sentence, or None."""
+    if reason := why_not():
+        return reason
+    if missing := _missing(_GRID_ENGINE_TOOLS):
+        packages = " ".join(GRID_ENGINE_PACKAGES)
+        return f"the Grid Engine cluster lacks {missing}. Run: apt-get install {packages}"
+    return None
+
+
+def _missing(tools: tuple[str, ...]) -> str:
+    return ", ".join(name for name in tools if shutil.which(name, path=PATH) is None)

@@ -1,0 +1,46 @@
+"""A program on a test host, as a `subprocess.Popen` of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+
+from tests.support.cluster import proc
+
+
+class Program(subprocess.Popen[str]):
+    """A Popen that sends signals to the program on the host, not to the `nsenter` that started it.
+
+    The program has its own session. `returncode` is the program's (-N after signal N).
+    """
+
+    _inner: int | None = None
+
+    def inner_pid(self) -> int | None:
+        """The program's pid in the pid namespace of this machine, or None if it has ended."""
+        while self._inner is None and self.poll() is None:
+            self._inner = proc.first_child(self.pid)
+            if self._inner is None:  # nsenter has not forked yet
+                time.sleep(0.001)
+        return self._inner if self.poll() is None else None
+
+    def send_signal(self, sig: int) -> None:
+        if pid := self.inner_pid():
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, sig)
+        if sig == signal.SIGCONT:  # nsenter stops with its program
+            os.kill(self.pid, sig)
+
+    def end(self) -> None:
+        """Kill the program and all processes of its session, and wait for their end."""
+        if pid := self.inner_pid():
+            self.send_signal(signal.SIGKILL)  # before setsid, the program has no session yet
+            while members := proc.session_members(pid):
+                for member in members:
+                    with suppress(ProcessLookupError):
+                        os.kill(member, signal.SIGKILL)
+                time.sleep(0.001)
+        self.wait()

@@ -1,0 +1,194 @@
+"""A real Slurm on a test cluster: munged and slurmd on every host, slurmctld on the first.
+
+with cluster.up(2) as c, slurm.up(c) as s:
+    c["node0"].run(["srun", "-N2", "--ntasks-per-node=2", "hostname"])
+    s.sbatch("#!/bin/sh\\nsrun hostname\\n", "-N2")
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.cluster import needs
+from tests.support.cluster.host import Arg, Host
+from tests.support.cluster.state import Cluster
+from tests.support.patience import PATIENCE_S
+
+_FOLDERS = ("/run/munge", "/run/slurm")  # on a private tmpfs of each host
+
+# Without cgroups and binding, because the hosts share those of this machine.
+_SLURM_CONF = """\
+ClusterName=mpiddp-test
+SlurmctldHost={controller.name}({controller.address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+StateSaveLocation=/run/slurm
+SlurmdSpoolDir=/run/slurm/spool
+SlurmctldPidFile=/run/slurm/slurmctld.pid
+SlurmdPidFile=/run/slurm/slurmd.pid
+SlurmctldLogFile=/run/slurm/slurmctld.log
+SlurmdLogFile=/run/slurm/slurmd.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0
+# A daemon that is slow to answer is not dead.
+MessageTimeout=100
+TCPTimeout=60
+BatchStartTimeout=100
+EnforcePartLimits=ALL
+AuthInfo=cred_expire={credentials_s}
+# The test sets the number of CPUs below, independent of the machine.
+SlurmdParameters=config_overrides
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+_NODE = "NodeName={host.name} NodeAddr={host.address} CPUs={cpus} RealMemory=64000\n"
+_CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # v2 needs systemd
+
+_MUNGED = [
+    "munged",
+    "--key-file=/run/munge/key",
+    "--socket=/run/munge/munge.socket.2",  # the path that Slurm's plugin expects
+    "--pid-file=/run/munge/pid",
+    "--log-file=/run/munge/log",
+    "--seed-file=/run/munge/seed",
+]
+
+_UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running Slurm. Its commands work on every host, for every user."""
+
+    cluster: Cluster
+
+    def sbatch(
+        self,
+        script: str,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        cwd: Arg | None = None,
+        timeout_s: float = PATIENCE_S,
+    ) -> subprocess.CompletedProcess[str]:
+        """Submit a batch script from the first host, and wait for its end.
+
+        Returns its exit code (-N after signal N), and its whole output as stdout.
+
+        Raises:
+            TimeoutError: the job takes longer than `timeout_s`. It is cancelled first.
+            subprocess.CalledProcessError: sbatch refuses the script.
+        """
+        login = self.cluster.hosts[0]
+        output = self.cluster.shared / f"job-{os.urandom(4).hex()}.out"
+        command = ["sbatch", "--parsable", f"--output={output}", *options]
+        submitted = login.run(command, env=env, user=user, cwd=cwd, stdin=script, check=True)
+        code = self.wait(submitted.stdout.strip(), output, timeout_s=timeout_s)
+        return subprocess.CompletedProcess(command, code, output.read_text(), "")
+
+    def wait(self, job: str, output: Path, *, timeout_s: float = PATIENCE_S) -> int:
+        """Wait for a job's end, and return its exit code. Raises as `sbatch`."""
+        login = self.cluster.hosts[0]
+        deadline = time.monotonic() + timeout_s
+        while (code := _exit_code(login, job)) is None:
+            if time.monotonic() > deadline:
+                login.run(["scancel", job])
+                written = output.read_text() if output.exists() else "nothing"
+                raise TimeoutError(f"job {job} runs for {timeout_s} s already; it wrote: {written}")
+            time.sleep(0.05)
+        return code
+
+
+@contextmanager
+def up(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Iterator[Slurm]:
+    """Slurm on all hosts of `cluster`, with `cpus` CPUs each.
+
+    A job that is requeued waits until its credentials have expired.
+
+    At the end of the block, all processes of these hosts are killed.
+    """
+    try:
+        yield start(cluster, cpus=cpus, credentials_s=credentials_s)
+    finally:
+        for host in cluster.hosts:
+            host.kill_processes()
+            host.run(["rm", "-rf", *_FOLDERS])
+
+
+@contextmanager
+def up_or_skip(cluster: Cluster, *, credentials_s: int = 120) -> Iterator[Slurm]:
+    """`up` for a pytest fixture. Skips its tests if this machine has no Slurm."""
+    import pytest  # here, because the command line must work without pytest
+
+    if reason := needs.why_no_slurm():
+        pytest.skip(reason)
+    with up(cluster, credentials_s=credentials_s) as standing:
+        yield standing
+
+
+def start(cluster: Cluster, *, cpus: int = 4, credentials_s: int = 120) -> Slurm:
+    """Start Slurm. Its daemons end with the cluster."""
+    hosts = cluster.hosts
+    munge_key = os.urandom(64)
+    conf = _SLURM_CONF.format(controller=hosts[0], credentials_s=credentials_s)
+    conf += "".join(_NODE.format(host=host, cpus=cpus) for host in hosts)
+    for host in hosts:
+        for folder in (*_FOLDERS, "/etc/slurm"):
+            host.path(folder).mkdir(exist_ok=True)
+        host.path("/run/munge/key").touch(mode=0o600)
+        host.path("/run/munge/key").write_bytes(munge_key)
+        host.path("/etc/slurm/slurm.conf").write_text(conf)
+        host.path("/etc/slurm/cgroup.conf").write_text(_CGROUP_CONF)
+    _daemon(hosts, _MUNGED)
+    _daemon(hosts[:1], ["slurmctld"])
+    _wait_until(hosts[0], ["scontrol", "ping"], lambda output: "is UP" in output)
+    _daemon(hosts, ["slurmd"])
+    _wait_until(
+        hosts[0],
+        ["sinfo", "--noheader", "--Node", "--format=%T"],
+        lambda output: output.split() == ["idle"] * len(hosts),
+    )
+    return Slurm(cluster)
+
+
+def _daemon(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
+    """Start a daemon, which moves to the background itself, on all hosts in parallel."""
+    for host, program in [(host, host.popen(daemon)) for host in hosts]:
+        with program:
+            _, stderr = program.communicate(timeout=PATIENCE_S)
+        if program.returncode != 0:
+            raise RuntimeError(f"{daemon[0]} on {host.name}: {stderr}")
+
+
+def _wait_until(host: Host, command: Sequence[str], ready: Callable[[str], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not ready((done := host.run(command)).stdout):
+        if time.monotonic() > deadline:
+            log = host.path("/run/slurm/slurmctld.log").read_text()
+            raise TimeoutError(f"Slurm did not start: {done.stdout}{done.stderr}{log}")
+        time.sleep(0.02)
+
+
+def _exit_code(host: Host, job: str) -> int | None:
+    """A job's exit code, or None until the job has ended."""
+    stdout = host.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
+    found = re.search(r"JobState=(\w+) .*ExitCode=(\d+):(\d+)", stdout)
+    if not found:
+        raise RuntimeError(f"scontrol prints no state of job {job}: {stdout}")
+    state, code, signal = found.groups()
+    if state in _UNFINISHED:
+        return None
+    return -int(signal) if int(signal) else int(code)

@@ -1,0 +1,120 @@
+"""ssh in a test cluster: new keys, known hosts, and one sshd per host.
+
+ssh verifies host keys as usual. The known_hosts of every host have the keys of all hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.cluster import needs
+from tests.support.cluster.host import TMPDIR, USER, USER_ID, Host
+from tests.support.patience import PATIENCE_S
+
+# The default key exchange takes 60 ms more CPU time per login.
+_SSHD_CONFIG = f"""\
+ListenAddress {{address}}
+ListenAddress 127.0.0.1
+ListenAddress 127.0.1.1
+KexAlgorithms curve25519-sha256
+HostKey /etc/ssh/ssh_host_key
+PidFile /run/sshd.pid
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+PrintMotd no
+PrintLastLog no
+AcceptEnv LANG LC_*
+SetEnv TMPDIR={TMPDIR}
+Subsystem sftp internal-sftp
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key pair in the format of ssh-keygen."""
+
+    private: str
+    public: str
+
+
+def make_keys(count: int) -> list[Key]:
+    """`count` new Ed25519 key pairs."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(index)) for index in range(count)]
+        command = [needs.tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "mpiddp-test"]
+        for process in [subprocess.Popen([*command, "-f", os.fspath(file)]) for file in files]:
+            if process.wait() != 0:
+                raise RuntimeError("ssh-keygen failed")
+        return [Key(file.read_text(), Path(f"{file}.pub").read_text()) for file in files]
+
+
+def configure_ssh(hosts: Sequence[Host]) -> None:
+    """Let root and `USER` of every host log in to every host with `ssh NAME`."""
+    host_keys = make_keys(len(hosts))
+    user_keys = make_keys(2)
+    known = "".join(
+        f"{host.name},{host.address} {key.public}"
+        for host, key in zip(hosts, host_keys, strict=True)
+    )
+    for host, host_key in zip(hosts, host_keys, strict=True):
+        _add_user(host)
+        _write(host, "/etc/ssh/ssh_config", "")  # OpenSSH's defaults instead of this machine's
+        _write(host, "/etc/ssh/sshd_config", _SSHD_CONFIG.format(address=host.address))
+        _write(host, "/etc/ssh/ssh_host_key", host_key.private)
+        for (user, uid), key in zip((("root", 0), (USER, USER_ID)), user_keys, strict=True):
+            folder = f"{host.home(user)}/.ssh"
+            host.path(folder).mkdir(mode=0o700)
+            os.chown(host.path(folder), uid, uid)
+            _write(host, f"{folder}/id_ed25519", key.private, uid)
+            _write(host, f"{folder}/authorized_keys", key.public, uid)
+            _write(host, f"{folder}/known_hosts", known, uid)
+
+
+def start_sshd(hosts: Sequence[Host]) -> None:
+    """Start the sshd of each host in parallel, and wait until they listen."""
+    sshd = [needs.tool("sshd"), "-E", "/run/sshd.log"]
+    starting = [(host, host.popen(sshd, stdout=None, stderr=None)) for host in hosts]
+    deadline = time.monotonic() + PATIENCE_S
+    for host, process in starting:
+        if process.wait() != 0:
+            raise RuntimeError(f"sshd on {host.name}: {host.path('/run/sshd.log').read_text()}")
+        while not host.path("/run/sshd.pid").exists():  # written once it listens
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"sshd on {host.name} does not listen")
+            time.sleep(0.002)
+
+
+def stop_sshd(host: Host) -> None:
+    """Stop a host's listening sshd. Existing logins are not affected."""
+    pid = host.path("/run/sshd.pid").read_text().strip()
+    host.run(["kill", pid], check=True)
+    while host.path("/run/sshd.pid").exists():  # it removes the file when it ends
+        time.sleep(0.002)
+
+
+def _add_user(host: Host) -> None:
+    """Add `USER` to the host's own user files, without a password."""
+    home = f"/run/home/{USER}"
+    host.path(home).mkdir()
+    os.chown(host.path(home), USER_ID, USER_ID)
+    for file, line in (
+        ("/etc/passwd", f"{USER}:x:{USER_ID}:{USER_ID}::{home}:/bin/bash"),
+        ("/etc/group", f"{USER}:x:{USER_ID}:"),
+        ("/etc/shadow", f"{USER}:*:19000:0:99999:7:::"),
+    ):
+        with host.path(file).open("a") as users:
+            users.write(line + "\n")
+
+
+def _write(host: Host, path: str, text: str, owner: int = 0) -> None:
+    file = host.path(path)
+    file.touch(mode=0o600)
+    file.write_text(text)
+    os.chown(file, owner, owner)

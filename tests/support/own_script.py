@@ -1,0 +1,48 @@
+"""Runs of examples/ddp_with_checkpoints.py, and the steps that they keep."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from mpiddp.checkpoints import directory
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env, script
+
+PLAIN, EXAMPLE = ROOT / "examples/ddp.py", ROOT / "examples/ddp_with_checkpoints.py"
+STEPS = 40
+# Rank 1 dies in the first attempt, after the save of step 15 and before that of step 20.
+DIES = """
+        if step == 18 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), 9)
+"""
+ENDS_OF_A_STEP = "        optimizer.step()\n"
+
+
+def example(folder: Path, *, every: int = 5, each_step: str = "", run: str = "runs/ddp") -> Path:
+    """The example with fewer steps and more saves, in a working folder of its own."""
+    text = EXAMPLE.read_text()
+    changes = {
+        "STEPS = 2000": f"STEPS = {STEPS}",
+        'every="10m"': f"every={every}",
+        ENDS_OF_A_STEP: ENDS_OF_A_STEP + each_step.removeprefix("\n"),
+        "runs/ddp": run,
+    }
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    folder.mkdir(exist_ok=True)
+    return Path(script(folder, text))
+
+
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=clean_env(), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+def steps_kept(run: Path) -> list[int]:
+    folders = directory.list_steps(run / "checkpoints")
+    for folder in folders:
+        directory.verify(folder)
+    return [directory.step_of(folder) for folder in folders]

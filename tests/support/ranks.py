@@ -1,0 +1,148 @@
+"""Real ranks for tests, started by the mpirun in this interpreter's folder.
+
+python -c 'from tests.support.ranks import mpirun; print(mpirun(2, "-c", "print(1)").stdout)'
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.support.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
+LAUNCHERS = (
+    *("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MPIDDP_"),
+    *("JSM_", "FLUX_", "PALS_", "PBS_", "LSB_", "PE_HOSTFILE", "SGE_", "K_MPI_", "HYDRA_HOST_"),
+    *("I_MPI_HYDRA_HOST_", "SKYPILOT_", "AZ_BATCH_", "PET_", "AWS_BATCH_"),
+)
+CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
+# Most tests read what every rank prints. test_shown_output.py tests what users see by default.
+ALL_OUTPUT = {"MPIDDP_LOG_RANKS": "all", "MPIDDP_PREFIX": "never"}
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_SESSIONS = Path(f"/tmp/mpiddp-tests-{os.getpid()}")
+atexit.register(shutil.rmtree, _SESSIONS, ignore_errors=True)
+
+
+def find_mpirun() -> str:
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert found, "no mpirun beside this python and none on PATH: run ./run.sh test"
+    return found
+
+
+def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This environment without the variables of a launcher that runs the tests, plus `extra`.
+
+    `mpiddp launch` shows the output of all ranks, as they wrote it.
+
+    PYTHONUNBUFFERED is left out too: with it, a line and its newline are two writes, and lines of two
+    ranks mix.
+    """
+    left_out = (*TORCH, "PYTHONUNBUFFERED")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in left_out}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **ALL_OUTPUT, **(extra or {})}
+    return env
+
+
+def mpirun_command(ranks: int, *python_args: str) -> list[str]:
+    """`mpirun -np RANKS python PYTHON_ARGS…`, on any number of cores."""
+    command = [find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--oversubscribe"]
+    # Several test processes run mpiruns at once, which disturb each other in one session folder.
+    command += ["--mca", "prte_local_tmpdir_base", str(_SESSIONS)]
+    return [*command, "-np", str(ranks), sys.executable, *python_args]
+
+
+def mpirun(
+    ranks: int,
+    *python_args: str,
+    env: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
+    cwd: Path | None = None,
+    timeout_s: float = PATIENCE_S,
+) -> subprocess.CompletedProcess[str]:
+    """Run `mpirun -np RANKS python PYTHON_ARGS…`, and capture its output.
+
+    `env` is added to the variables of this process; those in `without` are removed.
+    """
+    return subprocess.run(
+        mpirun_command(ranks, *python_args),
+        env={name: value for name, value in clean_env(env).items() if name not in without},
+        cwd=cwd or ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the text of a Python program, and capture its output."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def mpiddp(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m mpiddp ARGUMENTS…` with the variables `extra`, and capture its output."""
+    return subprocess.run(
+        [sys.executable, "-m", "mpiddp", *arguments],
+        env=clean_env(extra),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def launch(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run `mpiddp launch ARGUMENTS…` with the variables `extra`, and capture its output."""
+    return mpiddp("launch", *arguments, **extra)
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `torchrun --nproc-per-node RANKS ARGUMENTS…`, whose result ours is compared with."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", str(ranks), *arguments],
+        env=clean_env(),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+def script(folder: Path, text: str) -> str:
+    """Write a script with this text into the folder, and return its path."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def own_lines(stderr: str) -> list[str]:
+    """The lines of stderr without those of others.
+
+    These are mpirun's banner about an exit code, and gloo's complaint in a rank that still connects when
+    another one leaves.
+    """
+    lines, in_banner = [], False
+    for line in stderr.splitlines():
+        if line.startswith("-" * 20):
+            in_banner = not in_banner
+        elif not in_banner and line.strip() and "Gloo connectFullMesh failed" not in line:
+            lines.append(line)
+    return lines

@@ -1,0 +1,18 @@
+"""Whether processes run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def running(argument: str) -> list[str]:
+    """The command lines of this machine's processes that have this argument."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if argument in arguments:
+            found.append(" ".join(arguments))
+    return found

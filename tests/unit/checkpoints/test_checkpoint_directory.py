@@ -1,0 +1,470 @@
+"""A checkpoint folder is complete or absent, is verified when read, and survives failures.
+
+Tests mpiddp/checkpoints/directory.py.
+python -m pytest tests/unit/checkpoints/test_checkpoint_directory.py
+"""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.directory import BrokenCheckpoint
+from mpiddp.text import shown
+from tests.support.ranks import clean_env
+
+CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
+
+
+def write_files(folder: Path) -> None:
+    for name, content in CONTENT.items():
+        (folder / name).write_bytes(content)
+
+
+def complaint(folder: Path) -> str:
+    """The damage that `verify` reports."""
+    with pytest.raises(BrokenCheckpoint) as caught:
+        directory.verify(folder)
+    assert not directory.is_verified(folder)
+    message = str(caught.value)
+    assert message.startswith(f"checkpoint {folder.name}: ")
+    return message.removeprefix(f"checkpoint {folder.name}: ")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Writing
+
+
+def test_a_file_system_without_fsync_of_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SMB and some of FUSE refuse it. The files are flushed all the same."""
+    flushed = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_dir():
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flushed.append(path.name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = directory.write(tmp_path / "checkpoints", 1, write_files)
+    assert directory.is_verified(folder)
+    assert {*CONTENT, "manifest.json"} <= set(flushed)
+
+
+def test_a_checkpoint_contains_its_files_and_a_manifest(tmp_path: Path) -> None:
+    folder = directory.write(tmp_path / "checkpoints", 12, write_files)
+    assert folder == tmp_path / "checkpoints" / "step_00000012"
+    assert names(folder.parent) == ["step_00000012"]
+    assert names(folder) == ["COMPLETE", "manifest.json", "model.pt", "state.json"]
+    assert (folder / "model.pt").read_bytes() == CONTENT["model.pt"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {name: entry["bytes"] for name, entry in manifest.items()} == {
+        "model.pt": 5000,
+        "state.json": 12,
+    }
+    directory.verify(folder)
+    assert directory.step_of(folder) == 12
+
+
+def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
+    def write_and_check(folder: Path) -> None:
+        assert directory.list_steps(tmp_path) == []
+        write_files(folder)
+        assert not (tmp_path / "step_00000001").exists()
+
+    directory.write(tmp_path, 1, write_and_check)
+    assert directory.list_steps(tmp_path) == [tmp_path / "step_00000001"]
+
+
+def test_a_valid_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    folder = directory.write(tmp_path, 1, write_files)
+    directory.write(tmp_path, 1, lambda _: pytest.fail("it was written again"))
+    directory.verify(folder)
+
+
+def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    folder = directory.write(tmp_path, 1, write_files)
+    (folder / "model.pt").write_bytes(b"broken")
+    directory.write(tmp_path, 1, write_files)
+    directory.verify(folder)
+    assert names(tmp_path) == ["step_00000001"]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    kept = directory.write(tmp_path, 1, write_files)
+
+    def fail(folder: Path) -> None:
+        write_files(folder)
+        raise OSError(28, "No space left on device")
+
+    for step in (1, 2):
+        if step == 1:
+            (kept / "state.json").unlink()  # broken, so it would be replaced
+        with pytest.raises(OSError, match="No space left"):
+            directory.write(tmp_path, step, fail)
+        assert names(tmp_path) == ["step_00000001"]
+
+
+def test_write_into_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        directory.write(tmp_path / "file" / "checkpoints", 1, write_files)
+
+
+HANGS_WHILE_WRITING = """
+import sys, time
+from pathlib import Path
+from mpiddp.checkpoints import directory
+
+def write_files(folder):
+    (folder / "model.pt").write_bytes(b"half")
+    print("writing", flush=True)
+    time.sleep(60)
+
+directory.write(Path(sys.argv[1]), 2, write_files)
+"""
+
+
+def test_an_undeletable_leftover_does_not_fail_a_save(tmp_path: Path) -> None:
+    """A leftover may belong to another user, or be open over NFS."""
+    code = """
+import os
+from pathlib import Path
+from mpiddp.checkpoints import directory
+if os.getuid() == 0:
+    os.setuid(65534)  # root may remove everything
+for step in (1, 2, 3, 4):
+    folder = directory.write(Path(), step, lambda folder: (folder / "model.pt").touch())
+    folder.chmod(0o555)
+    directory.prune(Path(), 2)
+"""
+    tmp_path.chmod(0o777)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=clean_env(), check=True)
+    assert list(map(directory.step_of, directory.list_steps(tmp_path))) == [3, 4]
+    for left in tmp_path.iterdir():
+        left.chmod(0o777)  # for pytest to remove
+
+
+def test_set_aside_renames_newer_checkpoints(tmp_path: Path) -> None:
+    for _ in range(2):
+        for step in (1, 2, 3):
+            directory.write(tmp_path, step, write_files)
+        moved = directory.set_aside(tmp_path, 1)
+    assert names(tmp_path) == [
+        "step_00000001",
+        *(f"step_0000000{step}.old-{turn}" for step in (2, 3) for turn in (1, 2)),
+    ]
+    assert [folder.name for folder in moved] == ["step_00000002.old-2", "step_00000003.old-2"]
+    assert directory.list_steps(tmp_path) == [tmp_path / "step_00000001"]
+
+
+def test_a_kill_during_a_write_leaves_the_old_checkpoint_valid(tmp_path: Path) -> None:
+    old = directory.write(tmp_path, 1, write_files)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", HANGS_WHILE_WRITING, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    with writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"writing\n"
+        writer.kill()
+    assert directory.list_steps(tmp_path) == [old]
+    assert directory.survey(tmp_path) == (old, [])
+    assert len(names(tmp_path)) == 2  # with the unfinished folder
+    directory.write(tmp_path, 2, write_files)
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+
+
+WRITES_FOREVER = """
+import sys
+from itertools import count
+from pathlib import Path
+from mpiddp.checkpoints import directory
+
+root = Path(sys.argv[1])
+
+def write_files(folder):
+    (folder / "model.pt").write_bytes(bytes([step % 256]) * 9999)
+
+for step in count(1):
+    directory.write(root, step, write_files)
+    directory.prune(root, 2)
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    """After each kill, another writer starts in the same folder, as after a restart."""
+    draw = random.Random(0)
+    for _ in range(8):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITES_FOREVER, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        with writer:
+            assert writer.stdout is not None
+            written = [int(writer.stdout.readline()) for _ in range(3)]
+            time.sleep(draw.uniform(0, 0.02))
+            writer.send_signal(signal.SIGKILL)
+        for folder in directory.list_steps(tmp_path):
+            directory.verify(folder)
+        valid, complaints = directory.survey(tmp_path)
+        assert valid is not None
+        assert complaints == []
+        assert directory.step_of(valid) >= written[-1]
+
+
+# Reading
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return directory.write(tmp_path, 7, write_files)
+
+
+def test_every_flipped_bit_is_detected(folder: Path) -> None:
+    files = sorted(folder.iterdir())
+    bits = [(path, bit) for path in files for bit in range(8 * path.stat().st_size)]
+    draw = random.Random(1)
+    flips = [*draw.sample(bits, 300), *((path, draw.randrange(8)) for path in files)]
+    for path, bit in flips:
+        original = path.read_bytes()
+        changed = bytearray(original)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        assert not directory.is_verified(folder), (path.name, bit)
+        path.write_bytes(original)
+    directory.verify(folder)
+
+
+def test_every_truncation_is_detected(folder: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        original = path.read_bytes()
+        for size in {0, 1, len(original) // 2, len(original) - 1}:
+            path.write_bytes(original[:size])
+            assert not directory.is_verified(folder), (path.name, size)
+        path.write_bytes(original + b"\0")
+        assert not directory.is_verified(folder), path.name
+        path.write_bytes(original)
+
+
+def test_the_message_names_the_damage(folder: Path) -> None:
+    model = folder / "model.pt"
+    model.write_bytes(bytes(4999))
+    assert complaint(folder) == "model.pt has 4999 bytes instead of 5000"
+    model.write_bytes(bytes(5000))
+    assert complaint(folder) == "model.pt does not match its SHA-256"
+    model.unlink()
+    assert complaint(folder) == "model.pt is missing"
+    (folder / "manifest.json").write_text("{}")
+    assert complaint(folder) == "manifest.json does not match its SHA-256"
+    (folder / "COMPLETE").unlink()
+    assert complaint(folder) == "the save was never completed"
+
+
+def test_verify_of_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """Reading the start of /proc/self/mem fails with an I/O error, as a bad sector does."""
+    folder = directory.write(tmp_path, 1, lambda folder: (folder / "model.pt").touch())
+    (folder / "model.pt").unlink()
+    (folder / "model.pt").symlink_to("/proc/self/mem")
+    assert complaint(folder) == "model.pt cannot be read: Input/output error"
+
+
+def test_verify_of_a_path_that_is_not_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("empty", "file", "missing"):
+        assert complaint(tmp_path / name) == "the save was never completed"
+
+
+def craft(folder: Path, manifest: bytes) -> None:
+    """Give the checkpoint another manifest, with the right SHA-256 of it."""
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "COMPLETE").write_text(hashlib.sha256(manifest).hexdigest())
+
+
+ENTRY = {"bytes": 13, "sha256": hashlib.sha256(CONTENT["state.json"]).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (b"", "manifest.json is not JSON that can be read"),
+        (b"\xff", "manifest.json is not JSON that can be read"),
+        (b"[" * 100_000, "manifest.json is not JSON that can be read"),
+        (b'{"a": {"bytes": ' + b"9" * 5000 + b"}}", "manifest.json is not JSON that can be read"),
+        (b"[]", "manifest.json is not a table of files"),
+        (b"null", "manifest.json is not a table of files"),
+        *(
+            (
+                json.dumps({"state.json": entry}).encode(),
+                "manifest.json has no size and SHA-256 of state.json",
+            )
+            for entry in (
+                *(1, [], {}, {"bytes": 13}, {"sha256": ENTRY["sha256"]}, {**ENTRY, "bytes": "13"}),
+                *({**ENTRY, "bytes": True}, {**ENTRY, "bytes": -1}, {**ENTRY, "bytes": 10**400}),
+                *({**ENTRY, "bytes": 13.0}, {**ENTRY, "sha256": 5}, {**ENTRY, "sha256": "../x"}),
+            )
+        ),
+        *(
+            (
+                json.dumps({name: ENTRY}).encode(),
+                f'manifest.json lists "{shown(name)}", which is not the name of a file',
+            )
+            for name in ("", ".", "..", "../a", "/etc/passwd", "a/b", "a\0", "\ud800", "x" * 256)
+        ),
+    ],
+)
+def test_a_crafted_manifest_is_refused(folder: Path, manifest: bytes, message: str) -> None:
+    craft(folder, manifest)
+    assert complaint(folder) == message
+    assert not directory.is_intact(folder)
+    with pytest.raises(BrokenCheckpoint, match=re.escape(message)):
+        directory.parse_manifest(manifest)
+
+
+def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
+    """Not even a pipe, which would block the reader, and not before all names have been checked."""
+    os.mkfifo(folder.parent / "pipe")
+    entries = {"pipe": ENTRY, "../pipe": ENTRY}
+    craft(folder, json.dumps(entries).encode())
+    assert complaint(folder).startswith('manifest.json lists "../pipe"')
+
+
+def test_the_reason_why_complete_cannot_be_read(folder: Path) -> None:
+    complete = folder / "COMPLETE"
+    complete.unlink()
+    complete.mkdir()
+    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
+    complete.rmdir()
+    os.mkfifo(complete)
+    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
+    complete.unlink()
+    complete.symlink_to("/dev/zero")
+    assert complaint(folder) == "COMPLETE cannot be read: not a regular file"
+    complete.unlink()
+    complete.symlink_to("/proc/self/mem")  # as a bad sector
+    assert complaint(folder) == "COMPLETE cannot be read: Input/output error"
+    complete.unlink()
+    complete.symlink_to(complete)
+    assert complaint(folder) == "COMPLETE cannot be read: Too many levels of symbolic links"
+    complete.unlink()
+    complete.write_bytes(b"\xff")
+    assert complaint(folder) == "manifest.json does not match its SHA-256"
+
+
+def test_the_reason_why_another_users_checkpoint_cannot_be_read(folder: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from mpiddp.checkpoints import directory
+if os.getuid() == 0:
+    os.seteuid(65534)  # root may read everything
+try:
+    directory.verify(Path(sys.argv[1]))
+except directory.BrokenCheckpoint as error:
+    print(error)
+"""
+    (folder / "COMPLETE").chmod(0)
+    for parent in [folder, *folder.parents][:3]:  # pytest's own folders are private
+        parent.chmod(0o755)
+    command = [sys.executable, "-c", code, folder.name]
+    done = subprocess.run(
+        command, cwd=folder.parent, env=clean_env(), capture_output=True, text=True
+    )
+    assert done.stdout == f"checkpoint {folder.name}: COMPLETE cannot be read: Permission denied\n"
+
+
+# Several checkpoints
+def write_several(root: Path, *steps: int) -> list[Path]:
+    return [directory.write(root, step, write_files) for step in steps]
+
+
+def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
+    folders = write_several(tmp_path, 900, 1000, 123_456_789, 5)
+    (tmp_path / "step_5").mkdir()
+    (tmp_path / "step_00000006.bak").mkdir()
+    (tmp_path / "step_00000008").write_text("a file")
+    assert directory.list_steps(tmp_path) == [folders[i] for i in (3, 0, 1, 2)]
+    assert directory.list_steps(tmp_path / "none") == []
+    with pytest.raises(ValueError, match="step_5 is not named"):
+        directory.step_of(tmp_path / "step_5")
+
+
+def survey_sentences(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that is valid, and the sentences of `mpiddp train` about the newer ones."""
+    newest, complaints = directory.survey(root)
+    return newest, [
+        f"{complaint}; {directory.consequence(step, newest)}." for step, complaint in complaints
+    ]
+
+
+def test_the_newest_valid_checkpoint_is_found_and_the_loss_printed(tmp_path: Path) -> None:
+    folders = write_several(tmp_path, 800, 900, 1000)
+    assert survey_sentences(tmp_path) == (folders[2], [])
+    (folders[2] / "model.pt").write_bytes(bytes(5000))
+    assert survey_sentences(tmp_path) == (
+        folders[1],
+        [
+            "checkpoint step_00001000: model.pt does not match its SHA-256; "
+            "resuming from step_00000900 (100 steps lost)."
+        ],
+    )
+    (folders[1] / "COMPLETE").unlink()
+    found, sentences = survey_sentences(tmp_path)
+    assert found == folders[0]
+    assert [sentence.partition(";")[2] for sentence in sentences] == [
+        " resuming from step_00000800 (200 steps lost).",
+        " resuming from step_00000800 (100 steps lost).",
+    ]
+
+
+def test_every_broken_checkpoint_is_named_if_none_is_valid(tmp_path: Path) -> None:
+    assert survey_sentences(tmp_path) == (None, [])
+    for folder in write_several(tmp_path, 1, 2):
+        (folder / "COMPLETE").unlink()
+    assert survey_sentences(tmp_path) == (
+        None,
+        [
+            "checkpoint step_00000002: the save was never completed; no older one is valid.",
+            "checkpoint step_00000001: the save was never completed; no older one is valid.",
+        ],
+    )
+
+
+def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
+    folders = write_several(tmp_path, 1, 2, 3, 4, 5)
+    (folders[4] / "COMPLETE").unlink()
+    assert directory.prune(tmp_path, 2) == [folders[1], folders[0]]
+    assert directory.list_steps(tmp_path) == folders[2:]
+    assert names(tmp_path) == [folder.name for folder in folders[2:]]
+    assert directory.prune(tmp_path, 2) == []
+
+
+def test_prune_removes_nothing_while_too_few_are_complete(tmp_path: Path) -> None:
+    folders = write_several(tmp_path, 1, 2, 3)
+    for folder in folders[1:]:
+        (folder / "model.pt").write_bytes(b"cut")
+    assert directory.prune(tmp_path, 2) == []
+    assert directory.list_steps(tmp_path) == folders
+    assert directory.prune(tmp_path / "none", 2) == []
+
+
+def test_prune_can_count_by_size_or_by_hash(tmp_path: Path) -> None:
+    folders = write_several(tmp_path, 1, 2, 3)
+    (folders[2] / "model.pt").write_bytes(bytes(5000))
+    assert directory.prune(tmp_path, 2, counts=directory.is_verified) == []
+    assert directory.prune(tmp_path, 2) == [folders[0]]

@@ -1,0 +1,328 @@
+"""The hosts of an allocation, from the variables and files that each scheduler documents.
+
+test_slurm_job.py and test_grid_engine_job.py of tests/cluster/schedulers have real ones.
+Tests mpiddp/hosts/schedulers.py, mpiddp/hosts/hostfile.py.
+python -m pytest tests/unit/hosts/test_allocations.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.formats import MPI_NAMES, MpiName
+from mpiddp.hosts.hostfile import read_hostfile
+from mpiddp.hosts.main import main as hosts_main
+from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation, grants_hosts
+from tests.support.allocations import (
+    AZURE,
+    DRY_RUNS,
+    FLUX,
+    GRID_ENGINE,
+    LSF,
+    MPIJOB,
+    PBS,
+    PE_HOSTFILE,
+    PROGRAMS,
+    SKYPILOT,
+    SLURM,
+    Env,
+    documented_dry_runs,
+)
+
+# Slurm, "Heterogeneous Job Support", "Environment Variables"
+# (https://slurm.schedmd.com/heterogeneous_jobs.html#env_var). A batch script has the first one's as usual.
+SLURM_HETEROGENEOUS = SLURM | {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "7",
+    "SLURM_JOB_ID_HET_GROUP_1": "8",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n[11-14]",
+}
+
+NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
+
+
+MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc slots=2\n"
+# The same for Intel MPI and MPICH, whose hostfile has `host:slots`.
+INTEL_HOSTFILE = "pi-worker-0.pi.default.svc:2\npi-worker-1.pi.default.svc:2\n"
+
+
+AZURE_ML = {"AZ_BATCH_NODE_LIST": "node-0;node-1", "AZ_BATCH_MASTER_NODE": "node-0:6000"}
+
+# Kubeflow's training operator, pkg/constants/constants.go: the number of nodes for torchrun.
+# https://github.com/kubeflow/training-operator/blob/master/pkg/constants/constants.go
+TRAIN_JOB = {"PET_NNODES": "2"}
+
+# AWS Batch, "Multi-node parallel jobs", "Environment variables", of a node that is not the main one.
+# https://docs.aws.amazon.com/batch/latest/userguide/mnp-env-vars.html
+AWS_BATCH = {
+    "AWS_BATCH_JOB_NUM_NODES": "2",
+    "AWS_BATCH_JOB_NODE_INDEX": "1",
+    "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.4",
+}
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the files that the variables above name, and stand-ins of programs on PATH."""
+    for name, text in (
+        ("node_file", NODE_FILE),
+        ("pe_hostfile", PE_HOSTFILE),
+        ("mpi_hostfile", MPI_HOSTFILE),
+        ("intel_hostfile", INTEL_HOSTFILE),
+        *PROGRAMS.items(),
+    ):
+        (tmp_path / name).write_text(text)
+    for name in PROGRAMS:
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def found(env: Env) -> tuple[str, list[str], list[int | None]]:
+    """The source, hosts and slots of the allocation in `env`."""
+    allocation = find_allocation({"PATH": "/usr/bin:/bin"} | env)
+    assert allocation is not None
+    hosts = allocation.hosts
+    names, slots = [host.name for host in hosts], [host.slots for host in hosts]
+    return allocation.source, names, slots
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+CLUSTER_NAMES = ["n1.cluster", "n2.cluster"]
+PODS = ["pi-worker-0.pi.default.svc", "pi-worker-1.pi.default.svc"]
+IPS = ["10.0.0.4", "10.0.0.5"]
+
+
+@pytest.mark.parametrize(
+    ("env", "source", "names", "slots"),
+    [
+        (PBS, "PBS job 1234.head", CLUSTER_NAMES, [2, 2]),
+        (LSF, "LSF job 105", ["n1", "n2"], [5, 3]),
+        (LSF | {"LSB_MCPU_HOSTS": ""}, "LSF job 105", CLUSTER_NAMES, [2, 2]),
+        (GRID_ENGINE, "Grid Engine job 3", ["n1", "n2"], [3, 1]),
+        (MPIJOB, "the hostfile of OMPI_MCA_orte_default_hostfile", PODS, [2, 2]),
+        (
+            {"PRTE_MCA_prte_default_hostfile": "mpi_hostfile"},
+            "the hostfile of PRTE_MCA_prte_default_hostfile",
+            PODS,
+            [2, 2],
+        ),
+        (
+            {"I_MPI_HYDRA_HOST_FILE": "intel_hostfile"},
+            "the hostfile of I_MPI_HYDRA_HOST_FILE",
+            PODS,
+            [2, 2],
+        ),
+        ({"HYDRA_HOST_FILE": "intel_hostfile"}, "the hostfile of HYDRA_HOST_FILE", PODS, [2, 2]),
+        (SKYPILOT, "the SkyPilot task", IPS, [4, 4]),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, "the SkyPilot task", IPS, [None, None]),
+        (AZURE, "the Azure Batch task", IPS, [None, None]),
+        (AZURE_ML, "the Azure Batch task", ["node-0", "node-1"], [None, None]),
+    ],
+)
+def test_the_hosts_and_slots_of_an_allocation(
+    in_folder: Path, env: Env, source: str, names: list[str], slots: list[int | None]
+) -> None:
+    assert found(env) == (source, names, slots)
+
+
+def test_flux_knows_its_hosts(in_folder: Path) -> None:
+    env = FLUX | {"PATH": f"{in_folder}:/usr/bin:/bin"}
+    assert found(env) == ("the Flux instance", ["n1", "n2"], [None, None])
+
+
+def test_a_pbs_job_that_lists_each_host_once_takes_its_gpus(in_folder: Path) -> None:
+    (in_folder / "node_file").write_text("n1\nn2\n")
+    assert found(PBS)[1:] == (["n1", "n2"], [None, None])
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "slots"),
+    [("node_file", CLUSTER_NAMES, [2, 2]), ("pe_hostfile", ["n1", "n2"], [3, 1])],
+)
+def test_the_hostfile_option_reads_the_files_of_schedulers(
+    in_folder: Path, file: str, names: list[str], slots: list[int]
+) -> None:
+    hosts = read_hostfile(file).hosts
+    assert ([host.name for host in hosts], [host.slots for host in hosts]) == (names, slots)
+
+
+@pytest.mark.parametrize(("mpi", "right"), [("openmpi", "n1 slots=3"), ("mpich", "n1:3")])
+def test_no_mpirun_reads_a_pe_hostfile(in_folder: Path, mpi: MpiName, right: str) -> None:
+    assert refusal(lambda: hosts_main(["check", "pe_hostfile", "--mpi", mpi])) == (
+        f'pe_hostfile:1: "all.q@n1" is Grid Engine\'s syntax and mpirun here is '
+        f"{MPI_NAMES[mpi]}. Write: {right}"
+    )
+
+
+def test_hosts_that_take_turns_in_a_node_file(in_folder: Path) -> None:
+    (in_folder / "node_file").write_text("n1\nn2\nN1\nn2\n")
+    assert [(host.name, host.slots) for host in read_hostfile("node_file").hosts] == [
+        ("n1", 2),
+        ("n2", 2),
+    ]
+
+
+@pytest.mark.parametrize("env", [PBS, LSF | {"LSB_MCPU_HOSTS": ""}])
+def test_a_node_file_that_repeats_hosts_unevenly(in_folder: Path, env: Env) -> None:
+    (in_folder / "node_file").write_text("n1\nn1\nn2\n")
+    _, names, slots = found(env)
+    assert (names, slots) == (["n1", "n2"], [2, 1])
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"KUBERNETES_SERVICE_HOST": "10.96.0.1"},  # every pod has it, also a Slurm node in a pod
+        {"SGE_TASK_ID": "undefined", "JOB_ID": "3", "NHOSTS": "1"},  # a job without -pe
+        {"PET_NNODES": "1"},
+        {"AWS_BATCH_JOB_NUM_NODES": "1"},
+        {"NHOSTS": "2"},  # a variable of the user's own
+        dict.fromkeys((name for row in SCHEDULERS for name in row.proof), ""),
+    ],
+)
+def test_no_allocation(env: Env) -> None:
+    assert find_allocation(env) is None
+
+
+HINT = "Name the hosts with --hostfile or -H, or write --local for this machine alone."
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        (
+            {"PBS_JOBID": "12"},
+            "PBS_JOBID=12 is set but PBS_NODEFILE is not: this is only a part of an allocation's "
+            f"environment. {HINT}",
+        ),
+        (
+            {"PBS_JOBID": "12", "PBS_NODEFILE": "/nowhere/12"},
+            "/nowhere/12 not found. Not falling back to this machine.",
+        ),
+        (
+            {"LSB_JOBID": "9"},
+            "LSB_JOBID=9 is set but LSB_DJOB_HOSTFILE is not: this is only a part of an allocation's "
+            f"environment. {HINT}",
+        ),
+        (
+            {"LSB_MCPU_HOSTS": "n1 4 n2"},
+            'LSB_MCPU_HOSTS="n1 4 n2" is not LSF\'s: it does not have a number after each host. '
+            + HINT,
+        ),
+        (
+            {"LSB_MCPU_HOSTS": "n1 4 n2 x"},
+            "LSB_MCPU_HOSTS=\"n1 4 n2 x\" is not LSF's: 'x' is not a number of slots. " + HINT,
+        ),
+        (
+            {"SGE_TASK_ID": "1", "NHOSTS": "2"},
+            "NHOSTS=2 is set but PE_HOSTFILE is not: this is only a part of an allocation's environment. "
+            + HINT,
+        ),
+        (
+            {"K_MPI_JOB_ROLE": "worker"},
+            "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. Write mpiddp "
+            "launch in the command of the Launcher, and sshd in that of the Worker.",
+        ),
+        (
+            SKYPILOT | {"SKYPILOT_NODE_RANK": "1"},
+            "this is node 1 of a SkyPilot task, and mpiddp launch on node 0 starts the ranks of all "
+            'nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp launch …; fi',
+        ),
+        (
+            SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "many"},
+            'SKYPILOT_NUM_GPUS_PER_NODE="many" is not a whole number, 0 or more and less than 1000.',
+        ),
+        (
+            AZURE | {"AZ_BATCH_IS_CURRENT_NODE_MASTER": "false"},
+            "this is not the primary node of the Azure Batch task, and mpiddp launch there starts the "
+            "ranks of all nodes. Write it in the application command of the task.",
+        ),
+        (
+            {"AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"},
+            "AZ_BATCH_MASTER_NODE is set, but neither AZ_BATCH_HOST_LIST nor AZ_BATCH_NODE_LIST: the "
+            f"nodes of this Azure Batch task are not known. {HINT}",
+        ),
+        (
+            TRAIN_JOB,
+            "PET_NNODES=2: a PyTorchJob or TrainJob has started this process on one of several hosts, and "
+            f"does not list them. Start the script with torchrun, or use an MPIJob. {HINT}",
+        ),
+        (
+            AWS_BATCH,
+            "AWS_BATCH_JOB_NUM_NODES=2: AWS Batch has started this process on one of several hosts, and does "
+            f"not list them. Start the script with torchrun on each node. {HINT}",
+        ),
+        (
+            SLURM_HETEROGENEOUS,
+            "SLURM_HET_SIZE=2: Slurm job 7 is heterogeneous, and the hosts of its components are not read. "
+            + HINT,
+        ),
+        (
+            {"SKYPILOT_NODE_IPS": "-oProxyCommand=x"},
+            'SKYPILOT_NODE_IPS: host "-oProxyCommand=x" starts with "-" and would reach ssh as an option. '
+            "Refused.",
+        ),
+    ],
+)
+def test_an_allocation_that_cannot_be_read_is_refused(env: Env, sentence: str) -> None:
+    assert refusal(lambda: find_allocation({"PATH": "/nowhere"} | env)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("env", "is_granted"),
+    [({}, False), ({"PET_NNODES": "1"}, False), (TRAIN_JOB, True), (SLURM, True)],
+)
+def test_hosts_are_granted_even_if_they_cannot_be_read(env: Env, is_granted: bool) -> None:
+    assert grants_hosts(env) == is_granted
+
+
+def test_flux_without_its_program(tmp_path: Path) -> None:
+    sentence = refusal(lambda: find_allocation(FLUX | {"PATH": str(tmp_path)}))
+    assert sentence.startswith("FLUX_URI is set, but flux getattr hostlist fails: ")
+    assert sentence.endswith(HINT)
+
+
+# Several allocations
+
+
+@pytest.mark.parametrize("stale", [PBS | {"PBS_NODEFILE": "others"}, {"PBS_JOBID": "12"}])
+def test_the_first_of_two_allocations_counts(in_folder: Path, stale: Env) -> None:
+    (in_folder / "others").write_text("x1\nx1\nx2\nx2\n")
+    assert found(SLURM | stale) == ("Slurm job 7", ["n1", "n2"], [1, 1])
+
+
+def test_slurm_with_the_variables_of_its_pbs_wrappers(in_folder: Path) -> None:
+    """generate_pbs_nodefile(1) of Slurm's Torque wrappers writes a PBS_NODEFILE of the same hosts."""
+    assert found(SLURM | PBS) == ("Slurm job 7", ["n1", "n2"], [1, 1])
+
+
+def test_the_inner_of_two_allocations_counts(in_folder: Path) -> None:
+    """`bsub … jsrun … flux start`: LSF also lists the host of the batch script."""
+    env = FLUX | {"PATH": f"{in_folder}:/usr/bin:/bin"}
+    outer = {"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "batch1 1 n1 42 n2 42"}
+    assert found(outer | env)[0] == "the Flux instance"
+
+
+def test_a_slurm_job_in_pods_is_one_allocation() -> None:
+    assert found(SLURM | {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})[0] == "Slurm job 7"
+
+
+# The command
+
+
+def test_the_page_has_the_dry_run_of_each_environment() -> None:
+    assert documented_dry_runs().keys() == DRY_RUNS.keys()

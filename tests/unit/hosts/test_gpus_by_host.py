@@ -1,0 +1,304 @@
+"""The GPUs of each host: counted with the vendor's tool, chosen by the hostfile, near the rank's cores.
+
+No machine of the tests has a GPU: the tools are stubs that print what their documentation shows.
+
+Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/start/own_gpu.py.
+python -m pytest tests/unit/hosts/test_gpus_by_host.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.gpus import gpu_addresses, gpu_names
+from mpiddp.hosts.hostfile import Host
+from mpiddp.launch.variables import env_on_host, gpu_table
+from mpiddp.runtime.start.own_gpu import (
+    GpuUnknown,
+    bind_to_gpu,
+    choose_gpus,
+    gpu_address,
+    near_cores,
+    parse_cores,
+)
+from mpiddp.world import RANK_SOURCES, World
+from tests.support.gpu_tools import NVIDIA, tool
+from tests.support.patience import PATIENCE_S
+
+HOST = socket.gethostname()
+
+AMD = """
+echo '[{"gpu": 0, "bdf": "0000:05:00.0", "uuid": "a"}, {"gpu": 1, "bdf": "0000:26:00.0", "uuid": "b"}]'
+"""
+ROCM = """
+echo "GPU[0]		: PCI Bus: 0000:05:00.0"
+echo "GPU[1]		: PCI Bus: 0000:26:00.0"
+"""
+INTEL = """
+echo '{"device_list": [{"device_id": 0, "device_name": "Data Center GPU Max 1550",'
+echo ' "pci_bdf_address": "0000:29:00.0"}, {"device_id": 1, "device_name": "Data Center GPU Max 1550",'
+echo ' "pci_bdf_address": "0000:3a:00.0"}]}'
+"""
+NO_GPU = (
+    "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "names", "addresses"),
+    [
+        ("nvidia-smi", NVIDIA, ["NVIDIA H200"] * 2, ["0000:18:00.0", "0000:9a:00.0"]),
+        ("amd-smi", AMD, ["0000:05:00.0", "0000:26:00.0"], ["0000:05:00.0", "0000:26:00.0"]),
+        ("rocm-smi", ROCM, ["0000:05:00.0", "0000:26:00.0"], ["0000:05:00.0", "0000:26:00.0"]),
+        ("xpu-smi", INTEL, ["Data Center GPU Max 1550"] * 2, ["0000:29:00.0", "0000:3a:00.0"]),
+    ],
+)
+def test_each_vendors_tool(
+    tmp_path: Path, name: str, text: str, names: list[str], addresses: list[str]
+) -> None:
+    path = tool(tmp_path, name, text)
+    assert gpu_names(path) == names
+    assert gpu_addresses(path) == addresses
+
+
+def test_a_tool_without_gpus_and_one_that_hangs(tmp_path: Path) -> None:
+    path = tool(tmp_path, "nvidia-smi", NO_GPU)
+    assert gpu_names(path) == []
+    tool(tmp_path, "xpu-smi", INTEL)
+    assert len(gpu_names(path) or []) == 2
+    tool(tmp_path, "nvidia-smi", "exec sleep 600")
+    assert gpu_names(path, timeout_s=0.1) is None
+
+
+# Another process traces it, so that it stays even when it is killed, as one in a driver that hangs.
+UNKILLABLE = f"""#!{sys.executable}
+import ctypes, os, signal, sys, time
+tool, libc = os.getpid(), ctypes.CDLL(None)
+libc.prctl(0x59616d61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
+if os.fork() == 0:
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in (1, 2):
+        os.dup2(null, file)
+    traces = libc.ptrace(0x4206, tool, None, None) == 0  # PTRACE_SEIZE
+    with open(sys.argv[0] + ".part", "w") as file:
+        file.write(str(os.getpid() if traces else 0))
+    os.rename(sys.argv[0] + ".part", sys.argv[0] + ".tracer")
+    time.sleep({2 * PATIENCE_S})
+else:
+    signal.pause()
+"""
+
+
+def test_a_tool_that_cannot_be_killed(tmp_path: Path) -> None:
+    path = tool(tmp_path, "nvidia-smi", "")
+    (tmp_path / "nvidia-smi").write_text(UNKILLABLE)
+    tracer = tmp_path / "nvidia-smi.tracer"
+    began_at = time.monotonic()
+    for timeout_s in (1, 4, 16, 64):
+        assert gpu_names(path, timeout_s=timeout_s) is None
+        if tracer.exists():
+            break
+    assert time.monotonic() - began_at < PATIENCE_S
+    if not int(tracer.read_text()):
+        pytest.skip("no process may trace another here")
+    os.kill(int(tracer.read_text()), signal.SIGKILL)
+
+
+NODES = (Host(HOST), Host("far.invalid"), Host("there.invalid", gpus=(0, 3)))
+
+
+def test_the_table_has_this_hosts_own_value_and_the_hostfiles_numbers() -> None:
+    there = dict.fromkeys(
+        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), "0,3"
+    )
+    there["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}
+    assert json.loads(gpu_table(NODES, env, {})) == [env, {}, there]
+    exported = gpu_table(NODES, env, {"CUDA_VISIBLE_DEVICES": None})
+    assert json.loads(exported) == [{}, {}, there]
+    assert gpu_table(NODES[:2], {}, {}) == ""
+    assert gpu_table(NODES[:2], {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""  # it travels by name
+    assert gpu_table(NODES, {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""  # a job without GPUs
+
+
+def test_gpus_are_counted_with_the_variables_that_the_ranks_get() -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "0"}
+    assert env_on_host(HOST, env, {}) == env
+    assert env_on_host("far.invalid", env, {}) == {}
+    assert env_on_host("far.invalid", env, {"CUDA_VISIBLE_DEVICES": None}) == env
+    assert env_on_host("far.invalid", {"CUDA_VISIBLE_DEVICES": ""}, {}) != {}
+
+
+@pytest.mark.parametrize(("rank", "gpus"), [(0, "1"), (1, "1"), (2, None), (3, "0,2")])
+def test_a_rank_takes_the_variables_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, rank: int, gpus: str | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("MPIDDP_PLACEMENT", "a:2,b:1,c:1")
+    choices = [{"CUDA_VISIBLE_DEVICES": "1"}, {}, {"CUDA_VISIBLE_DEVICES": "0,2"}]
+    monkeypatch.setenv("MPIDDP_GPUS", json.dumps(choices))
+    choose_gpus(World(rank, 4, 0, 1))
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == gpus
+
+
+@pytest.mark.parametrize("text", ["x", "[{}]", '[{"PATH": "/x"}, {}]', "[[], []]", "7"])
+def test_a_table_that_the_launcher_did_not_write(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("MPIDDP_PLACEMENT", "b:1,a:1")
+    monkeypatch.setenv("MPIDDP_GPUS", text)
+    rank = 0 if "PATH" in text else 1
+    with pytest.raises(UserError, match="does not fit MPIDDP_PLACEMENT"):
+        choose_gpus(World(rank, 2, 0, 1))
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """Two GPUs on two NUMA nodes, and one of which the kernel knows no node."""
+    for address, node in (("0000:18:00.0", 0), ("0000:9a:00.0", 1), ("0000:bb:00.0", -1)):
+        device = tmp_path / "sys/bus/pci/devices" / address
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    for node, cores in ((0, f"{first},70-71"), (1, f"{second},72-73")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    return tmp_path / "sys"
+
+
+@pytest.fixture
+def affinity() -> Iterator[set[int]]:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core: nothing to bind to")
+    yield before
+    os.sched_setaffinity(0, before)
+
+
+def test_cores_near_a_gpu(affinity: set[int], sysfs: Path) -> None:
+    assert parse_cores("0-3,8-9\n") == {0, 1, 2, 3, 8, 9}
+    assert near_cores("0000:18:00.0", sysfs) == {min(affinity), 70, 71}
+    assert near_cores("0000:bb:00.0", sysfs) == set()  # as a virtual machine has it
+    assert near_cores("0000:ff:00.0", sysfs) == set()
+
+
+FIRST, SECOND = "0000:18:00.0", "0000:9a:00.0"
+
+
+@pytest.mark.parametrize(
+    ("env", "local_rank", "address"),
+    [
+        ({}, 1, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, 0, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, 1, FIRST),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 0, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-19ac,GPU-18ac"}, 0, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-19ac, GPU-18ac"}, 1, FIRST),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-aa02,MIG-bb01"}, 0, FIRST),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-aa02,MIG-bb01"}, 1, SECOND),
+    ],
+)
+def test_the_gpu_of_a_local_rank(
+    tmp_path: Path, env: dict[str, str], local_rank: int, address: str
+) -> None:
+    env = env | {"PATH": tool(tmp_path, "nvidia-smi", NVIDIA)}
+    assert gpu_address(World(local_rank, 2, local_rank, 2), env) == address
+
+
+@pytest.mark.parametrize(
+    ("visible", "reason"),
+    [
+        ("7", "its GPU is not known"),
+        ("9" * 5000, "its GPU is not known"),
+        ("", "its GPU is not known"),
+        ("-1", "its GPU is not known"),
+        ("GPU-2", "nvidia-smi lists no GPU with the UUID GPU-2 of CUDA_VISIBLE_DEVICES"),
+        ("GPU-18", "nvidia-smi lists no GPU with the UUID GPU-18 of CUDA_VISIBLE_DEVICES"),
+        ("MIG-\x1b", "nvidia-smi lists no GPU with the UUID MIG-\\x1b of CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_gpu_that_no_tool_lists(tmp_path: Path, visible: str, reason: str) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": visible, "PATH": tool(tmp_path, "nvidia-smi", NVIDIA)}
+    with pytest.raises(GpuUnknown) as unknown:
+        gpu_address(World(0, 2, 0, 2), env)
+    assert str(unknown.value) == reason
+
+
+def test_a_rank_that_sees_its_own_gpu_alone(tmp_path: Path) -> None:
+    """srun --gpus-per-task=1 shows each rank one GPU; mpirun shows the ranks of a host the same."""
+    path = tool(tmp_path, "nvidia-smi", NVIDIA)
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-19ac", "PATH": path}
+    srun = next(launcher for launcher in RANK_SOURCES if launcher.name == "slurm")
+    assert gpu_address(World(1, 2, 1, 2, srun), env) == SECOND
+    with pytest.raises(GpuUnknown, match="CUDA_VISIBLE_DEVICES=GPU-19ac has no GPU for it"):
+        gpu_address(World(1, 2, 1, 2), env)
+    with pytest.raises(GpuUnknown, match="its GPU is not known"):  # before the ranks are counted
+        gpu_address(World(1, 2, None, None), {"PATH": path})
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "index"),
+    [(None, 0, 0), (None, 1, 1), ("GPU-19ac,GPU-18ac", 0, 1), ("MIG-aa02", 0, 0)],
+)
+def test_bind_gpu_binds_a_rank_to_the_cores_near_its_gpu(
+    affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    visible: str | None, local_rank: int, index: int,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", NVIDIA))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    bind_to_gpu(World(local_rank, 2, local_rank, 2), sysfs)
+    assert os.sched_getaffinity(0) == affinity  # not without --bind gpu
+    monkeypatch.setenv("MPIDDP_BIND", "gpu")
+    bind_to_gpu(World(local_rank, 2, local_rank, 2), sysfs)
+    assert os.sched_getaffinity(0) == {sorted(affinity)[index]}
+
+
+def test_a_rank_whose_gpu_is_not_listed_says_so(
+    affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", NVIDIA))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-77")
+    monkeypatch.setenv("MPIDDP_BIND", "gpu")
+    bind_to_gpu(World(3, 4, 0, 1), sysfs)
+    assert os.sched_getaffinity(0) == affinity
+    assert capsys.readouterr() == (
+        "",
+        f"rank 3 on {HOST} is not bound: nvidia-smi lists no GPU with the UUID GPU-77 of "
+        "CUDA_VISIBLE_DEVICES\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("0000:9a:00.0", "it may use no core near GPU 0000:9a:00.0"),
+        ("0000:bb:00.0", "the kernel names no NUMA node of GPU 0000:bb:00.0"),
+    ],
+)
+def test_a_rank_that_cannot_be_bound_says_why(
+    affinity: set[int], sysfs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], address: str, reason: str,
+) -> None:  # fmt: skip
+    """It stays where it is, which is here the core near the other GPU."""
+    own = {min(affinity)}
+    os.sched_setaffinity(0, own)
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", f"echo {address}"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("MPIDDP_BIND", "gpu")
+    bind_to_gpu(World(0, 1, 0, 1), sysfs)
+    assert os.sched_getaffinity(0) == own
+    assert capsys.readouterr() == ("", f"rank 0 on {HOST} is not bound: {reason}\n")

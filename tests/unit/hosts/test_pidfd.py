@@ -1,0 +1,109 @@
+"""A signal reaches the process that was checked, or none: never another one with the same pid.
+
+Tests mpiddp/hosts/pidfd.py and mpiddp/launch/orphans.py.
+python -m pytest tests/unit/hosts/test_pidfd.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from mpiddp.hosts.pidfd import kill_marked, opened
+from mpiddp.launch.orphans import remote_program
+from tests.support.ranks import ROOT
+
+Start = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process of a job that only its end stops."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(job: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "MPIDDP_JOB": job}
+        started.append(subprocess.Popen(["sleep", "6000"], env=env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(params=["pidfd", "no pidfd", "no pidfd in this kernel"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pidfds, and as on a Python or a kernel without them."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    if request.param == "no pidfd":
+        monkeypatch.delattr(os, "pidfd_open")
+    elif request.param == "no pidfd in this kernel":
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_only_processes_of_the_job_are_killed(start: Start) -> None:
+    of_job, other = start("a1"), start("a11")
+    assert kill_marked(b"MPIDDP_JOB=a1") == [of_job.pid]
+    assert of_job.wait() == -signal.SIGKILL
+    assert other.poll() is None
+    assert kill_marked(b"MPIDDP_JOB=a1") == []
+
+
+def test_the_program_for_other_hosts_kills_and_prints(start: Start) -> None:
+    of_job, other = start("b2"), start("")
+    done = subprocess.run(
+        [sys.executable, "-I"], input=remote_program("b2"), capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == (f"{of_job.pid}\n", "")
+    assert of_job.wait() == -signal.SIGKILL
+    assert other.poll() is None
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_a_process_that_has_ended(start: Start) -> None:
+    process = start("")
+    with opened(process.pid) as send:
+        process.kill()
+        process.wait()
+        with pytest.raises(ProcessLookupError):
+            send(signal.SIGKILL)
+    with pytest.raises(ProcessLookupError), opened(process.pid) as send:
+        send(signal.SIGKILL)
+
+
+# In a namespace whose next pid this process may choose.
+REUSED = """
+import signal, subprocess
+from pathlib import Path
+from mpiddp.hosts.pidfd import opened
+first = subprocess.Popen(["sleep", "6000"])
+with opened(first.pid) as send:
+    first.kill()
+    first.wait()
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(first.pid - 1))
+    second = subprocess.Popen(["sleep", "6000"])
+    print(second.pid == first.pid)
+    try:
+        send(signal.SIGKILL)
+    except ProcessLookupError:
+        print("refused")
+    print(second.poll())
+"""
+
+
+def test_a_stranger_with_the_same_pid_is_not_killed() -> None:
+    command = ["unshare", "-rpf", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "unshare" in done.stderr or "ns_last_pid" in done.stderr:
+        pytest.skip(f"no namespace for pids here: {done.stderr}")
+    assert (done.stdout.split(), done.stderr) == (["True", "refused", "None"], "")

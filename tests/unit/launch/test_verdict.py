@@ -1,0 +1,439 @@
+"""The verdict on an attempt, from a record of what happened: who failed first, the sentence, the exit code.
+
+Tests mpiddp/launch/supervise/{verdict,ranks,stacks}.py. No process starts here.
+python -m pytest tests/unit/launch/test_verdict.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.launch.supervise.attempt import Attempt
+from mpiddp.launch.supervise.control import Message
+from mpiddp.launch.supervise.phases import Event, Phase
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.supervise.stacks import hang_sentences, missing_sentence
+from mpiddp.launch.supervise.verdict import (
+    FirstFailure,
+    History,
+    MpirunEnd,
+    Stop,
+    StopRecord,
+    Verdict,
+    first_failure,
+    verdict,
+)
+
+HOSTS = ("a", "b", "b")
+OTHERS = " The other ranks were stopped."
+SILENTLY = (
+    "ended first, without an error: it was killed, crashed in native code, or called os._exit."
+    + OTHERS
+)
+NO_STOP = StopRecord()
+RESET = "RuntimeError: [gloo] Connection closed by peer"
+
+
+def test_every_event_is_in_the_table_for_every_phase() -> None:
+    assert set(Attempt._TABLE) == set(Event)
+    assert {len(row) for row in Attempt._TABLE.values()} == {len(Phase)}
+
+
+# --- what ranks report ---
+
+
+def message(rank: int, kind: str, at: float = 1.0, script: bool = False, **facts: Any) -> Message:
+    return Message(rank, kind, facts, at, script)
+
+
+def failed(
+    rank: int, error: str = "ValueError: x", at: float = 1.0, script: bool = False, **facts: Any
+) -> Message:
+    defaults = {"code": 1, "traceback": "…", "first": None, "is_verdict": False}
+    return message(rank, "failed", at, script, **{**defaults, "error": error, **facts})
+
+
+def lost(rank: int, at: float = 1.0, silent: bool = False) -> Message:
+    return message(rank, "lost", at, silent=silent)
+
+
+def started(*ranks: int) -> list[Message]:
+    return [message(rank, "started", host=HOSTS[rank], pid=rank + 1) for rank in ranks]
+
+
+def from_all(kind: str, **facts: Any) -> list[Message]:
+    return [message(rank, kind, **facts) for rank in range(len(HOSTS))]
+
+
+def noted(*messages: Message, hosts: tuple[str, ...] = HOSTS) -> Ranks:
+    ranks = Ranks(hosts)
+    for each in messages:
+        ranks.note(each)
+    return ranks
+
+
+# --- the table ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """What happened, and the verdict on it. `mpirun` is its exit code, and what the code tells of a rank."""
+
+    name: str
+    expected: Verdict
+    messages: list[Message] = field(default_factory=list)
+    mpirun: tuple[int, str | None] = (1, "")
+    stop: StopRecord = NO_STOP
+    ended_because: str = ""
+    recorded: dict[int, str] = field(default_factory=dict)
+    was_ended: bool = False
+
+
+DONE_BY_ALL = from_all("done")
+SAVED = [*from_all("supports_stop"), *from_all("stopped"), *DONE_BY_ALL]
+BY_USER, TO_GROW = StopRecord(Stop.BY_USER), StopRecord(Stop.TO_GROW)
+WHILE_SAVING = StopRecord(Stop.BY_USER, rank_failed=True)
+
+
+def by_mpirun(sentence: str, code: int = FAILED) -> Verdict:
+    return Verdict(code, sentence, is_complete=False)
+
+
+def of_rank(rank: int, sentence: str, error: str = "", code: int = FAILED) -> Verdict:
+    return Verdict(code, sentence, FirstFailure(rank, HOSTS[rank], error))
+
+
+CASES = [
+    Case("all ranks done", Verdict(DONE), DONE_BY_ALL, (0, "")),
+    Case("stopped", Verdict(STOPPED, "stopped on request."), SAVED, (75, ""), BY_USER),
+    Case("stopped to grow", Verdict(STOPPED, "stopped on request."), SAVED, (75, ""), TO_GROW),
+    Case(
+        "stopped, some had finished before",
+        Verdict(STOPPED, "stopped on request."),
+        [*from_all("supports_stop"), message(1, "stopped"), *DONE_BY_ALL],
+        stop=BY_USER,
+    ),
+    Case(
+        "done before the stop",
+        Verdict(DONE),
+        [*from_all("supports_stop"), *DONE_BY_ALL],
+        (0, ""),
+        stop=BY_USER,
+    ),
+    Case(
+        "a script that cannot stop",
+        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        DONE_BY_ALL,
+        (0, ""),
+        stop=BY_USER,
+    ),
+    Case(
+        "interrupted",
+        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        [*started(0, 1, 2), lost(0), lost(1)],
+        stop=BY_USER,
+        was_ended=True,
+    ),
+    Case(
+        "killed by a second signal",
+        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        started(0, 1, 2),
+        (-9, ""),
+        stop=StopRecord(Stop.AT_ONCE),
+        was_ended=True,
+    ),
+    Case(
+        "too slow to stop",
+        Verdict(INTERRUPTED, "interrupted: rank 1 on b was too slow; the job was killed."),
+        [*started(0, 1, 2), lost(1)],
+        stop=StopRecord(Stop.BY_USER, "rank 1 on b was too slow"),
+    ),
+    Case(
+        "failed while it saved",
+        of_rank(1, f"rank 1 on b failed first: OSError: full.{OTHERS}", "OSError: full"),
+        [*from_all("supports_stop"), failed(1, "OSError: full"), lost(0)],
+        stop=WHILE_SAVING,
+    ),
+    Case(
+        "refused while it saved",
+        of_rank(0, "", "", BAD_INPUT),
+        [*from_all("supports_stop"), failed(0, "", code=2, traceback="")],
+        stop=WHILE_SAVING,
+    ),
+    Case(
+        "lost while it saved",
+        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        [*from_all("supports_stop"), lost(1)],
+        stop=WHILE_SAVING,
+    ),
+    Case(
+        "ended by the request, without a reason of its own",
+        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        [*from_all("supports_stop"), failed(1, "", code=143, traceback="")],
+        stop=WHILE_SAVING,
+    ),
+    Case(
+        "failed before it could stop",
+        Verdict(INTERRUPTED, "interrupted: the job was stopped."),
+        [failed(1)],
+        stop=WHILE_SAVING,
+    ),
+    Case(
+        "ended by the launcher",
+        Verdict(FAILED, "the job hung and was stopped."),
+        [*started(0, 1, 2), lost(0)],
+        ended_because="the job hung and was stopped.",
+        was_ended=True,
+    ),
+    Case(
+        "a rank failed when all were done",
+        Verdict(
+            FAILED, "all ranks finished, but one was killed by SIGSEGV while its process ended."
+        ),
+        DONE_BY_ALL,
+        (139, "SIGSEGV"),
+    ),
+    Case(
+        "mpirun failed when all were done",
+        by_mpirun("all ranks finished, but mpirun ended with exit code 3 afterwards.", DONE),
+        DONE_BY_ALL,
+        (3, None),
+    ),
+    Case(
+        "mpirun was ended when all were done", Verdict(DONE), DONE_BY_ALL, (9, None), was_ended=True
+    ),
+    Case(
+        "mpirun was killed",
+        by_mpirun("the job failed: mpirun was killed by SIGKILL."),
+        [*started(0, 1, 2), lost(0)],
+        (-9, ""),
+    ),
+    Case(
+        "mpirun was killed by a signal without a name",
+        by_mpirun("the job failed: mpirun was killed by signal 40."),
+        mpirun=(-40, ""),
+    ),
+    Case(
+        "mpirun could not start",
+        by_mpirun("the job failed: mpirun ended with exit code 213."),
+        mpirun=(213, ""),
+    ),
+    Case(
+        "no rank has reported",
+        by_mpirun("the job failed: mpirun ended, but no rank ever reported."),
+        mpirun=(0, ""),
+    ),
+    Case("bad input before the first report", by_mpirun("", BAD_INPUT), mpirun=(2, "")),
+    Case("a stop before the first report", by_mpirun("", STOPPED), mpirun=(75, "")),
+    Case(
+        "a code of ranks that have started",
+        by_mpirun("the job failed: mpirun ended with exit code 2."),
+        started(0),
+        (2, ""),
+    ),
+    Case(
+        "a signal, but no rank is missing",
+        by_mpirun("the job failed: a rank was killed by SIGTERM."),
+        started(0),
+        (143, "SIGTERM"),
+    ),
+    Case(
+        "an exception",
+        of_rank(2, f"rank 2 on b failed first: KeyError: 3.{OTHERS}", "KeyError: 3\nmore"),
+        [*started(0, 1, 2), failed(2, "KeyError: 3\nmore"), lost(0)],
+    ),
+    Case(
+        "an exception with a log",
+        of_rank(0, f"rank 0 on a failed first: E: x (its traceback: /x/0.log).{OTHERS}", "E: x."),
+        [message(0, "log", path="/x/0.log"), failed(0, "E: x.")],
+    ),
+    Case(
+        "an exit code",
+        of_rank(1, f"rank 1 on b ended first, with exit code 3.{OTHERS}"),
+        [failed(1, "", code=3, traceback="")],
+    ),
+    Case(
+        "an exit code with a message",
+        of_rank(1, f"rank 1 on b ended first, with exit code 1: no data.{OTHERS}", "no data"),
+        [failed(1, "no data", traceback="")],
+    ),
+    Case(
+        "an error that names the culprit itself",
+        Verdict(FAILED, f"rank 0 on a did not answer in 30 s.{OTHERS}"),
+        [failed(1, "rank 0 on a did not answer in 30 s.", is_verdict=True)],
+    ),
+    Case(
+        "a refusal that a rank has printed",
+        of_rank(1, "", "--x: bad", BAD_INPUT),
+        [failed(1, "--x: bad", code=2, first=True), failed(0, "--x: bad", code=2, at=3.0)],
+    ),
+    Case(
+        "a refusal that no rank has printed",
+        of_rank(2, "--x: bad", "--x: bad", BAD_INPUT),
+        [failed(2, "--x: bad", code=2), lost(0, at=2.0)],
+    ),
+    Case(
+        "a rank's own exit code 75",
+        of_rank(0, "", "", STOPPED),
+        [failed(0, "", code=75, traceback="")],
+    ),
+    Case(
+        "a host is lost",
+        of_rank(1, f"lost b (ranks 1, 2): the host stopped answering.{OTHERS}"),
+        [lost(0, 12.0), lost(1, 13.0, silent=True), lost(2, 13.1, silent=True)],
+    ),
+    Case(
+        "a rank that recorded its error",
+        of_rank(1, f"rank 1 on b failed first: OSError: gone.{OTHERS}"),
+        [lost(1)],
+        (137, "SIGKILL"),
+        recorded={1: "OSError: gone\nmore"},
+    ),
+    Case(
+        "a rank that was killed",
+        of_rank(1, f"rank 1 on b was killed by SIGKILL.{OTHERS}"),
+        [lost(1), lost(0, 1.5)],
+        (137, "SIGKILL"),
+    ),
+    Case(
+        "a daemon was killed",
+        Verdict(
+            FAILED,
+            "the ranks on a, b ended at the same moment without an error, as when the MPI daemon on one of "
+            "these hosts is killed.",
+            FirstFailure(2, "b", ""),
+            is_complete=False,
+        ),
+        [lost(2, 1.0), lost(0, 1.05)],
+    ),
+    Case(
+        "a daemon was killed, or Hydra ended the others as quickly",
+        Verdict(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
+        [lost(2, 1.0), lost(0, 1.05)],
+        (1, None),
+    ),
+    Case(
+        "a rank vanished, and the others later",
+        Verdict(FAILED, f"rank 2 on b {SILENTLY}", FirstFailure(2, "b", ""), is_complete=False),
+        [lost(2, 1.0), lost(0, 1.3)],
+    ),
+    Case(
+        "a script within a command",
+        of_rank(1, f"rank 1 on b failed first: ValueError: x.{OTHERS}", "ValueError: x"),
+        [failed(1, script=True), failed(1, "", at=2.0, code=1, traceback="")],
+    ),
+    Case(
+        "a script's error that the command survived for long",
+        of_rank(1, f"rank 1 on b ended first, with exit code 1.{OTHERS}"),
+        [failed(1, script=True), failed(1, "", at=40.0, traceback="")],
+    ),
+    Case(
+        "a command that started its script again",
+        Verdict(DONE),
+        [failed(1, script=True), message(1, "done", 2.0, script=True), *DONE_BY_ALL],
+        (0, ""),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_verdict(case: Case) -> None:
+    code, rank_signal = case.mpirun
+    end = MpirunEnd("mpirun", code, rank_signal, case.was_ended)
+    history = History(noted(*case.messages), end, case.stop, case.ended_because, case.recorded)
+    assert verdict(history) == case.expected
+
+
+def test_a_job_of_one_rank_has_no_others() -> None:
+    ranks = noted(failed(0, "ValueError: x"), hosts=("a",))
+    found = verdict(History(ranks, MpirunEnd("mpirun", 1)))
+    assert found.sentence == "rank 0 on a failed first: ValueError: x."
+
+
+@pytest.mark.parametrize(
+    ("messages", "culprit"),
+    [
+        ([failed(2, at=1.0), lost(0, 1.2), lost(1, 1.3)], 2),
+        ([failed(0, RESET, 1.00), lost(1, 1.01)], 1),
+        ([lost(1, 1.0), failed(0, RESET, 1.1, first=True)], 1),
+        ([failed(0, "RuntimeError: by rank 2", 1.0), failed(2, "KeyError", 1.2, first=True)], 2),
+        ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
+        ([failed(2, "ConnectionError: no database", 1.0), lost(0, 2.0), lost(1, 2.0)], 2),
+        # A script that has failed, in a command that is still ending.
+        ([failed(1, at=1.0, script=True), failed(0, "", 2.0, traceback="")], 1),
+        ([failed(1, at=1.0, script=True), failed(0, "", 40.0, traceback="")], 0),
+    ],
+)
+def test_the_first_failure_is_the_cause_of_the_others(
+    messages: list[Message], culprit: int
+) -> None:
+    first = first_failure(noted(*messages))
+    assert first is not None
+    assert first.rank == culprit
+
+
+# --- the stacks ---
+
+WAITS = (
+    'thread MainThread:\n  File "/site/torch/distributed.py", line 9, in all_reduce\n    wait()\n'
+)
+WORKS = 'thread MainThread:\n  File "/x/train.py", line 3, in main\n    work()\n'
+
+
+def stacks(rank: int, step: int, text: str) -> Message:
+    return message(rank, "stacks", step=step, text=text)
+
+
+def test_the_hang_report_names_the_rank_that_is_behind() -> None:
+    ranks = noted(stacks(0, 7, "stack 0"), stacks(1, 6, "stack 1"), hosts=("a", "b"))
+    assert hang_sentences(ranks, 60) == [
+        "rank 1 on b has made no step for 60 s while the others wait at step 7. "
+        "Its Python stack follows.\nstack 1"
+    ]
+
+
+def test_the_hang_report_names_the_rank_that_is_not_in_torch() -> None:
+    ranks = noted(stacks(0, 7, WAITS), stacks(1, 7, WORKS), hosts=("a", "b"))
+    (sentence,) = hang_sentences(ranks, 60)
+    assert sentence.startswith("rank 1 on b has made no step for 60 s while the others wait at ")
+
+
+@pytest.mark.parametrize(
+    ("messages", "end"),
+    [
+        ([], " and does not answer: it is stopped, or stuck in native code."),
+        (
+            [message(0, "frames", text="Stack (most recent call first)")],
+            ": native code holds its Python interpreter. Its Python stack follows, innermost call first.\n"
+            "Stack (most recent call first)",
+        ),
+        ([stacks(0, 3, WORKS)], f". Its Python stack follows.\n{WORKS.rstrip()}"),
+    ],
+)
+def test_a_hanging_job_of_one_rank_has_no_others_that_wait(
+    messages: list[Message], end: str
+) -> None:
+    assert hang_sentences(noted(*messages, hosts=("a",)), 60) == [
+        f"rank 0 on a has made no step for 60 s{end}"
+    ]
+
+
+def test_ranks_of_which_none_answers_wait_at_no_step() -> None:
+    assert hang_sentences(noted(hosts=("a", "b")), 60) == [
+        f"rank {rank} on {host} has made no step for 60 s and does not answer: it is stopped, or stuck in "
+        "native code."
+        for rank, host in enumerate("ab")
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "thread MainThread:\n", "no stack at all"])
+def test_a_stack_without_a_frame_has_no_last_words(text: str) -> None:
+    ranks = noted(message(0, "started", host="a", pid=5), stacks(0, 0, text), hosts=("a",))
+    assert missing_sentence(ranks, 60) == (
+        "only 0 of 1 ranks joined in 60 s. Missing: rank 0 on a. "
+        "Its last words: none; its Python stack shows no line of a script."
+    )

@@ -1,0 +1,95 @@
+"""How a rank ended, from an error, an exit code or a signal.
+
+Tests mpiddp/runtime/job/ending.py. Needs no torch.
+python -m pytest tests/unit/runtime/test_ending.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import JobFailed, NoAnswer, UserError
+from mpiddp.runtime.job.ending import CommandFailed, Ending, Refused, ending_of, ending_of_command
+
+SENTENCE = "hosts.txt:3: one sentence."
+EXIT = "rank 1 ended with exit code"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "line"),
+    [
+        (None, Ending(0), ""),
+        (SystemExit(), Ending(0), ""),
+        (SystemExit(0), Ending(0), ""),
+        (SystemExit(False), Ending(0), ""),
+        (SystemExit(""), Ending(0), ""),
+        (SystemExit(3), Ending(3), f"{EXIT} 3"),
+        (SystemExit(True), Ending(1), f"{EXIT} 1"),
+        (SystemExit(2), Ending(2), ""),  # it has printed why
+        (SystemExit(75), Ending(75), ""),
+        (SystemExit(-1), Ending(255), f"{EXIT} 255"),
+        (SystemExit(300), Ending(44), f"{EXIT} 44"),
+        (SystemExit(256), Ending(1), f"{EXIT} 1"),
+        (SystemExit(1 << 80), Ending(1), f"{EXIT} 1"),
+        (SystemExit("no data"), Ending(1, "no data"), f"{EXIT} 1: no data"),
+        (CommandFailed(139, "SIGSEGV"), Ending(139, "SIGSEGV"), f"{EXIT} 139: SIGSEGV"),
+        (UserError(SENTENCE), Ending(2, SENTENCE), SENTENCE),
+        (JobFailed(SENTENCE), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
+        (NoAnswer(SENTENCE), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
+        (Refused(2, SENTENCE), Ending(2), ""),
+        (Refused(1, SENTENCE, is_printed=False), Ending(1, SENTENCE, is_verdict=True), SENTENCE),
+    ],
+    ids=repr,
+)
+def test_an_error(error: BaseException | None, expected: Ending, line: str) -> None:
+    found = ending_of(error)
+    assert found == expected
+    assert found.line("rank 1") == line
+    assert found.is_failure == (expected.code != 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [(RuntimeError("a bug"), "RuntimeError: a bug"), (KeyError(), "KeyError")],
+)
+def test_a_bug_has_a_traceback(error: Exception, sentence: str) -> None:
+    try:
+        raise error
+    except Exception as caught:
+        found = ending_of(caught)
+    assert (found.code, found.sentence, found.is_verdict) == (1, sentence, False)
+    assert found.traceback.startswith("Traceback")
+    assert found.traceback.endswith(f"{sentence}\n")
+    assert found.line("rank 1") == f"rank 1 failed: {sentence}"
+
+
+def test_a_requested_end_is_no_failure() -> None:
+    assert ending_of(SystemExit(75), has_stopped=True) == Ending(0)
+    assert ending_of(SystemExit(3), has_stopped=True) == Ending(3)
+
+
+def test_an_exit_code_has_the_error_that_record_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps({"message": {"message": "RuntimeError: a bug"}}))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert ending_of(SystemExit(3)) == Ending(3, "RuntimeError: a bug")
+    assert ending_of(SystemExit("said")) == Ending(1, "said")
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (0, Ending(0)),
+        (3, Ending(3)),
+        (-9, Ending(137, "its command was killed by SIGKILL")),
+        (143, Ending(143, "128 + SIGTERM")),
+        (255, Ending(255)),
+    ],
+)
+def test_a_command(code: int, expected: Ending) -> None:
+    assert ending_of_command(code) == expected

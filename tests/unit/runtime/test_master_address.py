@@ -1,0 +1,342 @@
+"""The master address: chosen from RankInfos made by hand, bound and probed on real loopback sockets.
+
+Tests mpiddp/runtime/rendezvous/master_address.py.
+python -m pytest tests/unit/runtime/test_master_address.py
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+
+import pytest
+
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts import sockets
+from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.sockets import bind, port_in, reachable, resolve
+from mpiddp.runtime.rendezvous.master_address import Candidates, RankInfo, choose, listen
+from tests.support.few_files import files_left
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
+
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+LO_DEBIAN = Interface("lo", "127.0.1.1", "127.0.0.0/8")
+DOCKER0 = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
+DOCKER0_RENAMED = Interface("bridge0", "172.17.0.1", "172.17.0.0/16")
+
+
+def eth(host: int, name: str = "eth0", network: str = "10.0.0") -> Interface:
+    return Interface(name, f"{network}.{host + 1}", f"{network}.0/24")
+
+
+def ranks_on(*hosts: tuple[Interface, ...], ranks: int = 1) -> list[RankInfo]:
+    """The RankInfos of `ranks` ranks on each host; a host is given by its interfaces."""
+    return [
+        RankInfo(node * ranks + local, local, ranks, f"node{node}", f"boot-{node}", own)
+        for node, own in enumerate(hosts)
+        for local in range(ranks)
+    ]
+
+
+def addresses(infos: list[RankInfo], env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    return choose(infos, env or {}).addresses
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+# --- hosts and ranks ---
+
+
+def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
+    a, b = ranks_on((LO, eth(0)), (LO, eth(1)), ranks=2)[::2]
+    by_node = [b, a]  # rank 0 on node1, rank 1 on node0, and so on in turn
+    infos = [
+        RankInfo(rank, rank // 2, 2, by_node[rank % 2].hostname, "m", by_node[rank % 2].interfaces)
+        for rank in range(4)
+    ]
+    candidates = choose(infos, {})
+    assert candidates.node_ranks == (0, 1, 0, 1)
+    assert (candidates.num_nodes, candidates.probers) == (2, (1,))
+    assert candidates.addresses == (eth(1).address,)
+
+
+def test_one_rank_of_every_other_host_probes() -> None:
+    candidates = choose(ranks_on(*((LO, eth(node)) for node in range(3)), ranks=4), {})
+    assert candidates.probers == (4, 8)
+
+
+def test_two_machines_of_one_name_are_two_hosts() -> None:
+    infos = [
+        RankInfo(rank, 0, 1, "localhost", f"boot-{rank}", (LO, eth(rank))) for rank in range(2)
+    ]
+    assert choose(infos, {}).num_nodes == 2
+
+
+def test_one_machine_under_two_names_is_refused() -> None:
+    infos = [RankInfo(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
+    assert refusal(lambda: choose(infos, {})) == (
+        "node0 runs 2 ranks with local ranks 0, 0; expected 0 to 0. "
+        "Is one machine in the hostfile under two names?"
+    )
+
+
+# --- the address ---
+
+
+def test_a_job_on_one_host_uses_the_loopback() -> None:
+    assert addresses(ranks_on((LO, eth(0), DOCKER0), ranks=4)) == ("127.0.0.1",)
+
+
+def test_a_job_on_two_hosts_uses_no_loopback() -> None:
+    assert addresses(ranks_on((LO, eth(0)), (LO, eth(1)))) == ("10.0.0.1",)
+    assert addresses(ranks_on((LO_DEBIAN, eth(0)), (LO_DEBIAN, eth(1)))) == ("10.0.0.1",)
+
+
+@pytest.mark.parametrize("decoy", [DOCKER0, DOCKER0_RENAMED])
+def test_a_bridge_with_the_same_address_on_every_host_is_skipped(decoy: Interface) -> None:
+    infos = ranks_on((LO, decoy, eth(0)), (LO, decoy, eth(1)))
+    assert addresses(infos) == ("10.0.0.1",)
+
+
+def test_a_network_that_all_hosts_share_comes_first() -> None:
+    own = Interface("eth9", "192.168.7.1", "192.168.7.0/24")
+    hosts = [(LO, own, eth(0, "eth1")), (LO, eth(1)), (LO, eth(2))]
+    candidates = choose(ranks_on(*hosts), {})
+    assert candidates.addresses == ("10.0.0.1", "192.168.7.1")
+    assert candidates.reasons[0] == "eth1 of node0 is on 10.0.0.0/24, as is every other host"
+    assert candidates.reasons[1] == (
+        "eth9 of node0 is on 192.168.7.0/24; the other hosts reach it through a router"
+    )
+
+
+def test_two_shared_networks_are_both_candidates_for_the_reachable() -> None:
+    hosts = [(LO, eth(node), eth(node, "eth1", "10.9.0")) for node in range(2)]
+    assert addresses(ranks_on(*hosts)) == ("10.0.0.1", "10.9.0.1")
+
+
+def test_interface_names_may_differ_between_hosts() -> None:
+    infos = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    (address,) = addresses(infos)
+    assert [info.interface_towards(address) for info in infos] == ["eth0", "ens5"]
+
+
+def test_ipv6_is_used_only_without_ipv4() -> None:
+    six = [Interface("eth0", f"fd00::{node + 1}", "fd00::/64") for node in range(2)]
+    assert addresses(ranks_on(*((LO, each) for each in six))) == ("fd00::1",)
+    both = [(LO, six[node], eth(node, "eth1")) for node in range(2)]
+    assert addresses(ranks_on(*both)) == ("10.0.0.1", "fd00::1")
+
+
+def test_no_address_that_other_hosts_can_reach() -> None:
+    sentence = refusal(lambda: choose(ranks_on((LO, DOCKER0), (LO, DOCKER0, eth(1))), {}))
+    assert sentence == (
+        "node0, where rank 0 runs, has no address that other hosts can reach: "
+        "only lo 127.0.0.1, docker0 172.17.0.1. Name one: --master-addr ADDR"
+    )
+
+
+def test_an_unreachable_candidate_names_the_host_that_is_cut_off() -> None:
+    candidates = choose(ranks_on(*((LO, eth(node)) for node in range(3))), {})
+    assert candidates.unreachable([["10.0.0.1"], ["10.0.0.1"], []]).startswith(
+        "node2 cannot reach any address of node0 (10.0.0.1) within 2 s: a firewall blocks them, or"
+    )
+
+
+# --- the user's requests ---
+
+
+@pytest.mark.parametrize("requested", ["eth1", "10.9.0.0/24", "10.9.0.0/16", "10.9.0.77/24"])
+def test_a_requested_interface_or_network(requested: str) -> None:
+    hosts = [(LO, eth(node), eth(node, "eth1", "10.9.0")) for node in range(2)]
+    assert addresses(ranks_on(*hosts), {"MPIDDP_INTERFACE": requested}) == ("10.9.0.1",)
+
+
+def test_a_requested_network_matches_interfaces_with_different_names() -> None:
+    infos = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    assert addresses(infos, {"MPIDDP_INTERFACE": "10.0.0.0/24"}) == ("10.0.0.1",)
+
+
+@pytest.mark.parametrize(
+    ("requested", "sentence"),
+    [
+        ("ib0", 'interface "ib0" is not on node0, which has lo and eth0.'),
+        ("eth0", 'interface "eth0" is not on node1, which has lo and ens5.'),
+        ("10.8.0.0/16", 'interface "10.8.0.0/16" is not on node0, which has lo and eth0.'),
+        ("10.0/x", 'interface "10.0/x" is not on node0, which has lo and eth0.'),
+        ("lo", "node0, where rank 0 runs, has no address that other hosts can reach: "),
+    ],
+)
+def test_a_requested_interface_that_a_host_lacks(requested: str, sentence: str) -> None:
+    infos = ranks_on((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
+    refused = refusal(lambda: choose(infos, {"MPIDDP_INTERFACE": requested}))
+    assert refused.startswith(sentence)
+
+
+def test_master_addr_is_honoured_but_not_as_a_loopback_over_hosts() -> None:
+    two = ranks_on((LO, eth(0)), (LO, eth(1)))
+    assert addresses(two, {"MASTER_ADDR": "192.0.2.7"}) == ("192.0.2.7",)
+    assert addresses(two[:1], {"MASTER_ADDR": "127.0.0.5"}) == ("127.0.0.5",)
+    candidates = choose(two, {"MASTER_ADDR": "localhost"})
+    assert candidates.addresses == ("10.0.0.1",)
+    assert candidates.reasons[0].startswith(
+        "localhost resolves to 127.0.0.1, which no other host can"
+    )
+
+
+def test_empty_variables_request_nothing() -> None:
+    empty = {"MASTER_ADDR": "", "MASTER_PORT": "", "MPIDDP_INTERFACE": ""}
+    candidates = choose(ranks_on((LO, eth(0)), (LO, eth(1))), empty)
+    assert (candidates.addresses, candidates.port) == (("10.0.0.1",), 0)
+
+
+@pytest.mark.parametrize("port", ["abc", "65536", "-1", "1.5", "²", " 80"])
+def test_an_invalid_port_is_refused(port: str) -> None:
+    assert refusal(lambda: port_in({"MASTER_PORT": port})) == (
+        f'MASTER_PORT="{port}" is not a port. Expected 1 to 65535, or leave it unset.'
+    )
+
+
+def test_a_name_without_an_address_is_refused() -> None:
+    sentence = refusal(lambda: resolve("a..b"))
+    assert sentence.startswith(f"a..b: cannot be resolved from {socket.gethostname()}. ")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(socket.EAI_NONAME, UserError), (socket.EAI_AGAIN, JobFailed)]
+)
+def test_a_name_server_that_does_not_answer_is_no_bad_input(
+    monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    def getaddrinfo(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(number, "an answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(kind, match=r"^node1: cannot be resolved from "):
+        resolve("node1")
+
+
+# --- real sockets ---
+
+
+def candidates_for(*listen_on: str, port: int = 0) -> Candidates:
+    reasons = tuple("" for _ in listen_on)
+    return Candidates((0,), (), listen_on, reasons, port, (socket.gethostname(),))
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with bind("127.0.0.1", 0, "here") as bound:
+        yield bound
+
+
+def test_listen_binds_every_candidate_and_no_other_address() -> None:
+    first, second = listen(candidates_for("127.0.0.1", "127.0.0.2"))
+    with first, second:
+        assert first.getsockname()[0] == "127.0.0.1"
+        assert second.getsockname()[0] == "127.0.0.2"
+        both = ["127.0.0.1", "127.0.0.2"]
+        assert sorted(reachable(both, [port_of(first), port_of(second)])) == both
+        assert reachable(["127.0.0.3"], [port_of(first)]) == []
+
+
+def test_a_port_in_use_is_refused_and_nothing_stays_bound(listener: socket.socket) -> None:
+    port = port_of(listener)
+    refused = refusal(lambda: listen(candidates_for("127.0.0.2", "127.0.0.1", port=port)))
+    assert refused.startswith(
+        f"MASTER_PORT={port} is in use on {socket.gethostname()} (127.0.0.1)."
+    )
+    listen(candidates_for("127.0.0.2", port=port))[0].close()
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    sentence = refusal(lambda: listen(candidates_for("192.0.2.7")))
+    assert sentence.startswith(
+        f"192.0.2.7 is not an address of {socket.gethostname()}, where rank 0"
+    )
+
+
+def test_a_machine_without_files_is_no_bad_input() -> None:
+    with (
+        files_left(0),
+        pytest.raises(JobFailed, match=r"rank 0 cannot listen .*Too many open files"),
+    ):
+        listen(candidates_for("127.0.0.1"))
+
+
+def test_probe_finds_the_address_that_answers(listener: socket.socket) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # refuses: it does not listen
+        assert reachable(["127.0.0.1"], [port_of(bound)]) == []
+    assert reachable(["127.0.0.1"], [port_of(listener)]) == ["127.0.0.1"]
+
+
+def test_probe_treats_an_address_without_route_as_unreachable(listener: socket.socket) -> None:
+    """connect() to such an address fails at once. Its socket then looks writable and has no error."""
+    unroutable = "255.255.255.255"
+    assert reachable([unroutable], [1]) == []
+    assert reachable([unroutable, "127.0.0.1"], [1, port_of(listener)]) == ["127.0.0.1"]
+
+
+def test_probe_waits_for_a_silent_address_only_until_the_timeout(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 0.4)
+    with socket.create_server(("127.0.0.2", 0), backlog=0) as silent:
+        clients = [socket.socket() for _ in range(4)]  # with a full backlog, the address is silent
+        for each in clients:
+            each.setblocking(False)
+            each.connect_ex(silent.getsockname())
+        begin = time.monotonic()
+        assert reachable(["127.0.0.2"], [port_of(silent)]) == []
+        assert time.monotonic() - begin >= 0.4
+        monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 30.0)
+        begin = time.monotonic()
+        answered = reachable(["127.0.0.1", "127.0.0.2"], [port_of(listener), port_of(silent)])
+        assert answered == ["127.0.0.1"]
+        # The best address has answered, so the others get less time.
+        assert time.monotonic() - begin < 15
+        for each in clients:
+            each.close()
+
+
+def test_this_host_has_a_loopback_interface() -> None:
+    found = {interface.name: interface for interface in interfaces()}
+    assert found["lo"] == LO
+    assert found["lo"].is_loopback
+
+
+def test_a_rank_info_survives_json() -> None:
+    (info,) = ranks_on((LO, eth(0)))
+    assert RankInfo.all_from_json(json.loads(json.dumps([asdict(info)]))) == (info,)
+
+
+def test_allow_open_raises_the_limit_for_a_large_job() -> None:
+    """The usual limit is 1024, and 1024 ranks have several connections each."""
+    code = (
+        "import os, resource\n"
+        "from mpiddp.hosts.sockets import allow_open\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "allow_open(400)\n"
+        "print(len([os.pipe() for _ in range(150)]))\n"
+        "allow_open(10**12)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout) == (0, "150\n"), done.stderr

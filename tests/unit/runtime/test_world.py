@@ -1,0 +1,291 @@
+"""The world of a process from every launcher's variables: set, unset, partly set, or in conflict.
+
+Tests mpiddp/world.py.
+python -m pytest tests/unit/runtime/test_world.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.world import World, likely_ranks
+from tests.support.ranks import clean_env
+
+Env = dict[str, str]
+
+
+def named(names: str, *values: str) -> Env:
+    return dict(zip(names.split(), values, strict=True))
+
+
+def mpi(prefix: str, *values: str) -> Env:
+    return named(
+        " ".join(f"{prefix}_{n}" for n in ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"]), *values
+    )
+
+
+TORCH = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "5", "8", "1", "4")
+TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1"}
+# Open MPI's NODE_RANK is the rank within a node, not the rank of the node.
+OPEN_MPI = mpi("OMPI_COMM_WORLD", "3", "4", "1", "2") | {"OMPI_COMM_WORLD_NODE_RANK": "1"}
+MVAPICH2 = mpi("MV2_COMM_WORLD", "3", "4", "1", "2")
+HYDRA = named("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", "3", "4", "1", "2")
+# From a real srun -N2 --ntasks-per-node=2 for task 3; salloc and sbatch set them for a shell, not a task.
+SLURM_JOB = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}
+SALLOC = SLURM_JOB | {"SLURM_NNODES": "2"}
+SBATCH = SLURM_JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SRUN = SLURM_JOB | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "13"}
+# flux-environment(7), "Job environment": the tasks of a job; there is no local size. Flux's PMI plugin
+# sets PMI_RANK and PMI_SIZE too.
+FLUX = PMI2 | {
+    "FLUX_URI": "local:///run/flux/local",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_TASK_RANK": "3",
+    "FLUX_TASK_LOCAL_ID": "1",
+}
+# Slurm's plugin mpi/cray_shasta, which sets the variables that HPE's PALS sets (src/plugins/mpi/
+# cray_shasta/mpi_cray_shasta.c). PALS_SIZE is not one of them.
+PALS = named("PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE", "3", "4", "1", "2") | {
+    "PALS_APID": "4b2a",
+    "PALS_RANKID": "3",
+    "PALS_NODEID": "1",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_SPOOL_DIR": "/var/run/palsd/4b2a",
+}
+# Public test programs read these four under jsrun; IBM's own page was not at hand.
+JSRUN = mpi("JSM_NAMESPACE", "3", "4", "1", "2") | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "1"}
+# PMIx Standard, "PMIx_Init": a launcher gives a client its namespace and rank, and not their number.
+PMIX = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-node0-4242@1", "PMIX_VERSION": "5.0.8"}
+# Kubeflow Trainer, "PyTorch Training (PyTorchJob)": the environment of a worker pod.
+PYTORCHJOB = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "simple-master-0",
+    "MASTER_PORT": "23456",
+    "PYTHONUNBUFFERED": "1",
+}
+STALE_RANK = named("RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE", "0", "1", "0", "1")
+
+ROWS = {
+    "torchrun": TORCHRUN,
+    "openmpi": OPEN_MPI,
+    "mvapich2": MVAPICH2,
+    "hydra": HYDRA,
+    "jsrun": JSRUN,
+    "slurm": SRUN,
+    "env://": TORCH,
+}
+# The local size is not known before the ranks have joined.
+WITHOUT_LOCAL_SIZE = {"flux": FLUX, "pals": PALS}
+Identity = tuple[str, int, int, int | None, int | None]
+
+
+def identity(env: Mapping[str, str]) -> Identity:
+    """The launcher, rank, world size, local rank and local world size."""
+    world = World.from_env(env)
+    numbers = (world.rank, world.world_size, world.local_rank, world.local_world_size)
+    return (world.launcher.name, *numbers)
+
+
+def refusal(env: Mapping[str, str]) -> str:
+    with pytest.raises(UserError) as caught:
+        World.from_env(env)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("launcher", ROWS)
+def test_from_env_with_all_variables_of_a_launcher(launcher: str) -> None:
+    numbers = (5, 8, 1, 4) if launcher in ("torchrun", "env://") else (3, 4, 1, 2)
+    assert identity(ROWS[launcher]) == (launcher, *numbers)
+
+
+@pytest.mark.parametrize("launcher", WITHOUT_LOCAL_SIZE)
+def test_a_launcher_that_does_not_set_the_local_size(launcher: str) -> None:
+    row = WITHOUT_LOCAL_SIZE[launcher]
+    assert identity(row) == (launcher, 3, 4, 1, None)
+    assert likely_ranks(row) == (3, 1)
+    only = dict.fromkeys(row, "0") | dict.fromkeys(World.from_env(row).launcher.variables, "0")
+    size = World.from_env(row).launcher.world_size
+    assert identity(only | {size: "1"}) == (launcher, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher"),
+    [(PYTORCHJOB, "env://"), (PMI2, "hydra"), (PMI2 | SALLOC, "hydra")],
+)
+def test_local_ranks_that_no_variable_has_are_counted_later(env: Env, launcher: str) -> None:
+    """A PyTorchJob's pods, and process managers that speak PMI but set no local variables."""
+    assert identity(env) == (launcher, 3, 4, None, None)
+    assert likely_ranks(env) == (3, 0)
+
+
+def test_the_only_rank_of_a_job_has_local_rank_0() -> None:
+    assert identity({"RANK": "0", "WORLD_SIZE": "1"}) == ("env://", 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["PMIX_RANK", "PMIX_NAMESPACE"])
+def test_pmix_alone_does_not_tell_the_number_of_ranks(name: str) -> None:
+    sentence = refusal({name: PMIX[name]})
+    assert sentence == (
+        f"{name}={PMIX[name]} is set: a launcher has started this process as one of several, but PMIx "
+        "alone does not say of how many. Start the job with mpiddp launch, mpirun, or srun --mpi=none, "
+        "or unset PMIX_RANK and PMIX_NAMESPACE."
+    )
+    assert likely_ranks(PMIX) == (3, 0)
+
+
+def test_node_rank_and_master_address_are_unknown_before_the_rendezvous() -> None:
+    world = World.from_env(OPEN_MPI)
+    assert (world.node_rank, world.num_nodes) == (None, None)
+    assert (world.master_addr, world.master_port) == (None, None)
+
+
+def test_without_a_launcher_the_world_has_one_rank() -> None:
+    unrelated = {"HOME": "/", "OMPI_MCA_btl": "self", "PMIX_VERSION": "5", "MASTER_PORT": "29500"}
+    for env in ({}, unrelated):
+        assert identity(env) == ("none", 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("launcher", [*ROWS, *WITHOUT_LOCAL_SIZE])
+def test_partly_set_variables_are_named_with_the_missing_ones(launcher: str) -> None:
+    row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
+    names = [name for name in World.from_env(row).launcher.variables if name in row]
+    assert len(names) >= 3
+    for missing in names:
+        sentence = refusal({name: value for name, value in row.items() if name != missing})
+        assert f"missing {missing}." in sentence
+        for kept in set(names) - {missing}:
+            assert f"{kept}={row[kept]}" in sentence
+        assert launcher in sentence
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mvapich2", "hydra", "jsrun", "env://", "flux"])
+def test_a_single_variable_of_a_launcher_is_refused(launcher: str) -> None:
+    row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
+    for name in World.from_env(row).launcher.proof:
+        assert "missing" in refusal({name: row[name]})
+
+
+def test_torchruns_run_id_requires_its_other_variables() -> None:
+    sentence = refusal({"TORCHELASTIC_RUN_ID": "none"})
+    assert "found TORCHELASTIC_RUN_ID, missing RANK, WORLD_SIZE, LOCAL_RANK" in sentence
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "rank"),
+    [
+        (OPEN_MPI | STALE_RANK, "openmpi", 3),
+        (OPEN_MPI | {"RANK": "0"}, "openmpi", 3),
+        (HYDRA | STALE_RANK, "hydra", 3),
+        (SRUN | STALE_RANK, "slurm", 3),
+        (OPEN_MPI | TORCHRUN, "torchrun", 5),  # mpirun … torchrun
+        (SRUN | TORCHRUN, "torchrun", 5),  # srun … torchrun
+        (SRUN | OPEN_MPI, "openmpi", 3),  # mpirun starts its daemons by srun
+        (SRUN | HYDRA, "hydra", 3),  # so does Hydra
+        (SRUN | PMI2, "slurm", 3),  # srun --mpi=pmi2 also sets PMI_RANK and PMI_SIZE
+        (SALLOC | OPEN_MPI, "openmpi", 3),
+        (SBATCH | OPEN_MPI, "openmpi", 3),
+        (FLUX | OPEN_MPI, "openmpi", 3),  # flux run … mpirun
+        (FLUX | HYDRA, "hydra", 3),
+        (FLUX | SRUN, "flux", 3),  # srun flux start … flux run
+        (FLUX | PALS, "flux", 3),  # flux run -o pmi=cray-pals
+        (SRUN | PALS, "slurm", 3),  # srun --mpi=cray_shasta
+        (PALS | HYDRA, "hydra", 3),
+        (PALS | PMIX, "pals", 3),
+        (JSRUN | OPEN_MPI, "openmpi", 3),
+        (PYTORCHJOB | OPEN_MPI, "openmpi", 3),
+    ],
+)
+def test_the_innermost_launcher_wins(env: Env, launcher: str, rank: int) -> None:
+    assert identity(env)[:2] == (launcher, rank)
+
+
+@pytest.mark.parametrize("env", [SALLOC, SBATCH, SRUN | {"SLURM_STEP_ID": "4294967290"}])
+def test_the_shell_of_an_allocation_is_not_a_task(env: Env) -> None:
+    """salloc's shell, a batch script, and the interactive step of salloc in newer versions of Slurm."""
+    assert identity(env) == ("none", 0, 1, 0, 1)
+    assert identity(env | TORCH) == ("env://", 5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "local_size"),
+    [("4", "0", 4), ("2(x2)", "1", 2), ("3,1", "0", 3), ("1(x2),2", "2", 2), ("1,2(x1),1", "1", 2)],
+)
+def test_slurms_compressed_counts(counts: str, node: str, local_size: int) -> None:
+    env = SRUN | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
+    assert World.from_env(env).local_world_size == local_size
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "sentence"),
+    [
+        ("2(x", "0", '"2(x" is not a list of counts such as "2(x3),1".'),
+        ("", "0", '"" is not a list of counts'),
+        ("1(x999999999)", "0", '"1(x999999999)" is not a list of counts'),
+        ("2(x2)", "2", "SLURM_NODEID=2 does not fit SLURM_STEP_TASKS_PER_NODE=2(x2)"),
+        ("2(x2)", "one", 'SLURM_NODEID="one" is not a whole number, 0 or more.'),
+    ],
+)
+def test_invalid_slurm_counts(counts: str, node: str, sentence: str) -> None:
+    env = SRUN | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
+    assert sentence in refusal(env)
+
+
+@pytest.mark.parametrize("value", ["", "-1", "two", "1.0", " 1", "0x1", "１", "²"])
+@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://", "flux", "pals"])
+def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> None:
+    row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
+    for name in World.from_env(row).launcher.variables:
+        sentence = refusal(row | {name: value})
+        assert sentence == f'{name}="{value}" is not a whole number, 0 or more.'
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "torchrun", "env://", "slurm"])
+def test_a_number_of_5000_digits_is_refused(launcher: str) -> None:
+    """int() raises ValueError for it."""
+    env = ROWS[launcher]
+    for name in World.from_env(env).launcher.variables:
+        wrong = env | {name: "9" * 5000}
+        assert refusal(wrong).startswith(f'{name}="{"9" * 57}..." is not a ')
+        assert likely_ranks(wrong) in ((0, 0), likely_ranks(env))
+
+
+@pytest.mark.parametrize("step", ["²", "9" * 5000])
+def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
+    assert identity(SRUN | {"SLURM_STEP_ID": step}) == identity(SRUN)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"RANK": "8"}, "RANK=8 does not fit WORLD_SIZE=8"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 does not fit WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 does not fit LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "8"}, "LOCAL_RANK=8 does not fit WORLD_SIZE=8"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 does not fit WORLD_SIZE=8"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(change: Env, sentence: str) -> None:
+    refused = refusal(TORCHRUN | change)
+    assert refused.startswith(sentence)
+    assert refused.endswith("Unset the stale ones.")
+
+
+def test_from_env_reads_os_environ() -> None:
+    code = "import mpiddp; w = mpiddp.World.from_env(); print(w.rank, w.launcher.name)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=clean_env(MVAPICH2), capture_output=True, text=True)
+    assert done.stdout.split() == ["3", "mvapich2"], done.stderr

@@ -1,0 +1,58 @@
+"""Environment variables with values that nobody should have set: one sentence each, and no traceback.
+
+Tests mpiddp/runtime/ and mpiddp/hosts/sockets.py. test_world.py has the launchers' own variables.
+python -m pytest tests/unit/runtime/test_wrong_variables.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.sockets import port_in
+from mpiddp.runtime.launcher.announcement import announced
+from mpiddp.runtime.rendezvous.address import slurm_address
+from mpiddp.runtime.rendezvous.meet import joining_timeout_s
+from mpiddp.runtime.rendezvous.placement import misplaced
+from mpiddp.world import World
+
+
+@pytest.mark.parametrize("step", ["²", "9" * 5000])
+def test_an_id_of_a_slurm_step_that_is_no_number(step: str) -> None:
+    with pytest.raises(UserError, match=r"SLURM_STEP_ID=.* is not an id of Slurm"):
+        slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_ID": step})
+
+
+@pytest.mark.parametrize("nodelist", ["[1-]", ",", "n[0-999999999]"])
+def test_a_nodelist_of_a_slurm_step_that_slurm_never_writes(nodelist: str) -> None:
+    with pytest.raises(
+        UserError, match=r"SLURM_STEP_NODELIST=.* is not Slurm's: .* Set MASTER_ADDR"
+    ):
+        slurm_address(World(0, 2, 0, 1), {"SLURM_STEP_NODELIST": nodelist})
+
+
+@pytest.mark.parametrize("port", ["9" * 5000, "65536", "²"])
+def test_a_port_that_is_none(port: str) -> None:
+    with pytest.raises(UserError, match=r"MASTER_PORT=.* is not a port"):
+        port_in({"MASTER_PORT": port})
+
+
+@pytest.mark.parametrize("placement", ["a:x", "a:999999999", "a:999999,b:1", "", f"a:{'9' * 5000}"])
+def test_a_placement_that_the_launcher_never_sets(placement: str) -> None:
+    assert misplaced([], placement).startswith('MPIDDP_PLACEMENT="')
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "[" * 100_000, '{"global_batch_size": 0, "world_size": 2}', '{"world_size": 2}'],
+)
+def test_an_announcement_that_the_launcher_never_sets(text: str) -> None:
+    with pytest.raises(UserError, match=r"MPIDDP_ANNOUNCED=.* Unset it"):
+        announced({"MPIDDP_ANNOUNCED": text})
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "1e8", "nan", "x", "-1"])
+def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDDP_TIMEOUT", text)
+    with pytest.raises(UserError, match=r'^MPIDDP_TIMEOUT="\S{1,60}" is not a number of seconds'):
+        joining_timeout_s()

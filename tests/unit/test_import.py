@@ -1,0 +1,81 @@
+"""The imports of the package, in a fresh interpreter: the launcher needs neither torch nor MPI.
+
+Tests mpiddp/.
+python -m pytest tests/unit/test_import.py
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import ROOT, clean_env
+
+PACKAGE = ROOT / "mpiddp"
+# The launcher's modules. import-linter checks that they import no other module of mpiddp.
+LAUNCHER = sorted(
+    path
+    for part in ("launch/**/*.py", "hosts/**/*.py", "meshes/**/*.py", "doctor/**/*.py", "*.py")
+    for path in PACKAGE.glob(part)
+    if path.name not in ("__init__.py", "__main__.py", "cli.py")
+)
+HEAVY = ("torch", "mpi4py", "numpy", "PIL")
+LIGHT_MODULES = (
+    "mpiddp",
+    "mpiddp.runtime.launcher.announcement",
+    "mpiddp.runtime.rendezvous.master_address",
+    "mpiddp.checkpoints.main",
+    "mpiddp.cli",
+    "mpiddp.runtime.job.coordinator",
+    "mpiddp.hosts.hostfile",
+    "mpiddp.launch.main",
+    "mpiddp.meshes.main",
+    "mpiddp.doctor.main",
+    "mpiddp.runtime.rendezvous.mpi",
+    "mpiddp.runtime.start.script",
+    "mpiddp.runtime.start.function",
+    "mpiddp.runtime.rendezvous.address",
+    "mpiddp.spawning.spawn",
+    "mpiddp.train.main",
+    "mpiddp.world",
+)
+
+
+def loaded(statement: str, *, path: Path | None = None) -> set[str]:
+    """The HEAVY packages that `statement` loads in a new interpreter."""
+    code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
+    env = clean_env({"PYTHONPATH": str(path)} if path else None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_light_modules_import_nothing_heavy() -> None:
+    assert loaded("import " + ", ".join(LIGHT_MODULES)) == set()
+
+
+def imported(source: str) -> set[str]:
+    """The top-level packages that a file imports, within functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", LAUNCHER, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_launcher_imports_only_the_standard_library(path: Path) -> None:
+    assert imported(path.read_text()) <= {"mpiddp", *sys.stdlib_module_names}
+
+
+def test_the_launcher_needs_no_installed_packages() -> None:
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in LAUNCHER]
+    command = [sys.executable, "-S", "-c", f"import {', '.join(names)}"]
+    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
