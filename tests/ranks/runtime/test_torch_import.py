@@ -1,6 +1,6 @@
 """How a rank imports torch: its modules are no garbage, and the collector does not visit them again.
 
-Tests mpiddp/runtime/rendezvous/meet.py. python -m pytest tests/test_torch_import.py
+Tests mpiddp/runtime/rendezvous/meet.py. python -m pytest tests/ranks/runtime/test_torch_import.py
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
-from tests.ranks import LAUNCH, ROOT, clean_env, script
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import LAUNCH, ROOT, clean_env, script
 
 LOOK = """
 import gc, sys, weakref
