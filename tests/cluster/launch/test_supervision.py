@@ -180,7 +180,7 @@ def test_a_killed_launcher_ends_the_job(hosts: Cluster) -> None:
     hosts["node0"].run(["kill", "-KILL", str(launcher.pid)], check=True)
     job.program.wait(PATIENCE_S)
     assert wait_for(lambda: commands(hosts), []) == []
-    job.program.communicate()
+    job.program.communicate(timeout=PATIENCE_S)
 
 
 def test_kill_orphans_finds_a_process_by_its_job_id_alone(hosts: Cluster) -> None:
@@ -192,7 +192,7 @@ def test_kill_orphans_finds_a_process_by_its_job_id_alone(hosts: Cluster) -> Non
     assert re.search(killed, stderr), stderr
     assert wait_for(lambda: commands(hosts), ["sleep 6001"], PATIENCE_S) == ["sleep 6001"]
     bystander.end()
-    bystander.communicate()
+    bystander.communicate(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ def test_a_dry_run_of_a_script_that_is_not_utf_8(tmp_path: Path) -> None:
 def test_a_working_folder_that_has_been_removed(arguments: tuple[str, ...], tmp_path: Path) -> None:
     code = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
     command = [sys.executable, "-c", code, sys.executable, "-m", "mpiddp", *arguments]
-    done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 2
     assert done.stderr == (
         "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR\n"

@@ -173,7 +173,7 @@ def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher: Laun
     code = "import subprocess; subprocess.run(['env'])"
     with launcher.rank(code) as rank:
         launcher.receive_for(PATIENCE_S, until="lost")
-        assert "MPIDDP_CONTROL" not in rank.communicate()[0]
+        assert "MPIDDP_CONTROL" not in rank.communicate(timeout=PATIENCE_S)[0]
 
 
 BUSY = """

@@ -290,7 +290,7 @@ def test_variables_that_are_set_by_hand(tmp_path: Path, order: str, code: int) -
     }
     done = subprocess.run(
         [sys.executable, script(tmp_path, BY_HAND), str(tmp_path / "run"), order],
-        env=clean_env(variables), capture_output=True, text=True,
+        env=clean_env(variables), capture_output=True, text=True, timeout=PATIENCE_S
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert ("create mpiddp.Checkpoints before init_process_group" in done.stderr) == bool(code)

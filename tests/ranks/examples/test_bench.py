@@ -159,7 +159,12 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
         "import sys; print({'torch', 'numpy', 'matplotlib', 'mpi4py'} & sys.modules.keys())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == "set()\n"
 

@@ -35,7 +35,9 @@ def test_a_dry_run_imports_no_heavy_modules(tmp_path: Path) -> None:
         "print([name for name in sys.modules if name in heavy or name.startswith(ranks)])"
     )
     command = [sys.executable, "-c", code, "--dry-run", "-H", "localhost:2", script(tmp_path, "")]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 

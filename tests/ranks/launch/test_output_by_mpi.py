@@ -47,7 +47,9 @@ def test_lines_are_whole_and_a_killed_rank_loses_none(mpi: str, tmp_path: Path) 
 
 def output_processes() -> list[str]:
     command = ["pgrep", "-x", "mpiddp-output", "--parent", str(os.getpid())]
-    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S
+    ).stdout.split()
 
 
 def test_by_default_stdout_of_rank_0_and_stderr_of_all_ranks_are_shown(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_of_many_lines_none_is_lost(tmp_path: Path) -> None:
             assert int(number) == lines[rank], line
         status = Path(f"/proc/{job.pid}/status").read_text()
         seen.touch()
-        rest, stderr = job.communicate()
+        rest, stderr = job.communicate(timeout=PATIENCE_S)
         stop.cancel()
     assert (job.returncode, rest) == (0, ""), stderr
     assert lines == [MANY] * 8

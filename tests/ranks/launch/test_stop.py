@@ -298,6 +298,7 @@ def test_stop_after_stops_a_training_and_the_printed_command_resumes_it(tmp_path
             cwd=folder,
             capture_output=True,
             text=True,
+            timeout=PATIENCE_S,
         )
         if done.returncode != 130:
             break
@@ -315,6 +316,7 @@ def test_stop_after_stops_a_training_and_the_printed_command_resumes_it(tmp_path
         cwd=folder,
         capture_output=True,
         text=True,
+        timeout=PATIENCE_S,
     )
     assert again.returncode == 0, again.stderr
     assert f"step {stopped[1]}" in again.stdout

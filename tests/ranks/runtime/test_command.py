@@ -217,7 +217,12 @@ def test_a_wrapper(name: str) -> None:
     command = ["sh", "-c", "echo $RANK of $WORLD_SIZE; exit $RANK"]
     wrapper = WRAPPERS[name]
     is_there = shutil.which(wrapper[0]) is not None
-    if not is_there or subprocess.run([*wrapper, "true"], stderr=subprocess.DEVNULL).returncode:
+    if (
+        not is_there
+        or subprocess.run(
+            [*wrapper, "true"], stderr=subprocess.DEVNULL, timeout=PATIENCE_S
+        ).returncode
+    ):
         pytest.skip(f"{name} does not run here")
     done = launch(*TWO, "--", *wrapper, *command)
     assert sorted(done.stdout.split("\n")) == ["", "0 of 2", "1 of 2"], done.stderr

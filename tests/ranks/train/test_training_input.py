@@ -19,6 +19,7 @@ from mpiddp.checkpoints import directory
 from mpiddp.train.data import cifar10_files
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpirun, own_lines
 from tests.support.training import Command, Ranks, Turn, records, summary, train, waiting_ranks
 
@@ -386,5 +387,10 @@ def test_a_full_disk_keeps_the_older_checkpoint(tmp_path: Path) -> None:
 
 def alone(*python_args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *python_args], env=clean_env(), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *python_args],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )

@@ -21,6 +21,7 @@ import pytest
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.text import shown
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
@@ -154,7 +155,9 @@ for step in (1, 2, 3, 4):
     directory.prune(Path(), 2)
 """
     tmp_path.chmod(0o777)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=clean_env(), check=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=clean_env(), check=True, timeout=PATIENCE_S
+    )
     assert list(map(directory.step_of, directory.list_steps(tmp_path))) == [3, 4]
     for left in tmp_path.iterdir():
         left.chmod(0o777)  # for pytest to remove
@@ -383,7 +386,12 @@ except directory.BrokenCheckpoint as error:
         parent.chmod(0o755)
     command = [sys.executable, "-c", code, folder.name]
     done = subprocess.run(
-        command, cwd=folder.parent, env=clean_env(), capture_output=True, text=True
+        command,
+        cwd=folder.parent,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == f"checkpoint {folder.name}: COMPLETE cannot be read: Permission denied\n"
 

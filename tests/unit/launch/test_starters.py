@@ -27,6 +27,7 @@ from mpiddp.launch.starters.environment import (
 )
 from mpiddp.launch.starters.shared import can_shield
 from mpiddp.launch.starters.table import STARTERS, compose
+from tests.support.patience import PATIENCE_S
 
 # What their --version prints.
 VERSIONS = {
@@ -303,7 +304,7 @@ def test_a_printed_command_is_one_line_that_bash_reads() -> None:
     assert line.isprintable()
     read = subprocess.run(
         ["bash", "-c", f"printf '%s\\0' {line}"],
-        env={**os.environ, "LC_ALL": "C.UTF-8"}, capture_output=True, text=True,
+        env={**os.environ, "LC_ALL": "C.UTF-8"}, capture_output=True, text=True, timeout=PATIENCE_S
     )  # fmt: skip
     assert read.stdout.split("\0")[:-1] == arguments
 
