@@ -109,15 +109,6 @@ def processes_left(hosts: Cluster) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-def test_a_hostfiles_port_reaches_ssh(hosts: Cluster, mpi: str) -> None:
-    hostfile = hosts.shared / "hosts"
-    hostfile.write_text("node1 slots=1 port=23\nnode0\n")
-    command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "--hostfile", str(hostfile), "-m", "platform"]
-    refused = hosts["node0"].run(command, cwd=ROOT)
-    assert refused.returncode != 0  # no sshd listens on this port
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
