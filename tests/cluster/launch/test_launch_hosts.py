@@ -102,8 +102,8 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_then_the_ranks(
 
 
 def processes_left(hosts: Cluster) -> list[str]:
-    """The job's processes that still run after up to 60 s; daemons notice the end late."""
-    deadline = time.monotonic() + 60
+    """The job's processes that still run at last; daemons notice the end late."""
+    deadline = time.monotonic() + PATIENCE_S
     while (left := job_processes(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
