@@ -263,7 +263,7 @@ def test_the_hosts_of_a_killed_process_end_with_it(monkeypatch: pytest.MonkeyPat
 
 def wait_until_ended(pids: list[Identity]) -> None:
     """Wait until the processes have ended; zombies count as ended."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while any(is_running(*pid) for pid in pids):
         assert time.monotonic() < deadline, "some hosts still run"
         time.sleep(0.01)

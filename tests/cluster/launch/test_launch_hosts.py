@@ -102,20 +102,11 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_then_the_ranks(
 
 
 def processes_left(hosts: Cluster) -> list[str]:
-    """The job's processes that still run after up to 60 s; daemons notice the end late."""
-    deadline = time.monotonic() + 60
+    """The job's processes that still run at last; daemons notice the end late."""
+    deadline = time.monotonic() + PATIENCE_S
     while (left := job_processes(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
-
-
-@pytest.mark.parametrize("mpi", MPIS)
-def test_a_hostfiles_port_reaches_ssh(hosts: Cluster, mpi: str) -> None:
-    hostfile = hosts.shared / "hosts"
-    hostfile.write_text("node1 slots=1 port=23\nnode0\n")
-    command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "--hostfile", str(hostfile), "-m", "platform"]
-    refused = hosts["node0"].run(command, cwd=ROOT)
-    assert refused.returncode != 0  # no sshd listens on this port
 
 
 @pytest.mark.parametrize(

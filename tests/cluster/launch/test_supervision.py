@@ -80,7 +80,7 @@ def commands(hosts: Cluster) -> list[str]:
 
 
 def wait_for(
-    value: Callable[[], list[str]], expected: list[str], timeout_s: float = 60.0
+    value: Callable[[], list[str]], expected: list[str], timeout_s: float = PATIENCE_S
 ) -> list[str]:
     """Wait until `value()` is as expected, at most `timeout_s`, and return its last result."""
     deadline = time.monotonic() + timeout_s

@@ -96,8 +96,13 @@ def test_the_page_on_containers_names_what_a_command_gets() -> None:
     assert {ANNOUNCED, RUN_DIR, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} <= named
 
 
+def sleep(seconds: int) -> str:
+    """A command that no other run of the tests on this machine has."""
+    return f"sleep {seconds}.{os.getpid():08}"
+
+
 # Rank 1 fails while rank 0 would sleep; rank 0's processes are in two process groups.
-FAILS = "if [ $RANK = 0 ]; then setsid sleep 1005 & sleep 1006; fi; sleep 1; {}"
+FAILS = f"if [ $RANK = 0 ]; then setsid {sleep(1005)} & {sleep(1006)}; fi; sleep 1; {{}}"
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -114,7 +119,7 @@ def test_the_end_of_one_command_ends_the_job(mpi: str, end: str, reason: str) ->
         stderr = job.communicate(timeout=PATIENCE_S)[1]
     assert job.returncode == 1, stderr
     assert f"mpiddp: rank 1 on {gethostname()} ended first, with {reason}. {OTHERS}\n" in stderr
-    assert running("sleep 1005", "sleep 1006") == []
+    assert running(sleep(1005), sleep(1006)) == []
 
 
 def running(*commands: str) -> list[str]:
@@ -180,7 +185,7 @@ OPEN_MPI = ("--allow-run-as-root", "--bind-to", "none", "--oversubscribe")
 def test_a_raw_mpirun_returns_the_commands_code(mpi: str, end: str, code: int, reason: str) -> None:
     program = Path(mpirun_of(mpi))
     flags = OPEN_MPI if "openmpi" in mpi else ()
-    command = ["sh", "-c", f"[ $RANK = 0 ] && sleep 1000; {end}"]
+    command = ["sh", "-c", f"[ $RANK = 0 ] && {sleep(1000)}; {end}"]
     done = subprocess.run(
         [program, *flags, "-np", "2", sys.executable, "-m", "mpiddp", "run", "--", *command],
         env=with_own_folder(program, clean_env(library_of(mpi))),
@@ -191,7 +196,7 @@ def test_a_raw_mpirun_returns_the_commands_code(mpi: str, end: str, code: int, r
     )
     assert done.returncode == code, done.stderr
     assert f"rank 1 on {gethostname()} ended with {reason}\n" in done.stderr
-    assert running("sleep 1000") == []
+    assert running(sleep(1000)) == []
 
 
 WRAPPERS = {
@@ -240,7 +245,7 @@ def test_a_wrapper_script(tmp_path: Path) -> None:
 
 def test_a_killed_rank_leaves_no_process() -> None:
     """SIGKILL to the process around the command, of which nothing else of the job knows."""
-    text = "echo ready; trap '' TERM; setsid sleep 1007 & sleep 1008; sleep 1009"
+    text = f"echo ready; trap '' TERM; setsid {sleep(1007)} & {sleep(1008)}; {sleep(1009)}"
     with start([*LAUNCH, *TWO, "--", "bash", "-c", text]) as job:
         pids = descendants(job.pid)
         rank = next(pid for pid in pids if parent_of(pid) not in pids or is_rank(pid))
@@ -248,7 +253,7 @@ def test_a_killed_rank_leaves_no_process() -> None:
         stderr = job.communicate(timeout=PATIENCE_S)[1]
     assert job.returncode == 1, stderr
     assert "was killed by SIGKILL" in stderr
-    assert running("sleep 1007", "sleep 1008", "sleep 1009") == []
+    assert running(*map(sleep, (1007, 1008, 1009))) == []
 
 
 def parent_of(pid: int) -> int:

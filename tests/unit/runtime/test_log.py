@@ -27,7 +27,7 @@ def log_messages(
 ) -> tuple[int, str, str]:
     command = [sys.executable, "-c", LOGS_MESSAGES, str(rank), str(file)]
     with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
