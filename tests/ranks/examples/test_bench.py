@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.ranks.launch.test_launch import running
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp
+from tests.support.running import running
 
 pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install matplotlib")
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch.test_stop import piped
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.printing import LAST_WORDS, PARTS, PRINTS, TALKS, check
 from tests.support.ranks import LAUNCH, launch, script
+from tests.support.stopping import piped
 
 MPIS = ("openmpi5", *PACKAGES)
 SHOWN = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}  # the defaults, which other tests leave

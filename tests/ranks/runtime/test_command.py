@@ -31,11 +31,11 @@ from mpiddp.protocol.variables import (
     RUN_DIR,
 )
 from mpiddp.world import TORCH
-from tests.ranks.launch.test_signals import descendants
-from tests.ranks.launch.test_stop import LONG_GRACE, SCRIPT, piped, start
 from tests.support.mpis import PACKAGES, library_of, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ALL_OUTPUT, LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
+from tests.support.running import descendants
+from tests.support.stopping import LONG_GRACE, SCRIPT, piped, start
 
 MPIS = ("openmpi5", *PACKAGES)
 TWO = ("-H", "localhost:2")
