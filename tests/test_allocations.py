@@ -394,7 +394,7 @@ def test_a_dry_run_says_where_the_hosts_come_from() -> None:
     assert "-H n1.invalid,n1.invalid,n2.invalid,n2.invalid" in done.stdout
 
 
-# Environment in docs/allocations.md: MPI, variables.
+# Environment in docs/clusters.md: MPI, variables.
 DRY_RUNS: dict[str, tuple[str, Env]] = {
     "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
     "Grid Engine": ("openmpi5", GRID_ENGINE),
@@ -414,7 +414,7 @@ OF_HOSTS = (
 
 
 def documented_dry_runs() -> dict[str, str]:
-    page = (ROOT / "docs/allocations.md").read_text()
+    page = (ROOT / "docs/clusters.md").read_text()
     section = page.partition("\n## Dry runs\n")[2].partition("\n## ")[0]
     shown: dict[str, str] = {}
     name = ""

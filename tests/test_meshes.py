@@ -291,7 +291,7 @@ def of(layout: Layout, training: Training) -> dict[str, tuple[float, float]]:
 
 
 def test_the_traffic_of_64_hosts() -> None:
-    """By hand, from the formulas of docs/mesh.md."""
+    """By hand, from the formulas of docs/parallelism.md."""
     layout = Layout({"pp": 2, "dp": 32, "tp": 8}, tuple(HOSTS))
     found = of(layout, GPT)
     activations = 4096 * 4096 * 2  # one sample in bf16
@@ -388,7 +388,10 @@ def test_512_gpus_fit_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     block = (
-        (ROOT / "docs" / "mesh.md").read_text().partition("$ mpiddp mesh ")[2].partition("\n```")[0]
+        (ROOT / "docs/parallelism.md")
+        .read_text()
+        .partition("$ mpiddp mesh ")[2]
+        .partition("\n```")[0]
     )
     command, _, rest = block.partition("\n    ")
     options, _, output = rest.partition("\n")
