@@ -1,8 +1,8 @@
 """A picture of a real terminal: types commands into a pane of tmux, and writes what it shows as SVG.
 
-    python -m docs.terminal docs/pictures/NAME.svg [--shell PROGRAM] [--setup COMMAND] 'a command' 'another one'
+    python -m docs.terminal docs/pictures/launch.svg [--shell PROGRAM] [--setup 'COMMAND; '] 'a command' …
 
-It needs tmux. docs/pictures/README.md has the command of each picture. The text stays text, so a search finds it.
+It needs tmux. docs/pictures/README.md has the command of each picture. Text stays text, so a search finds it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def record(
 ) -> list[str]:
     """The lines of the terminal after the commands, each typed when the one before has ended.
 
-    `setup` is typed first, and is no longer on the screen. Ctrl-C is typed when a line contains `interrupt_at`.
+    `setup` is typed first, and is no longer shown. Where a line contains `interrupt_at`, Ctrl-C is typed.
 
     Raises:
         RuntimeError: a command is not done after 120 s.
