@@ -48,16 +48,22 @@ Mend it: ssh-copy-id NODE on the host that runs mpirun. Check the user's name; s
 More:    docs/troubleshooting.md#ssh-key-refused
 ```
 
-It names the root cause before its consequences, what mends it, and the entry below. `mpiddp explain -` reads stdin.
+It names the root cause before its consequences, what mends it, and the entry below. `-` reads stdin.
 What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours.
 
 | you have | look at |
 |---|---|
-| an exit code | [Exit codes, with what to do](reference.md#exit-codes) |
-| a line that begins with `mpiddp:` | [Read the verdict](failures.md#read-the-verdict-of-a-failed-job); each sentence names its mend |
-| ranks that wait, and no message | [Ranks that hang](failures.md#ranks-that-hang), [Ranks that do not join](failures.md#ranks-that-do-not-join) |
-| a job that is slower than it should be | [Fast networks](clusters.md#fast-networks), [One machine or several](parallelism.md#one-machine-or-several) |
+| an exit code | [exit codes, with what to do](reference.md#exit-codes) |
+| a line that begins with `mpiddp:` | [the verdict][verdict]; each sentence names its mend |
+| ranks that wait, and no message | [ranks that hang][hang], [ranks that do not join][join] |
+| a job that is slower than it should be | [fast networks][networks], [one machine or several][sum] |
 | a command of another launcher | [Migration](migration.md) |
+
+[verdict]: failures.md#read-the-verdict-of-a-failed-job
+[hang]: failures.md#ranks-that-hang
+[join]: failures.md#ranks-that-do-not-join
+[networks]: clusters.md#fast-networks
+[sum]: parallelism.md#one-machine-or-several
 """
 
 
