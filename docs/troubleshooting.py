@@ -57,7 +57,7 @@ What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours
 | a line that begins with `mpiddp:` | [the verdict][verdict]; each sentence names its mend |
 | ranks that wait, and no message | [ranks that hang][hang], [ranks that do not join][join] |
 | a job that is slower than it should be | [fast networks][networks], [one machine or several][sum] |
-| a command of another launcher | [Migration](migration.md) |
+| a command of torchrun, DeepSpeed, … | [Migration](migration.md) |
 
 [verdict]: failures.md#read-the-verdict-of-a-failed-job
 [hang]: failures.md#ranks-that-hang
