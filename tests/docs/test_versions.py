@@ -1,4 +1,4 @@
-"""The versions that mpiddp claims: docs/dependencies.md has them, and the checks that ran with each.
+"""The versions that mpiddp claims: docs/evidence/dependencies.md has them, and the checks that ran with each.
 
 Tests benchmarks/smoke.py, setup.py.
 python -m pytest tests/docs/test_versions.py
@@ -20,8 +20,8 @@ COLUMNS = ["Python", "versions", *SHOWN, "result"]
 
 
 def documented() -> list[dict[str, str]]:
-    """The rows of the table in docs/dependencies.md."""
-    page = (ROOT / "docs/dependencies.md").read_text()
+    """The rows of the table in docs/evidence/dependencies.md."""
+    page = (ROOT / "docs/evidence/dependencies.md").read_text()
     table = page[page.index(f"| {' | '.join(COLUMNS)} |") :].split("\n\n")[0]
     cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     return [dict(zip(COLUMNS, row, strict=True)) for row in cells]

@@ -67,7 +67,7 @@ AZURE = {
     "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
     "AZ_BATCH_IS_CURRENT_NODE_MASTER": "true",
 }
-# Environment in docs/allocations.md: MPI, variables.
+# Environment in docs/clusters.md: MPI, variables.
 DRY_RUNS: dict[str, tuple[str, Env]] = {
     "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
     "Grid Engine": ("openmpi5", GRID_ENGINE),
@@ -83,7 +83,7 @@ DRY_RUNS: dict[str, tuple[str, Env]] = {
 
 
 def documented_dry_runs() -> dict[str, str]:
-    page = (ROOT / "docs/allocations.md").read_text()
+    page = (ROOT / "docs/clusters.md").read_text()
     section = page.partition("\n## Dry runs\n")[2].partition("\n## ")[0]
     shown: dict[str, str] = {}
     name = ""
