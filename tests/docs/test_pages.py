@@ -26,8 +26,8 @@ from mpiddp.launch.option_parser import option_parser
 from mpiddp.protocol.messages import DEFAULT_RANKS
 from mpiddp.train.option_parser import add_options
 from mpiddp.train.options import TrainOptions
-from tests.patience import PATIENCE_S
-from tests.ranks import ROOT, clean_env
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env
 
 USER_PAGES = [
     ROOT / "README.md",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from docs.terminal import drawn
-from tests.ranks import ROOT
+from tests.support.ranks import ROOT
 
 PICTURE = ROOT / "docs/pictures/launch.svg"
 

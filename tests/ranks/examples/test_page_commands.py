@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_pages import USER_PAGES, blocks, named
-from tests.patience import PATIENCE_S
-from tests.ranks import ALL_OUTPUT, ROOT, clean_env
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ALL_OUTPUT, ROOT, clean_env
 
 
 def consoles() -> list[object]:
