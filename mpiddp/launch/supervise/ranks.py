@@ -36,6 +36,7 @@ class Ranks:
     started: dict[int, dict[str, Any]] = field(default_factory=dict)
     joining: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
+    exited: dict[int, float] = field(default_factory=dict)  # early, with code 0; and when
     stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[int, Message] = field(
         default_factory=dict
@@ -89,8 +90,10 @@ class Ranks:
             case "stopped":
                 self.stopped[rank] = facts
                 self._note_saving(message, is_saving=True)  # scripts save then, and leave
-            case "done":
+            case "done" | "exited":
                 self.done.add(rank)
+                if message.kind == "exited":
+                    self.exited[rank] = message.at
                 self._note_saving(message, is_saving=False)
             case "failed" | "lost" if rank not in self.done:
                 self.failures.setdefault(rank, self._explained(message))

@@ -94,6 +94,8 @@ def _last_line(ranks: Ranks, rank: int) -> str:
     """The line that the rank's Python executes: the innermost one outside of Python's import system."""
     if rank not in ranks.started:
         return "none; its Python has not started."
+    if rank in ranks.exited:
+        return "none; it has ended, with exit code 0."
     if rank not in ranks.stacks and (top := _INNERMOST.search(ranks.frames.get(rank, ""))):
         return f"in {top[1]}, {top[2]}, where native code holds the interpreter."
     if rank not in ranks.stacks:
