@@ -17,7 +17,6 @@ from mpiddp.hosts.transport import QRSH, SSH, Transport
 from mpiddp.launch.starters import openmpi
 from mpiddp.launch.starters.command import JobNetwork, Request
 from mpiddp.launch.starters.environment import ALLOWED, SECRET, forwarded, is_secret
-from mpiddp.launch.starters.table import compose
 from tests.test_starters import JOB, MPIS
 
 GOLDEN = Path(__file__).parent / "data" / "command_lines.txt"
@@ -76,7 +75,7 @@ def command_line(mpi: str, scenario: Scenario) -> str:
         mpi_args=scenario.mpi_args,
         is_command=scenario.is_command,
     )
-    command = compose(MPIS[mpi], request)
+    command = MPIS[mpi].compose(request)
     assignments = [f"{name}={shlex.quote(value)}" for name, value in command.settings.items()]
     lines = [" ".join([*assignments, shlex.join(command.argv)])]
     for path, text in command.files.items():

@@ -21,7 +21,6 @@ from mpiddp.hosts.probe import with_own_folder
 from mpiddp.launch import log
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.starters.openmpi import needs_own_session
-from mpiddp.launch.starters.table import compose
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
@@ -258,9 +257,9 @@ def _server_address(starter: RankStarter, request: Request) -> str | None:
 def _started(terms: Terms, starter: RankStarter, request: Request) -> Iterator[MpirunProcess]:
     """A running mpirun. Its private folder, if it needs one, lasts as long as the body."""
     has_session = needs_own_session(starter, request)
-    has_files = bool(compose(starter, request).files)
+    has_files = bool(starter.compose(request).files)
     with _private_folder(needed=has_session or has_files) as folder:
-        command = compose(starter, replace(request, scratch=folder))
+        command = starter.compose(replace(request, scratch=folder))
         with _files_of_mpirun():
             command.write_files()
         env = {**with_own_folder(starter.program, os.environ), **command.settings}
