@@ -14,8 +14,7 @@ import pytest
 from mpiddp.cli import main
 from mpiddp.launch import log
 from mpiddp.launch.supervise.control import Message
-from mpiddp.launch.supervise.ranks import Ranks
-from mpiddp.launch.supervise.stacks import hang_sentences, missing_sentence
+from mpiddp.launch.supervise.ranks import Ranks, hang_sentences, missing_sentence
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from tests.ranks import launch, own_lines, script
 

@@ -1,6 +1,6 @@
 """The verdict on an attempt, from a record of what happened: who failed first, the sentence, the exit code.
 
-Tests mpiddp/launch/supervise/{verdict,ranks,stacks}.py. No process starts here.
+Tests mpiddp/launch/supervise/{verdict,ranks}.py. No process starts here.
 python -m pytest tests/test_verdict.py
 """
 
@@ -15,8 +15,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.supervise.attempt import Attempt
 from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.phases import Event, Phase
-from mpiddp.launch.supervise.ranks import Ranks
-from mpiddp.launch.supervise.stacks import hang_sentences, missing_sentence
+from mpiddp.launch.supervise.ranks import Ranks, hang_sentences, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import (
     FirstFailure,
     History,
@@ -490,3 +489,24 @@ def test_the_last_words_of_a_rank_that_has_ended_before_it_joined() -> None:
         "only 0 of 2 ranks joined in 60 s. Missing: rank 0 on a, rank 1 on b. "
         "The last words of rank 0: none; it has ended, with exit code 0."
     )
+
+
+@pytest.mark.parametrize(
+    ("messages", "clause"),
+    [
+        (
+            [*started(0, 1, 2), message(0, "done")],
+            "rank 1 on b, rank 2 on b had not stopped 30 s after the request (--grace)",
+        ),
+        (
+            [*started(0, 1), message(1, "saving", active=True)],
+            "rank 1 on b was still saving 30 s after the request (--save-grace)",
+        ),
+        (
+            [message(1, "stopped"), message(2, "stopped")],
+            "rank 1 on b, rank 2 on b were still saving 30 s after the request (--save-grace)",
+        ),
+    ],
+)
+def test_the_ranks_that_exceed_a_limit_of_a_stop(messages: list[Message], clause: str) -> None:
+    assert late_clause(noted(*messages), 30.0) == clause
