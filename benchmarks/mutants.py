@@ -88,6 +88,8 @@ def _changed(node: ast.AST) -> ast.AST | None:
             changed.op = ast.Or() if isinstance(operator, ast.And) else ast.And()
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return operand
+        case ast.Return(value=ast.Constant()) | ast.Return(value=ast.List() | ast.Tuple(elts=[])):
+            return None  # a constant has mutants of its own; nothing is as false as None
         case ast.Return(value=ast.expr()):
             changed.value = ast.Constant(None)
         case ast.Constant(value=bool() as value):
@@ -113,6 +115,8 @@ def _not_run(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from (each for each in node.values if isinstance(each, ast.Constant))
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 yield from ast.walk(node)
+            case ast.ClassDef():
+                yield from (each for part in node.decorator_list for each in ast.walk(part))
 
 
 def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
