@@ -1,6 +1,7 @@
 """Ports, names, and which addresses answer, on this machine's loopback.
 
 Tests mpiddp/hosts/{sockets,interfaces}.py.
+python -m pytest tests/unit/hosts/test_sockets.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What `mpiddp.spawn`'s launcher makes of a job's outcome, and what its caller gets.
 
 Tests mpiddp/launch/launch_function.py.
+python -m pytest tests/unit/launch/test_answers_to_a_caller.py
 """
 
 from __future__ import annotations

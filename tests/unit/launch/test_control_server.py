@@ -1,6 +1,7 @@
 """The launcher's end of the control channel: who is admitted, what passes, and what ends a connection.
 
 Tests mpiddp/launch/supervise/control.py. The other ends are sockets of this process.
+python -m pytest tests/unit/launch/test_control_server.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the preflight says about a host that cannot be used, and about hosts that differ.
 
 Tests mpiddp/launch/preflight.py. No host is contacted here.
+python -m pytest tests/unit/launch/test_preflight_sentences.py
 """
 
 from __future__ import annotations
@@ -192,9 +193,7 @@ def test_versions_that_differ() -> None:
 def test_a_host_that_differs_from_those_that_have_run_the_job() -> None:
     old = replace(FINE, host=B, torch="2.5")
     infos = {A: FINE, B: old, C: replace(FINE, host=C)}
-    sentence = (
-        "b: torch differs: 2.6 on a, 2.5 on b. Install the same version on every host."
-    )
+    sentence = "b: torch differs: 2.6 on a, 2.5 on b. Install the same version on every host."
     assert strangers(infos, [A], "/mpi/bin/mpirun") == {B: sentence}
     assert strangers(infos, [A, B], "/mpi/bin/mpirun") == {}  # they have never agreed
     assert strangers(infos, [], "/mpi/bin/mpirun") == {}

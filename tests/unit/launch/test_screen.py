@@ -1,6 +1,7 @@
 """What many sources write on one terminal, file or pipe, and what waits for the verdict.
 
 Tests mpiddp/launch/supervise/{screen,output}.py.
+python -m pytest tests/unit/launch/test_screen.py
 """
 
 from __future__ import annotations

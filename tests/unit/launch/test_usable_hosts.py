@@ -1,6 +1,7 @@
 """Which hosts a job takes: spares, hosts that fail the preflight, options that contradict each other.
 
 Tests mpiddp/launch/plan.py. No host is contacted here.
+python -m pytest tests/unit/launch/test_usable_hosts.py
 """
 
 from __future__ import annotations
