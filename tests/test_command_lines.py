@@ -13,7 +13,7 @@ import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.transport import QRSH, SSH, Transport
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
 from mpiddp.launch.starters import openmpi
 from mpiddp.launch.starters.command import JobNetwork, Request
 from mpiddp.launch.starters.environment import ALLOWED, SECRET, forwarded, is_secret
@@ -55,6 +55,10 @@ SCENARIOS = {
     "as root": Scenario(ONE, JobNetwork(), is_root=True),
     "a container": Scenario(THREE, is_command=True),
     "bound to NUMA nodes": Scenario(ONE, JobNetwork(), bind="numa"),
+    "bound to cores": Scenario(ONE, JobNetwork(), bind="core"),
+    "in a job of LSF": Scenario(
+        THREE, transport=BLAUNCH, env=(("LSB_JOBID", "7"), ("LSB_DJOB_HOSTFILE", "/spool/hosts"))
+    ),
     "arguments of the user": Scenario(
         THREE, mpi_args=("--mca", "pml", "ucx"), env=(("UCX_TLS", "rc"),)
     ),
