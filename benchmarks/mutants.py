@@ -66,7 +66,7 @@ def sites(source: str) -> list[int]:
     return [number for number, node in nodes if id(node) not in left_out and _changed(node)]
 
 
-def mutant(file: str, source: str, site: int) -> Mutant:
+def mutant_at(file: str, source: str, site: int) -> Mutant:
     tree = ast.parse(source)
     node = list(ast.walk(tree))[site]
     changed = _changed(node)
@@ -133,7 +133,7 @@ def sample(number: int, seed: int, packages: Sequence[str]) -> list[Mutant]:
     files = [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
     found = [(file, site) for file in files for site in sites(file.read_text())]
     chosen = random.Random(seed).sample(found, min(number, len(found)))
-    return [mutant(str(file.relative_to(ROOT)), file.read_text(), site) for file, site in chosen]
+    return [mutant_at(str(file.relative_to(ROOT)), file.read_text(), site) for file, site in chosen]
 
 
 def is_noticed(mutant: Mutant | None, folder: Path, tests: Sequence[str]) -> bool:
@@ -189,12 +189,13 @@ def main() -> int:
 
         if judge(None):
             raise SystemExit("the tests fail without any mutant")
+        noticed = 0
         with ThreadPoolExecutor(options.jobs) as pool:
-            verdicts = list(pool.map(judge, mutants))
-    for mutant, noticed in zip(mutants, verdicts, strict=True):
-        if not noticed:
-            print(mutant)
-    print(f"{sum(verdicts)} of {len(mutants)} mutants are noticed")
+            for mutant, is_dead in zip(mutants, pool.map(judge, mutants), strict=True):
+                noticed += is_dead
+                if not is_dead:
+                    print(mutant, flush=True)
+    print(f"{noticed} of {len(mutants)} mutants are noticed")
     return 0
 
 
