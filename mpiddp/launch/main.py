@@ -40,7 +40,6 @@ def main(argv: list[str]) -> int:
         shell_line,
         without_values,
     )
-    from mpiddp.launch.starters.table import compose
 
     plan = make_plan(options, os.environ)
     options.output.check_ranks(plan.request.world_size)
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> int:
         log.info(hint)
     if options.dry_run:
         hidden = {export.partition("=")[0] for export in options.how.all_exports}
-        print(compose(plan.starter, plan.request).explained(hidden))
+        print(plan.starter.compose(plan.request).explained(hidden))
         if hint := fill_in_hint(options.how.all_exports, os.environ):
             log.info(hint)
         return 0

@@ -6,7 +6,7 @@ control channel carries JSON lines:
     launcher -> rank   challenge, received (a hello, or progress), stop, stopping, stacks, end, taken; one
                         urgent byte
     rank -> launcher   hello, started, joining, log, error_file, announce, run_dir, supports_stop, progress,
-                        saving, stacks, stopped, failed, done
+                        saving, stacks, stopped, failed, exited, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
@@ -85,6 +85,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "first": (bool, type(None)),
         "is_verdict": (bool,),  # `error` names the culprit, which may be another rank
     },
+    "exited": {},  # with code 0, but without leaving the job
     "done": {},
 }
 

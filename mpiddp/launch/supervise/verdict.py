@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
@@ -116,7 +116,7 @@ def verdict(history: History) -> Verdict:
     if ranks.all_stopped:
         return Verdict(STOPPED, "stopped on request.")
     if history.ended_because:
-        return Verdict(FAILED, history.ended_because)
+        return Verdict(FAILED, f"{_early_ends(ranks)}{history.ended_because}")
     if stop.rank_failed and first and _has_reason(first, ranks):
         return _of_failure(history, first)
     if stop.by >= Stop.BY_USER and not (ranks.all_done and ranks.supports_stop):
@@ -126,7 +126,7 @@ def verdict(history: History) -> Verdict:
     if mpirun.code < 0 and not mpirun.was_ended:
         return _by_mpirun(mpirun)
     if first is not None:
-        return _of_failure(history, first)
+        return _after_early_ends(ranks, first, _of_failure(history, first))
     if mpirun.code == DONE and not ranks.started:
         sentence = "the job failed: mpirun ended, but no rank ever reported."
         return Verdict(FAILED, sentence, is_complete=False)
@@ -238,6 +238,21 @@ def _of_failure(history: History, first: Message) -> Verdict:
         f"os._exit.{others}"
     )
     return Verdict(FAILED, sentence, failure, is_complete=False)  # mpirun may know which of these
+
+
+def _after_early_ends(ranks: Ranks, first: Message, found: Verdict) -> Verdict:
+    """The verdict on a failure, after the ranks that ended with code 0 before it: they may be its cause."""
+    if found.code != FAILED or is_silent(first):
+        return found
+    return replace(found, sentence=f"{_early_ends(ranks, before=first.at)}{found.sentence}")
+
+
+def _early_ends(ranks: Ranks, before: float = float("inf")) -> str:
+    """A sentence that names the ranks that ended early with code 0, "" for none. Another sentence follows."""
+    early = sorted(rank for rank, at in ranks.exited.items() if at <= before)
+    if not early:
+        return ""
+    return f"{ranks.names(early)} ended early, with exit code 0 (os._exit). Then "
 
 
 def _failed(ranks: Ranks, first: Message) -> str:

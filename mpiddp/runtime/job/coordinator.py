@@ -37,6 +37,7 @@ Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
+_EARLY_S = 1.0  # for the others to end as well
 _FIRST_FAILURE = "first failure"  # keys with the number of the rank that failed first
 RANK_0_LEFT = "rank 0 left"  # a key that rank 0 sets before it closes the store
 
@@ -220,7 +221,11 @@ class Coordinator:
 
     @property
     def _first_failure(self) -> str:
-        return f"{_FIRST_FAILURE}/{self._stay}"
+        return self.of_stay(_FIRST_FAILURE)
+
+    def of_stay(self, name: str) -> str:
+        """A key of this stay, the same on every rank, whatever each of them has exchanged before."""
+        return f"{name}/{self._stay}"
 
     def arrive(self, point: str) -> None:
         """Record that this rank is at `point`; at most once per point. Does not wait."""
@@ -236,15 +241,22 @@ class Coordinator:
 
         All ranks must call this, as the last use of the store.
         """
-        prefix = self.unique_prefix("left")
+        self._leave(self.values, LEAVE_TIMEOUT_S)
+
+    def leave_early(self) -> None:
+        """Leave while the others may go on. Without rank 0, they have no store. Any thread may."""
+        self._leave(self.watched_values, _EARLY_S)
+
+    def _leave(self, values: SignedStore, timeout_s: float) -> None:
+        prefix = self.of_stay("left")
         with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
             if self.world.rank > 0:
-                self.values.set(f"{prefix}/{self.world.rank}", "")
+                values.set(f"{prefix}/{self.world.rank}", "")
             else:
                 others = [f"{prefix}/{rank}" for rank in range(1, self.world.world_size)]
-                if len(self.values.wait(others, LEAVE_TIMEOUT_S)) < len(others):
-                    self.values.set(RANK_0_LEFT, "")
-                    self.values.set(NEWS, "")
+                if len(values.wait(others, timeout_s)) < len(others):
+                    values.set(RANK_0_LEFT, "")
+                    values.set(NEWS, "")
                     time.sleep(2.0)  # so that all ranks can read it
 
     def _name(self, rank: int) -> str:

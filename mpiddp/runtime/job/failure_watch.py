@@ -56,6 +56,7 @@ class FailureWatch:
         stop.enter(stay)
         self._left_key = f"{_LEFT}/{stay}"
         self._has_left = False
+        self.rank_0_has_left = False  # and its store with it
         self._exit_now = exit_now
         self._over = threading.Event()
         # The thread must not be inside torch when the interpreter ends, so it polls the store instead
@@ -173,8 +174,9 @@ class FailureWatch:
                     if not (is_full or news.may_be_there()):
                         continue
                     code = self._published_code()
-                    if code or self._values.get(RANK_0_LEFT) is not None:
-                        return code  # 0 for a normal end, after rank 0 waited long for this rank
+                    self.rank_0_has_left = self._values.get(RANK_0_LEFT) is not None
+                    if code or self.rank_0_has_left:
+                        return code  # 0 if rank 0 waited long for this rank, or ended early
                     self._stop.agree(self._values, world.rank, world.world_size)
                     if self._stop.is_requested:
                         news.close()

@@ -28,7 +28,7 @@ class Launcher(Protocol):
     def send(self, kind: str, **fields: object) -> None: ...
     def progress(self, step: int) -> None: ...
     def failed(self, ending: Ending) -> None: ...
-    def done(self) -> None: ...
+    def done(self, *, is_early: bool = False) -> None: ...
 
 
 class Output(Protocol):
@@ -37,6 +37,7 @@ class Output(Protocol):
     @property
     def log_dir(self) -> Path | None: ...
     def log_to(self, folder: Path) -> Path: ...
+    def drain(self) -> None: ...
 
 
 class RunFiles(Protocol):
@@ -102,6 +103,20 @@ class Session:
         for end in self._before_exit:
             end()
         os._exit(code)
+
+    def exit_early(self) -> None:
+        """Leave the job by `os._exit(0)`, while the other ranks may go on. Any thread may."""
+        if self._is_ending.is_set():
+            return
+        has_left = self.coordinator is not None and self.watch is None
+        if self.channel is not None:
+            self.channel.done(is_early=not has_left)
+        if self.coordinator is not None and not has_left:
+            rank, values = self.coordinator.world.rank, self.coordinator.watched_values
+            with contextlib.suppress(RuntimeError):  # rank 0 has ended, and its store with it
+                self.stop.propose_step(values, rank, 0)
+                values.set(f"{self.coordinator.of_stay('end')}/{rank}", "")
+            self.coordinator.leave_early()
 
     def before_exit(self, end: Callable[[], None]) -> None:
         """Let `exit_now` call `end`, which ends what this process has started."""

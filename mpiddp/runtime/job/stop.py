@@ -45,7 +45,7 @@ class StopRequest:
         self._terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         self._declared = declared
         self._progress = progress
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._foretold = 0  # the latest call of which `stops_next` has told the answer
         self._steps_before = 0  # steps of the run before this process resumed it

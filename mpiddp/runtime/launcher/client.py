@@ -56,7 +56,7 @@ class ControlClient:
         self._unconfirmed = 0  # messages of progress
         self._connection = connection
         self._incoming = incoming
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._is_over = False
         # A forked child that keeps the connection open would hide the death of this rank.
         os.register_at_fork(after_in_child=self._connection.close)
@@ -99,11 +99,15 @@ class ControlClient:
             is_verdict=ending.is_verdict,
         )
 
-    def done(self) -> None:
-        """Report that this rank succeeded, unless it has failed."""
+    def done(self, *, is_early: bool = False) -> None:
+        """Report that this rank succeeded, unless it has failed.
+
+        Args:
+            is_early: it ends with code 0 without leaving the job, so the other ranks may still need it.
+        """
         if not self._is_over:
             self._is_over = True
-            self.send("done")
+            self.send("exited" if is_early else "done")
 
     def _send_stacks(self) -> None:
         self.send("stacks", text=_stacks()[-TEXT_LIMIT:], step=self.step)

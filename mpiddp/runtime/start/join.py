@@ -153,16 +153,17 @@ def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep
         session.report(ending_of(error))
         watch.fail(ending_of(error))
         raise SystemExit(FAILED) from None
-    with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
-        stop = session.stop
-        stop.propose_step(coordinator.values, coordinator.world.rank, 0)
-        end = coordinator.unique_prefix("end")
-        coordinator.arrive(end)
-        if stop.has_stopped:
-            session.stop_is_saved()
-            # The first rank that exits with a code other than 0 ends the others, which may still save.
-            coordinator.wait_for_all(end, timeout_s=LEAVE_TIMEOUT_S)
-    coordinator.leave()
+    if not watch.rank_0_has_left:
+        with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
+            stop = session.stop
+            stop.propose_step(coordinator.values, coordinator.world.rank, 0)
+            end = coordinator.of_stay("end")
+            coordinator.arrive(end)
+            if stop.has_stopped:
+                session.stop_is_saved()
+                # The first rank that exits with a code other than 0 ends the others, which may still save.
+                coordinator.wait_for_all(end, timeout_s=LEAVE_TIMEOUT_S)
+        coordinator.leave()
     watch.stop()
     if keep_mpi:
         from mpiddp.runtime.rendezvous.mpi import finalize_mpi

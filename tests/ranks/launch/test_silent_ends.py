@@ -48,7 +48,6 @@ def by(mpi: str, *arguments: str) -> tuple[str, ...]:
 # --- os._exit(0) ---
 
 
-@pytest.mark.xfail(strict=True, reason="a silent end with code 0 is taken for a failure")
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("text", [BARE, AFTER_A_GROUP], ids=["bare", "after a group"])
 def test_ranks_that_all_end_by_os_exit_0_are_a_success(tmp_path: Path, text: str, mpi: str) -> None:
@@ -60,7 +59,6 @@ def test_ranks_that_all_end_by_os_exit_0_are_a_success(tmp_path: Path, text: str
     assert "mpiddp: " not in ours.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="a silent end with code 0 is taken for a failure")
 @pytest.mark.parametrize("early", ["0", "1"])
 def test_the_others_go_on_after_one_has_ended_by_os_exit_0(tmp_path: Path, early: str) -> None:
     job = script(tmp_path, ONE_EARLY)
@@ -96,7 +94,6 @@ with mpiddp.process_group(backend="gloo"):
 CAUSE = r"^mpiddp: rank 1 on \S+ .*(?:ended|exited)"
 
 
-@pytest.mark.xfail(strict=True, reason="the launcher ends the others 3 s after a silent end")
 @pytest.mark.parametrize(
     ("text", "options"),
     [(FAILS_LATER, ()), (HANGS_LATER, ("--hang-timeout", "3"))],
@@ -198,9 +195,6 @@ def test_a_script_may_close_all_files_at_its_end(tmp_path: Path, mpi: str) -> No
 # --- what the polling threads of the other ranks print ---
 
 
-@pytest.mark.xfail(
-    strict=True, reason="torch logs the exception of our thread that polls the store"
-)
 def test_the_end_of_rank_0_makes_the_others_print_no_frames(tmp_path: Path) -> None:
     done = launch("-H", "localhost:3", script(tmp_path, ONE_EARLY), "0")
     assert "frame #" not in done.stderr

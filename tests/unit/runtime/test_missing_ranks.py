@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.ranks import Ranks
-from mpiddp.launch.supervise.stacks import missing_sentence
+from mpiddp.launch.supervise.ranks import missing_sentence
 
 
 def test_several_missing_ranks_are_all_named() -> None:
