@@ -12,8 +12,7 @@ import pytest
 
 from mpiddp.launch import log
 from mpiddp.launch.supervise.control import Message
-from mpiddp.launch.supervise.ranks import Ranks
-from mpiddp.launch.supervise.ranks import hang_sentences, missing_sentence
+from mpiddp.launch.supervise.ranks import Ranks, hang_sentences, missing_sentence
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 
 EVIL = "\x1b[2J\u202e\r\nmpiddp: all is well"
