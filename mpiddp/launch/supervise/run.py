@@ -24,6 +24,7 @@ from mpiddp.launch.starters.openmpi import needs_own_session
 from mpiddp.launch.starters.table import compose
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.input import Input
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
@@ -35,7 +36,7 @@ from mpiddp.launch.supervise.signals import (
 )
 from mpiddp.launch.supervise.verdict import FirstFailure, History, Stop, verdict
 from mpiddp.paths import cause_of
-from mpiddp.protocol.messages import HANDED_OVER, recorded_error
+from mpiddp.protocol.messages import HANDED_OVER, INPUT, recorded_error
 from mpiddp.protocol.variables import JOB, OUTPUT, SECRET
 
 # Time limits for:
@@ -98,6 +99,7 @@ def run_attempt(
         stack.enter_context(with_child_exits(signals))
         mpirun = stack.enter_context(_started(terms, starter, request))
         run = _Run(terms, Attempt(terms, ranks, server, mpirun), server, mpirun, signals)
+        stack.enter_context(closing(run.input))
         run.until_all_has_ended()
         history = History(
             ranks,
@@ -142,6 +144,7 @@ class _Run:
         signals: SignalQueue,
     ) -> None:
         self.attempt = attempt
+        self.input = Input()
         self._exchange = terms.exchange
         self._search = terms.search
         self._server = server
@@ -198,6 +201,8 @@ class _Run:
         for message in self._server.receive(data):
             if message.kind == "output":
                 self._outputs.add(rank=message.rank, **message.facts)
+            elif message.kind == INPUT:
+                self.input.add(message.facts["connection"])
             elif message.kind in HANDED_OVER:
                 self._exchange.add(message.rank, message.kind, **message.facts)
             elif message.kind == "full":
