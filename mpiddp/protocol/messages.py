@@ -5,8 +5,8 @@ control channel carries JSON lines:
 
     launcher -> rank   challenge, received (a hello, or progress), stop, stopping, stacks, end, taken; one
                         urgent byte
-    rank -> launcher   hello, started, joining, log, error_file, announce, run_dir, supports_stop, progress,
-                        saving, stacks, stopped, failed, done
+    rank -> launcher   hello, started, joining, mpi_init, log, error_file, announce, run_dir, supports_stop,
+                        progress, saving, stacks, stopped, failed, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
@@ -66,6 +66,7 @@ UNIX = "unix:"  # prefix of an address that is a path
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
+    "mpi_init": {"active": (bool,)},  # begins, or has succeeded
     "log": {"path": (str,)},  # of the file that will contain a traceback
     "error_file": {"path": (str,)},  # into which the script may write its error
     "announce": {
