@@ -113,7 +113,7 @@ class Takeover:
         where = f"goes to {names} alone" if names else "comes through the MPI where it is shown"
         sentence = (
             f"mpiddp: {self._rank}: its output process was killed, as by the kernel for lack of memory. "
-            f"Lines may be missing. The rank goes on, and its further output {where}.\n"
+            f"Lines may be missing. The rank continues; its further output {where}.\n"
         )
         stderr = self._streams[-1].mpi
         if self._is_ours(stderr):
@@ -147,6 +147,7 @@ class Takeover:
 
     def _close(self) -> None:
         """Leave all to the rank, in a process that was forked from it."""
+        self._lock, self._targets = threading.Lock(), {}  # the thread may have held it
         for stream in self._streams:
             for file in (stream.reader, stream.mpi):
                 if self._is_ours(file):
