@@ -5,17 +5,18 @@ control channel carries JSON lines:
 
     launcher -> rank   challenge, received (a hello, or progress), stop, stopping, stacks, end, taken; one
                         urgent byte
-    rank -> launcher   hello, started, joining, log, error_file, announce, run_dir, supports_stop, progress,
-                        saving, stacks, stopped, failed, exited, done
+    rank -> launcher   hello, started, joining, mpi_init, log, error_file, announce, run_dir, supports_stop,
+                        progress, saving, stacks, stopped, failed, exited, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
 an earlier attempt's announcement to a restart, see `mpiddp.runtime.launcher.announcement`.
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
-place of "hello". After "received", the rank's output process sends frames, see `FRAME`. A rank of
-`mpiddp.spawn` gets its function over a connection that begins with "function", and returns its result over
-one that begins with "answer", see `mpiddp.launch.exchange`.
+place of "hello". After "received", the rank's output process sends frames, see `FRAME`. Over one that begins
+with "input", rank 0 gets the launcher's stdin. A rank of `mpiddp.spawn` gets its function over a connection
+that begins with "function", and returns its result over one that begins with "answer", see
+`mpiddp.launch.exchange`.
 
 In `mpiddp run -- COMMAND` the script is a process of its own, within the command. It has a second connection,
 with a secret that is derived from the ranks'. "taken" refuses a second script of a rank; "stopping" tells the
@@ -50,9 +51,9 @@ OPEN_S = 0.2
 LONGEST_LINE = 2 << 20  # bytes
 
 # What begins a connection that the control server does not read itself.
-FUNCTION, ANSWER = "function", "answer"
-HANDED_OVER = ("output", FUNCTION, ANSWER)
-GO = b"\n"  # what the reader of a function, and of an answer, sends
+INPUT, FUNCTION, ANSWER = "input", "function", "answer"
+HANDED_OVER = ("output", INPUT, FUNCTION, ANSWER)
+GO = b"\n"  # what the reader of stdin, of a function, and of an answer, sends
 STREAMS = {1: "stdout", 2: "stderr"}
 OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
 DRAIN, DRAINED, FILES = b"drain", b"drained", b"files"  # from the rank to it, and back
@@ -65,6 +66,7 @@ UNIX = "unix:"  # prefix of an address that is a path
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
+    "mpi_init": {"active": (bool,)},  # begins, or has succeeded
     "log": {"path": (str,)},  # of the file that will contain a traceback
     "error_file": {"path": (str,)},  # into which the script may write its error
     "announce": {

@@ -69,7 +69,7 @@ class MpirunProcess:
             self._process = subprocess.Popen(
                 argv,
                 env=dict(env),
-                stdin=subprocess.DEVNULL if _is_in_background() else None,
+                stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.supervise.input`
                 stdout=outputs.copies[0].pipe,
                 stderr=outputs.copies[1].pipe,
                 start_new_session=True,
@@ -209,14 +209,6 @@ def _files_of_mpirun() -> Iterator[None]:
         yield
     except OSError as error:
         raise cause_of(error)(f"cannot write a file for mpirun: {error.strerror}.") from None
-
-
-def _is_in_background() -> bool:
-    """Whether a shell runs this process by `&`. In its own session mpirun would read the terminal's input."""
-    try:
-        return os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:  # no terminal
-        return False
 
 
 def _rank_signal(starter: RankStarter, code: int) -> str | None:

@@ -46,6 +46,7 @@ class Ranks:
     hosts: Sequence[str]
     started: dict[int, dict[str, Any]] = field(default_factory=dict)
     joining: set[int] = field(default_factory=set)
+    in_mpi_init: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     exited: dict[int, float] = field(default_factory=dict)  # early, with code 0; and when
     stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -74,6 +75,10 @@ class Ranks:
                 self.started[rank] = facts
             case "joining":
                 self.joining.add(rank)
+            case "mpi_init" if facts["active"]:
+                self.in_mpi_init.add(rank)
+            case "mpi_init":
+                self.in_mpi_init.discard(rank)
             case "supports_stop":
                 self.supports_stop.add(rank)
             case "progress":

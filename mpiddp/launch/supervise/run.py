@@ -20,6 +20,7 @@ from mpiddp.launch import log
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.input import Input
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
@@ -30,7 +31,7 @@ from mpiddp.launch.supervise.signals import (
     with_child_exits,
 )
 from mpiddp.launch.supervise.verdict import FirstFailure, History, Stop, verdict
-from mpiddp.protocol.messages import HANDED_OVER, recorded_error
+from mpiddp.protocol.messages import HANDED_OVER, INPUT, recorded_error
 from mpiddp.protocol.variables import JOB, OUTPUT, SECRET
 
 # Time limits for:
@@ -93,6 +94,7 @@ def run_attempt(
         stack.enter_context(with_child_exits(signals))
         mpirun = stack.enter_context(started(starter, request, terms.options))
         run = _Run(terms, Attempt(terms, ranks, server, mpirun), server, mpirun, signals)
+        stack.enter_context(closing(run.input))
         run.until_all_has_ended()
         history = History(
             ranks,
@@ -137,6 +139,7 @@ class _Run:
         signals: SignalQueue,
     ) -> None:
         self.attempt = attempt
+        self.input = Input()
         self._exchange = terms.exchange
         self._search = terms.search
         self._server = server
@@ -193,6 +196,8 @@ class _Run:
         for message in self._server.receive(data):
             if message.kind == "output":
                 self._outputs.add(rank=message.rank, **message.facts)
+            elif message.kind == INPUT:
+                self.input.add(message.facts["connection"])
             elif message.kind in HANDED_OVER:
                 self._exchange.add(message.rank, message.kind, **message.facts)
             elif message.kind == "full":

@@ -225,6 +225,9 @@ def _of_failure(history: History, first: Message) -> Verdict:
     name, rank_signal = ranks.name(first.rank), history.mpirun.rank_signal
     if recorded := history.recorded.get(first.rank):
         return Verdict(FAILED, f"{name} failed first: {_first_line(recorded)}.{others}", failure)
+    if first.rank in ranks.in_mpi_init and rank_signal in ("", None, "SIGABRT"):
+        sentence = f"MPI_Init failed in {name}. What the MPI has written above says why.{others}"
+        return Verdict(FAILED, sentence, failure, is_complete=False)
     if rank_signal:
         return Verdict(FAILED, f"{name} was killed by {rank_signal}.{others}", failure)
     if rank_signal == "" and len(hosts := _lost_with(ranks, first)) > 1:

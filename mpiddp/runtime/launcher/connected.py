@@ -65,6 +65,7 @@ def _connect(session: Session, world: World, address: str, secret: str) -> None:
     from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
     from mpiddp.runtime.launcher.client import connect
     from mpiddp.runtime.launcher.output import redirect_output
+    from mpiddp.runtime.launcher.stdin import take_stdin
 
     output = session.output = redirect_output(world, address, secret)
     session.launcher_address = address
@@ -72,6 +73,7 @@ def _connect(session: Session, world: World, address: str, secret: str) -> None:
         address, secret, world, session.stop.request, exit_now=session.exit_now
     )
     session.send("started", host=world.hostname, pid=os.getpid())
+    take_stdin(world, address, secret)
     atexit.register(_report_success, session)  # before those of the script, so it runs after them
     leave_sigterm_to_rank()
     if output is not None and world.launcher.name == "slurm":

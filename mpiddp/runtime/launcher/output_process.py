@@ -106,8 +106,8 @@ def _serve(
         if control is not None and control.fileno() in ready:
             message = _receive(control, streams)
             is_draining |= message == DRAIN
-            if not message:  # the rank has ended, and so have its forks
-                control, has_ended = None, True
+            if not message:  # the rank has ended, and so have its forks; or it has closed its end
+                control, has_ended = None, has_ended or rank is None
         elif is_draining and not longest and not any(stream.unsent for stream in streams):
             is_draining = False
             if control is not None:

@@ -178,7 +178,7 @@ class OutputStream:
     def _forward(self, chunk: bytes) -> None:
         if self.connection is None:
             if self.fallback is not None:
-                _write_all(self.fallback, chunk)
+                write_all(self.fallback, chunk)
             return
         if not self.line:
             self.line_since = time.monotonic()
@@ -196,7 +196,8 @@ class OutputStream:
             self.send()
 
 
-def _write_all(target: int, chunk: bytes) -> None:
+def write_all(target: int, chunk: bytes) -> None:
+    """Write the chunk, or what the target takes of it."""
     rest = memoryview(chunk)
     with contextlib.suppress(OSError):
         while rest:

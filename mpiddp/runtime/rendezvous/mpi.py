@@ -24,6 +24,7 @@ from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_fr
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import reachable
 from mpiddp.protocol.variables import RUN_ID
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.rendezvous.finalized_mpi import forbid_mpi4py
 from mpiddp.runtime.rendezvous.master_address import Candidates, choose, listen
 from mpiddp.runtime.rendezvous.result import RankInfo, RendezvousResult, requested_interface
@@ -190,8 +191,11 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
             "Call mpiddp.init() or mpiddp.process_group() first.",
         )
     if not MPI.Is_initialized():
+        session = current()
+        session.send("mpi_init", active=True)  # many MPIs end the process when it fails
         with _environment(_mpi_defaults(world, env)):
             MPI.Init()
+        session.send("mpi_init", active=False)
     return MPI
 
 
