@@ -12,24 +12,28 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mpiddp.checkpoints import directory, find
-from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
+from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.find import Found
-from mpiddp.checkpoints.hosts import FileSystems, chunks, find_file_systems
 from mpiddp.checkpoints.owner import RunOwner, own
-from mpiddp.checkpoints.ranks import Ranks
+from mpiddp.checkpoints.ranks import FileSystems, Ranks, find_file_systems
 from mpiddp.checkpoints.run_dir import RunDir, writing
+from mpiddp.checkpoints.tensor_file import HashedFile
 from mpiddp.errors import JobFailed
 from mpiddp.paths import cause_of
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.log import log
 from mpiddp.text import counted
+
+CHUNK_BYTES = 16 << 20  # so that no rank holds a whole file in memory
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,36 @@ def open_run(folder: RunDir, ranks: Ranks) -> Run:
             owner.release()
         raise
     return Run(folder, ranks, file_systems, owner)
+
+
+def chunks(
+    source: int, folder: Path, files: Sequence[tuple[str, int]], group: dist.ProcessGroup
+) -> Iterator[tuple[str, memoryview]]:
+    """The pieces of each file, on every rank. Each step of this iterator is a broadcast.
+
+    Args:
+        source: the rank that has the files, in its `folder`.
+        files: their names and sizes in bytes, the same on every rank.
+    """
+    for name, size in files:
+        with contextlib.ExitStack() as stack:
+            is_source = dist.get_rank() == source
+            file = stack.enter_context((folder / name).open("rb")) if is_source and size else None
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = empty_chunk(size - start)
+                if file is not None:
+                    file.readinto(bytes_of(chunk))
+                dist.broadcast(chunk, source, group=group)
+                yield name, bytes_of(chunk)
+
+
+def empty_chunk(num_bytes: int) -> Tensor:
+    """Memory for the next chunk of a file of which `num_bytes` are left: uint8 [at most CHUNK_BYTES]."""
+    return torch.empty(min(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+
+
+def bytes_of(chunk: Tensor) -> memoryview:
+    return memoryview(chunk.numpy())  # type: ignore[arg-type]
 
 
 def _sent(

@@ -11,17 +11,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 from mpiddp.checkpoints import directory, find
+from mpiddp.checkpoints.contents import Contents, Resumed, read
 from mpiddp.checkpoints.find import Found
 from mpiddp.checkpoints.ranks import PATIENCE_S, Ranks, form_ranks, script_coordinator
-from mpiddp.checkpoints.read import Contents, read
-from mpiddp.checkpoints.records import RunRecords
-from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.rng import restore_rng_states, rng_states
 from mpiddp.checkpoints.run import Run, open_run
-from mpiddp.checkpoints.run_dir import RunDir, writing
+from mpiddp.checkpoints.run_dir import RunDir, RunRecords, writing
 from mpiddp.checkpoints.save import Saver
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
-from mpiddp.checkpoints.state import HostMemory, check_entries
+from mpiddp.checkpoints.state import HostMemory, check_entries, restore_rng_states, rng_states
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
 from mpiddp.protocol.variables import RUN_DIR
@@ -135,7 +132,7 @@ class Checkpoints:
 
         Raises:
             RuntimeError: it has been called before, or after the first `save`.
-            UserError: no intact checkpoint there, or one of another script, program or config; another
+            UserError: no verified checkpoint there, or one of another script, program or config; another
                 run writes into the folder.
             JobFailed: a disk has failed.
         """
