@@ -29,6 +29,7 @@ from mpiddp.paths import cause_of, read_error, read_limited
 
 FACTS = "state.json"
 WRITTEN_BY = "mpiddp.Checkpoints"
+MAX_STEP = (1 << 53) - 1
 _MAX_FACTS_BYTES = 16 << 20
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _ERRORS = (
@@ -95,17 +96,15 @@ def read(files: Mapping[str, Path]) -> Contents:
             raise UserError(f"{folder}: {error}.") from None
         except OSError as error:
             raise read_error(str(files[INDEX]), error) from None
-    if "keys" not in facts:
-        facts, state, ranks = legacy.read(facts, files, shards)
-    else:
+    try:
+        if "keys" not in facts:
+            return _checked(*legacy.read(facts, files, shards))
         state = {
             key: read_tensors(_path(files, f"{stem_of(key)}.pt")) for key in map(str, facts["keys"])
         }
         state = shards.as_values(state) if shards else state
-        ranks = read_tensors(_path(files, f"{RANKS}.pt"))
-    try:
-        return _checked(facts, state, ranks)
-    except (LookupError, TypeError):
+        return _checked(facts, state, read_tensors(_path(files, f"{RANKS}.pt")))
+    except (LookupError, TypeError, UnicodeError):
         sentence = f"{folder} was not written by mpiddp: its files have other contents."
         raise UserError(sentence) from None
 
@@ -132,7 +131,9 @@ def _facts(path: Path) -> dict[str, Any]:
 def _checked(facts: dict[str, Any], state: Any, ranks: Any) -> Contents:
     """Raises LookupError or TypeError if it was not written by mpiddp."""
     step, config = facts["step"], facts["config"]
-    if type(step) is not int or not isinstance(config, dict) or not isinstance(ranks, list):
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise TypeError
+    if not isinstance(config, dict) or not isinstance(ranks, list):
         raise TypeError
     if not all(isinstance(rank["rng"], dict) and isinstance(rank["state"], dict) for rank in ranks):
         raise TypeError

@@ -15,6 +15,7 @@ lacks, and a file of another save is found out.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -107,9 +108,7 @@ def write(
     final = root / f"step_{step:08d}"
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(
-            leftover, ignore_errors=True
-        )  # it may belong to another user, or be open over NFS
+        _remove_hidden(leftover)
     if final.exists() and not replaces_verified and is_verified(final):
         return final
     write_folder(final, write_files)
@@ -358,8 +357,16 @@ def _unreadable(path: Path, error: OSError) -> BrokenCheckpoint:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint. Rename it first, so that a half-removed folder never looks like a checkpoint."""
-    doomed = folder.rename(_new_hidden(folder))
-    shutil.rmtree(doomed, ignore_errors=True)  # each save tries to remove the rest again
+    _remove_hidden(folder.rename(_new_hidden(folder)))
+
+
+def _remove_hidden(folder: Path) -> None:
+    """Remove what can be removed. Files of another user, or open over NFS, remain until a later save."""
+    if folder.is_symlink():  # to a checkpoint that the user keeps elsewhere
+        with contextlib.suppress(OSError):
+            folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hidden(root: Path, name: str) -> Path:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mpiddp.checkpoints import directory
 from mpiddp.errors import JobFailed, UserError
@@ -168,12 +168,24 @@ def _append(path: Path, line: bytes) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` once the body has written it. Raises OSError."""
     part = path.with_name(f".{path.name}.part")
     try:
-        part.write_bytes(content)
+        part.unlink(missing_ok=True)  # an open would follow a link
+        with part.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         raise
 
 

@@ -17,6 +17,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from mpiddp.checkpoints.directory import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint, Entry
 from mpiddp.checkpoints.state import filled, mapped, name_of, path_of
 from mpiddp.checkpoints.tensor_file import read_tensors
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import read_limited
 
 # The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
@@ -82,11 +83,25 @@ def read_index(path: Path) -> dict[str, SavedTensor]:
 
 
 def _tensor(values: dict[str, Any]) -> SavedTensor:
-    chunks = (
+    """Raises ValueError if the chunks do not fit the tensor: what they leave out would be undefined."""
+    chunks = tuple(
         Chunk(tuple(each["offsets"]), tuple(each["sizes"]), each["rank"])
         for each in values["chunks"]
     )
-    return SavedTensor(tuple(values["shape"]), values["dtype"], tuple(chunks))
+    tensor = SavedTensor(tuple(values["shape"]), values["dtype"], chunks)
+    numbers = [tensor.shape, *((*each.offsets, *each.sizes, each.rank) for each in chunks)]
+    fits = all(type(number) is int and number >= 0 for each in numbers for number in each)
+    fits = fits and isinstance(getattr(torch, tensor.dtype), torch.dtype)
+    if not fits or not all(_is_within(each, tensor.shape) for each in chunks):
+        raise ValueError
+    if sum(prod(each.sizes) for each in chunks) != prod(tensor.shape):
+        raise ValueError
+    return tensor
+
+
+def _is_within(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    return all(offset + size <= length for offset, size, length in ends)
 
 
 @dataclass(frozen=True)
@@ -190,7 +205,11 @@ class ShardFiles:
         dtype = getattr(torch, saved.dtype)
         tensor = like(path_of(name))
         if tensor is None:
-            return torch.empty(saved.shape, dtype=dtype)
+            try:
+                return torch.empty(saved.shape, dtype=dtype)
+            except RuntimeError as error:  # of torch's allocator
+                reason = str(error).splitlines()[0]
+                raise JobFailed(f"no memory for {path_of(name)[-1]}: {reason}") from None
         if tuple(tensor.shape) != saved.shape:
             where = ".".join(map(str, path_of(name)))
             raise UserError(
@@ -228,6 +247,8 @@ class ShardFiles:
                 planner.resolve_tensor(item).detach().copy_(part)
 
     def _load(self, file: str) -> dict[str, Any]:
+        if file not in self.files:
+            raise UserError(f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names.")
         contents = read_tensors(self.files[file])
         if not isinstance(contents, dict):
             raise UserError(f"{self.files[file]} was not written by mpiddp: it has other contents.")

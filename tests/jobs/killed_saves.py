@@ -50,6 +50,7 @@ def save_forever(root: Path, start: int, steps: int) -> None:
 
 
 def main(root: Path, kills: int) -> None:
+    torch.set_num_threads(1)  # a forked training does not have the threads of OpenMP
     torch.optim.SGD([torch.zeros(1)])  # import its modules here, not in every child
     draw = random.Random(kills)
     step = 0
