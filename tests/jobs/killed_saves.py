@@ -2,7 +2,7 @@
 
     python -m tests.jobs.killed_saves ROOT KILLS
 
-After each kill, the newest checkpoint in ROOT must be valid and at most one step older than the save
+After each kill, the newest checkpoint in ROOT must be verified and at most one step older than the save
 in progress. The next training resumes from it. Children are forked, because importing torch takes
 seconds.
 """
@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.hosts import FileSystems
-from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.ranks import FileSystems, form_ranks
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save import Saver
@@ -51,6 +50,7 @@ def save_forever(root: Path, start: int, steps: int) -> None:
 
 
 def main(root: Path, kills: int) -> None:
+    torch.set_num_threads(1)  # a forked training does not have the threads of OpenMP
     torch.optim.SGD([torch.zeros(1)])  # import its modules here, not in every child
     draw = random.Random(kills)
     step = 0
@@ -71,7 +71,7 @@ def main(root: Path, kills: int) -> None:
         in_mid_write += any((root / "checkpoints").glob(".unfinished-*"))
 
         newest, broken = directory.survey(root / "checkpoints")
-        assert newest is not None, f"kill {number}: no valid checkpoint"
+        assert newest is not None, f"kill {number}: no verified checkpoint"
         assert broken == [], f"kill {number}: {broken}"
         found = directory.step_of(newest)
         assert last - 1 <= found <= last + 1, f"kill {number} at step {last} left step {found}"

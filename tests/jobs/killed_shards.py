@@ -2,7 +2,7 @@
 
     python -m tests.jobs.killed_shards ROOT KILLS
 
-One rank is killed first, the other a moment later. Afterwards the newest checkpoint in ROOT must be valid,
+One rank is killed first, the other a moment later. Afterwards the newest checkpoint in ROOT must be verified,
 have the shards of one save, and be at most one step older than the save in progress. The next training
 resumes from it. The ranks are forked, because importing torch takes seconds.
 """
@@ -25,9 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.export import export
-from mpiddp.checkpoints.hosts import FileSystems
-from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.contents import export
+from mpiddp.checkpoints.ranks import FileSystems, form_ranks
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save import Saver
@@ -91,7 +90,7 @@ def main(root: Path, kills: int) -> None:
         in_mid_write += any(checkpoints.glob(".unfinished-*"))
 
         newest, broken = directory.survey(checkpoints)
-        assert newest is not None, f"kill {number}: no valid checkpoint"
+        assert newest is not None, f"kill {number}: no verified checkpoint"
         assert broken == [], f"kill {number}: {broken}"
         found = directory.step_of(newest)
         assert last - 1 <= found <= last + 1, f"kill {number} at step {last} left step {found}"

@@ -58,7 +58,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def shards(host: Host, step: int) -> list[str]:
-    """The files of shards in a checkpoint of a host, which is valid."""
+    """The files of shards in a checkpoint of a host, which is verified."""
     folder = host.path(PRIVATE) / "checkpoints" / f"step_{step:08d}"
     directory.verify(folder)
     return sorted(path.name for path in folder.glob("shard_*"))

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.checkpoints import directory, save_schedule
-from mpiddp.checkpoints.directory import HashedFile
-from mpiddp.checkpoints.records import save_json
+from mpiddp.checkpoints.run_dir import save_json
 from mpiddp.checkpoints.save import _save_error
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
 from mpiddp.checkpoints.state import HostMemory, _layout
+from mpiddp.checkpoints.tensor_file import HashedFile
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 from tests.support.patience import PATIENCE_S

@@ -1,6 +1,6 @@
 """A rank that is silent in a save is named within one time limit; one that cannot write lets no other wait.
 
-Tests mpiddp/checkpoints/exchange.py, save.py, save_shards.py, hosts.py and run.py.
+Tests mpiddp/checkpoints/exchange.py, save.py, save_shards.py, ranks.py and run.py.
 python -m pytest tests/ranks/checkpoints/test_broken_saves.py
 """
 
@@ -31,7 +31,7 @@ OF_SAVE = "the save of step 1: "
 
 
 def checkpoints(folder: Path) -> dict[str, list[str]]:
-    """The names of each host's checkpoints, all of which are valid."""
+    """The names of each host's checkpoints, all of which are verified."""
     found = {}
     for root in sorted(folder.iterdir()):
         steps = directory.list_steps(root / "checkpoints")
@@ -135,8 +135,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 import mpiddp.checkpoints.run as run
-from mpiddp.checkpoints.hosts import FileSystems
-from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.ranks import FileSystems, form_ranks
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
@@ -185,8 +184,7 @@ def test_no_rank_waits_for_one_that_cannot_keep_the_checkpoint(tmp_path: Path) -
 LOOKS = """
 import errno, os, sys
 from pathlib import Path
-from mpiddp.checkpoints.hosts import find_file_systems
-from mpiddp.checkpoints.ranks import Ranks
+from mpiddp.checkpoints.ranks import Ranks, find_file_systems
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.start.join import join

@@ -22,8 +22,7 @@ import torch
 
 import mpiddp
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.read import facts_of
-from mpiddp.checkpoints.resumed import Resumed
+from mpiddp.checkpoints.contents import Resumed, facts_of
 from mpiddp.checkpoints.tensor_file import write_tensors
 from mpiddp.runtime.job.session import current
 from tests.support.patience import PATIENCE_S

@@ -189,7 +189,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "resume broken": (
         "--use-syn --resume=P/broken",
-        "rank 0 on .*: P/broken: contains no intact checkpoint.",
+        "rank 0 on .*: P/broken: contains no verified checkpoint.",
     ),
     "resume one broken": (
         "--use-syn --resume=P/broken/checkpoints/step_00000002",
@@ -197,7 +197,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "continue broken": (
         "--use-syn --out=P/broken",
-        "rank 0 on .*: P/broken/checkpoints contains no intact checkpoint. Name another folder.",
+        "rank 0 on .*: P/broken/checkpoints contains no verified checkpoint. Name another folder.",
     ),
     "resume another program's": (
         "--use-syn --resume=P/other/step_00000002",
@@ -286,7 +286,7 @@ def test_an_error_that_only_rank_0_finds_ends_the_job(inputs: Path, tmp_path: Pa
     job = train(2, *QUICK, f"--resume={inputs / 'broken'}", "--out", tmp_path / "out")
     assert job.returncode == 2
     (sentence,) = own_lines(job.stderr)
-    assert sentence.endswith(f"{inputs / 'broken'}: contains no intact checkpoint.")
+    assert sentence.endswith(f"{inputs / 'broken'}: contains no verified checkpoint.")
 
 
 def test_a_broken_image_of_one_rank_during_training(tmp_path: Path) -> None:
