@@ -3,7 +3,7 @@
 Tests mpiddp/checkpoints/contents.py, directory.py, owner.py, run.py, script.py and shards.py. Half-written
 checkpoints are in test_checkpoint_directory.py, foreign ones in test_earlier_checkpoints.py, full disks in
 test_faulty_disks.py, owners in test_run_owner.py.
-python -m pytest tests/test_hostile_folders.py
+python -m pytest tests/ranks/checkpoints/test_hostile_folders.py
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import mpiddp
 from mpiddp.checkpoints import contents, directory
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.job.session import current
-from tests.patience import PATIENCE_S
-from tests.ranks import mpirun, script
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import mpirun, script
 
 HOST = gethostname()
 NAME = '["model", "weight"]'
