@@ -510,3 +510,9 @@ def test_the_last_words_of_a_rank_that_has_ended_before_it_joined() -> None:
 )
 def test_the_ranks_that_exceed_a_limit_of_a_stop(messages: list[Message], clause: str) -> None:
     assert late_clause(noted(*messages), 30.0) == clause
+
+
+def test_the_last_words_are_in_the_script_and_not_in_pythons_import_system() -> None:
+    inner = '  File "<frozen importlib._bootstrap>", line 241, in _call_with_frames_removed\n'
+    ranks = noted(message(0, "started", host="a", pid=5), stacks(0, 0, WORKS + inner), hosts=("a",))
+    assert missing_sentence(ranks, 60).endswith("in /x/train.py, line 3, in main: work()")
