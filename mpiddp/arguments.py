@@ -19,7 +19,10 @@ VERBS = {
         "run a script, or any command, as one rank, under mpirun, srun or torchrun",
     ),
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
-    "hosts": ("mpiddp.hosts.main", "check, convert and compare hostfiles"),
+    "hosts": (
+        "mpiddp.hosts.main",
+        "check, convert and compare hostfiles; run a command on every host",
+    ),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
     "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),

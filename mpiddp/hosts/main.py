@@ -1,10 +1,11 @@
-"""`mpiddp hosts`: check a hostfile, convert it for another MPI, compare two.
+"""`mpiddp hosts`: check a hostfile, convert it for another MPI, compare two; work on its hosts.
 
     mpiddp hosts check hostfiles/two_nodes --mpi openmpi
     mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
     mpiddp hosts diff old_hosts new_hosts
+    mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
 
-Nothing here connects to a host.
+The verbs of `OVER_SSH` connect to the hosts; the others do not.
 """
 
 from __future__ import annotations
@@ -15,18 +16,27 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
+from mpiddp.hosts.cluster import run
 from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
 from mpiddp.text import counted
 
+# verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
+OVER_SSH = {
+    "run": (run, "Run a command on every host"),
+}
+
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference, else 0.
+    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference or a host failed, else 0.
 
     Raises:
         UserError: bad input.
     """
     options = _parse(argv)
+    if options.verb in OVER_SSH:
+        code: int = OVER_SSH[options.verb][0].main(options, _read(options, options.file))
+        return code
     if options.verb == "check":
         return _check(_read(options, options.file), options.mpi)
     if options.verb == "convert":
@@ -44,7 +54,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp hosts",
         allow_abbrev=False,
-        description="Check, convert and compare hostfiles. Nothing here connects to a host.",
+        description="Check, convert and compare hostfiles, and work on their hosts over ssh.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
 
@@ -79,7 +89,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     compare.add_argument("a", help="the first hostfile")
     compare.add_argument("b", help="the second hostfile")
-    return parser.parse_args(argv)
+    for name, (module, purpose) in OVER_SSH.items():
+        module.add_arguments(verb(name, purpose))
+    own, command = argv, []
+    if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
+        own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    return parser.parse_args(own, argparse.Namespace(command=command))
 
 
 def _read(options: argparse.Namespace, file: str) -> Hosts:
