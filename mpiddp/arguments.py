@@ -21,7 +21,7 @@ VERBS = {
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
     "hosts": (
         "mpiddp.hosts.main",
-        "check, convert and compare hostfiles; run a command on every host",
+        "check and convert hostfiles; push a folder to the hosts, run a command there",
     ),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),

@@ -3,6 +3,7 @@
     mpiddp hosts check hostfiles/two_nodes --mpi openmpi
     mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
     mpiddp hosts diff old_hosts new_hosts
+    mpiddp hosts push hostfiles/two_nodes
     mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
 
 The verbs of `OVER_SSH` connect to the hosts; the others do not.
@@ -16,13 +17,14 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.hosts.cluster import run
+from mpiddp.hosts.cluster import push, run
 from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
 from mpiddp.text import counted
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
 OVER_SSH = {
+    "push": (push, "Make a folder, with its environment, the same on every host"),
     "run": (run, "Run a command on every host"),
 }
 
@@ -94,7 +96,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     own, command = argv, []
     if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
         own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    return parser.parse_args(own, argparse.Namespace(command=command))
+    if own[:1] and own[0] in OVER_SSH:  # options may stand between the hostfile and the folders
+        known = argparse.Namespace(verb=own[0], command=command)
+        return verbs.choices[own[0]].parse_intermixed_args(own[1:], known)
+    return parser.parse_args(argv)
 
 
 def _read(options: argparse.Namespace, file: str) -> Hosts:

@@ -19,8 +19,8 @@ GRACE_S = 2.0  # between SIGTERM and SIGKILL
 def main(proof: str, folder: str, command: list[str]) -> NoReturn:
     """Print `proof`, run the command, and exit with its code: in `folder`, or where it is missing at home."""
     print(proof, flush=True)
-    is_here = os.path.isdir(folder)  # noqa: PTH112 - False for any error
-    os.chdir(folder if is_here else os.path.expanduser("~"))  # noqa: PTH111 - never raises
+    is_here = os.path.isdir(folder)  # False for any error
+    os.chdir(folder if is_here else os.path.expanduser("~"))
     try:
         running = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
