@@ -20,6 +20,7 @@ from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
 CONNECT_TIMEOUT_S = 5
+ALIVE_INTERVAL_S = 15  # ssh ends after three of them without a sign of the host
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
 
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
@@ -110,6 +111,7 @@ def shell_command(
         return [*transport.agent, host.name, line]
     options = ["-o", "BatchMode=yes"] if batch else []
     options += ["-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
+    options += ["-o", f"ServerAliveInterval={ALIVE_INTERVAL_S}"]
     port = ["-p", str(host.port)] if host.port else []
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
     return ["ssh", *options, *port, "--", host.ssh_target, line]

@@ -164,7 +164,7 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
     if not info.has_folder:
         return (
             f"{name}: the working folder {needs.folder} is missing. "
-            "Create it there, or launch from a folder that every host has."
+            "Copy it there with mpiddp hosts push, or launch from a folder that every host has."
         )
     for program, is_there in (
         (needs.mpirun, info.mpirun is not None),
@@ -192,7 +192,10 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
 def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -> str:
     """The reason why the probe did not answer, as one sentence."""
     if answer.exit_code == NO_PROGRAM:
-        return f"{host.name}: {needs.python} is missing. Install it at the same path on every host."
+        return (
+            f"{host.name}: {needs.python} is missing. Install it at the same path on every host, "
+            "or copy it there: mpiddp hosts push"
+        )
     if not transport.is_ssh:
         no_answer = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
         reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,8 @@ class FanOut:
         self._content, self._targets = content, targets
         self._waiting = deque(targets)
         self._passing_on = 0
+        self._left: set[Future[None]] = set()  # what the threads still do
+        self._is_stopped = False
         self._change = threading.Condition()
         self._peers = [target.peer for target in targets]
         self.failures: dict[Host, str] = {}
@@ -133,10 +135,11 @@ class FanOut:
         is_tree = len(self._targets) >= TREE_FROM and most >= TREE_BYTES
         with ThreadPoolExecutor(len(self._targets) + 1) as pool:
             try:
-                if is_tree:
-                    self._left = {pool.submit(self._serve, pool, None)}
-                else:
-                    self._left = {pool.submit(self._send, target) for target in self._targets}
+                with self._change:
+                    if is_tree:
+                        self._left.add(pool.submit(self._serve, pool, None))
+                    else:
+                        self._left |= {pool.submit(self._send, each) for each in self._targets}
                 while self._left:
                     ended, _ = wait(self._left, _PROGRESS_S)
                     for future in ended:
@@ -146,7 +149,7 @@ class FanOut:
                     progress(self)
             except BaseException:  # Ctrl-C: end all connections, so that the threads end
                 with self._change:
-                    self._waiting.clear()
+                    self._is_stopped = True
                     for peer in self._peers:
                         peer.process.kill()
                 raise
@@ -171,7 +174,7 @@ class FanOut:
         with self._change:
             while from_here and not self._waiting and self._passing_on:
                 self._change.wait()
-            if not self._waiting:
+            if self._is_stopped or not self._waiting:
                 return None
             self._passing_on += not from_here
             return self._waiting.popleft()

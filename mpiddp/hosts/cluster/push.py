@@ -110,7 +110,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         UserError: bad input, or a host cannot take the folders. Nothing was sent.
         JobFailed: too few hosts have got them.
     """
-    folders = options.folders or default_folders()
+    folders = options.folders or default_folders(str(Path.cwd()))
     folders = [*folders, *([options.with_data] if options.with_data is not None else ())]
     left_out = {*LEFT_OUT, *options.leave_out} - set(options.include)
     wanted = Options(
@@ -129,9 +129,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     return DONE
 
 
-def default_folders() -> list[str]:
-    """This folder, and the environment of this Python if it is another."""
-    here = str(Path.cwd())
+def default_folders(here: str) -> list[str]:
+    """`here`, and the environment of this Python where that is elsewhere."""
     is_environment = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").is_dir()
     is_inside = Path(sys.prefix).is_relative_to(here)
     return [here, sys.prefix] if is_environment and not is_inside else [here]
