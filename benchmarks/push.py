@@ -2,8 +2,8 @@
 
     python -m benchmarks.push --hosts 16 --mbit 1000 --megabytes 200
 
-It needs root: the hosts are those of tests/cluster, on this machine, and share its processors. The star is
-the way of a push where hosts cannot log in to each other.
+It needs root: the hosts are those of tests/support/cluster, on this machine, and share its processors. The
+star is the way of a push where hosts cannot log in to each other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests import cluster
-from tests.cluster import Cluster, Layout, links
+from tests.support import cluster
+from tests.support.cluster import Cluster, Layout, links
 
 
 def main() -> None:

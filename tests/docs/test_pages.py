@@ -309,6 +309,8 @@ def help_of(*verb: str) -> frozenset[str]:
 def wrong_options(words: list[str]) -> list[str]:
     """Those that the verb does not have."""
     verb, *rest = words
+    if verb == "hosts" and "--" in rest:
+        rest = rest[: rest.index("--")]  # the command is another program's
     if verb in ("hosts", "checkpoints", "bench") and rest and not rest[0].startswith("-"):
         known = help_of(verb, rest[0]) if rest[0].islower() else frozenset(rest)
         is_training = rest[0] in ("scaling", "step", "loader")

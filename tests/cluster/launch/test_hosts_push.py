@@ -1,7 +1,7 @@
 """`mpiddp hosts push`, to hosts whose file systems are apart: what is sent, what is refused, what breaks off.
 
 Tests mpiddp/hosts/cluster/: push.py, fan_out.py, transfer.py, receive.py, stands_on.py, tree.py.
-python -m pytest tests/test_hosts_push.py
+python -m pytest tests/cluster/launch/test_hosts_push.py
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from subprocess import CompletedProcess
 import pytest
 
 from mpiddp.hosts.cluster.tree import PRIVATE
-from tests import cluster
-from tests.cluster import USER, Cluster, Layout, links
-from tests.cluster.host import Host
-from tests.patience import PATIENCE_S
-from tests.ranks import ROOT
+from tests.support import cluster
+from tests.support.cluster import USER, Cluster, Layout, links
+from tests.support.cluster.host import Host
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
 
 HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
 

@@ -1,7 +1,7 @@
 """`mpiddp hosts run`, on hosts whose file systems are apart: outputs, exit codes, and its end everywhere.
 
 Tests mpiddp/hosts/cluster/run.py and run_agent.py.
-python -m pytest tests/test_hosts_run.py
+python -m pytest tests/cluster/launch/test_hosts_run.py
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from subprocess import CompletedProcess
 import pytest
 
 from mpiddp.hosts.slurm import compress_names, expand_nodelist
-from tests import cluster
-from tests.cluster import Cluster, Layout
-from tests.cluster.host import Process
-from tests.ranks import ROOT
+from tests.support import cluster
+from tests.support.cluster import Cluster, Layout
+from tests.support.cluster.host import Process
+from tests.support.ranks import ROOT
 
 HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
 

@@ -1,7 +1,7 @@
 """A job on hosts that have nothing but sshd and python3: `mpiddp launch --push`.
 
 Tests mpiddp/launch/main.py and mpiddp/hosts/cluster/.
-python -m pytest tests/test_launch_push.py
+python -m pytest tests/cluster/launch/test_launch_push.py
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import cluster
-from tests.cluster import Cluster, Layout
-from tests.ranks import ROOT
+from tests.support import cluster
+from tests.support.cluster import Cluster, Layout
+from tests.support.ranks import ROOT
 
 MPIDDP = [sys.executable, "-m", "mpiddp"]
 
