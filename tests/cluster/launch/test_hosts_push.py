@@ -172,10 +172,14 @@ def test_ctrl_c(hosts: Cluster, folder: Path) -> None:
         (folder / f"{number:02}.bin").write_bytes(os.urandom(500_000))
     command = [*HOSTS, "push", str(hosts.shared / "4hosts"), str(folder)]
     with links.limited(hosts.hosts, mbit=20), hosts["node0"].popen(command, cwd=ROOT) as running:
-        while not (hosts["node3"].path(folder) / PRIVATE / "new" / "01.bin").exists():
+        begun = hosts["node3"].path(folder) / PRIVATE / "new" / "01.bin"
+        deadline = time.monotonic() + PATIENCE_S
+        while not begun.exists():
+            assert time.monotonic() < deadline
+            assert running.poll() is None
             time.sleep(0.01)
         running.send_signal(signal.SIGINT)
-        _, stderr = running.communicate()
+        _, stderr = running.communicate(timeout=PATIENCE_S)
     assert (running.returncode, stderr) == (130, "interrupted\n")
     for name in ("node1", "node2", "node3"):
         assert [path.name for path in hosts[name].path(folder).iterdir()] == [PRIVATE]

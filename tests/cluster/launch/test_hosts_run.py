@@ -18,6 +18,7 @@ from mpiddp.hosts.slurm import compress_names, expand_nodelist
 from tests.support import cluster
 from tests.support.cluster import Cluster, Layout
 from tests.support.cluster.host import Process
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
@@ -132,7 +133,7 @@ def test_ctrl_c_ends_it_everywhere(hosts: Cluster) -> None:
     with hosts["node0"].popen(command, cwd=ROOT) as running:
         wait_for_sleepers(hosts, 2)
         running.send_signal(signal.SIGINT)
-        _, stderr = running.communicate()
+        _, stderr = running.communicate(timeout=PATIENCE_S)
     assert (running.returncode, stderr) == (130, "interrupted\n")
     wait_for_sleepers(hosts, 0)
 

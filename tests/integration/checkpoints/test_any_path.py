@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.plan import _working_folder
+from mpiddp.launch.plan import working_folder
 from mpiddp.paths import named_by, read_limited
 from mpiddp.train.opening import default_data_dir
 from tests.support.homes import leave_home
@@ -93,7 +93,7 @@ def test_a_working_folder_that_is_removed_before_a_restart(
     monkeypatch.chdir(folder)
     folder.rmdir()
     with pytest.raises(UserError, match=r"^the working folder cannot be used: No such file"):
-        _working_folder({"PWD": str(folder)})
+        working_folder({"PWD": str(folder)})
 
 
 def test_a_working_folder_whose_file_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +104,12 @@ def test_a_working_folder_whose_file_server_is_away(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         JobFailed, match=r"^the working folder cannot be used: Stale file handle\.$"
     ):
-        _working_folder({})
+        working_folder({})
 
 
 def test_a_pwd_that_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _working_folder({"PWD": "/" + "x" * 300}) == str(tmp_path)
+    assert working_folder({"PWD": "/" + "x" * 300}) == str(tmp_path)
 
 
 def test_no_home_folder_for_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ DEFAULTS = LaunchOptions(
         check=True,
         wait_s=None,
         share_gpus=False,
+        push=False,
     ),
     how=How(
         mpirun=None,

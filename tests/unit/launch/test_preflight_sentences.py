@@ -41,7 +41,7 @@ HERE = socket.gethostname()
             replace(FINE, has_folder=False),
             NEEDS,
             "a: the working folder /work is missing. "
-            "Create it there, or launch from a folder that every host has.",
+            "Copy it there with mpiddp hosts push, or launch from a folder that every host has.",
         ),
         (
             replace(FINE, mpirun=None, has_daemon=False),
@@ -136,7 +136,8 @@ def test_what_mends_an_error_of_ssh(errors: str, sentence: str) -> None:
             NO_PROGRAM,
             "",
             SSH,
-            "a: /venv/bin/python is missing. Install it at the same path on every host.",
+            "a: /venv/bin/python is missing. Install it at the same path on every host, or copy it there: "
+            "mpiddp hosts push",
         ),
         (None, "", SSH, "ssh a: no answer in 15 s. Try: ssh a true"),
         (

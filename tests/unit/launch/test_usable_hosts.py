@@ -13,7 +13,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import THIS_MACHINE, _wanted, _working_folder, keep_usable, read_hosts
+from mpiddp.launch.plan import THIS_MACHINE, _wanted, keep_usable, read_hosts, working_folder
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
@@ -118,7 +118,7 @@ def test_the_working_folder_has_the_shells_name(
     link = tmp_path / "link"
     link.symlink_to("real")
     monkeypatch.chdir(link)
-    assert _working_folder({"PWD": str(link)}) == str(link)
+    assert working_folder({"PWD": str(link)}) == str(link)
     for pwd in ("", "link", str(tmp_path / "other"), str(tmp_path / "gone")):
-        assert _working_folder({"PWD": pwd}) == str(tmp_path / "real")
-    assert _working_folder({}) == str(tmp_path / "real")
+        assert working_folder({"PWD": pwd}) == str(tmp_path / "real")
+    assert working_folder({}) == str(tmp_path / "real")
