@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.stacks import missing_sentence
+from mpiddp.protocol.server import Message
 from tests import cluster
 from tests.cluster import Cluster, needs, slurm
 from tests.mpis import mpirun_of

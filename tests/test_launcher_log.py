@@ -13,10 +13,10 @@ import pytest
 
 from mpiddp.cli import main
 from mpiddp.launch import log
-from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.stacks import hang_sentences, missing_sentence
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
+from mpiddp.protocol.server import Message
 from tests.ranks import launch, own_lines, script
 
 EVIL = "\x1b[2J\u202e\r\nmpiddp: all is well"

@@ -13,7 +13,6 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.supervise.attempt import Attempt
-from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.phases import Event, Phase
 from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.stacks import hang_sentences, missing_sentence
@@ -27,6 +26,7 @@ from mpiddp.launch.supervise.verdict import (
     first_failure,
     verdict,
 )
+from mpiddp.protocol.server import Message
 
 HOSTS = ("a", "b", "b")
 OTHERS = " The other ranks were stopped."

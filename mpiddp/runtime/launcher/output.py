@@ -22,6 +22,7 @@ from mpiddp.errors import JobFailed
 from mpiddp.paths import named_by
 from mpiddp.protocol.messages import DRAIN, DRAINED, FILES, STREAMS
 from mpiddp.protocol.variables import LOG_DIR, OUTPUT, is_restart
+from mpiddp.runtime.job.connect import Server
 from mpiddp.world import World
 
 DRAIN_TIMEOUT_S = 10.0
@@ -84,7 +85,7 @@ class RankOutput:
             self.process.recv(len(DRAINED))
 
 
-def redirect_output(world: World, address: str, secret: str) -> RankOutput | None:
+def redirect_output(world: World, server: Server) -> RankOutput | None:
     """Give stdout and stderr to an output process, if `mpiddp launch` has requested it.
 
     Call this before any thread starts. Programs that the rank starts inherit the new streams.
@@ -99,7 +100,7 @@ def redirect_output(world: World, address: str, secret: str) -> RankOutput | Non
         if stream is not None:  # None if it was closed
             stream.flush()
     try:
-        process = _start_process(world, address, secret, selection)
+        process = _start_process(world, server, selection)
     except OSError as error:
         raise JobFailed(
             f"rank {world.rank} on {world.hostname} cannot start its output process: {error.strerror}."
@@ -107,7 +108,7 @@ def redirect_output(world: World, address: str, secret: str) -> RankOutput | Non
     return RankOutput(world.rank, Path(log_dir).absolute() if log_dir else None, process)
 
 
-def _start_process(world: World, address: str, secret: str, selection: str) -> socket.socket:
+def _start_process(world: World, server: Server, selection: str) -> socket.socket:
     readers, writers = {}, {}
     for number in STREAMS:
         readers[number], writers[number] = _new_stream(number)
@@ -120,7 +121,7 @@ def _start_process(world: World, address: str, secret: str, selection: str) -> s
             if os.fork() == 0:
                 from mpiddp.runtime.launcher.output_process import run  # the rank needs none of it
 
-                run(world, address, secret, selection, readers, theirs, rank)
+                run(world, server, selection, readers, theirs, rank)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
