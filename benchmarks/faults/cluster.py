@@ -268,6 +268,6 @@ FAULTS = (
         options=TWO_HOSTS,
         kills_host=True,
     ),
-    Fault("strangers at the control channel", do=connect_to_control_channel, code=0),
+    Fault("strangers at the job channel", do=connect_to_control_channel, code=0),
     Fault("garbage at the store's port", do=connect_to_store, code=0),
 )

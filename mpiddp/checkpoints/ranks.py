@@ -111,7 +111,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         atexit.register(partial(_finish_alone, finish, os.getpid()))
         here = (socket.gethostname(),)
         only_rank = replace(world, node_rank=0, num_nodes=1)
-        return Coordinator(only_rank, dist.HashStore(), hostnames=here)
+        return Coordinator(only_rank, None, hostnames=here)
     if session.watch is None:
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if dist.is_initialized() and not has_agent:

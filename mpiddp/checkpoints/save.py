@@ -201,7 +201,7 @@ class Saver:
 
 
 class _Sharing:
-    """What the sharded saves of a run have in common: the plan, and the connections of the saving thread."""
+    """What the sharded saves of a run have in common: the plan, and the group that carries copies."""
 
     def __init__(self, run: Run) -> None:
         """A collective: every rank must create one."""
@@ -209,7 +209,6 @@ class _Sharing:
         self._run = run
         self._plan: ShardPlan | None = None
         self._prefix = ranks.coordinator.unique_prefix("shards")
-        self._values = ranks.coordinator.values.clone()
         self._previous: Exchange | None = None
         self._copies: dist.ProcessGroup | None = None
         if len(writers) > 1:
@@ -232,7 +231,7 @@ class _Sharing:
             self._previous.forget()
         ranks = self._run.ranks
         prefix = f"{self._prefix}/{parts.number}"
-        exchange = Exchange(self._values, ranks.coordinator, prefix, ranks.timeout_s)
+        exchange = Exchange(ranks.coordinator, prefix, ranks.timeout_s)
         self._previous = exchange
         return ShardedSave(self._run, step, parts, exchange, self._copies)
 

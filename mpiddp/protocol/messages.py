@@ -1,15 +1,14 @@
-"""The protocol between a rank and its launcher: the control channel, and the connections of the output.
+"""The messages between a rank and its launcher alone, over the job channel, and the connections beside it.
 
-TCP connects several hosts. On one host it is a Unix socket in a folder that only its user can open. The
-control channel carries JSON lines:
+`mpiddp.protocol.channel` has the lines, the proofs, and what the ranks agree on. TCP connects several hosts.
+On one host it is a Unix socket in a folder that only its user can open.
 
-    launcher -> rank   challenge, received (a hello, or progress), stop, stopping, stacks, end, taken; one
-                        urgent byte
-    rank -> launcher   hello, started, joining, mpi_init, log, error_file, announce, run_dir, supports_stop,
+    launcher -> rank   received (progress), stop, stopping, stacks, end; one urgent byte
+    rank -> launcher   started, joining, mpi_init, log, error_file, announce, run_dir, supports_stop,
                         progress, saving, stacks, stopped, failed, exited, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
-the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
+the secret itself is never sent. Without these two variables there is no launcher. MPIDDP_ANNOUNCED passes
 an earlier attempt's announcement to a restart, see `mpiddp.runtime.launcher.announcement`.
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
@@ -19,8 +18,7 @@ that begins with "function", and returns its result over one that begins with "a
 `mpiddp.launch.exchange`.
 
 In `mpiddp run -- COMMAND` the script is a process of its own, within the command. It has a second connection,
-with a secret that is derived from the ranks'. "taken" refuses a second script of a rank; "stopping" tells the
-rank that its script has got a "stop".
+with a secret that is derived from the ranks'. "stopping" tells the rank that its script has got a "stop".
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ import json
 import os
 import socket
 import struct
-from _blake2 import blake2b  # hashlib would load OpenSSL, see `proof`
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +89,6 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
 }
 
 
-def dumps(kind: str, **facts: object) -> bytes:
-    return json.dumps({"type": kind, **facts}).encode() + b"\n"
-
-
-def proof(secret: str, challenge: str, rank: int) -> str:
-    """The answer to `challenge`, which only an owner of the secret can compute."""
-    # A keyed BLAKE2 is a MAC. Python's own is in `_blake2`; hashlib would also load OpenSSL, 3.7 MB
-    # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. test_still_needed.py checks this.
-    return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
-
-
 def is_shown(selection: str, rank: int, stream: int) -> bool:
     """Whether the launcher shows this stream of a rank: by "default", "all", "none", or ranks, "0,5"."""
     if selection == DEFAULT_RANKS:
@@ -110,11 +96,6 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection in ("all", "none"):
         return selection == "all"
     return str(rank) in selection.split(",")
-
-
-def script_secret(secret: str) -> str:
-    """The secret of the ranks' scripts, from that of the ranks; "" if these have none."""
-    return blake2b(b"script", key=secret.encode(), digest_size=16).hexdigest() if secret else ""
 
 
 def is_argument(text: str) -> bool:

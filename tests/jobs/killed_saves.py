@@ -34,8 +34,7 @@ def save_forever(root: Path, start: int, steps: int) -> None:
     """Start a save at each step after `start`, then write the step into the pipe `steps`."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    coordinator = Coordinator(World(0, 1, 0, 1), store)
-    coordinator.hostnames = ("here",)
+    coordinator = Coordinator(World(0, 1, 0, 1), None, hostnames=("here",))
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run = Run(RunDir(root), form_ranks(coordinator, 60), FileSystems((0,)), None)

@@ -47,12 +47,12 @@ from mpiddp.launch.env_file import parse_env_file
 from mpiddp.launch.options import parse_mpi_args, parse_options
 from mpiddp.launch.starters import environment
 from mpiddp.launch.starters.table import STARTERS, check_mpi_args
-from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from mpiddp.meshes import main as meshes
 from mpiddp.meshes.dimensions import parse_sizes
 from mpiddp.protocol.messages import MESSAGES, is_valid, recorded_error
+from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.launcher import announcement
 from mpiddp.runtime.rendezvous.address import slurm_address

@@ -16,12 +16,13 @@ from typing import ClassVar
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import Found, HostSearch
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.supervise.control import ControlServer, Message
+from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event, Phase
 from mpiddp.launch.supervise.ranks import Ranks, hang_sentences, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
 from mpiddp.protocol.messages import CONFIRM_EVERY
+from mpiddp.protocol.server import Message
 
 # Time limits for:
 SPREAD_S = 3.0  # a failure to reach all ranks by itself

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.launch.supervise.control import Message
+from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
 _NAMED = 4  # ranks in one sentence

@@ -172,12 +172,14 @@ class _Run:
     def _wait(self, at_most_s: float = LONGEST_WAIT_S) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
         until_s = min(at_most_s, self._selector.next_in_s, self._stop_at - time.monotonic())
+        until_s = min(until_s, self._server.next_in_s)
         ready = [key.data for key, _ in self._selector.select(max(0.0, until_s))]
         for data in ready:
             if data is self._search and self._search is not None:
                 self.attempt.on_found(self._search.found())
             elif data is not self._signals:
                 self._receive(data)
+        self._server.expire()
         if (
             self._signals in ready
         ):  # after the messages, which the signal's sender may have reacted to
@@ -245,7 +247,7 @@ class _Run:
 
 
 def _server_address(starter: RankStarter, request: Request) -> str | None:
-    """The address of the control channel, None for a Unix socket.
+    """The address of the job channel, None for a Unix socket.
 
     A container may have a /tmp of its own, without this launcher's socket.
     """

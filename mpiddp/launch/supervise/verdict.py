@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.ranks import EXPLAINS_S, Ranks, is_silent
+from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the

@@ -22,6 +22,7 @@ from mpiddp.errors import JobFailed
 from mpiddp.paths import named_by
 from mpiddp.protocol.messages import DRAIN, DRAINED, FILES, STREAMS, is_shown
 from mpiddp.protocol.variables import LOG_DIR, OUTPUT, is_restart
+from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.launcher.takeover import Stream, Takeover
 from mpiddp.world import World
 
@@ -86,7 +87,7 @@ class RankOutput:
             self.process.recv(len(DRAINED))
 
 
-def redirect_output(world: World, address: str, secret: str) -> RankOutput | None:
+def redirect_output(world: World, server: Server) -> RankOutput | None:
     """Give stdout and stderr to an output process, if `mpiddp launch` has requested it.
 
     Call this before any thread starts. Programs that the rank starts inherit the new streams.
@@ -102,7 +103,7 @@ def redirect_output(world: World, address: str, secret: str) -> RankOutput | Non
             stream.flush()
     rank = f"rank {world.rank} on {world.hostname}"
     try:
-        process, streams = _start_process(world, address, secret, selection)
+        process, streams = _start_process(world, server, selection)
     except OSError as error:
         raise JobFailed(f"{rank} cannot start its output process: {error.strerror}.") from None
     folder = Path(log_dir).absolute() if log_dir else None
@@ -110,7 +111,7 @@ def redirect_output(world: World, address: str, secret: str) -> RankOutput | Non
 
 
 def _start_process(
-    world: World, address: str, secret: str, selection: str
+    world: World, server: Server, selection: str
 ) -> tuple[socket.socket, list[Stream]]:
     readers, writers = {}, {}
     for number in STREAMS:
@@ -124,7 +125,7 @@ def _start_process(
             if os.fork() == 0:
                 from mpiddp.runtime.launcher.output_process import run  # the rank needs none of it
 
-                run(world, address, secret, selection, readers, theirs, rank)
+                run(world, server, selection, readers, theirs, rank)
         finally:
             os._exit(0)
     os.waitpid(child, 0)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 
 from mpiddp.protocol.messages import GO, INPUT
-from mpiddp.runtime.launcher.channel import connect_to_launcher
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.world import World
 
 
-def take_stdin(world: World, address: str, secret: str) -> None:
+def take_stdin(world: World, server: Server) -> None:
     """Replace this process's stdin. No MPI passes it on well: see `mpiddp.launch.supervise.input`.
 
     Raises:
         JobFailed: the launcher cannot be reached.
     """
     if world.rank == 0:
-        connection, _ = connect_to_launcher(address, secret, world, INPUT)
+        connection, _ = connect_to_launcher(server, world, INPUT)
         connection.sendall(GO)  # what follows is no message
         file = connection.detach()
     else:

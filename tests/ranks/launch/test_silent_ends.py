@@ -192,7 +192,7 @@ def test_a_script_may_close_all_files_at_its_end(tmp_path: Path, mpi: str) -> No
     assert "mpiddp: " not in ours.stderr
 
 
-# --- what the polling threads of the other ranks print ---
+# --- what the other ranks print ---
 
 
 def test_the_end_of_rank_0_makes_the_others_print_no_frames(tmp_path: Path) -> None:

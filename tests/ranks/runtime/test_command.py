@@ -1,6 +1,6 @@
 """Any command as a rank: its variables, stdin, end and signals, and the scripts within it.
 
-Tests mpiddp/runtime/start/command.py, command/torch_store.py, command/plain_store.py.
+Tests mpiddp/runtime/start/command.py.
 python -m pytest tests/ranks/runtime/test_command.py
 """
 

@@ -26,8 +26,7 @@ NOT_OF_A_SCRIPT = (
     "function",
     "guardian",
     "own_gpu",
-    "plain_store",
-    "torch_store",
+    "store_process",
     "address",
 )
 

@@ -22,14 +22,16 @@ from mpiddp.launch.options import When, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.supervise.attempt import Attempt, Terms
-from mpiddp.launch.supervise.control import ControlServer, Message
+from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.phases import Event
 from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
-from mpiddp.protocol.messages import UNIX, dumps, proof
+from mpiddp.protocol.channel import RANK, encode, member_proof
+from mpiddp.protocol.messages import UNIX
+from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 
 LIMIT_S = 60.0
@@ -60,8 +62,8 @@ class Job:
         connection.connect(self.server.settings[ADDRESS].removeprefix(UNIX))
         self.turn()
         challenge = json.loads(connection.recv(4096))["challenge"]
-        own = proof(self.server.settings[SECRET], challenge, rank)
-        connection.sendall(dumps("hello", rank=rank, proof=own))
+        own = member_proof(self.server.settings[SECRET], challenge, RANK, rank)
+        connection.sendall(encode("hello", b"", rank=rank, challenge="", proof=own))
         self.turn()
         assert rank in self.server.connected
 

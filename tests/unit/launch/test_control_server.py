@@ -1,6 +1,6 @@
-"""The launcher's end of the control channel: who is admitted, what passes, and what ends a connection.
+"""The launcher's end of the job channel: who is admitted, what passes, and what ends a connection.
 
-Tests mpiddp/launch/supervise/control.py. The other ends are sockets of this process.
+Tests mpiddp/launch/supervise/control.py, mpiddp/protocol/server.py, from sockets of this process.
 python -m pytest tests/unit/launch/test_control_server.py
 """
 
@@ -17,18 +17,19 @@ from typing import Any
 
 import pytest
 
-from mpiddp.launch.supervise import control
-from mpiddp.launch.supervise.control import ControlServer, Message
+from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.signals import AwakeSelector
-from mpiddp.protocol.messages import (
-    LINE_LIMIT,
-    UNIX,
-    UNPROVED_LINE_LIMIT,
-    URGENT,
-    dumps,
-    proof,
-    script_secret,
+from mpiddp.protocol import server as protocol_server
+from mpiddp.protocol.channel import (
+    RANK,
+    SCRIPT,
+    child_key,
+    encode,
+    member_proof,
+    server_proof,
 )
+from mpiddp.protocol.messages import LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT, URGENT
+from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 
 LIMIT_S = 60.0
@@ -105,14 +106,19 @@ class Client:
         return message
 
     def send(self, kind: str, **facts: object) -> None:
-        self.socket.sendall(dumps(kind, **facts))
+        self.socket.sendall(encode(kind, b"", **facts))
 
     def introduce(
-        self, rank: int, /, kind: str = "hello", secret: str = "", **facts: Any
+        self, rank: int, /, kind: str = "hello", key: str = "", **facts: Any
     ) -> dict[str, Any]:
-        own = proof(secret or self.server.secret, self.challenge, facts.get("rank", rank))
-        self.send(kind, **{"rank": rank, "proof": own, **facts})
-        return self.receive()
+        """Say who this is. The answer without the server's proof, which must be right."""
+        key, role = key or self.server.secret, facts.get("role", RANK)
+        own = member_proof(key, self.challenge, role, facts.get("rank", rank))
+        self.send(kind, **{"rank": rank, "challenge": "own", "proof": own, **facts})
+        answer = self.receive()
+        if answer.get("type") == "received":
+            assert answer.pop("proof") == server_proof(key, "own")
+        return answer
 
 
 @pytest.fixture(params=["127.0.0.1", None], ids=["TCP", "Unix"])
@@ -135,12 +141,12 @@ def test_a_rank_reports_and_is_lost(server: Server, rank: Client) -> None:
     assert server.server.connected == {1}
     assert server.server.has_ranks
     rank.send("started", host="a", pid=5)
-    rank.socket.sendall(dumps("progress", step=3)[:5])
+    rank.socket.sendall(encode("progress", b"", step=3)[:5])
     (started,) = server.await_messages(1)
     assert (started.rank, started.kind, started.facts) == (1, "started", {"host": "a", "pid": 5})
     assert not started.from_script
     assert abs(started.at - server.selector.now()) < LIMIT_S
-    rank.socket.sendall(dumps("progress", step=3)[5:] + dumps("done"))
+    rank.socket.sendall(encode("progress", b"", step=3)[5:] + encode("done"))
     assert [each.kind for each in server.await_messages(2)] == ["progress", "done"]
     rank.socket.close()
     (lost,) = server.await_messages(1)
@@ -157,7 +163,7 @@ def test_a_rank_reports_and_is_lost(server: Server, rank: Client) -> None:
         {"rank": -1},
         {"rank": True},
         {"rank": "1"},
-        {"is_script": True},  # of a rank that is not there
+        {"role": SCRIPT},  # of a rank that is not there
     ],
 )
 def test_who_does_not_belong_to_the_job_is_dropped(server: Server, facts: dict[str, Any]) -> None:
@@ -177,7 +183,7 @@ def test_a_second_process_of_a_rank_is_dropped(server: Server, rank: Client) -> 
         b"no message\n",
         b"[]\n",
         b'{"kind": "started"}\n',
-        dumps("started", host="a", pid=5),  # before the proof
+        encode("started", b"", host="a", pid=5),  # before the proof
         b"x" * (UNPROVED_LINE_LIMIT + 1),
         b"x" * (UNPROVED_LINE_LIMIT + 1) + b"\n",
     ],
@@ -193,12 +199,12 @@ def test_a_stranger_that_sends_anything_else_is_dropped(server: Server, line: by
     "line",
     [
         b"no message\n",
-        dumps("hello", rank=1),
-        dumps("output", rank=1),
-        dumps("unknown"),
-        dumps("started", host=1, pid=5),
-        dumps("progress"),
-        b"x" * (LINE_LIMIT + 1),
+        encode("hello", b"", rank=1),
+        encode("output", b"", rank=1),
+        encode("unknown"),
+        encode("started", b"", host=1, pid=5),
+        encode("progress"),
+        b"x" * (LINE_LIMIT + 1) + b"\n",
     ],
 )
 def test_a_rank_that_breaks_the_protocol_is_lost(server: Server, rank: Client, line: bytes) -> None:
@@ -206,7 +212,7 @@ def test_a_rank_that_breaks_the_protocol_is_lost(server: Server, rank: Client, l
     rank.socket.settimeout(LIMIT_S)
     import threading
 
-    thread = threading.Thread(target=rank.socket.sendall, args=(dumps("done") + line,))
+    thread = threading.Thread(target=rank.socket.sendall, args=(encode("done") + line,))
     thread.start()
     assert [each.kind for each in server.await_messages(2)] == ["done", "lost"]
     thread.join(LIMIT_S)
@@ -235,10 +241,10 @@ def test_what_the_launcher_asks_of_a_rank(server: Server, rank: Client) -> None:
 
 
 def test_the_script_of_a_rank_gets_what_concerns_it(server: Server, rank: Client) -> None:
-    secret = script_secret(server.secret)
+    key = child_key(server.secret)
     script = Client(server)
-    assert script.introduce(1, secret=secret, is_script=True) == {"type": "received"}
-    assert Client(server).introduce(1, secret=secret, is_script=True) == {"type": "taken"}
+    assert script.introduce(1, key=key, role=SCRIPT) == {"type": "received"}
+    assert Client(server).introduce(1, key=key, role=SCRIPT) == {"type": "taken"}
     server.server.request_stop(1)
     server.server.request_stacks()
     server.server.confirm(Message(1, "progress", {}, 0.0, from_script=True))
@@ -256,7 +262,7 @@ def test_the_script_of_a_rank_gets_what_concerns_it(server: Server, rank: Client
 
 
 def test_a_script_needs_the_secret_of_scripts(server: Server, rank: Client) -> None:
-    assert Client(server).introduce(1, is_script=True) == {}
+    assert Client(server).introduce(1, role=SCRIPT) == {}
 
 
 def test_a_stream_of_output_is_handed_over(server: Server) -> None:
@@ -289,7 +295,7 @@ def test_output_of_a_stranger_is_dropped(server: Server, facts: dict[str, object
 
 
 def test_the_oldest_stranger_makes_room(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "STRANGERS", 0)
+    monkeypatch.setattr(protocol_server, "STRANGERS", 0)
     clients = [Client(server) for _ in range(9)]  # three for each of three ranks
     server.await_connections(9)
     newest = Client(server)
@@ -303,7 +309,7 @@ def test_a_stranger_that_proves_nothing_in_time_is_dropped(
     server: Server, rank: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = Client(server)
-    monkeypatch.setattr(control, "PROOF_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(protocol_server, "PROOF_TIMEOUT_S", 0.0)
     Client(server)
     assert stranger.receive() == {}
     assert server.server.connected == {1}
@@ -327,7 +333,7 @@ def test_a_rank_that_does_not_answer_is_interrupted(monkeypatch: pytest.MonkeyPa
     on_this_host = Server(None)
     Client(on_this_host).introduce(1)
     signals: list[tuple[int, int]] = []
-    monkeypatch.setattr(control.os, "kill", lambda *sent: signals.append(sent))
+    monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
     on_this_host.server.interrupt(1)
     assert signals == [(os.getpid(), signal.SIGURG)]
     on_this_host.server.close()

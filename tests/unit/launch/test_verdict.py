@@ -13,7 +13,6 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.supervise.attempt import Attempt
-from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.phases import Event, Phase
 from mpiddp.launch.supervise.ranks import Ranks, hang_sentences, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import (
@@ -26,6 +25,7 @@ from mpiddp.launch.supervise.verdict import (
     first_failure,
     verdict,
 )
+from mpiddp.protocol.server import Message
 
 HOSTS = ("a", "b", "b")
 OTHERS = " The other ranks were stopped."
