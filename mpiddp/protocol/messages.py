@@ -75,7 +75,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "supports_stop": {},
     "progress": {"step": (int,)},
     "saving": {"active": (bool,)},  # begins, or has ended
-    "stacks": {"text": (str,), "step": (int,)},
+    "stacks": {"text": (str,), "step": (int,), "cpu_s": (int, float)},
     "stopped": {},
     "failed": {
         "code": (int,),

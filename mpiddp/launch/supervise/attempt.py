@@ -17,9 +17,10 @@ from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import Found, HostSearch
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.hang import HangWatch, hang_sentences
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event, Phase
-from mpiddp.launch.supervise.ranks import Ranks, hang_sentences, late_clause, missing_sentence
+from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
 from mpiddp.protocol.messages import CONFIRM_EVERY
 from mpiddp.protocol.server import Message
@@ -80,6 +81,7 @@ class Attempt:
         self._join_timeout_s = 0.0
         self._reports: list[Event] = []  # that wait for the ranks' stacks
         self._hangs_at: float | None = None  # the newest step when these were requested
+        self._hangs = HangWatch(ranks, self._timers.now())
         self._began_at = self._timers.now()
         self._progress: Counter[int] = Counter()  # messages of each rank
         self._found = ""  # a host that can join, and how
@@ -87,8 +89,7 @@ class Attempt:
         self.ended_because = ""  # the reason, if this launcher has ended the job as one that failed
         if terms.start_timeout_s is not None:
             self._timers.after(terms.start_timeout_s, Event.START_TIMEOUT)
-        if self._when.hang_timeout_s is not None:
-            self._timers.after(CHECK_S, Event.SEE_STEPS)
+        self._timers.after(CHECK_S, Event.SEE_STEPS)
 
     @property
     def stop(self) -> StopRecord:
@@ -195,10 +196,16 @@ class Attempt:
     # --- running ---
 
     def _see_steps(self) -> None:
-        """Without a step for too long, request the stacks of all ranks, then report the stuck ones."""
-        timeout_s, now = self._when.hang_timeout_s or 0.0, self._timers.now()
+        """Look at the stacks of a quiet job. After --hang-timeout, request them to report the stuck ranks."""
+        timeout_s, now = self._when.hang_timeout_s, self._timers.now()
         newest = self.ranks.newest_step_at
         if self.ranks.all_done:
+            return
+        if timeout_s is None:
+            is_due = self._hangs.is_due(now, self._mpirun.outputs.idle_s)
+            if is_due and self._phase is Phase.RUNNING and Event.LOOK_STACKS not in self._reports:
+                self._request_stacks(Event.LOOK_STACKS)
+            self._timers.after(CHECK_S, Event.SEE_STEPS)
             return
         if newest is not None and now - newest >= timeout_s:
             self._hangs_at = newest
@@ -211,6 +218,10 @@ class Attempt:
                 "script calls mpiddp.should_stop() in every step."
             )
         self._timers.after(min(CHECK_S, timeout_s), Event.SEE_STEPS)
+
+    def _looked(self) -> None:
+        if sentence := self._hangs.look(self._timers.now()):
+            self._log(sentence)
 
     def _hung(self) -> None:
         if self.ranks.newest_step_at != self._hangs_at:  # it was only slow
@@ -234,8 +245,9 @@ class Attempt:
         return self._server.connected - self.ranks.stacks.keys() - self.ranks.done
 
     def _interrupt(self) -> None:
-        for rank in self._without_stacks():
-            self._server.interrupt(rank)
+        if self._reports != [Event.LOOK_STACKS]:  # that may be a false alarm
+            for rank in self._without_stacks():
+                self._server.interrupt(rank)
 
     def _report_if_complete(self) -> None:
         if not self._without_stacks():
@@ -388,6 +400,7 @@ class Attempt:
         Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
         Event.SEE_STEPS:     (_see_steps,  _see_steps,  _see_steps,  __,          __,          __),
         Event.HANG_STACKS:   (_hung,       _hung,       _hung,       __,          __,          __),
+        Event.LOOK_STACKS:   (__,          __,          _looked,     __,          __,          __),
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
         Event.STACKS_OVER:   (_report,     _report,     _report,     __,          __,          __),
         Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),

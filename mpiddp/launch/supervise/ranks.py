@@ -1,4 +1,4 @@
-"""What the ranks of an attempt have reported so far, and sentences that name those that the others wait for.
+"""What the ranks of an attempt have reported so far, and who is missing or late.
 
 Only the event loop changes it.
 """
@@ -18,8 +18,6 @@ from mpiddp.text import escaped
 _NAMED = 4  # ranks in one sentence
 EXPLAINS_S = 30.0  # a later end of a command has another reason than its script's error
 
-# The innermost frame of a rank that waits for others: torch, inside a collective or a backward pass.
-_WAITS = re.compile(r"/torch/")
 _FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
 
 # The first lines of faulthandler's output for the main thread.
@@ -208,48 +206,6 @@ def is_silent(message: Message) -> bool:
     return message.kind == "lost" and bool(message.facts["silent"])
 
 
-def hang_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
-    """A sentence for each stuck rank, followed by its stack.
-
-    The stuck ranks are those that do not answer; else those that are behind; else those that are outside
-    of torch, where the others wait.
-    """
-    left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
-    steps = {rank: ranks.stacks[rank]["step"] for rank in left if rank in ranks.stacks}
-    furthest = max(steps.values(), default=0)
-    mute = [rank for rank in left if rank not in steps]
-    behind = [rank for rank, step in steps.items() if step < furthest]
-    outside = [rank for rank in steps if not _waits(ranks.stacks[rank]["text"])]
-    # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
-    others = f"the others wait at step {furthest}" if steps and len(left) > 1 else ""
-    found = []
-    for rank in mute or behind or outside or left:
-        what = f"{ranks.name(rank)} has made no step for {timeout_s:g} s"
-        if rank in mute:
-            found.append(f"{what}{_mute(ranks, rank, f' The{others[3:]}.' if others else '')}")
-        else:
-            text = ranks.stacks[rank]["text"].rstrip()
-            beside = f" while {others}" if others else ""
-            found.append(f"{what}{beside}. Its Python stack follows.\n{text}")
-    return found
-
-
-def _mute(ranks: Ranks, rank: int, others: str) -> str:
-    """Of a rank that does not answer."""
-    if rank not in ranks.frames:
-        return f" and does not answer: it is stopped, or stuck in native code.{others}"
-    return (
-        f": native code holds its Python interpreter.{others} Its Python stack follows, innermost call "
-        f"first.\n{ranks.frames[rank].rstrip()}"
-    )
-
-
-def _waits(text: str) -> bool:
-    """Whether the main thread is inside torch."""
-    frames = _main_frames(text)
-    return bool(frames) and bool(_WAITS.search(frames[-1][0]))
-
-
 def late_clause(ranks: Ranks, limit_s: float) -> str:
     """A clause that names the ranks that still save, else those that have not ended, after the time limit."""
     if saving := sorted(ranks.saving):
@@ -284,7 +240,7 @@ def _last_line(ranks: Ranks, rank: int) -> str:
             f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native "
             "code."
         )
-    frames = _main_frames(ranks.stacks[rank]["text"])
+    frames = main_frames(ranks.stacks[rank]["text"])
     own = [frame for frame in frames if not frame[0].startswith("<frozen ")]
     if not own:
         return "none; its Python stack shows no line of a script."
@@ -292,7 +248,7 @@ def _last_line(ranks: Ranks, rank: int) -> str:
     return f"in {file}, {line}: {code}"
 
 
-def _main_frames(text: str) -> list[tuple[str, str, str]]:
+def main_frames(text: str) -> list[tuple[str, str, str]]:
     """The main thread's frames, outermost first: file, "line 3, in work", and that line's code."""
     # It comes last, so it remains when the text is truncated.
     main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]

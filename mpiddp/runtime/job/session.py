@@ -24,6 +24,7 @@ class Launcher(Protocol):
 
     stopping: threading.Event
     is_first: bool | None
+    step: int
 
     def send(self, kind: str, **fields: object) -> None: ...
     def progress(self, step: int) -> None: ...
@@ -173,6 +174,11 @@ class Session:
     def _progress(self, step: int) -> None:
         if self.launcher is not None:
             self.launcher.progress(step)
+
+    def optimizer_stepped(self, steps: int) -> None:
+        """An optimizer of the script has made so many steps. `should_stop` counts better, if it is called."""
+        if self.launcher is not None and not self.stop.supports_stop and steps > self.launcher.step:
+            self.launcher.progress(steps)
 
 
 _current = Session()

@@ -104,7 +104,10 @@ class LauncherClient:
             self.send("exited" if is_early else "done")
 
     def _send_stacks(self) -> None:
-        self.send("stacks", text=_stacks()[-TEXT_LIMIT:], step=self.step)
+        from mpiddp.hosts.processes import processor_time  # few ranks need it
+
+        text, cpu_s = _stacks()[-TEXT_LIMIT:], processor_time(os.getpid())
+        self.send("stacks", text=text, step=self.step, cpu_s=cpu_s)
 
     def _listen(self) -> None:
         with contextlib.suppress(LookupError, ValueError, TypeError):  # it is not the launcher

@@ -68,6 +68,10 @@ def _meet(world: World, session: Session, needs: Needs) -> Coordinator:
     if world.local_world_size is None and (threads := limit_threads(coordinator.world)):
         _set_threads(threads)
     export(result, coordinator.channel)
+    if session.launcher is not None and "torch" in sys.modules:
+        from mpiddp.runtime.job.optimizer_steps import report_optimizer_steps
+
+        report_optimizer_steps(session.optimizer_stepped)
     session.send("error_file", path=os.environ.get(ERROR_FILE, ""))
     if any(os.environ.get(name) for name in (PLACEMENT, REPORT, VERBOSE)):
         from mpiddp.runtime.rendezvous.placement import check_placement

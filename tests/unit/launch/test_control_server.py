@@ -221,8 +221,8 @@ def test_a_rank_that_breaks_the_protocol_is_lost(server: Server, rank: Client, l
 
 def test_a_line_may_be_long_once_the_rank_is_known(server: Server, rank: Client) -> None:
     text = "x" * (4 * UNPROVED_LINE_LIMIT)
-    rank.send("stacks", text=text, step=1)
-    assert server.await_messages(1)[0].facts == {"text": text, "step": 1}
+    rank.send("stacks", text=text, step=1, cpu_s=0.5)
+    assert server.await_messages(1)[0].facts == {"text": text, "step": 1, "cpu_s": 0.5}
 
 
 def test_what_the_launcher_asks_of_a_rank(server: Server, rank: Client) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mpiddp.launch import log
-from mpiddp.launch.supervise.ranks import Ranks, hang_sentences, missing_sentence
+from mpiddp.launch.supervise.hang import hang_sentences
+from mpiddp.launch.supervise.ranks import Ranks, missing_sentence
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from mpiddp.protocol.server import Message
 

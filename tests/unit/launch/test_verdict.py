@@ -13,8 +13,9 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.supervise.attempt import Attempt
+from mpiddp.launch.supervise.hang import hang_sentences
 from mpiddp.launch.supervise.phases import Event, Phase
-from mpiddp.launch.supervise.ranks import Ranks, hang_sentences, late_clause, missing_sentence
+from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import (
     FirstFailure,
     History,
