@@ -162,7 +162,10 @@ def is_noticed(mutant: Mutant | None, folder: Path, tests: Sequence[str]) -> boo
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mutants",
+        description="How many small faults in the launcher's code do the unit tests notice?",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=50)
     parser.add_argument("--jobs", type=int, default=2, help="test processes at once")

@@ -21,7 +21,8 @@ from tests.support.cluster import Cluster, Layout, links
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m benchmarks.push",
+        description="Seconds and bytes of a push to hosts with limited links, tree against star.",
     )
     parser.add_argument("--hosts", type=int, default=3, help="besides the first one")
     parser.add_argument("--mbit", type=float, default=1000.0, help="of each link")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from mpiddp.protocol.messages import GO, INPUT
@@ -17,7 +18,8 @@ def take_stdin(world: World, server: Server) -> None:
     """
     if world.rank == 0:
         connection, _ = connect_to_launcher(server, world, INPUT)
-        connection.sendall(GO)  # what follows is no message
+        with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
+            connection.sendall(GO)  # what follows is no message
         file = connection.detach()
     else:
         file = os.open(os.devnull, os.O_RDONLY)
