@@ -5,7 +5,7 @@ On one host it is a Unix socket in a folder that only its user can open.
 
     launcher -> rank   received (progress), stop, stopping, stacks, end; one urgent byte
     rank -> launcher   started, joining, mpi_init, log, error_file, announce, run_dir, supports_stop,
-                        progress, saving, stacks, stopped, failed, exited, done
+                        progress, saving, stacks, stopped, replaced, failed, exited, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
 the secret itself is never sent. Without these two variables there is no launcher. MPIDDP_ANNOUNCED passes
@@ -85,6 +85,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "is_verdict": (bool,),  # `error` names the culprit, which may be another rank
     },
     "exited": {},  # with code 0, but without leaving the job
+    "replaced": {"active": (bool,)},  # by another program (exec), or not after all
     "done": {},
 }
 

@@ -294,6 +294,8 @@ class ChannelServer:
             self._queue(peer, received)  # at once: only the challenge was sent before
             self._forget(peer)
             return Message(rank, kind, {**handed, "connection": peer.connection}, self._now())
+        if facts.get("again") is True and role == RANK and rank in self._ranks:
+            self._drop(self._ranks[rank])  # the rank has closed it, see `JobChannel`
         self._admit(peer, rank, role)
         self._queue(peer, received)
         if role == RANK:

@@ -47,6 +47,7 @@ class Ranks:
     in_mpi_init: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     exited: dict[int, float] = field(default_factory=dict)  # early, with code 0; and when
+    replaced: set[int] = field(default_factory=set)  # by another program, which reports nothing
     stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[int, Message] = field(
         default_factory=dict
@@ -109,6 +110,13 @@ class Ranks:
                 if message.kind == "exited":
                     self.exited[rank] = message.at
                 self._note_saving(message, is_saving=False)
+            case "replaced" if facts["active"]:
+                self.replaced.add(rank)
+            case "replaced":
+                self.replaced.discard(rank)
+            case "lost" if rank in self.replaced and not facts["silent"]:
+                self.done.add(rank)
+                self.exited[rank] = message.at
             case "failed" | "lost" if rank not in self.done:
                 self.failures.setdefault(rank, self._explained(message))
                 self._note_saving(message, is_saving=False)

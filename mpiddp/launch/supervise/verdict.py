@@ -122,7 +122,7 @@ def verdict(history: History) -> Verdict:
     if stop.by >= Stop.BY_USER and not (ranks.all_done and ranks.supports_stop):
         return Verdict(INTERRUPTED, _interruption(stop))
     if ranks.all_done:
-        return _after_success(mpirun)
+        return _after_success(ranks, mpirun)
     if mpirun.code < 0 and not mpirun.was_ended:
         return _by_mpirun(mpirun)
     if first is not None:
@@ -182,13 +182,16 @@ def _interruption(stop: StopRecord) -> str:
     return "interrupted: the job was stopped."
 
 
-def _after_success(mpirun: MpirunEnd) -> Verdict:
+def _after_success(ranks: Ranks, mpirun: MpirunEnd) -> Verdict:
     """The verdict after every rank has reported success. Only native code still ran then.
 
     Open MPI's exit code proves that a rank was killed by a signal. The others' may have another cause.
     """
     if mpirun.code == DONE or mpirun.was_ended:
         return Verdict(DONE)
+    if ranks.replaced:
+        sentence = f"{_early_ends(ranks)}{_cause(mpirun)}."
+        return Verdict(FAILED, sentence, is_complete=False)
     if name := mpirun.rank_signal:
         sentence = f"all ranks finished, but one was killed by {name} while its process ended."
         return Verdict(FAILED, sentence)
@@ -251,11 +254,16 @@ def _after_early_ends(ranks: Ranks, first: Message, found: Verdict) -> Verdict:
 
 
 def _early_ends(ranks: Ranks, before: float = float("inf")) -> str:
-    """A sentence that names the ranks that ended early with code 0, "" for none. Another sentence follows."""
+    """A sentence that names the ranks that ended early, "" for none. Another sentence follows."""
     early = sorted(rank for rank, at in ranks.exited.items() if at <= before)
-    if not early:
-        return ""
-    return f"{ranks.names(early)} ended early, with exit code 0 (os._exit). Then "
+    exits = [rank for rank in early if rank not in ranks.replaced]
+    programs = [rank for rank in early if rank in ranks.replaced]
+    sentence = (
+        f"{ranks.names(exits)} ended early, with exit code 0 (os._exit). Then " if exits else ""
+    )
+    if programs:
+        sentence += f"{ranks.names(programs)} ended as another program (os.exec). Then "
+    return sentence
 
 
 def _failed(ranks: Ranks, first: Message) -> str:

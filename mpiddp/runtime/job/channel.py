@@ -93,6 +93,8 @@ class JobChannel:
         self.group = 0  # of the ranks, else the number that `enter` has returned
         self.is_lost = False  # the server has ended, or has lost rank 0
         self.was_closed_here = False  # by a script that closes all files, as daemons do
+        self._world = world
+        self._identity = _identity(connection)
         self._lines = lines
         self._wakes = wakes
         # A handler of a signal may call os._exit, which leaves the job first.
@@ -117,7 +119,30 @@ class JobChannel:
 
     def _send(self, line: bytes) -> None:
         with self._send_lock:
+            if not self.was_closed_here and _identity(self.connection) != self._identity:
+                self._connect_again()
             self.connection.sendall(line)
+
+    def _connect_again(self) -> None:
+        """The script has closed all files (`os.closerange`), and may have others by their numbers.
+
+        The rank can report its end over another connection. It reads no news there.
+        """
+        self.was_closed_here = True
+        self.connection.detach()  # its number may be another file's
+        again = {"again": True} if self.group == 0 else {}
+        with contextlib.suppress(JobFailed):
+            self.connection, _ = connect_to_launcher(self.server, self._world, "hello", **again)
+
+    @contextlib.contextmanager
+    def kept_by_exec(self) -> Iterator[None]:
+        """Within the body, a program that takes this process's place keeps the connection open."""
+        file = self.connection.fileno()
+        os.set_inheritable(file, True)
+        try:
+            yield
+        finally:
+            os.set_inheritable(file, False)
 
     # --- what the ranks agree on ---
 
@@ -330,6 +355,15 @@ class JobChannel:
         for answer in waiting:
             answer.arrive(error=self._lost())
         self._wakes.put(None)
+
+
+def _identity(connection: socket.socket) -> tuple[int, int] | None:
+    """What distinguishes the socket from another file with its number; None once it is closed."""
+    try:
+        status = os.fstat(connection.fileno())
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def connect(

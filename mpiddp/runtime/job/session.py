@@ -118,6 +118,16 @@ class Session:
                 self.stop.propose_step(self.channel, 0)
             self.coordinator.leave_early()
 
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Within the body, another program takes this process's place: the same rank, without reports."""
+        with self.channel.kept_by_exec() if self.channel is not None else contextlib.nullcontext():
+            self.send("replaced", active=True)
+            try:
+                yield
+            finally:
+                self.send("replaced", active=False)
+
     def before_exit(self, end: Callable[[], None]) -> None:
         """Let `exit_now` call `end`, which ends what this process has started."""
         self._before_exit.append(end)

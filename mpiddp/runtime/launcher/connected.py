@@ -15,15 +15,16 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from mpiddp.errors import DONE, JobFailed
+from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import ADDRESS, CHANNEL, CHANNEL_SECRET, SCRIPT_SECRET, SECRET
 from mpiddp.runtime.job.channel import connect
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current
+from mpiddp.runtime.launcher.early_ends import report_early_ends
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def connected(world: World) -> Iterator[Session]:
 
         # Without the daemon of MPI or Slurm, nothing would end this rank.
         signal_at_parents_end(signal.SIGKILL)
-    _report_os_exit(session, world)
+    report_early_ends(session, drains=world.launcher.name == "slurm")
     # Hide them from the processes that the script starts: these are not ranks.
     address, secret = os.environ.pop(ADDRESS, ""), os.environ.pop(SECRET, "")
     if not address or not secret:
@@ -135,25 +136,6 @@ def _report_uncaught(
 def _report_success(session: Session) -> None:
     if session.launcher is not None:  # it is None in a forked child
         session.launcher.done()
-
-
-def _report_os_exit(session: Session, world: World) -> None:
-    """Let `os._exit(0)` report this rank's end. Without a report, a rank counts as killed.
-
-    Programs end so to skip slow destructors, and no handler of atexit runs then. Only a process's parent
-    learns its exit code, and this rank's parent is a daemon of MPI or Slurm. Not all of them tell.
-    """
-    end_process = os._exit
-
-    def _exit(status: int) -> NoReturn:
-        if status == DONE and session.is_of_this_process:
-            with contextlib.suppress(Exception):
-                session.exit_early()
-                if session.output is not None and world.launcher.name == "slurm":
-                    session.output.drain()
-        end_process(status)
-
-    os._exit = _exit
 
 
 def _drain(output: RankOutput) -> None:
