@@ -64,8 +64,7 @@ def connected(world: World) -> Iterator[Session]:
 def _connect(session: Session, world: World, address: str, secret: str) -> None:
     from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
     from mpiddp.runtime.launcher.client import connect
-    from mpiddp.runtime.launcher.output import redirect_output
-    from mpiddp.runtime.launcher.stdin import take_stdin
+    from mpiddp.runtime.launcher.output import redirect_output, take_stdin
 
     output = session.output = redirect_output(world, address, secret)
     session.launcher_address = address
