@@ -16,7 +16,6 @@ lacks, and a file of another save is found out.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.errors import JobFailed
-from mpiddp.paths import cause_of, read_limited
+from mpiddp.paths import cause_of, flush, flush_folder, read_limited
 from mpiddp.text import shown
 
 COMPLETE = "COMPLETE"
@@ -136,11 +135,11 @@ def write_folder(final: Path, write_files: WriteFiles) -> None:
         (unfinished / COMPLETE).write_text(_sha256(unfinished / MANIFEST))
         for path in unfinished.iterdir():
             flush(path)
-        _flush_folder(unfinished)
+        flush_folder(unfinished)
         if final.exists():
             _remove(final)
         unfinished.rename(final)
-        _flush_folder(final.parent)
+        flush_folder(final.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -385,21 +384,3 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _flush_folder(path: Path) -> None:
-    """fsync a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
-    try:
-        flush(path)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF):
-            raise
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

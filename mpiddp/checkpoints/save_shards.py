@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.directory import INDEX, Entry, flush
+from mpiddp.checkpoints.directory import INDEX, Entry
 from mpiddp.checkpoints.exchange import Exchange, NoExchange
 from mpiddp.checkpoints.run import CHUNK_BYTES, Run, bytes_of, empty_chunk
 from mpiddp.checkpoints.shards import SavedTensor, file_of, index_json
 from mpiddp.checkpoints.tensor_file import HashedFile, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.paths import flush
 
 
 @dataclass(frozen=True)

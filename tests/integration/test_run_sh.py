@@ -171,6 +171,17 @@ def failed(tree: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
+def test_an_environment_of_another_mpi_is_removed_with_a_message(
+    tree: Path, failed: subprocess.CompletedProcess[str]
+) -> None:
+    assert failed.stderr.splitlines()[0] == (
+        f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, but "
+        f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
+    )
+    assert not (tree / ".venv" / "of another MPI").exists()
+
+
 @pytest.fixture(scope="module")
 def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
     """The copy after a second, successful run of the same command."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.imports import loaded
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
@@ -24,7 +25,6 @@ LAUNCHER = sorted(
     for path in PACKAGE.glob(part)
     if path.name not in ("__init__.py", "__main__.py", "cli.py")
 )
-HEAVY = ("torch", "mpi4py", "numpy", "PIL")
 LIGHT_MODULES = (
     "mpiddp",
     "mpiddp.runtime.launcher.announcement",
@@ -44,17 +44,6 @@ LIGHT_MODULES = (
     "mpiddp.train.main",
     "mpiddp.world",
 )
-
-
-def loaded(statement: str, *, path: Path | None = None) -> set[str]:
-    """The HEAVY packages that `statement` loads in a new interpreter."""
-    code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
-    env = clean_env({"PYTHONPATH": str(path)} if path else None)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
 
 
 def test_light_modules_import_nothing_heavy() -> None:

@@ -7,9 +7,10 @@ that cannot log in to the others passes on nothing.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,18 +88,13 @@ def connect(host: Host) -> Peer:
     return Peer(shell_command(host, START), receiving_program())
 
 
-class sentences:
+@contextlib.contextmanager
+def sentences(host: Host) -> Iterator[None]:
     """Turns the end of a connection to `host` into Failed, with ssh's reason."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Lost):
-            raise Failed(_why_lost(self._host, error)) from None
+    try:
+        yield
+    except Lost as error:
+        raise Failed(_why_lost(host, error)) from None
 
 
 def _why_lost(host: Host, lost: Lost) -> str:

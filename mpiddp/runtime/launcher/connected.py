@@ -68,8 +68,7 @@ def connected(world: World) -> Iterator[Session]:
 def _connect(session: Session, world: World, server: Server) -> None:
     from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
     from mpiddp.runtime.launcher.client import LauncherClient
-    from mpiddp.runtime.launcher.output import redirect_output
-    from mpiddp.runtime.launcher.stdin import take_stdin
+    from mpiddp.runtime.launcher.output import redirect_output, take_stdin
 
     output = session.output = redirect_output(world, server)
     channel = session.channel = connect(server, world, session.stop.wakes)

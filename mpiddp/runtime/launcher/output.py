@@ -20,9 +20,9 @@ from pathlib import Path
 
 from mpiddp.errors import JobFailed
 from mpiddp.paths import named_by
-from mpiddp.protocol.messages import DRAIN, DRAINED, FILES, STREAMS, is_shown
+from mpiddp.protocol.messages import DRAIN, DRAINED, FILES, GO, INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import LOG_DIR, OUTPUT, is_restart
-from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.launcher.takeover import Stream, Takeover
 from mpiddp.world import World
 
@@ -108,6 +108,26 @@ def redirect_output(world: World, server: Server) -> RankOutput | None:
         raise JobFailed(f"{rank} cannot start its output process: {error.strerror}.") from None
     folder = Path(log_dir).absolute() if log_dir else None
     return RankOutput(world.rank, folder, process, Takeover(rank, process, streams))
+
+
+def take_stdin(world: World, server: Server) -> None:
+    """Give rank 0 the launcher's stdin, and every other rank an empty one.
+
+    No MPI passes it on well, see `mpiddp.launch.supervise.input`.
+
+    Raises:
+        JobFailed: the launcher cannot be reached.
+    """
+    if world.rank == 0:
+        connection, _ = connect_to_launcher(server, world, INPUT)
+        with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
+            connection.sendall(GO)  # what follows is no message
+        file = connection.detach()
+    else:
+        file = os.open(os.devnull, os.O_RDONLY)
+    if file != 0:  # as it is if stdin was closed
+        os.dup2(file, 0)
+        os.close(file)
 
 
 def _start_process(

@@ -74,7 +74,7 @@ def meet(world: World, session: Session, needs: Needs) -> tuple[Coordinator, Ren
 def _import_torch() -> None:
     """Import torch, unless it is imported, and tell the garbage collector that its modules are no garbage.
 
-    They live as long as the process. Otherwise the collector visits their million objects while they are
+    They live as long as the process. Otherwise the collector visits their 250,000 objects while they are
     made, in each full collection of the training, and several times when the process ends: a third of the
     processor time of a short rank.
     """

@@ -19,12 +19,7 @@ from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.train.data.decode import center_crop, random_resized_crop
-from mpiddp.train.data.image_folder import (
-    MEAN,
-    STD,
-    ImageFolder,
-    class_names,
-)
+from mpiddp.train.data.image_folder import MEAN, STD, ImageFolder, class_names
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, script
 

@@ -22,14 +22,7 @@ import pytest
 
 from mpiddp.hosts.probe import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
-from mpiddp.protocol.variables import (
-    ANNOUNCED,
-    ERROR_FILE,
-    JOB,
-    MAX_RESTARTS,
-    NETWORKS,
-    RUN_DIR,
-)
+from mpiddp.protocol.variables import ANNOUNCED, ERROR_FILE, JOB, MAX_RESTARTS, NETWORKS, RUN_DIR
 from mpiddp.world import TORCH
 from tests.support.mpis import PACKAGES, library_of, mpirun_of
 from tests.support.patience import PATIENCE_S

@@ -18,13 +18,7 @@ from torch import nn
 
 from tests.support.mesh_groups import Ranks
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import (
-    ROOT,
-    clean_env,
-    launch,
-    mpirun,
-    own_lines,
-)
+from tests.support.ranks import ROOT, clean_env, launch, mpirun, own_lines
 
 JOB = str(ROOT / "tests" / "jobs" / "mesh_groups.py")
 

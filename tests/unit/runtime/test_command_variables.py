@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpiddp.protocol.variables import (
-    RUN_ID,
-)
+from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.start.command import command_environment
 from mpiddp.runtime.start.guardian import AGENT_STORE
 from mpiddp.world import RANK_SOURCES, RankSource, World
