@@ -21,7 +21,7 @@ from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.restarts import run
 from mpiddp.launch.starters.environment import left_out_hint
-from mpiddp.launch.supervise.output import open_closed_streams
+from mpiddp.launch.streams.output import open_closed_streams
 from mpiddp.launch.supervise.run import Outcome
 from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
 from mpiddp.text import all_of

@@ -16,7 +16,7 @@ from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.slurm import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.options import Where, parse_options
-from mpiddp.launch.supervise.output import open_closed_streams
+from mpiddp.launch.streams.output import open_closed_streams
 from mpiddp.world import World, leave_enclosing_job
 
 

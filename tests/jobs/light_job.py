@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 
+from mpiddp.launch.streams.output import Outputs
 from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.messages import INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import OUTPUT

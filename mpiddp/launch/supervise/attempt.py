@@ -17,7 +17,7 @@ from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import Found, HostSearch
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.hang import HangWatch, hang_sentences
+from mpiddp.launch.supervise.hang import HangWatch
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event, Phase
 from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
@@ -80,16 +80,14 @@ class Attempt:
         self._rank_failed = False  # after the user's request
         self._join_timeout_s = 0.0
         self._reports: list[Event] = []  # that wait for the ranks' stacks
-        self._hangs_at: float | None = None  # the newest step when these were requested
-        self._hangs = HangWatch(ranks, self._timers.now())
-        self._began_at = self._timers.now()
+        self._hangs: HangWatch | None = None  # once all have joined
+        self._joined_at = 0.0
         self._progress: Counter[int] = Counter()  # messages of each rank
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()  # what is said only once
         self.ended_because = ""  # the reason, if this launcher has ended the job as one that failed
         if terms.start_timeout_s is not None:
             self._timers.after(terms.start_timeout_s, Event.START_TIMEOUT)
-        self._timers.after(CHECK_S, Event.SEE_STEPS)
 
     @property
     def stop(self) -> StopRecord:
@@ -190,45 +188,37 @@ class Attempt:
 
     def _run_on(self) -> None:
         self._phase = Phase.RUNNING
+        self._joined_at = self._timers.now()
+        self._hangs = HangWatch(self.ranks, self._joined_at, self._when.hang_timeout_s)
+        self._see_steps()
         if self._terms.search is not None:
             self._terms.search.begin()
 
     # --- running ---
 
     def _see_steps(self) -> None:
-        """Look at the stacks of a quiet job. After --hang-timeout, request them to report the stuck ranks."""
+        """Look at the stacks of a quiet job. With --hang-timeout, a hang ends it."""
         timeout_s, now = self._when.hang_timeout_s, self._timers.now()
-        newest = self.ranks.newest_step_at
-        if self.ranks.all_done:
+        if self.ranks.all_done or self._hangs is None:
             return
-        if timeout_s is None:
-            is_due = self._hangs.is_due(now, self._mpirun.outputs.idle_s)
-            if is_due and self._phase is Phase.RUNNING and Event.LOOK_STACKS not in self._reports:
-                self._request_stacks(Event.LOOK_STACKS)
-            self._timers.after(CHECK_S, Event.SEE_STEPS)
-            return
-        if newest is not None and now - newest >= timeout_s:
-            self._hangs_at = newest
+        is_due = self._hangs.is_due(now, self._mpirun.outputs.idle_s)
+        if is_due and Event.HANG_STACKS not in self._reports:
             self._request_stacks(Event.HANG_STACKS)
-            return
-        is_command = self._terms.options.job.is_command  # which may never make a step
-        if newest is None and is_command and now - self._began_at >= timeout_s:
+        is_silent = self._terms.options.job.is_command and self.ranks.newest_step_at is None
+        if timeout_s is not None and is_silent and now - self._joined_at >= timeout_s:
             self._say_once(
                 f"no rank has made a step in {timeout_s:g} s. --hang-timeout watches a command only if its "
                 "script calls mpiddp.should_stop() in every step."
             )
-        self._timers.after(min(CHECK_S, timeout_s), Event.SEE_STEPS)
+        self._timers.after(min(CHECK_S, timeout_s or CHECK_S), Event.SEE_STEPS)
 
-    def _looked(self) -> None:
-        if sentence := self._hangs.look(self._timers.now()):
+    def _judge_stacks(self) -> None:
+        if self._hangs is None or self.ranks.all_done:
+            return
+        sentences = self._hangs.look(self._timers.now())
+        for sentence in sentences:
             self._log(sentence)
-
-    def _hung(self) -> None:
-        if self.ranks.newest_step_at != self._hangs_at:  # it was only slow
-            self._see_steps()
-        elif not self.ranks.all_done:
-            for sentence in hang_sentences(self.ranks, self._when.hang_timeout_s or 0.0):
-                self._log(sentence)
+        if sentences and self._when.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
     def _request_stacks(self, report: Event) -> None:
@@ -245,7 +235,8 @@ class Attempt:
         return self._server.connected - self.ranks.stacks.keys() - self.ranks.done
 
     def _interrupt(self) -> None:
-        if self._reports != [Event.LOOK_STACKS]:  # that may be a false alarm
+        is_guess = self._when.hang_timeout_s is None and self._reports == [Event.HANG_STACKS]
+        if not is_guess:  # an interrupt ends the system calls of healthy ranks
             for rank in self._without_stacks():
                 self._server.interrupt(rank)
 
@@ -398,9 +389,8 @@ class Attempt:
         Event.START_TIMEOUT: (_unstarted,  __,          __,          __,          __,          __),
         Event.JOIN_TIMEOUT:  (_seek,       _seek,       __,          __,          __,          __),
         Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
-        Event.SEE_STEPS:     (_see_steps,  _see_steps,  _see_steps,  __,          __,          __),
-        Event.HANG_STACKS:   (_hung,       _hung,       _hung,       __,          __,          __),
-        Event.LOOK_STACKS:   (__,          __,          _looked,     __,          __,          __),
+        Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),
+        Event.HANG_STACKS:   (__,          __,          _judge_stacks, __,        __,          __),
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
         Event.STACKS_OVER:   (_report,     _report,     _report,     __,          __,          __),
         Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),

@@ -67,10 +67,16 @@ class HangWatch:
     """Decides when to look at the stacks, and what to say of them. It ends nothing.
 
     Times are those of the caller's clock, in seconds.
+
+    Args:
+        timeout_s: the user's limit. The job makes no step in so long only if it hangs. None: a guess from the
+            steps, which two looks have to confirm.
     """
 
-    def __init__(self, ranks: Ranks, now: float) -> None:
+    def __init__(self, ranks: Ranks, now: float, timeout_s: float | None = None) -> None:
         self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._due_at: float | None = None  # the newest step when the limit was over
         self._signs: tuple[object, ...] = ()
         self._quiet_since = self._look_at = now
         self._step, self._step_at = 0, now  # the newest, and when it was reported
@@ -83,8 +89,11 @@ class HangWatch:
         Args:
             silent_s: for how long no rank has printed anything. It counts until there are steps.
         """
+        ranks, newest = self._ranks, self._ranks.newest_step_at
+        if self._timeout_s is not None and newest is not None:
+            self._due_at = newest
+            return now - newest >= self._timeout_s
         self._note_steps()
-        ranks = self._ranks
         signs: tuple[object, ...] = (
             self._step,
             len(ranks.done),
@@ -98,33 +107,38 @@ class HangWatch:
             self._look_at = self._quiet_since + self._patience_s
         return now >= self._look_at
 
-    def look(self, now: float) -> str:
-        """Compare the stacks, which are there, with those of the look before.
+    def look(self, now: float) -> list[str]:
+        """Judge the stacks, which are there, by the user's limit, or by those of the look before.
 
         Returns:
-            Who waits where, if the ranks hang; else "".
+            Sentences that say who waits where, if the ranks hang; else none.
         """
         ranks = self._ranks
+        if self._timeout_s is not None and self._due_at is not None:
+            has_moved = ranks.newest_step_at != self._due_at
+            return [] if has_moved else stuck_sentences(ranks, self._timeout_s)
         left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
         places = {rank: _place(ranks.stacks.get(rank)) for rank in left}
         first, last = self._first, _Look(now, places)
         if first is None:
             self._first, self._look_at = last, now + BETWEEN_LOOKS_S
-            return ""
+            return []
         self._first = None
         if not self._hang(first, last):
             self._look_at = now + self._patience_s
-            return ""
+            return []
         self._look_at = float("inf")  # until there is a sign of life
         step = (
             "no rank has made a step"
             if self._step
             else "no rank has made a step or printed anything"
         )
-        return f"{step} for {now - self._quiet_since:.0f} s: {_sentence(ranks, places)}"
+        return [f"{step} for {now - self._quiet_since:.0f} s: {_sentence(ranks, places)}"]
 
     @property
     def _patience_s(self) -> float:
+        if self._timeout_s is not None:
+            return self._timeout_s
         return max(QUIET_S, QUIET_STEPS * median(self._step_s)) if self._step_s else QUIET_S
 
     def _note_steps(self) -> None:
@@ -190,7 +204,7 @@ def _sentence(ranks: Ranks, places: Mapping[int, _Place]) -> str:
     return "; ".join(clauses) + "."
 
 
-def hang_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
+def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
     """A sentence for each stuck rank, followed by its stack.
 
     The stuck ranks are those that do not answer; else those that are behind; else those that are outside

@@ -27,7 +27,7 @@ from mpiddp.hosts.processes import (
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.starters.openmpi import needs_own_session
-from mpiddp.launch.supervise.output import Outputs
+from mpiddp.launch.streams.output import Outputs
 from mpiddp.launch.supervise.verdict import MpirunEnd, signal_name
 from mpiddp.paths import cause_of
 from mpiddp.protocol.messages import OUTPUT_PROCESS
@@ -69,7 +69,7 @@ class MpirunProcess:
             self._process = subprocess.Popen(
                 argv,
                 env=dict(env),
-                stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.supervise.input`
+                stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.streams.input`
                 stdout=outputs.copies[0].pipe,
                 stderr=outputs.copies[1].pipe,
                 start_new_session=True,

@@ -18,11 +18,11 @@ from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.starters.command import RankStarter, Request
+from mpiddp.launch.streams.input import Input
+from mpiddp.launch.streams.output import Outputs
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.input import Input
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
-from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.supervise.signals import (
     STOP_SIGNALS,

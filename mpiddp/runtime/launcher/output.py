@@ -113,7 +113,7 @@ def redirect_output(world: World, server: Server) -> RankOutput | None:
 def take_stdin(world: World, server: Server) -> None:
     """Give rank 0 the launcher's stdin, and every other rank an empty one.
 
-    No MPI passes it on well, see `mpiddp.launch.supervise.input`.
+    No MPI passes it on well, see `mpiddp.launch.streams.input`.
 
     Raises:
         JobFailed: the launcher cannot be reached.

@@ -2,7 +2,7 @@
 
 Each MPI ends a job differently, and two do not end it at all: see mpiddp/runtime/job/failure_watch.py.
 
-Tests mpiddp/runtime/job/failure_watch.py, mpiddp/launch/supervise/output.py.
+Tests mpiddp/runtime/job/failure_watch.py, mpiddp/launch/streams/output.py.
 python -m pytest tests/cluster/launch/test_failing_rank.py
 """
 

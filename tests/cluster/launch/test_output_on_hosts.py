@@ -1,6 +1,6 @@
 """What ranks print on several hosts and under srun: each host has the files of its ranks.
 
-Tests mpiddp/runtime/launcher/output.py, mpiddp/launch/supervise/output.py under real starters.
+Tests mpiddp/runtime/launcher/output.py, mpiddp/launch/streams/output.py under real starters.
 python -m pytest tests/cluster/launch/test_output_on_hosts.py
 """
 

@@ -25,10 +25,10 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.streams.output import Outputs
 from mpiddp.launch.supervise import control
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
-from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.channel import RANK as RANK_ROLE
 from mpiddp.protocol.channel import encode, member_proof

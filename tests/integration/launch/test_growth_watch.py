@@ -121,7 +121,7 @@ from pathlib import Path
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.supervise.mpirun import MpirunProcess
-from mpiddp.launch.supervise.output import Outputs
+from mpiddp.launch.streams.output import Outputs
 outputs = Outputs("none", 1)
 starter = RankStarter(STARTERS[1], "5.0.11", Path("sleep"))
 mpirun = MpirunProcess(["sleep", "1000"], dict(os.environ), outputs, starter)

@@ -1,7 +1,7 @@
 """What the launcher shows of its ranks' output: whole lines, whose, and in which form.
 
 Most tests run ranks without MPI and torch, see tests/jobs/light_job.py.
-Tests mpiddp/launch/supervise/{output,screen}.py,
+Tests mpiddp/launch/streams/{output,screen}.py,
 mpiddp/runtime/launcher/{output,output_process,output_stream}.py.
 python -m pytest tests/integration/launch/test_shown_output.py
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.supervise.output import EndMessage
-from mpiddp.launch.supervise.screen import Screen, Source
+from mpiddp.launch.streams.output import EndMessage
+from mpiddp.launch.streams.screen import Screen, Source
 from mpiddp.protocol.messages import LONGEST_LINE, is_shown
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env

@@ -1,6 +1,6 @@
 """What ranks print under each MPI and srun: lines arrive whole, a killed rank loses nothing, files hold all.
 
-Tests mpiddp/runtime/launcher/output.py, mpiddp/launch/supervise/output.py under real starters.
+Tests mpiddp/runtime/launcher/output.py, mpiddp/launch/streams/output.py under real starters.
 python -m pytest tests/ranks/launch/test_output_by_mpi.py
 """
 

@@ -2,7 +2,7 @@
 
 torchrun gives its own stdin to every rank, and rank 0 reads it as here.
 
-Tests mpiddp/runtime/launcher/output.py, mpiddp/launch/supervise/input.py.
+Tests mpiddp/runtime/launcher/output.py, mpiddp/launch/streams/input.py.
 python -m pytest tests/ranks/launch/test_stdin.py
 """
 

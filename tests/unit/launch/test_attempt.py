@@ -21,10 +21,10 @@ import pytest
 from mpiddp.launch.options import When, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.streams.output import Outputs
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
-from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.phases import Event
 from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.signals import AwakeSelector

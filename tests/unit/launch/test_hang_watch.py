@@ -48,10 +48,10 @@ def stack(frames: Frames) -> str:
 class Job:
     """Ranks on hosts a, b, c, …, a clock, and the looks of the watch at their stacks."""
 
-    def __init__(self, ranks: int = 3) -> None:
+    def __init__(self, ranks: int = 3, timeout_s: float | None = None) -> None:
         self.ranks = Ranks([chr(ord("a") + rank) for rank in range(ranks)])
         self.now = 1000.0
-        self.watch = HangWatch(self.ranks, self.now)
+        self.watch = HangWatch(self.ranks, self.now, timeout_s)
         self.printed_at = self.now
         self.stacks: dict[int, Frames] = {}
         self.cpu_s = dict.fromkeys(range(ranks), 0.0)
@@ -85,7 +85,7 @@ class Job:
                 self.ranks.forget_stacks()
                 for rank, frames in self.stacks.items():
                     self.note(rank, "stacks", text=stack(frames), step=0, cpu_s=self.cpu_s[rank])
-                said += self.watch.look(self.now)
+                said += " ".join(self.watch.look(self.now))
         return said
 
 
@@ -184,6 +184,23 @@ def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed() -> N
         "rank 0 on a waits in all_reduce (train.py:88); "
         "rank 1 on b is in load (data.py:40): with open(path) as file."
     )
+
+
+def test_a_limit_of_the_user_holds_before_the_first_step_too() -> None:
+    job = Job(2, timeout_s=20)
+    job.stacks = {0: ALL_REDUCE, 1: OPENS}
+    assert job.after(29) == ""
+    assert job.after(3).startswith("no rank has made a step or printed anything for 30 s: rank 0")
+
+
+def test_a_limit_of_the_user_needs_one_look_once_there_are_steps() -> None:
+    job = Job(2, timeout_s=20)
+    job.steps(5, every_s=1)
+    job.stacks = {0: ALL_REDUCE, 1: OPENS}
+    assert job.after(19) == ""
+    said = job.after(3)
+    assert said.startswith("rank 1 on b has made no step for 20 s while the others wait at step 0.")
+    assert "with open(path) as file:" in said
 
 
 def test_a_program_without_steps_may_be_idle() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpiddp.launch import log
-from mpiddp.launch.supervise.hang import hang_sentences
+from mpiddp.launch.supervise.hang import stuck_sentences
 from mpiddp.launch.supervise.ranks import Ranks, missing_sentence
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from mpiddp.protocol.server import Message
@@ -39,9 +39,9 @@ def sentences() -> list[str]:
     state.note(message("started", host=EVIL, pid=1))
     state.note(message("log", path=EVIL))
     state.note(message("frames", text=f'Stack x\n  File "{EVIL}", line 3'))
-    found += [missing_sentence(state, 3), *hang_sentences(state, 3)]
+    found += [missing_sentence(state, 3), *stuck_sentences(state, 3)]
     state.note(message("stacks", text=stack, step=3))
-    found += [missing_sentence(state, 3), *hang_sentences(state, 3)]
+    found += [missing_sentence(state, 3), *stuck_sentences(state, 3)]
     for facts in ({}, {"traceback": "x"}, {"is_verdict": True}, {"code": 2}):
         found.append(failed(state, **facts) or EVIL)
     return found

@@ -1,6 +1,6 @@
 """What many sources write on one terminal, file or pipe, and what waits for the verdict.
 
-Tests mpiddp/launch/supervise/{screen,output}.py.
+Tests mpiddp/launch/streams/{screen,output}.py.
 python -m pytest tests/unit/launch/test_screen.py
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpiddp.launch.supervise import screen as screens
-from mpiddp.launch.supervise.output import EndMessage, Outputs
-from mpiddp.launch.supervise.screen import Screen, Source
+from mpiddp.launch.streams import screen as screens
+from mpiddp.launch.streams.output import EndMessage, Outputs
+from mpiddp.launch.streams.screen import Screen, Source
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE
 
 

@@ -1,6 +1,7 @@
 """Which of several equal or different signals count.
 
-Tests mpiddp/launch/supervise/{signals,mpirun,output}.py, mpiddp/runtime/job/child_signals.py.
+Tests mpiddp/launch/supervise/{signals,mpirun}.py, mpiddp/launch/streams/output.py,
+mpiddp/runtime/job/child_signals.py.
 python -m pytest tests/unit/launch/test_signal_counts.py
 """
 

@@ -13,7 +13,7 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.supervise.attempt import Attempt
-from mpiddp.launch.supervise.hang import hang_sentences
+from mpiddp.launch.supervise.hang import stuck_sentences
 from mpiddp.launch.supervise.phases import Event, Phase
 from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import (
@@ -435,7 +435,7 @@ def stacks(rank: int, step: int, text: str) -> Message:
 
 def test_the_hang_report_names_the_rank_that_is_behind() -> None:
     ranks = noted(stacks(0, 7, "stack 0"), stacks(1, 6, "stack 1"), hosts=("a", "b"))
-    assert hang_sentences(ranks, 60) == [
+    assert stuck_sentences(ranks, 60) == [
         "rank 1 on b has made no step for 60 s while the others wait at step 7. "
         "Its Python stack follows.\nstack 1"
     ]
@@ -443,7 +443,7 @@ def test_the_hang_report_names_the_rank_that_is_behind() -> None:
 
 def test_the_hang_report_names_the_rank_that_is_not_in_torch() -> None:
     ranks = noted(stacks(0, 7, WAITS), stacks(1, 7, WORKS), hosts=("a", "b"))
-    (sentence,) = hang_sentences(ranks, 60)
+    (sentence,) = stuck_sentences(ranks, 60)
     assert sentence.startswith("rank 1 on b has made no step for 60 s while the others wait at ")
 
 
@@ -462,13 +462,13 @@ def test_the_hang_report_names_the_rank_that_is_not_in_torch() -> None:
 def test_a_hanging_job_of_one_rank_has_no_others_that_wait(
     messages: list[Message], end: str
 ) -> None:
-    assert hang_sentences(noted(*messages, hosts=("a",)), 60) == [
+    assert stuck_sentences(noted(*messages, hosts=("a",)), 60) == [
         f"rank 0 on a has made no step for 60 s{end}"
     ]
 
 
 def test_ranks_of_which_none_answers_wait_at_no_step() -> None:
-    assert hang_sentences(noted(hosts=("a", "b")), 60) == [
+    assert stuck_sentences(noted(hosts=("a", "b")), 60) == [
         f"rank {rank} on {host} has made no step for 60 s and does not answer: it is stopped, or stuck in "
         "native code."
         for rank, host in enumerate("ab")

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from mpiddp.launch.supervise.screen import Screen, Source
+from mpiddp.launch.streams.screen import Screen, Source
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS, is_shown
 from mpiddp.text import escaped
 

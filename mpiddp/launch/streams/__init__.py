@@ -1,0 +1,1 @@
+"""What goes between the ranks and the terminal: their output to it, and its stdin to rank 0."""
