@@ -213,9 +213,9 @@ def _differ(each: Plan, folder: Path, right: Any) -> bool:
 
 
 def undisturbed(each: Plan, hosts: Cluster) -> Any:
-    """The weights of this program on as many ranks, started by one MPI on one host."""
-    plain = Plan(OPENMPI5, each.program, "launch", f"node0:{each.ranks}", each.ranks, (), False, ())
-    folder = hosts.shared / f"{each.program}-{each.ranks}"
+    """The weights of this program on as many ranks of each host, whose threads they share; of one MPI."""
+    plain = Plan(OPENMPI5, each.program, "launch", each.where, each.ranks, (), False, ())
+    folder = hosts.shared / f"{each.program}-{each.where}"
     job = start(hosts, folder, plain.starter, plain.command(), plain.env())
     code = job.end(2 * END_S)
     assert code == DONE, job.output()
@@ -249,7 +249,7 @@ def main() -> int:
             if time.monotonic() > deadline:
                 break
             each = draw_plan(options.seed, number)
-            key = (each.program, each.ranks)
+            key = (each.program, each.where)
             if key not in right:
                 right[key] = undisturbed(each, hosts)
             results.append(result := run(number, each, hosts, right[key]))
