@@ -70,6 +70,38 @@ def test_variables_and_stdin(mpi: str) -> None:
     assert done.stdout.count("TORCHELASTIC_USE_AGENT_STORE=True\n") == 2
 
 
+SUMS = """
+import mpiddp, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"sum {total.item():g} {mpiddp.should_stop()}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("way", ["launch", "mpirun"])
+def test_a_command_may_be_a_verb_of_mpiddp(way: str, tmp_path: Path) -> None:
+    """`mpiddp run` within a command joins the rank's job, and reports as the rank's script."""
+    verb = [sys.executable, "-m", "mpiddp", "run", script(tmp_path, SUMS)]
+    done = (
+        launch(*TWO, "--", *verb)
+        if way == "launch"
+        else mpirun(2, "-m", "mpiddp", "run", "--", *verb)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 2 False") == 2, done.stdout
+
+
+def test_a_training_may_be_the_command_of_a_rank(tmp_path: Path) -> None:
+    sizes = ["--use-syn", "--arch", "resnet20", "--batch-size", "2", "--epochs", "1"]
+    steps = ["--steps-per-epoch", "2", "--out", str(tmp_path)]
+    train = [sys.executable, "-m", "mpiddp", "train", *sizes, *steps]
+    done = launch(*TWO, "--", *train)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints/step_00000002/COMPLETE").exists()
+
+
 OF_RANKS = ("MPIDDP_", "TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "GLOO_", "NCCL_")
 
 
