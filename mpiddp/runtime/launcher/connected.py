@@ -49,9 +49,8 @@ def connected(world: World) -> Iterator[Session]:
         # Without the daemon of MPI or Slurm, nothing would end this rank.
         signal_at_parents_end(signal.SIGKILL)
     report_early_ends(session, drains=world.launcher.name == "slurm")
-    if is_joined(
-        os.environ
-    ):  # a rank's command, or its child: `join` connects it as the rank's script
+    if is_joined(os.environ):
+        # A rank's command, or a process that it has started: `join` connects the first as the rank's script.
         yield session
         return
     # Hide them from the processes that the script starts: these are not ranks.
