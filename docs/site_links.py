@@ -18,7 +18,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
 
 
 def without_links_out(markdown: str, page: str) -> str:
-    """The text of the page, whose path begins in docs/, with "text (`path`)" for each link to a file outside."""
+    """The text of the page at docs/PAGE, with "text (`path`)" for each link to a file outside of docs/."""
 
     def replaced(link: re.Match[str]) -> str:
         text, target = link[1], link[2]
