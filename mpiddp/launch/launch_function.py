@@ -61,7 +61,7 @@ def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
     leave_enclosing_job(os.environ)
     options = _with_variables(parse_options([*call.facts["options"], *_JOB]), call.facts["env"])
     plan = make_plan(options, os.environ)
-    options.output.check_ranks(plan.request.world_size)
+    options.output.check_log_ranks(plan.request.world_size)
     if hint := left_out_hint(options.how.exports, os.environ):
         log.info(hint)
     return run(options, plan, started_at, exchange)

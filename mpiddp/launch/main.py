@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     if options.where.push and not options.dry_run:
         _push(read_hosts(options.where, os.environ), working_folder(os.environ), options.where)
     plan = make_plan(options, os.environ)
-    options.output.check_ranks(plan.request.world_size)
+    options.output.check_log_ranks(plan.request.world_size)
     if hint := left_out_hint(options.how.exports, os.environ):
         log.info(hint)
     if options.dry_run:

@@ -25,7 +25,7 @@ _PYTHON_FILES = (".py", ".pyw")
 
 
 @dataclass(frozen=True)
-class Job:
+class RankProgram:
     """The command line of a rank: a script, the name of a module, or with `is_command` any program."""
 
     command: tuple[str, ...]
@@ -129,7 +129,7 @@ class When:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputOptions:
     """What the ranks print: whose is shown, with its rank in front, and the folder of its files."""
 
     log_ranks: str
@@ -139,7 +139,7 @@ class Output:
     def has_prefix(self, world_size: int) -> bool:
         return self.prefix == "always" or (self.prefix == "auto" and world_size > 1)
 
-    def check_ranks(self, world_size: int) -> None:
+    def check_log_ranks(self, world_size: int) -> None:
         """Raise UserError if the job has no such rank."""
         numbers = [int(each) for each in self.log_ranks.split(",") if each.isdigit()]
         missing = [str(number) for number in numbers if number >= world_size]
@@ -155,12 +155,12 @@ class Output:
 class LaunchOptions:
     """The whole command line. `backend` is the one that the job's own options request, if known."""
 
-    job: Job
+    job: RankProgram
     backend: str | None
     where: Where
     how: How
     when: When
-    output: Output
+    output: OutputOptions
     dry_run: bool
     report: bool
     verbose: bool
@@ -191,14 +191,14 @@ def parse_options(argv: list[str]) -> LaunchOptions:
         where=where,
         how=_part(How, values),
         when=when,
-        output=_part(Output, values),
+        output=_part(OutputOptions, values),
         dry_run=values.dry_run,
         report=values.report,
         verbose=values.verbose,
     )
 
 
-_Part = TypeVar("_Part", Where, How, When, Output)
+_Part = TypeVar("_Part", Where, How, When, OutputOptions)
 
 
 def _part(kind: type[_Part], values: argparse.Namespace) -> _Part:
@@ -257,7 +257,7 @@ def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def _job(values: argparse.Namespace) -> Job:
+def _job(values: argparse.Namespace) -> RankProgram:
     is_module = values.module is not None
     command: list[str] = values.module if is_module else values.script
     is_command = not is_module and command[:1] == ["--"]
@@ -271,7 +271,7 @@ def _job(values: argparse.Namespace) -> Job:
     if not is_module and not is_command:
         with named_by(""):
             _check_script(Path(command[0]))
-    return Job(tuple(command), is_module, is_command)
+    return RankProgram(tuple(command), is_module, is_command)
 
 
 def _check_script(script: Path) -> None:

@@ -29,7 +29,7 @@ from mpiddp.train.evaluate import Score, default_batch_size, evaluate
 from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.per_rank_log import PerRankLog
-from mpiddp.train.plan import Plan
+from mpiddp.train.plan import TrainPlan
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TrainInputs:
     """The model and data of a rank, the ranks it trains with, and the folder of its results."""
 
     config: TrainConfig
-    plan: Plan
+    plan: TrainPlan
     data: Data
     model: nn.Module  # on the CPU, with fresh weights
     coordinator: Coordinator

@@ -15,7 +15,7 @@ MAX_WARMUP_EPOCHS = 5
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     """Sizes that follow from the configuration, the data and the job."""
 
     order: Order
@@ -34,7 +34,7 @@ class Plan:
         )
 
 
-def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan:
+def plan_training(config: TrainConfig, data: Data, coordinator: Coordinator) -> TrainPlan:
     """Derive the plan. Raises UserError if the global batch is larger than the data set."""
     order = Order(
         num_samples=data.train.num_images,
@@ -56,7 +56,7 @@ def make_plan(config: TrainConfig, data: Data, coordinator: Coordinator) -> Plan
             f"({order.num_samples} images). Lower --batch-size, --global-batch-size or "
             "--grad-accum-steps."
         )
-    return Plan(
+    return TrainPlan(
         order,
         total_steps=order.steps_per_epoch * config.epochs,
         warmup_steps=round(order.steps_per_epoch * warmup_epochs),

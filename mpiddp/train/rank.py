@@ -36,7 +36,7 @@ from mpiddp.train.loop import TrainInputs, build_state, train
 from mpiddp.train.metrics import Summary, read_summary, table
 from mpiddp.train.opening import open_data, prepare
 from mpiddp.train.options import TrainOptions
-from mpiddp.train.plan import Plan, make_plan
+from mpiddp.train.plan import TrainPlan, plan_training
 from mpiddp.train.rank_config import resolve_rank_config
 from mpiddp.train.rank_log import rank_log
 from mpiddp.train.restart import IMAGES_PER_PASS
@@ -77,7 +77,7 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
         run = RunDir(out_dir(config, started))
         data = _open_data(config, coordinator, device)
         with coordinator.all_or_none():
-            plan = make_plan(config, data, coordinator)
+            plan = plan_training(config, data, coordinator)
             model = build_model(config, data)
         choose_kernels(config)
         inputs = TrainInputs(config, plan, data, model, coordinator, device, run, copies)
@@ -136,7 +136,7 @@ def _open_data(config: TrainConfig, coordinator: Coordinator, device: torch.devi
     return data
 
 
-def _announce(config: TrainConfig, plan: Plan, run: RunDir) -> None:
+def _announce(config: TrainConfig, plan: TrainPlan, run: RunDir) -> None:
     """Send the launcher what it needs to restart this run, from its checkpoint or on fewer hosts."""
     images = plan.order.global_batch_size
     announce(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from mpiddp.launch.streams.output import Outputs
+from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.protocol.messages import INPUT, STREAMS, is_shown
@@ -34,7 +34,7 @@ with connected(World(rank, world_size, rank, world_size, hostname="node1")):
 def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -> None:
     with AwakeSelector() as selector:
         server = ControlServer(None, len(codes), selector)
-        outputs = Outputs(selection, len(codes), has_prefix=prefix == "prefix")
+        outputs = JobOutput(selection, len(codes), has_prefix=prefix == "prefix")
         env = {**os.environ, **server.settings, OUTPUT: selection}
         ranks, inputs = [], []
         for rank, code in enumerate(codes):

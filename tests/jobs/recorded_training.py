@@ -27,7 +27,7 @@ from mpiddp.train.data.dataset import Batch, Data
 from mpiddp.train.engine import build_model
 from mpiddp.train.loop import TrainInputs, build_state, train
 from mpiddp.train.options import parse
-from mpiddp.train.plan import make_plan
+from mpiddp.train.plan import plan_training
 
 NUM_IMAGES = 101
 SHAPE = (3, 8, 8)
@@ -68,7 +68,7 @@ def main(folder: Path, die_at_step: int, argv: list[str]) -> None:
         config = resolve_defaults(options, coordinator.world, on_gpu=False, has_bf16=False)
         source = Recorded(folder / f"rank_{rank}.jsonl")
         data = Data("numbered", 10, SHAPE, source, None)
-        plan, model = make_plan(config, data, coordinator), build_model(config, data)
+        plan, model = plan_training(config, data, coordinator), build_model(config, data)
         inputs = TrainInputs(config, plan, data, model, coordinator, device, run)
         with default_group(coordinator, "gloo", device, timeout_s=60):
             state, ddp = build_state(inputs)

@@ -39,7 +39,7 @@ from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.engine import TrainState, autocast, build_model
 from mpiddp.train.loop import TrainInputs, build_state, train
 from mpiddp.train.metrics import STARTUP_STEPS, StepTimer, slowest
-from mpiddp.train.plan import Plan
+from mpiddp.train.plan import TrainPlan
 from mpiddp.world import World
 
 
@@ -90,7 +90,7 @@ def _loops(job: Job, data: Data, folder: Path, count: int, rounds: int) -> dict[
     return seconds
 
 
-def _time_runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
+def _time_runner(job: Job, data: Data, plan: TrainPlan, out: Path) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
     config = replace(job.config, epochs=1, out=str(out))
     model = build_model(config, data)
@@ -104,7 +104,7 @@ def _time_runner(job: Job, data: Data, plan: Plan, out: Path) -> float:
     return summary.global_batch_size / summary.images_per_s
 
 
-def _time_bare_loop(job: Job, data: Data, batches: list[Batch], plan: Plan) -> float:
+def _time_bare_loop(job: Job, data: Data, batches: list[Batch], plan: TrainPlan) -> float:
     """The seconds of a step in a hand-written loop with the same settings.
 
     The learning rate is the same as well, because the speed of a CPU depends on the numbers that it

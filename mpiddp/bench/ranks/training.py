@@ -29,7 +29,7 @@ from mpiddp.train.engine import (
 from mpiddp.train.opening import open_data
 from mpiddp.train.options import parse
 from mpiddp.train.parallel import wrap
-from mpiddp.train.plan import Plan, make_plan
+from mpiddp.train.plan import TrainPlan, plan_training
 from mpiddp.train.rank_config import resolve_rank_config
 from mpiddp.world import World
 
@@ -121,11 +121,11 @@ def bare_step(state: TrainState, config: TrainConfig, images: Tensor, labels: Te
     state.optimizer.zero_grad(set_to_none=True)
 
 
-def synthetic_plan(job: Job, data: Data, count: int) -> Plan:
+def synthetic_plan(job: Job, data: Data, count: int) -> TrainPlan:
     """Plan `count` steps in one epoch of a synthetic source, and give the source as many images."""
     data.train.num_images = count * job.config.global_batch_size
     config = replace(job.config, epochs=1, steps_per_epoch=count)
-    return make_plan(config, data, job.coordinator)
+    return plan_training(config, data, job.coordinator)
 
 
 def settings(job: Job) -> Result:

@@ -112,7 +112,7 @@ class EndMessage:
         return passed
 
 
-class Outputs:
+class JobOutput:
     """The job's stdout and stderr, and a thread for each.
 
     Args:

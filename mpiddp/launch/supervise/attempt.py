@@ -158,7 +158,7 @@ class Attempt:
             self._server.confirm(message)
 
     def _log(self, sentence: str) -> None:
-        self._mpirun.outputs.log(sentence)
+        self._mpirun.output.log(sentence)
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:
@@ -201,7 +201,7 @@ class Attempt:
         timeout_s, now = self._when.hang_timeout_s, self._timers.now()
         if self.ranks.all_done or self._hangs is None:
             return
-        is_due = self._hangs.is_due(now, self._mpirun.outputs.idle_s)
+        is_due = self._hangs.is_due(now, self._mpirun.output.idle_s)
         if is_due and Event.HANG_STACKS not in self._reports:
             self._request_stacks(Event.HANG_STACKS)
         is_silent = self._terms.options.job.is_command and self.ranks.newest_step_at is None

@@ -27,14 +27,14 @@ from mpiddp.hosts.processes import (
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.starters.openmpi import needs_own_session
-from mpiddp.launch.streams.output import Outputs
+from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.supervise.verdict import MpirunEnd, signal_name
 from mpiddp.paths import cause_of
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 
 
 class MpirunProcess:
-    """One mpirun, and all that it starts on this host. `outputs` copies its stdout and stderr.
+    """One mpirun, and all that it starts on this host. `output` copies its stdout and stderr.
 
     If the starter's stop signal is not SIGTERM, mpirun is shielded from SIGTERM: a service manager or a batch
     system may send one to every process of a job, whose ranks still save.
@@ -48,10 +48,10 @@ class MpirunProcess:
         self,
         argv: Sequence[str],
         env: Mapping[str, str],
-        outputs: Outputs,
+        output: JobOutput,
         starter: RankStarter,
     ) -> None:
-        self.outputs = outputs
+        self.output = output
         self._starter = starter
         self._stop_signal = stop_signal = starter.kind.stop_signal
         self._was_ended = False
@@ -70,14 +70,14 @@ class MpirunProcess:
                 argv,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.streams.input`
-                stdout=outputs.copies[0].pipe,
-                stderr=outputs.copies[1].pipe,
+                stdout=output.copies[0].pipe,
+                stderr=output.copies[1].pipe,
                 start_new_session=True,
                 preexec_fn=prepare_child,
             )
         except OSError as error:  # one cause: a host list of more than 128 KiB
             raise cause_of(error)(f"cannot start {argv[0]}: {error.strerror}.") from None
-        for copy in outputs.copies:
+        for copy in output.copies:
             copy.started()
 
     @property
@@ -169,17 +169,17 @@ def started(
         env = {**with_own_folder(starter.program, os.environ), **command.settings}
         if has_session:
             env[starter.kind.session_folder] = folder
-        output = options.output
-        outputs = Outputs(
-            output.log_ranks,
+        shown = options.output
+        output = JobOutput(
+            shown.log_ranks,
             request.world_size,
-            has_prefix=output.has_prefix(request.world_size),
+            has_prefix=shown.has_prefix(request.world_size),
             shows_end=options.verbose,
         )
         try:
-            mpirun = MpirunProcess(command.argv, env, outputs, starter)
+            mpirun = MpirunProcess(command.argv, env, output, starter)
         except (UserError, JobFailed):
-            outputs.discard()
+            output.discard()
             raise
         yield mpirun
 

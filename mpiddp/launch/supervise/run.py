@@ -19,7 +19,7 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.streams.input import Input
-from mpiddp.launch.streams.output import Outputs
+from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
@@ -104,7 +104,7 @@ def run_attempt(
             {rank: recorded_error(path) for rank, path in ranks.files_of_lost_ranks().items()},
         )
         found = verdict(history)
-        _settle(mpirun.outputs, found.is_complete, terms.options.output.log_dir)
+        _settle(mpirun.output, found.is_complete, terms.options.output.log_dir)
     ranks.remove_error_files()
     if found.code not in (DONE, BAD_INPUT, STOPPED) and not starter.kind.has_scheduler:
         from mpiddp.launch.orphans import kill_orphans
@@ -145,7 +145,7 @@ class _Run:
         self._server = server
         self._selector = server.selector
         self._mpirun = mpirun
-        self._outputs = mpirun.outputs
+        self._output = mpirun.output
         self._signals = signals
         self._stop_at = terms.stop_at
         self._selector.register(signals, selectors.EVENT_READ, signals)
@@ -158,7 +158,7 @@ class _Run:
         self._receive_last_messages()
         if left := self._mpirun.end_orphans(0.0 if self._is_killed else ORPHANS_S):
             processes = ", ".join(map(str, left))
-            self._outputs.log(
+            self._output.log(
                 f"processes {processes} cannot be killed: they are blocked in the kernel."
             )
         self._receive_last_output()
@@ -197,7 +197,7 @@ class _Run:
     def _receive(self, data: object) -> None:
         for message in self._server.receive(data):
             if message.kind == "output":
-                self._outputs.add(rank=message.rank, **message.facts)
+                self._output.add(rank=message.rank, **message.facts)
             elif message.kind == INPUT:
                 self.input.add(message.facts["connection"])
             elif message.kind in HANDED_OVER:
@@ -220,9 +220,9 @@ class _Run:
         """Copy the rest of the output. A second signal ends the wait for a terminal that is stopped."""
         self._selector.clear_timers()
         began_at = time.monotonic()
-        while late := self._awaited(self._outputs.open_ranks):
-            if self._outputs.idle_s > OUTPUT_S:
-                self._outputs.log(
+        while late := self._awaited(self._output.open_ranks):
+            if self._output.idle_s > OUTPUT_S:
+                self._output.log(
                     f"the last output of {late} has not arrived; it may be missing here."
                 )
                 break
@@ -231,8 +231,8 @@ class _Run:
             self._wait(0.02)
         if late:
             self._mpirun.kill_output_processes()
-        self._outputs.finish()
-        while not self._outputs.is_finished(0.05) and not self._is_killed:
+        self._output.finish()
+        while not self._output.is_finished(0.05) and not self._is_killed:
             self._wait(0.05)
 
     def _awaited(self, open_ranks: Collection[int]) -> str:
@@ -256,11 +256,11 @@ def _server_address(starter: RankStarter, request: Request) -> str | None:
     return None if has_socket else request.network.control_address
 
 
-def _settle(outputs: Outputs, is_said: bool, log_dir: str | None) -> None:
+def _settle(output: JobOutput, is_said: bool, log_dir: str | None) -> None:
     """Show the rest of mpirun's own output, and write what is not shown into the folder of --log-dir."""
-    if not outputs.is_finished(0.0):  # a terminal that is stopped, and a second signal
+    if not output.is_finished(0.0):  # a terminal that is stopped, and a second signal
         return
-    left_out = outputs.settle(is_said=is_said)
+    left_out = output.settle(is_said=is_said)
     if left_out and log_dir is not None:
         path = Path(log_dir, "mpirun.log")
         try:

@@ -25,7 +25,7 @@ import pytest
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.streams.output import Outputs
+from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.supervise import control
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
@@ -441,7 +441,7 @@ def test_a_folder_that_cannot_be_created(
 def test_an_mpirun_that_cannot_be_started() -> None:
     """subprocess needs two more files for its own pipe."""
     before = len(list(Path("/proc/self/fd").iterdir()))
-    outputs = Outputs("default", 1)
+    outputs = JobOutput("default", 1)
     starter = RankStarter(STARTERS[1], "5.0.11", Path("mpirun"))
     with files_left(1), pytest.raises(JobFailed, match="cannot start mpirun: Too many open files"):
         MpirunProcess(["mpirun"], {}, outputs, starter)

@@ -121,8 +121,8 @@ from pathlib import Path
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.supervise.mpirun import MpirunProcess
-from mpiddp.launch.streams.output import Outputs
-outputs = Outputs("none", 1)
+from mpiddp.launch.streams.output import JobOutput
+outputs = JobOutput("none", 1)
 starter = RankStarter(STARTERS[1], "5.0.11", Path("sleep"))
 mpirun = MpirunProcess(["sleep", "1000"], dict(os.environ), outputs, starter)
 own = subprocess.Popen(["false"])

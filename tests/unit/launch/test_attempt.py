@@ -21,7 +21,7 @@ import pytest
 from mpiddp.launch.options import When, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.streams.output import Outputs
+from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
@@ -44,7 +44,7 @@ class Job:
     def __init__(self, when: When = NO_LIMITS, **terms: Any) -> None:
         self.selector = AwakeSelector()
         self.server = ControlServer(None, 2, self.selector)
-        self.outputs = Outputs("none", 2)
+        self.outputs = JobOutput("none", 2)
         mpirun = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
         self.mpirun = MpirunProcess(["sleep", "1000"], os.environ, self.outputs, mpirun)
         options = replace(parse_options(["-m", "train"]), when=when)

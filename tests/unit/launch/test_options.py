@@ -16,9 +16,9 @@ from mpiddp.errors import UserError
 from mpiddp.launch.option_parser import option_parser
 from mpiddp.launch.options import (
     How,
-    Job,
     LaunchOptions,
-    Output,
+    OutputOptions,
+    RankProgram,
     When,
     Where,
     parse_mpi_args,
@@ -26,7 +26,7 @@ from mpiddp.launch.options import (
 )
 
 DEFAULTS = LaunchOptions(
-    job=Job(("train", "--lr", "1"), is_module=True),
+    job=RankProgram(("train", "--lr", "1"), is_module=True),
     backend=None,
     where=Where(
         hostfile=None,
@@ -61,7 +61,7 @@ DEFAULTS = LaunchOptions(
         save_grace_s=600.0,
         hang_timeout_s=None,
     ),
-    output=Output(log_ranks="default", prefix="auto", log_dir=None),
+    output=OutputOptions(log_ranks="default", prefix="auto", log_dir=None),
     dry_run=False,
     report=False,
     verbose=False,
@@ -209,13 +209,21 @@ def test_nothing_to_launch(argv: list[str]) -> None:
     ("argv", "job", "rank"),
     [
         (JOB, DEFAULTS.job, "mpiddp run -m train --lr 1"),
-        (("--", "prog", "-v"), Job(("prog", "-v"), is_command=True), "mpiddp run -- prog -v"),
-        (("-m", "mpiddp", "run", "s"), Job(("mpiddp", "run", "s"), True), "mpiddp run s"),
-        (("-m", "mpiddp"), Job(("mpiddp",), True), "mpiddp run -m mpiddp"),
-        (("-m", "mpiddp", "hosts"), Job(("mpiddp", "hosts"), True), "mpiddp run -m mpiddp hosts"),
+        (
+            ("--", "prog", "-v"),
+            RankProgram(("prog", "-v"), is_command=True),
+            "mpiddp run -- prog -v",
+        ),
+        (("-m", "mpiddp", "run", "s"), RankProgram(("mpiddp", "run", "s"), True), "mpiddp run s"),
+        (("-m", "mpiddp"), RankProgram(("mpiddp",), True), "mpiddp run -m mpiddp"),
+        (
+            ("-m", "mpiddp", "hosts"),
+            RankProgram(("mpiddp", "hosts"), True),
+            "mpiddp run -m mpiddp hosts",
+        ),
     ],
 )
-def test_the_command_of_a_rank(argv: tuple[str, ...], job: Job, rank: str) -> None:
+def test_the_command_of_a_rank(argv: tuple[str, ...], job: RankProgram, rank: str) -> None:
     found = parse_options([*argv]).job
     assert found == job
     assert found.rank_command(Path("/python")) == ("/python", "-m", *rank.split())
@@ -225,7 +233,7 @@ def test_the_command_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     job = parse_options([str(script), "-n", "3"]).job  # what follows is the script's own
-    assert job == Job((str(script), "-n", "3"))
+    assert job == RankProgram((str(script), "-n", "3"))
     assert job.rank_command(Path("/p")) == ("/p", "-m", "mpiddp", "run", str(script), "-n", "3")
     other = tmp_path / "train.txt"
     other.write_bytes(b"\x7fELF\0")
@@ -244,19 +252,19 @@ def test_the_command_of_a_script(tmp_path: Path) -> None:
     ],
 )
 def test_when_lines_have_a_prefix(prefix: str, world_size: int, has: bool) -> None:
-    assert Output("all", prefix, None).has_prefix(world_size) is has
+    assert OutputOptions("all", prefix, None).has_prefix(world_size) is has
 
 
 def test_the_ranks_that_are_shown_are_there() -> None:
     for fine in ("all", "none", "default", "0,3"):
-        Output(fine, "auto", None).check_ranks(4)
+        OutputOptions(fine, "auto", None).check_log_ranks(4)
     with pytest.raises(UserError) as error:
-        Output("0,4,9", "auto", None).check_ranks(4)
+        OutputOptions("0,4,9", "auto", None).check_log_ranks(4)
     assert str(error.value) == (
         "--log-ranks 0,4,9: there is no rank 4, 9; the job has ranks 0 to 3."
     )
     with pytest.raises(UserError, match="there is no rank 1; the job has rank 0 only"):
-        Output("1", "auto", None).check_ranks(1)
+        OutputOptions("1", "auto", None).check_log_ranks(1)
 
 
 def test_what_names_hosts_and_ranks() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from mpiddp.launch.streams import screen as screens
-from mpiddp.launch.streams.output import EndMessage, Outputs
+from mpiddp.launch.streams.output import EndMessage, JobOutput
 from mpiddp.launch.streams.screen import Screen, Source
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE
 
@@ -251,7 +251,7 @@ def test_a_long_text_below_a_rule_passes() -> None:
 def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     shows_end: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    outputs = Outputs("all", 2, has_prefix=True, shows_end=shows_end)
+    outputs = JobOutput("all", 2, has_prefix=True, shows_end=shows_end)
     out, err = outputs.copies
     ours = [os.dup(out.pipe), os.dup(err.pipe)]
     for copy in outputs.copies:
@@ -286,7 +286,7 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
 
 
 def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
-    outputs = Outputs("all", 1)
+    outputs = JobOutput("all", 1)
     for copy in outputs.copies:
         copy.started()
     ours, theirs = socket.socketpair()
