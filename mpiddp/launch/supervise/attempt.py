@@ -7,23 +7,27 @@ and `mpiddp.launch.supervise.verdict` judges what has happened.
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import Found, HostSearch
 from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.supervise.console import Console, job_facts
 from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.hang import HangWatch, hang_sentences
+from mpiddp.launch.supervise.hang import HangWatch, hang_sentences, stacks_sentence
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event, Phase
 from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
+from mpiddp.launch.supervise.skew import SkewWatch
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
 from mpiddp.protocol.messages import CONFIRM_EVERY
 from mpiddp.protocol.server import Message
+from mpiddp.protocol.viewers import STACKS
 
 # Time limits for:
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
@@ -46,6 +50,7 @@ class Terms:
         start_timeout_s: until the first rank has started; None for no limit.
         exchange: of the function that every rank runs, if the job is no script.
         search: for hosts that can join; None without `--grow`.
+        console: for viewers, see `mpiddp top`.
     """
 
     options: LaunchOptions
@@ -53,7 +58,12 @@ class Terms:
     start_timeout_s: float | None = None
     exchange: Exchange = field(default_factory=Exchange)
     search: HostSearch | None = None
+    console: Console | None = None
 
+
+_MOST_VIEWERS = 16  # that wait for stacks
+# Whose stacks are no verdict: a rank that does not answer is not interrupted for them.
+_CURIOUS = {Event.LOOK_STACKS, Event.VIEW_STACKS}
 
 Action = Callable[["Attempt"], None] | None
 __ = None
@@ -82,6 +92,8 @@ class Attempt:
         self._reports: list[Event] = []  # that wait for the ranks' stacks
         self._hangs_at: float | None = None  # the newest step when these were requested
         self._hangs = HangWatch(ranks, self._timers.now())
+        self._skew = SkewWatch(self._timers.now())
+        self._viewers: list[socket.socket] = []  # that want the stacks
         self._began_at = self._timers.now()
         self._progress: Counter[int] = Counter()  # messages of each rank
         self._found = ""  # a host that can join, and how
@@ -153,6 +165,31 @@ class Attempt:
             self._found = found.host
             self.on(Event.HOST_FOUND)
 
+    def on_viewer(self, viewer: socket.socket, want: str) -> None:
+        """A viewer wants the state of the job, or the stacks of its ranks."""
+        if want == STACKS:
+            if len(self._viewers) == _MOST_VIEWERS:
+                self._viewers.pop(0).close()
+            self._viewers.append(viewer)
+            if Event.VIEW_STACKS not in self._reports:
+                self._request_stacks(Event.VIEW_STACKS)
+            return
+        facts = job_facts(self.ranks, self._mpirun.outputs.latest, self._timers.now())
+        facts["phase"] = self._phase.name.lower()
+        if holder := self._skew.holder:
+            facts["holder"] = holder.sentence(self.ranks.name(holder.rank))
+        self._answer(viewer, facts)
+
+    def _answer_stacks(self) -> None:
+        viewers, self._viewers = self._viewers, []
+        stacks = {rank: facts["text"] for rank, facts in self.ranks.stacks.items()}
+        for viewer in viewers:
+            self._answer(viewer, {"sentence": stacks_sentence(self.ranks), "stacks": stacks})
+
+    def _answer(self, viewer: socket.socket, facts: dict[str, Any]) -> None:
+        if self._terms.console is not None:
+            self._terms.console.answer(viewer, facts)
+
     def _confirm(self, message: Message) -> None:
         """Tell a rank now and then that its progress is read. Without this, it falls silent."""
         self._progress[message.rank] += 1
@@ -201,6 +238,9 @@ class Attempt:
         newest = self.ranks.newest_step_at
         if self.ranks.all_done:
             return
+        newest_step = max((step for step, _ in self.ranks.steps.values()), default=0)
+        if holder := self._skew.look(now, self.ranks.paces, newest_step):
+            self._log(holder.sentence(self.ranks.name(holder.rank)))
         if timeout_s is None:
             is_due = self._hangs.is_due(now, self._mpirun.outputs.idle_s)
             if is_due and self._phase is Phase.RUNNING and Event.LOOK_STACKS not in self._reports:
@@ -245,7 +285,7 @@ class Attempt:
         return self._server.connected - self.ranks.stacks.keys() - self.ranks.done
 
     def _interrupt(self) -> None:
-        if self._reports != [Event.LOOK_STACKS]:  # that may be a false alarm
+        if set(self._reports) - _CURIOUS:
             for rank in self._without_stacks():
                 self._server.interrupt(rank)
 
@@ -401,8 +441,9 @@ class Attempt:
         Event.SEE_STEPS:     (_see_steps,  _see_steps,  _see_steps,  __,          __,          __),
         Event.HANG_STACKS:   (_hung,       _hung,       _hung,       __,          __,          __),
         Event.LOOK_STACKS:   (__,          __,          _looked,     __,          __,          __),
+        Event.VIEW_STACKS:   (_answer_stacks,) * len(Phase),
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
-        Event.STACKS_OVER:   (_report,     _report,     _report,     __,          __,          __),
+        Event.STACKS_OVER:   (_report,     _report,     _report,     _report,     _report,     _report),
         Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),
         Event.END_RANKS:     (__,          __,          __,          __,          __,          _end_ranks),
         Event.END_MPIRUN:    (_end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun),
