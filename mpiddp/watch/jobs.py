@@ -72,12 +72,16 @@ def running_jobs() -> list[Job]:
 
 
 def find_job(name: str | None) -> Job:
+    """The running job with this pid or name, or the only one. Raises UserError as `chosen`."""
+    return chosen(running_jobs(), name)
+
+
+def chosen(jobs: list[Job], name: str | None) -> Job:
     """The job with this pid or name, or the only one.
 
     Raises:
         UserError: there is none, or there are several.
     """
-    jobs = running_jobs()
     if not jobs:
         raise UserError(
             "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."

@@ -63,10 +63,10 @@ class Pace:
 
     @property
     def step_time(self) -> StepTime | None:
-        """None until there are two reports."""
-        if len(self._samples) < 2:
-            return None
+        """None until there are two reports, and if the clock has stood still between them (Ctrl-Z)."""
         first, last = self._samples[0], self._samples[-1]
+        if last.at <= first.at:
+            return None
         steps = last.step - first.step
         return StepTime(
             (last.at - first.at) / steps,
