@@ -79,11 +79,12 @@ def shown_ranks(facts: Facts, sort: str, host: str) -> list[Facts]:
 def head_lines(facts: Facts) -> list[str]:
     """What `top` says above its table."""
     ranks = counted(len(facts["ranks"]), "rank")
+    steps = f"step {_cell(facts['step'], _text)}, {_cell(facts['rate'], _rate)}"
     parts = [
         f"{_text(facts['name'])} (pid {facts['pid']})",
         _text(facts["phase"]),
         f"{ranks} on {counted(len(hosts_of(facts)), 'host')}",
-        f"step {_cell(facts['step'], _text)}, {_cell(facts['rate'], _rate)}",
+        *([steps] if facts["step"] is not None else []),
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]

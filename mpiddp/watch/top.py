@@ -6,7 +6,6 @@ import argparse
 import os
 import select
 import shutil
-import sys
 import termios
 import threading
 import tty
@@ -23,7 +22,8 @@ from mpiddp.watch.table import COLUMNS, Facts, head_lines, hosts_of, rank_lines,
 
 _EVERY_S, _GPUS_EVERY_S = 1.0, 5.0
 _KEYS = "q: quit  s: sort  h: host  a rank's number and Enter: its stack"
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # a screen without a cursor
+# A screen of its own, without a cursor, and with lines that are cut at the right margin.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
     if options.host and options.host not in hosts_of(facts):
         hint = did_you_mean(options.host, hosts_of(facts))
         raise UserError(f"--host {options.host}: the job has no such host.{hint}")
-    if options.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    is_terminal = os.isatty(0) and os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
+    if options.once or not is_terminal:
         ranks = shown_ranks(facts, options.sort, options.host)
         print("\n".join([*head_lines(facts), *rank_lines(ranks, gpus_of(ranks))]))
         return 0

@@ -159,7 +159,12 @@ def test_top_is_redrawn_until_q(job: Path) -> None:
     terminal, its_end = pty.openpty()
     command = [sys.executable, "-m", "mpiddp", "top", PID]
     with subprocess.Popen(
-        command, env=clean_env(), cwd=ROOT, stdin=its_end, stdout=its_end, stderr=its_end
+        command,
+        env=clean_env({"TERM": "xterm"}),
+        cwd=ROOT,
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
     ) as top:
         limit = threading.Timer(PATIENCE_S, top.kill)
         limit.start()
