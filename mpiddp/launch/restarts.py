@@ -24,6 +24,7 @@ from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, make_plan, read_hosts
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.supervise.attempt import Terms
+from mpiddp.launch.supervise.console import open_console
 from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
@@ -89,6 +90,7 @@ class _Job:
         self._plan = plan  # of the latest attempt
         self._signals = signals
         self._exchange = exchange or Exchange()
+        self._console = open_console(Path(options.job.command[0]).name)
         self._named = plan.named  # the latest list of hosts without an error
         began_at = time.monotonic() - (time.time() - started_at)
         stop_after_s = options.when.stop_after_s
@@ -103,9 +105,10 @@ class _Job:
         self._may_grow = options.when.grow_s is not None
 
     def run(self) -> Outcome:
-        outcome = self._attempt()
-        while planned := self._plan_next(outcome):
-            outcome = planned if isinstance(planned, Outcome) else self._attempt()
+        with closing(self._console):
+            outcome = self._attempt()
+            while planned := self._plan_next(outcome):
+                outcome = planned if isinstance(planned, Outcome) else self._attempt()
         return replace(outcome, announcement=self._known.announcement)
 
     def _attempt(self) -> Outcome:
@@ -127,7 +130,14 @@ class _Job:
                 if self._may_grow:
                     search = stack.enter_context(closing(HostSearch(self._options, plan)))
                 start_timeout_s = _start_timeout_s(self._options, plan.starter)
-                terms = Terms(self._options, self._stop_at, start_timeout_s, self._exchange, search)
+                terms = Terms(
+                    self._options,
+                    self._stop_at,
+                    start_timeout_s,
+                    self._exchange,
+                    search,
+                    self._console,
+                )
                 outcome = run_attempt(terms, plan.starter, request, self._signals)
         except (UserError, JobFailed) as error:
             if not self._restarts:

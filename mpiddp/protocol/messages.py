@@ -35,7 +35,7 @@ from mpiddp.protocol.variables import MAX_TIMEOUT_S
 
 URGENT = b"!"  # no message of a launcher contains it
 # A launcher that is stopped (Ctrl-Z) reads nothing, and a full connection would block the ranks and then
-# break. So a rank sends no more than UNCONFIRMED_LIMIT messages of progress, some 10 KB, before the launcher
+# break. So a rank sends no more than UNCONFIRMED_LIMIT messages of progress, some 30 KB, before the launcher
 # confirms that it has received some. It does so after every CONFIRM_EVERY.
 CONFIRM_EVERY, UNCONFIRMED_LIMIT = 60, 240
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
@@ -73,7 +73,15 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     },
     "run_dir": {"path": (str,)},  # a restart waits until it is there
     "supports_stop": {},
-    "progress": {"step": (int,)},
+    # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core, and
+    # `queued_s`, in which it waited for one) and of its process: seconds, and bytes.
+    "progress": {
+        "step": (int,),
+        "own_s": (int, float),
+        "queued_s": (int, float),
+        "cpu_s": (int, float),
+        "memory": (int,),
+    },
     "saving": {"active": (bool,)},  # begins, or has ended
     "stacks": {"text": (str,), "step": (int,), "cpu_s": (int, float)},
     "stopped": {},

@@ -16,6 +16,11 @@ from mpiddp.runtime.job.connect import Server
 from mpiddp.world import World
 
 
+def progress(step: int, *, own_s: float = 0.0, queued_s: float = 0.0) -> dict[str, int | float]:
+    """The facts of a message "progress"."""
+    return {"step": step, "own_s": own_s, "queued_s": queued_s, "cpu_s": own_s, "memory": 1 << 30}
+
+
 def member(server: Server, rank: int, world_size: int) -> JobChannel:
     """A rank, whose messages a thread reads."""
     world = World(rank, world_size, rank, world_size)

@@ -38,6 +38,7 @@ _ADDED = re.compile(
     rb"application\.\s*|Please see the FAQ page for debugging suggestions\s*"
 )
 _LONGEST_MESSAGE = 30  # lines
+_LATEST = 256  # bytes that are kept of what a rank has written
 
 
 def open_closed_streams() -> None:
@@ -130,13 +131,15 @@ class JobOutput:
             for stream in STREAMS
         }
         groups = [(1, 2)] if _lead_to_one_place() else [(1,), (2,)]
+        self.latest: dict[int, bytes] = {}  # by rank: the end of what it has written
         screens: dict[int, Screen] = {}
         for group in groups:
             count = len(set().union(*(ranks[stream] for stream in group)))
             screen = Screen(group[0], STREAMS[group[0]], is_shared=count > 1)
             screens |= dict.fromkeys(group, screen)
         self.copies = tuple(
-            OutputCopy(screens[stream], None if shows_end else EndMessage()) for stream in STREAMS
+            OutputCopy(screens[stream], None if shows_end else EndMessage(), self.latest)
+            for stream in STREAMS
         )
         self._screens = screens
 
@@ -211,10 +214,14 @@ class OutputCopy:
     """A thread that copies one stream of the job to a screen.
 
     mpirun gets `pipe`, and `started` closes it here. `end_message`, if there is one, filters what it writes.
+    `latest` is kept up to date.
     """
 
-    def __init__(self, screen: Screen, end_message: EndMessage | None) -> None:
+    def __init__(
+        self, screen: Screen, end_message: EndMessage | None, latest: dict[int, bytes]
+    ) -> None:
         self._screen = screen
+        self._latest = latest
         self._end_message = end_message
         self._reader, self.pipe = os.pipe()
         os.set_blocking(self._reader, False)
@@ -325,6 +332,7 @@ class OutputCopy:
             if len(buffer) < end:
                 break
             self._screen.show(connection.source, bytes(buffer[begin:end]))
+            self._latest[connection.source.rank] = bytes(buffer[max(begin, end - _LATEST) : end])
             del buffer[:end]
         return True
 

@@ -7,6 +7,7 @@ and `mpiddp.launch.supervise.verdict` judges what has happened.
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,21 +17,24 @@ from typing import ClassVar
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import Found, HostSearch
 from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.supervise.console import Console, job_facts
 from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.hang import HangWatch
+from mpiddp.launch.supervise.hang import HangWatch, stacks_sentence
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event, Phase
 from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
+from mpiddp.launch.supervise.skew import SkewWatch
+from mpiddp.launch.supervise.stacks import StackRequests
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
 from mpiddp.protocol.messages import CONFIRM_EVERY
 from mpiddp.protocol.server import Message
+from mpiddp.protocol.viewers import STACKS
 
 # Time limits for:
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S = 2.0  # ranks to end after an "end" message
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
 EXIT_S = 10.0  # mpirun to end once no rank is left
-STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 
 CHECK_S = 1.0  # between two looks at the ranks' steps, or at their saves
 ACCEPT_AGAIN_S = 1.0  # until a machine without files is asked again
@@ -46,6 +50,7 @@ class Terms:
         start_timeout_s: until the first rank has started; None for no limit.
         exchange: of the function that every rank runs, if the job is no script.
         search: for hosts that can join; None without `--grow`.
+        console: for viewers, see `mpiddp top`.
     """
 
     options: LaunchOptions
@@ -53,6 +58,7 @@ class Terms:
     start_timeout_s: float | None = None
     exchange: Exchange = field(default_factory=Exchange)
     search: HostSearch | None = None
+    console: Console = field(default_factory=Console)
 
 
 Action = Callable[["Attempt"], None] | None
@@ -79,8 +85,9 @@ class Attempt:
         self._limit = ""  # the time limit of a stop that the ranks exceeded
         self._rank_failed = False  # after the user's request
         self._join_timeout_s = 0.0
-        self._reports: list[Event] = []  # that wait for the ranks' stacks
+        self._stacks = StackRequests(ranks, server)
         self._hangs: HangWatch | None = None  # once all have joined
+        self._skew = SkewWatch(self._timers.now())
         self._joined_at = 0.0
         self._progress: Counter[int] = Counter()  # messages of each rank
         self._found = ""  # a host that can join, and how
@@ -130,8 +137,8 @@ class Attempt:
                 self._confirm(message)
             case "failed" | "lost" if message.rank in self.ranks.failures:
                 self.on(Event.HOST_LOST if message.facts.get("silent") else Event.FAILED)
-        if self._reports:
-            self._report_if_complete()
+        if self._stacks.are_complete:
+            self._report()
         if self.ranks.done and not self._server.has_ranks:
             self.on(Event.ALL_LEFT)
 
@@ -150,6 +157,22 @@ class Attempt:
         if found.host:
             self._found = found.host
             self.on(Event.HOST_FOUND)
+
+    def on_viewer(self, viewer: socket.socket, want: str) -> None:
+        """A viewer wants the state of the job, or the stacks of its ranks."""
+        if want == STACKS:
+            self._terms.console.let_wait(viewer)
+            self._request_stacks(Event.VIEW_STACKS)
+            return
+        facts = job_facts(self.ranks, self._mpirun.output.latest, self._timers.now())
+        facts["phase"] = self._phase.name.lower()
+        if holder := self._skew.holder:
+            facts["holder"] = holder.sentence(self.ranks.name(holder.rank))
+        self._terms.console.answer(viewer, facts)
+
+    def _answer_viewers(self) -> None:
+        stacks = {rank: facts["text"] for rank, facts in self.ranks.stacks.items()}
+        self._terms.console.answer_all({"sentence": stacks_sentence(self.ranks), "stacks": stacks})
 
     def _confirm(self, message: Message) -> None:
         """Tell a rank now and then that its progress is read. Without this, it falls silent."""
@@ -201,8 +224,10 @@ class Attempt:
         timeout_s, now = self._when.hang_timeout_s, self._timers.now()
         if self.ranks.all_done or self._hangs is None:
             return
-        is_due = self._hangs.is_due(now, self._mpirun.output.idle_s)
-        if is_due and Event.HANG_STACKS not in self._reports:
+        newest_step = max((step for step, _ in self.ranks.steps.values()), default=0)
+        if holder := self._skew.look(now, self.ranks.paces, newest_step):
+            self._log(holder.sentence(self.ranks.name(holder.rank)))
+        if self._hangs.is_due(now, self._mpirun.output.idle_s):
             self._request_stacks(Event.HANG_STACKS)
         is_silent = self._terms.options.job.is_command and self.ranks.newest_step_at is None
         if timeout_s is not None and is_silent and now - self._joined_at >= timeout_s:
@@ -221,34 +246,21 @@ class Attempt:
         if sentences and self._when.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
-    def _request_stacks(self, report: Event) -> None:
-        """Report once every rank has sent its stacks, or after the time limits."""
-        self.ranks.forget_stacks()
-        self._server.request_stacks()
-        self._reports.append(report)
-        self._timers.after(STACKS_S, Event.STACKS_LATE)
-        self._timers.after(STACKS_S + INTERRUPTED_S, Event.STACKS_OVER)
-        self._report_if_complete()
-
-    def _without_stacks(self) -> set[int]:
-        """The ranks that are connected and have not sent their stacks."""
-        return self._server.connected - self.ranks.stacks.keys() - self.ranks.done
-
-    def _interrupt(self) -> None:
-        is_guess = self._when.hang_timeout_s is None and self._reports == [Event.HANG_STACKS]
-        if not is_guess:  # an interrupt ends the system calls of healthy ranks
-            for rank in self._without_stacks():
-                self._server.interrupt(rank)
-
-    def _report_if_complete(self) -> None:
-        if not self._without_stacks():
+    def _request_stacks(self, event: Event) -> None:
+        self._stacks.request(event)
+        if self._stacks.are_complete:
             self._report()
 
+    def _interrupt(self) -> None:
+        """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
+        is_guess = self._when.hang_timeout_s is None
+        self._stacks.interrupt(
+            but_for={Event.VIEW_STACKS} | ({Event.HANG_STACKS} if is_guess else set())
+        )
+
     def _report(self) -> None:
-        self._timers.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
-        reports, self._reports = self._reports, []
-        for report in reports:
-            self.on(report)
+        for event in self._stacks.take():
+            self.on(event)
 
     def _grow(self) -> None:
         """Stop all ranks after their present steps, however long these take, unless work would be lost."""
@@ -391,8 +403,9 @@ class Attempt:
         Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
         Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),
         Event.HANG_STACKS:   (__,          __,          _judge_stacks, __,        __,          __),
+        Event.VIEW_STACKS:   (_answer_viewers,) * len(Phase),
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
-        Event.STACKS_OVER:   (_report,     _report,     _report,     __,          __,          __),
+        Event.STACKS_OVER:   (_report,     _report,     _report,     _report,     _report,     _report),
         Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),
         Event.END_RANKS:     (__,          __,          __,          __,          __,          _end_ranks),
         Event.END_MPIRUN:    (_end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun, _end_mpirun),

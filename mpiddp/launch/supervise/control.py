@@ -10,17 +10,16 @@ import fcntl
 import os
 import signal
 import socket
-import struct
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.paths import cause_of
+from mpiddp.protocol import viewers
 from mpiddp.protocol.messages import UNIX, URGENT
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message, Peer
 from mpiddp.protocol.variables import ADDRESS, SECRET
 
-_UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
 
@@ -94,8 +93,7 @@ class ControlServer(ChannelServer):
             if self._path is None:
                 peer.connection.send(URGENT, socket.MSG_OOB)
                 return
-            option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
-            pid, _, _ = _UCRED.unpack(peer.connection.getsockopt(*option, _UCRED.size))
+            pid, _ = viewers.peer(peer.connection)
             os.kill(pid, signal.SIGURG)
 
     def drop_silent_hosts(self) -> list[Message]:

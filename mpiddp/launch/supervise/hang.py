@@ -166,6 +166,12 @@ class HangWatch:
         return not self._ranks.saving and (any(is_idle) or not is_idle)
 
 
+def stacks_sentence(ranks: Ranks) -> str:
+    """Where the ranks that have not ended are, by the stacks that they have sent."""
+    left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
+    return _sentence(ranks, {rank: _place(ranks.stacks.get(rank)) for rank in left})
+
+
 def _place(stacks: Mapping[str, object] | None) -> _Place:
     if stacks is None:
         return _Place()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mpiddp.launch.supervise.skew import Pace
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
@@ -56,6 +57,7 @@ class Ranks:
     saving: set[int] = field(default_factory=set)
     last_saved_at: float = 0.0  # when a rank last ended a save
     steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
+    paces: dict[int, Pace] = field(default_factory=dict)  # of their latest steps
     stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
     frames: dict[int, str] = field(default_factory=dict)  # stacks out of native code
     logs: dict[int, str] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class Ranks:
             case "progress":
                 if self.steps.get(rank, (-1, 0.0))[0] < facts["step"]:
                     self.steps[rank] = (facts["step"], message.at)
+                self.paces.setdefault(rank, Pace()).add(message.at, facts)
             case "stacks":
                 self.stacks[rank] = facts
             case "frames":

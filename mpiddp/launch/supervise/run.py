@@ -21,6 +21,7 @@ from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.streams.input import Input
 from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.supervise.attempt import Attempt, Terms
+from mpiddp.launch.supervise.console import Listener
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
 from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
@@ -86,6 +87,7 @@ def run_attempt(
     ranks, job = Ranks(hosts), os.urandom(8).hex()
     with ExitStack() as stack:
         selector = stack.enter_context(AwakeSelector())
+        stack.enter_context(terms.console.attending(selector))
         server = ControlServer(_server_address(starter, request), len(hosts), selector)
         stack.enter_context(closing(server))
         terms.exchange.begin(server.settings[SECRET], len(hosts))
@@ -142,6 +144,7 @@ class _Run:
         self.input = Input()
         self._exchange = terms.exchange
         self._search = terms.search
+        self._console = terms.console
         self._server = server
         self._selector = server.selector
         self._mpirun = mpirun
@@ -177,6 +180,9 @@ class _Run:
         for data in ready:
             if data is self._search and self._search is not None:
                 self.attempt.on_found(self._search.found())
+            elif isinstance(data, Listener):
+                if viewer := self._console.accept(data, self._selector):
+                    self.attempt.on_viewer(viewer, data.kind)
             elif data is not self._signals:
                 self._receive(data)
         self._server.expire()

@@ -48,6 +48,7 @@ from mpiddp.runtime.job.channel import (
 )
 from mpiddp.runtime.job.connect import AnotherScript, Server
 from mpiddp.world import World
+from tests.support.channels import progress
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
 
@@ -282,9 +283,9 @@ def test_the_n_th_children_are_a_group_of_their_own(job: Job) -> None:
 def test_a_script_reports_besides_its_rank_and_there_is_one(job: Job) -> None:
     job.connect(1)
     script = job.connect(1, SCRIPT)
-    script.send("progress", step=7)
+    script.send("progress", **progress(7))
     message = job.receives("progress")
-    assert (message.rank, message.facts, message.from_script) == (1, {"step": 7}, True)
+    assert (message.rank, message.facts, message.from_script) == (1, progress(7), True)
     with pytest.raises(AnotherScript):
         job.connect(1, SCRIPT)
     job.server.send(1, "stop", to_script=True)

@@ -33,6 +33,7 @@ from mpiddp.protocol.channel import RANK, encode, member_proof
 from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from tests.support.channels import progress
 
 LIMIT_S = 60.0
 NO_LIMITS = When(0, None, None, 1000.0, 1000.0, None)
@@ -165,7 +166,7 @@ def test_ranks_that_have_joined_may_run_for_long(jobs: list[Job]) -> None:
 def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
     job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.2))
     job.join()
-    job.say(0, "progress", step=1)
+    job.say(0, "progress", **progress(1))
     job.say(1, "exited")
     while not job.attempt.ended_because:
         job.until(Event.SEE_STEPS)

@@ -31,6 +31,7 @@ from mpiddp.protocol.channel import (
 from mpiddp.protocol.messages import LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT, URGENT
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from tests.support.channels import progress
 
 LIMIT_S = 60.0
 
@@ -141,12 +142,12 @@ def test_a_rank_reports_and_is_lost(server: Server, rank: Client) -> None:
     assert server.server.connected == {1}
     assert server.server.has_ranks
     rank.send("started", host="a", pid=5)
-    rank.socket.sendall(encode("progress", b"", step=3)[:5])
+    rank.socket.sendall(encode("progress", b"", **progress(3))[:5])
     (started,) = server.await_messages(1)
     assert (started.rank, started.kind, started.facts) == (1, "started", {"host": "a", "pid": 5})
     assert not started.from_script
     assert abs(started.at - server.selector.now()) < LIMIT_S
-    rank.socket.sendall(encode("progress", b"", step=3)[5:] + encode("done"))
+    rank.socket.sendall(encode("progress", b"", **progress(3))[5:] + encode("done"))
     assert [each.kind for each in server.await_messages(2)] == ["progress", "done"]
     rank.socket.close()
     (lost,) = server.await_messages(1)
@@ -252,9 +253,9 @@ def test_the_script_of_a_rank_gets_what_concerns_it(server: Server, rank: Client
     expected = ["stop", "stacks", "received", "end"]
     assert [script.receive()["type"] for _ in range(4)] == expected
     assert [rank.receive()["type"] for _ in range(2)] == ["stopping", "end"]
-    script.send("progress", step=1)
-    (progress,) = server.await_messages(1)
-    assert (progress.rank, progress.from_script) == (1, True)
+    script.send("progress", **progress(1))
+    (step,) = server.await_messages(1)
+    assert (step.rank, step.from_script) == (1, True)
     script.socket.close()
     (lost,) = server.await_messages(1)
     assert (lost.kind, lost.from_script) == ("lost", True)
@@ -320,11 +321,11 @@ def test_a_rank_that_does_not_answer_is_interrupted(monkeypatch: pytest.MonkeyPa
     over_tcp = Server("127.0.0.1")
     rank = Client(over_tcp)
     rank.introduce(1)
-    rank.send("progress", step=1)
+    rank.send("progress", **progress(1))
     rank.socket.sendall(b"Stack (most recent call first):\n")
     over_tcp.server.interrupt(1)
-    progress, frames = over_tcp.await_messages(2)
-    assert (progress.kind, frames.kind) == ("progress", "frames")
+    step, frames = over_tcp.await_messages(2)
+    assert (step.kind, frames.kind) == ("progress", "frames")
     assert frames.facts == {"text": "Stack (most recent call first):"}
     assert rank.socket.recv(1, socket.MSG_OOB) == URGENT
     over_tcp.server.close()

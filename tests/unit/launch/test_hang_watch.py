@@ -13,6 +13,7 @@ import pytest
 from mpiddp.launch.supervise.hang import HangWatch
 from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.protocol.server import Message
+from tests.support.channels import progress
 
 SITE = "/venv/lib/python3.11/site-packages"
 ALL_REDUCE = [
@@ -70,7 +71,7 @@ class Job:
             if self.now - reported_at >= 0.5:
                 reported_at = self.now
                 for rank in self.cpu_s:
-                    self.note(rank, "progress", step=step)
+                    self.note(rank, "progress", **progress(step))
 
     def after(self, seconds: float) -> str:
         """What is said within the next seconds."""

@@ -1,0 +1,150 @@
+"""How fast each rank makes its steps, and whether one of them holds the others up.
+
+A rank's own time is that in which the thread that makes its steps ran, or could run and waited for a core.
+The rest of a step it waits: for other ranks, for data, for a disk or a GPU. Ranks that wait for a GPU or in
+NCCL use their core meanwhile, so all their own times are equal, and none is named.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
+CHRONIC = 3  # windows in a row that name the same rank
+FACTOR = 1.3  # of the others' own time
+_LEAST_SHARE = 0.5  # of a step: if the rank is faster, something else takes the time
+_MOST_SPREAD = 1.2  # of the times of a step: ranks that differ more do not wait for each other
+_QUEUED_SHARE = 0.3  # of the rank's own time, so that its host is the likely cause
+
+
+class _Sample(NamedTuple):
+    """The totals of a rank's thread and of its process, at the time of a step."""
+
+    at: float
+    step: int
+    own_s: float
+    queued_s: float
+    cpu_s: float
+
+
+class StepTime(NamedTuple):
+    """The mean seconds of a rank's latest steps.
+
+    `own_s` includes `queued_s`, in which its thread has no core. `cpu_s` is that of all its threads.
+    """
+
+    step_s: float
+    own_s: float
+    queued_s: float
+    cpu_s: float
+
+
+class Pace:
+    """The latest steps of one rank."""
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque()
+        self.memory = 0  # bytes, of the process
+
+    def add(self, at: float, facts: Mapping[str, Any]) -> None:
+        """The rank has reported a step, a message "progress"."""
+        self.memory = facts["memory"]
+        new = _Sample(at, facts["step"], facts["own_s"], facts["queued_s"], facts["cpu_s"])
+        samples = self._samples
+        if samples and (new.step <= samples[-1].step or new.own_s < samples[-1].own_s):
+            samples.clear()  # the script has begun anew, or another thread makes the steps now
+        samples.append(new)
+        while len(samples) > 2 and samples[1].at <= at - WINDOW_S:
+            samples.popleft()
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """None until there are two reports, and if the clock has stood still between them (Ctrl-Z)."""
+        first, last = self._samples[0], self._samples[-1]
+        if last.at <= first.at:
+            return None
+        steps = last.step - first.step
+        return StepTime(
+            (last.at - first.at) / steps,
+            (last.own_s - first.own_s) / steps,
+            (last.queued_s - first.queued_s) / steps,
+            (last.cpu_s - first.cpu_s) / steps,
+        )
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A rank that holds the others up, its seconds in a step, and the others' median."""
+
+    rank: int
+    time: StepTime
+    others_s: float
+
+    def sentence(self, name: str) -> str:
+        """The rank is `name`."""
+        times = self.time.own_s / max(self.others_s, 1e-9)
+        factor = f"{times:.1f} times" if times < 100 else "over 100 times"
+        cause = ""
+        if self.time.queued_s > _QUEUED_SHARE * self.time.own_s:
+            share = self.time.queued_s / self.time.own_s
+            cause = f" In {share:.0%} of it, other processes have its core."
+        return (
+            f"{name} holds the others up: it works for {seconds(self.time.own_s)} in a step of "
+            f"{seconds(self.time.step_s)}, {factor} as long as they do.{cause}"
+        )
+
+
+def find_holder(paces: Mapping[int, Pace]) -> Holder | None:
+    """The rank that makes the others wait in the latest steps, if there is one."""
+    times = {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
+    if len(times) < 2:
+        return None
+    slowest = max(times, key=lambda rank: times[rank].own_s)
+    time = times[slowest]
+    others_s = median(each.own_s for rank, each in times.items() if rank != slowest)
+    step_s = [each.step_s for each in times.values()]
+    is_together = max(step_s) <= _MOST_SPREAD * min(step_s)
+    is_late = time.own_s >= FACTOR * others_s and time.own_s >= _LEAST_SHARE * time.step_s
+    return Holder(slowest, time, others_s) if is_together and is_late else None
+
+
+class SkewWatch:
+    """Names a rank that holds the others up for long, once. Times are of the caller's clock, in seconds.
+
+    Args:
+        now: when the attempt began.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._look_at = now + WINDOW_S
+        self._newest = 0  # the step at the last look
+        self._in_a_row = 0
+        self._named: set[int] = set()
+        self.holder: Holder | None = None  # at the last look
+
+    def look(self, now: float, paces: Mapping[int, Pace], newest: int) -> Holder | None:
+        """The rank to name now, if there is one. Call this about once a second.
+
+        Args:
+            newest: the newest step of any rank.
+        """
+        if now < self._look_at or newest == self._newest:
+            return None
+        self._look_at, self._newest = now + WINDOW_S, newest
+        found, before = find_holder(paces), self.holder
+        is_same = found is not None and before is not None and found.rank == before.rank
+        self._in_a_row = self._in_a_row + 1 if is_same else 1
+        self.holder = found
+        if found is None or self._in_a_row < CHRONIC or found.rank in self._named:
+            return None
+        self._named.add(found.rank)
+        return found
+
+
+def seconds(value: float) -> str:
+    """ "1.2 s" or "38 ms"."""
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.3g} ms"

@@ -1,0 +1,1 @@
+"""`mpiddp ps`, `top`, `stacks`, `stop`: a job that runs, from another terminal."""

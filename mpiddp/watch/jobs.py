@@ -1,0 +1,125 @@
+"""The jobs of this user whose launchers run on this machine: find them, and get what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpiddp.errors import UserError
+from mpiddp.protocol.viewers import JOB, STACKS, folders, is_private, peer
+from mpiddp.text import listed, shown
+
+_ANSWER_S = 3.0  # an answer takes a launcher a few milliseconds
+_STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launcher that listens. `facts` are what it says of its job, {} if it does not answer.
+
+    `pid` is 0 if it runs in another container.
+    """
+
+    path: Path
+    pid: int
+    facts: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"{self.pid} ({self.facts.get('name', 'no answer')})"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the same process still listens."""
+        connection = _connected(self.path)
+        if connection is None:
+            return False
+        with connection:
+            return peer(connection)[0] == self.pid
+
+    def now(self) -> dict[str, Any]:
+        """What it says of its job now. Raises UserError if it has ended or does not answer."""
+        return self._ask(self.path, _ANSWER_S)
+
+    def stacks(self) -> dict[str, Any]:
+        """Where its ranks are: a sentence, and the Python stacks of each. Raises UserError as `now`."""
+        return self._ask(self.path.with_suffix(STACKS), _STACKS_S)
+
+    def _ask(self, path: Path, within_s: float) -> dict[str, Any]:
+        connection = _connected(path)
+        if connection is None:
+            raise UserError(f"job {self.title} has ended.")
+        if facts := _received(connection, within_s):
+            return facts
+        raise UserError(
+            f"job {self.title} does not answer: it ends or restarts now, or is suspended (Ctrl-Z)."
+        )
+
+
+def running_jobs() -> list[Job]:
+    """All jobs of this user on this machine, the oldest first."""
+    jobs = []
+    for folder in filter(is_private, folders()):
+        for path in folder.glob(f"*{JOB}"):
+            if connection := _connected(path):
+                jobs.append(Job(path, peer(connection)[0], _received(connection, _ANSWER_S)))
+    return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
+
+
+def find_job(name: str | None) -> Job:
+    """The running job with this pid or name, or the only one. Raises UserError as `chosen`."""
+    return chosen(running_jobs(), name)
+
+
+def chosen(jobs: list[Job], name: str | None) -> Job:
+    """The job with this pid or name, or the only one.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    if not jobs:
+        raise UserError(
+            "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
+        )
+    found = [job for job in jobs if name in (None, str(job.pid), job.facts.get("name"))]
+    if len(found) == 1:
+        return found[0]
+    titles = listed([job.title for job in found or jobs])
+    if found:
+        raise UserError(f"several jobs run here: {titles}. Name one by its number.")
+    raise UserError(f"no job of yours is called {shown(str(name))}. There are: {titles}.")
+
+
+def _connected(path: Path) -> socket.socket | None:
+    """A connection to the launcher, of this user, that listens there. What a dead one has left is removed."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_ANSWER_S)
+    try:
+        connection.connect(str(path))
+        if peer(connection)[1] == os.getuid():
+            return connection
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+        path.with_suffix(STACKS).unlink(missing_ok=True)
+    except OSError:  # it has just ended, or too many viewers wait for it
+        pass
+    connection.close()
+    return None
+
+
+def _received(connection: socket.socket, within_s: float) -> dict[str, Any]:
+    """What the launcher sends, {} if it sends nothing in time. The connection is closed."""
+    with connection, contextlib.suppress(OSError, ValueError):
+        connection.settimeout(within_s)
+        _, files, _, _ = socket.recv_fds(connection, 1, 1)
+        if files:
+            with os.fdopen(files[0], "rb") as file:
+                file.seek(0)
+                facts: dict[str, Any] = json.load(file)
+                return facts
+    return {}

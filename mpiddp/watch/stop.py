@@ -1,0 +1,34 @@
+"""`mpiddp stop`: stop a job, as Ctrl-C in its terminal or SIGTERM to its launcher does."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import UserError
+from mpiddp.hosts.pidfd import opened
+from mpiddp.watch.jobs import find_job
+
+
+def main(argv: list[str]) -> int:
+    """Run `mpiddp stop ARGV`. It does not wait for the end of the job.
+
+    Raises:
+        UserError: bad usage, no such job, or one in another container.
+    """
+    parser = OneSentenceParser(
+        prog="mpiddp stop",
+        description="Stop a job: its ranks save, if its script can, and it ends. A second request kills it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", nargs="?", metavar="JOB", help="pid or name (default: the only job)")
+    job = find_job(parser.parse_args(argv).job)
+    if not job.pid:
+        raise UserError(f"job {job.title} runs in another container. Stop it there.")
+    with suppress(ProcessLookupError), opened(job.pid) as send:
+        if job.is_alive:  # else another process may have its pid by now
+            send(signal.SIGTERM)
+            print(f"job {job.title} is requested to stop.")
+            return 0
+    raise UserError(f"job {job.title} has ended.")

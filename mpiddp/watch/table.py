@@ -1,0 +1,104 @@
+"""The tables of `mpiddp ps` and `mpiddp top`, from what launchers say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mpiddp.text import align_columns, counted, duration, escaped, size_text
+
+Facts = Mapping[str, Any]
+
+
+def _text(value: object) -> str:
+    return escaped(str(value))
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}/s"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+# The columns of `top`: the fact of a rank, its text, and whether a sorted table begins with the largest.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
+    "rank": ("rank", _text, False),
+    "host": ("host", _text, False),
+    "state": ("state", _text, False),
+    "step": ("step", _text, False),
+    "rate": ("rate", _rate, False),
+    "own": ("own_s", _seconds, True),
+    "wait": ("wait_s", _seconds, True),
+    "cpu": ("cores", _percent, True),
+    "memory": ("memory", size_text, True),
+    "ago": ("ago_s", duration, True),
+}
+_RIGHT = (0, 3, 4, 5, 6, 7, 8, 9)
+
+
+def jobs_table(jobs: Sequence[tuple[int, Facts]]) -> str:
+    """The table of `mpiddp ps`: a line for each job's pid and facts, {} for one that does not answer."""
+    rows = [("PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE")]
+    for pid, facts in jobs:
+        hosts = hosts_of(facts) if facts else []
+        more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
+        row = (
+            str(pid) if pid else "-",
+            _cell(facts.get("name"), _text),
+            escaped(",".join(hosts[:2]) + more) or "-",
+            str(len(facts["ranks"])) if facts else "-",
+            _cell(facts.get("step"), _text),
+            _cell(facts.get("rate"), _rate),
+            _text(facts.get("phase", "no answer")),
+            _cell(facts.get("age_s"), duration),
+        )
+        rows.append(row)
+    return align_columns(rows, right=(0, 3, 4, 5))
+
+
+def hosts_of(facts: Facts) -> list[str]:
+    """The hosts of a job, in the order of their ranks."""
+    return list(dict.fromkeys(str(rank["host"]) for rank in facts["ranks"]))
+
+
+def shown_ranks(facts: Facts, sort: str, host: str) -> list[Facts]:
+    """The ranks of a host, "" for all, sorted by a column. Those without the fact come last."""
+    fact, _, is_largest_first = COLUMNS[sort]
+    ranks = [rank for rank in facts["ranks"] if host in ("", rank["host"])]
+    known = [rank for rank in ranks if fact in rank]
+    known.sort(key=lambda rank: rank[fact], reverse=is_largest_first)
+    return known + [rank for rank in ranks if fact not in rank]
+
+
+def head_lines(facts: Facts) -> list[str]:
+    """What `top` says above its table."""
+    ranks = counted(len(facts["ranks"]), "rank")
+    steps = f"step {_cell(facts['step'], _text)}, {_cell(facts['rate'], _rate)}"
+    parts = [
+        f"{_text(facts['name'])} (pid {facts['pid']})",
+        _text(facts["phase"]),
+        f"{ranks} on {counted(len(hosts_of(facts)), 'host')}",
+        *([steps] if facts["step"] is not None else []),
+        f"attempt {facts['attempt']}",
+        duration(facts["age_s"]),
+    ]
+    return [", ".join(parts), *([_text(facts["holder"])] if "holder" in facts else [])]
+
+
+def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str]) -> list[str]:
+    """The table of ranks: a line of names, and one for each. `gpus` has the text of the ranks on GPUs."""
+    rows = [[*map(str.upper, COLUMNS), *(["GPU"] if gpus else []), "LAST LINE"]]
+    for rank in ranks:
+        cells = [_cell(rank.get(fact), text) for fact, text, _ in COLUMNS.values()]
+        rows.append([*cells, *([gpus.get(rank["rank"], "-")] if gpus else []), _text(rank["line"])])
+    return align_columns(rows, right=_RIGHT).split("\n")
+
+
+def _cell(value: Any, text: Callable[[Any], str]) -> str:
+    return "-" if value is None else text(value)

@@ -1,0 +1,230 @@
+"""Viewers of a job: a console as the launcher has it, without ranks, and the verbs in processes of their own.
+
+Tests mpiddp/watch/, mpiddp/launch/supervise/console.py, mpiddp/protocol/viewers.py.
+python -m pytest tests/integration/test_viewers.py
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mpiddp.launch.supervise.console import Console, Listener, job_facts, open_console
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.protocol.server import Message
+from mpiddp.protocol.viewers import JOB, STACKS
+from tests.support.channels import progress
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env, mpiddp
+
+PID = str(os.getpid())  # of the launcher, which is this process
+
+
+@pytest.fixture(name="folder")
+def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "mpiddp"
+
+
+@contextmanager
+def serving(console: Console) -> Iterator[None]:
+    """A thread that answers as a launcher does: a job of two ranks on the hosts a and b."""
+    ranks = Ranks(("a", "b"))
+    for rank in (0, 1):
+        ranks.note(Message(rank, "progress", progress(5 + rank), 1.0))
+    facts = job_facts(ranks, {0: b"loss 0.5\n"}, 2.0) | {"phase": "running"}
+    answers = {JOB: facts, STACKS: {"sentence": "both wait.", "stacks": {1: "line 1\x1b"}}}
+    is_over = threading.Event()
+
+    def run() -> None:
+        with selectors.DefaultSelector() as selector, console.attending(selector):
+            while not is_over.is_set():
+                for key, _ in selector.select(0.01):
+                    assert isinstance(key.data, Listener)
+                    if viewer := console.accept(key.data, selector):
+                        console.answer(viewer, answers[key.data.kind])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        console.close()
+
+
+@pytest.fixture(name="job")
+def a_job(folder: Path) -> Iterator[Path]:
+    with serving(open_console("train.py")):
+        yield folder
+
+
+def test_a_job_is_listed_and_its_ranks_are_shown(job: Path) -> None:
+    assert job.stat().st_mode & 0o777 == 0o700
+    (line,) = [line for line in mpiddp("ps").stdout.splitlines() if PID in line.split()]
+    assert line.split()[:6] == [PID, "train.py", "a,b", "2", "6", "-"]
+    shown = mpiddp("top", PID, "--sort", "step", "--host", "b").stdout.splitlines()
+    assert shown[0].startswith(f"train.py (pid {PID}), running, 2 ranks on 2 hosts, step 6, -,")
+    assert [row.split()[:4] for row in shown[2:]] == [["1", "b", "starting", "6"]]
+    stacks = mpiddp("stacks", PID, "--rank", "1")
+    assert (stacks.stdout, stacks.stderr) == ("both wait.\n\nline 1\\x1b\n", "")
+    assert mpiddp("stacks", PID, "--rank", "7").stdout.endswith("rank 7 has sent no stack.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["top", PID, "--host", "bb"], '--host bb: the job has no such host. Did you mean "b"?'),
+        (["stop", "no-such"], "no job of yours is called no-such."),
+        (["top", PID, "--sort", "x"], "argument --sort: invalid choice: 'x'"),
+        (["ps", "x"], "mpiddp ps: unrecognized arguments: x."),
+    ],
+)
+def test_bad_input_is_one_sentence(job: Path, arguments: list[str], sentence: str) -> None:
+    done = mpiddp(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_launcher_between_two_attempts_does_not_answer(folder: Path) -> None:
+    console = open_console("train.py")
+    try:
+        (line,) = [line for line in mpiddp("ps").stdout.splitlines() if PID in line.split()]
+        assert line.split()[-3:] == ["no", "answer", "-"]
+        for verb in ("top", "stacks"):
+            done = mpiddp(verb, PID)
+            assert done.returncode == 2
+            assert "does not answer: it ends or restarts now, or is suspended" in done.stderr
+    finally:
+        console.close()
+    assert not folder.exists()
+
+
+def test_what_a_killed_launcher_has_left_is_removed(job: Path) -> None:
+    for suffix in (JOB, STACKS):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(job / f"0{suffix}"))
+    assert PID in mpiddp("ps").stdout
+    assert sorted(path.suffix for path in job.iterdir()) == [JOB, STACKS]
+    assert not (job / f"0{JOB}").exists()
+
+
+@pytest.mark.parametrize("problem", ["others may enter", "a link", "no folder", "a long path"])
+def test_a_folder_that_is_not_private_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    folder = tmp_path / "mpiddp"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    if problem == "others may enter":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif problem == "a link":
+        (tmp_path / "real").mkdir(mode=0o700)
+        folder.symlink_to("real")
+    elif problem == "no folder":
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
+    else:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("x" * 100)))
+        (tmp_path / ("x" * 100)).mkdir()
+    with serving(open_console("train.py")):
+        assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
+        assert PID in mpiddp("ps").stdout  # it listens in /tmp
+
+
+def test_a_viewer_that_reads_nothing_delays_nobody(job: Path) -> None:
+    (path,) = job.glob(f"*{JOB}")
+    silent = []
+    for _ in range(100):
+        silent.append(socket.socket(socket.AF_UNIX))
+        silent[-1].connect(str(path))
+    assert PID in mpiddp("ps").stdout
+    for viewer in silent:
+        viewer.close()
+
+
+def test_top_is_redrawn_until_q(job: Path) -> None:
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "mpiddp", "top", PID]
+    with subprocess.Popen(
+        command,
+        env=clean_env({"TERM": "xterm"}),
+        cwd=ROOT,
+        stdin=its_end,
+        stdout=its_end,
+        stderr=its_end,
+    ) as top:
+        limit = threading.Timer(PATIENCE_S, top.kill)
+        limit.start()
+        os.close(its_end)
+        screen = b""
+
+        def until(text: bytes) -> None:
+            nonlocal screen
+            while text not in screen:
+                screen += os.read(terminal, 4096)
+            screen = b""
+
+        until(b"sorted by rank, all hosts")
+        os.write(terminal, b"sh")
+        until(b"sorted by host, a ")
+        os.write(terminal, b"12\x7f\n")
+        until(b"both wait.")
+        os.write(terminal, b"x")
+        until(b"sorted by host")
+        os.write(terminal, b"q")
+        until(f"job {PID} (train.py) goes on.".encode())
+        assert top.wait(PATIENCE_S) == 0
+        limit.cancel()
+    os.close(terminal)
+
+
+def test_stop_is_a_sigterm_to_the_launcher(job: Path) -> None:
+    signals: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        done = mpiddp("stop", PID)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (done.returncode, done.stdout) == (0, f"job {PID} (train.py) is requested to stop.\n")
+    assert signals == [signal.SIGTERM]
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+*pid*) echo "10, GPU-18ac, 12600"; echo "11, GPU-19ac, [N/A]"; echo "99, GPU-19ac, 5" ;;
+*) echo "GPU-18ac, 87"; echo "GPU-19ac, 0" ;;
+esac
+"""
+
+
+def test_nvidia_smi_tells_the_gpus_of_ranks_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mpiddp.watch.gpus import gpus_of
+
+    ranks = [
+        {"rank": rank, "host": host, "pid": 10 + rank}
+        for rank, host in enumerate(["localhost", "localhost", "elsewhere.invalid"])
+    ]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(NVIDIA_SMI)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
+    assert gpus_of(ranks[:2]) == {0: "87% 12.3 GB", 1: "0%"}
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus_of(ranks[:2]) == {}
+    tool.unlink()
+    assert gpus_of(ranks) == {}

@@ -1,0 +1,138 @@
+"""Which rank holds the others up, and when the launcher says so.
+
+Tests mpiddp/launch/supervise/skew.py.
+python -m pytest tests/unit/launch/test_skew.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from mpiddp.launch.supervise.skew import Pace, SkewWatch
+from tests.support.channels import progress
+
+
+class Job:
+    """Ranks that make steps, a clock, and what the watch says of them."""
+
+    def __init__(self, ranks: int = 4) -> None:
+        self.now = 0.0
+        self.step = 0
+        self.paces = {rank: Pace() for rank in range(ranks)}
+        self.own_s = dict.fromkeys(range(ranks), 0.0)
+        self.queued_s = dict.fromkeys(range(ranks), 0.0)
+        self.watch = SkewWatch(0.0)
+        self.said: list[str] = []
+        self._reported_at = 0.0
+        self._looked_at = 0.0
+
+    def steps(
+        self,
+        count: int,
+        own_s: Sequence[float],
+        step_s: float | None = None,
+        queued: Mapping[int, float] = {},
+    ) -> list[str]:
+        """What is said during so many steps, in which the slowest rank makes the others wait.
+
+        Args:
+            own_s: of each rank in a step.
+            queued: the ranks' shares of it without a core.
+        """
+        self.said = []
+        for _ in range(count):
+            self.now += step_s or max(own_s) * 1.05
+            self.step += 1
+            for rank, own in enumerate(own_s):
+                self.own_s[rank] += own
+                self.queued_s[rank] += own * queued.get(rank, 0.0)
+            if self.now - self._reported_at >= 0.5:
+                self._reported_at = self.now
+                for rank, pace in self.paces.items():
+                    facts = progress(
+                        self.step, own_s=self.own_s[rank], queued_s=self.queued_s[rank]
+                    )
+                    pace.add(self.now, facts)
+            while self._looked_at + 1 <= self.now:
+                self._looked_at += 1
+                if holder := self.watch.look(self._looked_at, self.paces, self.step):
+                    self.said.append(holder.sentence(f"rank {holder.rank}"))
+        return self.said
+
+
+def test_a_slow_rank_is_named_once_after_half_a_minute() -> None:
+    job = Job()
+    assert job.steps(275, [0.05, 0.05, 0.1, 0.04]) == []
+    assert job.steps(2000, [0.05, 0.05, 0.1, 0.04]) == [
+        "rank 2 holds the others up: it works for 100 ms in a step of 105 ms, 2.0 times as long as they do."
+    ]
+    assert job.steps(2000, [0.05, 0.05, 0.1, 0.04]) == []
+
+
+def test_a_rank_whose_core_others_use_is_named_with_this_cause() -> None:
+    assert Job().steps(60, [2.0, 0.001, 0.001, 0.001], queued={0: 0.5}) == [
+        "rank 0 holds the others up: it works for 2.0 s in a step of 2.1 s, over 100 times as long as they "
+        "do. In 50% of it, other processes have its core."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("own_s", "step_s"),
+    [
+        ([0.1, 0.1, 0.12, 0.1], None),  # too little
+        ([0.1, 0.1, 0.1, 0.1], None),  # waiting for GPUs, which uses the cores
+        ([0.001, 0.001, 0.03, 0.001], 0.2),  # a disk or a GPU takes the time of all ranks
+    ],
+)
+def test_equal_ranks_are_not_named(own_s: list[float], step_s: float | None) -> None:
+    assert Job().steps(2000, own_s, step_s) == []
+
+
+def test_a_single_slow_time_is_not_named() -> None:
+    """Rank 0 evaluates, or compiles, for 20 s."""
+    job = Job()
+    assert job.steps(200, [0.1] * 4) == []
+    assert job.steps(1, [20.0, 0.1, 0.1, 0.1]) == []
+    assert job.steps(500, [0.1] * 4) == []
+
+
+def test_ranks_that_take_turns_are_not_named() -> None:
+    job, draw = Job(), random.Random(1)
+    for _ in range(5000):
+        own_s = [0.05] * 4
+        own_s[draw.randrange(4)] = 0.2
+        assert job.steps(1, own_s) == []
+
+
+def test_ranks_that_do_not_wait_for_each_other_are_not_compared() -> None:
+    paces = {0: Pace(), 1: Pace()}
+    watch = SkewWatch(0.0)
+    for second in range(100):
+        paces[0].add(second, progress(10 * second, own_s=second))
+        paces[1].add(second, progress(100 * second, own_s=second))
+        assert watch.look(second, paces, 100 * second) is None
+
+
+def test_the_first_look_and_one_rank_alone_name_nobody() -> None:
+    assert SkewWatch(0.0).look(100.0, {}, 0) is None
+    assert Job(1).steps(2000, [0.1]) == []
+
+
+def test_a_script_that_begins_anew_is_measured_anew() -> None:
+    pace = Pace()
+    for at in range(5):
+        pace.add(at, progress(at + 1, own_s=at))
+    pace.add(5, progress(1, own_s=0.1))
+    assert pace.step_time is None
+    pace.add(6, progress(3, own_s=0.5))
+    assert pace.step_time == (0.5, 0.2, 0.0, 0.2)
+
+
+def test_a_suspended_launcher_reads_many_reports_at_once() -> None:
+    pace = Pace()
+    pace.add(5.0, progress(1))
+    pace.add(5.0, progress(2))
+    assert pace.step_time is None

@@ -1,0 +1,94 @@
+"""The tables of `mpiddp ps` and `mpiddp top`, from the reports of ranks, and which job a name means.
+
+Tests mpiddp/watch/{table,jobs}.py, mpiddp/launch/supervise/console.py.
+python -m pytest tests/unit/watch/test_tables_of_jobs.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.launch.supervise.console import job_facts
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.protocol.server import Message
+from mpiddp.watch.jobs import Job, chosen
+from mpiddp.watch.table import head_lines, jobs_table, rank_lines, shown_ranks
+from tests.support.channels import progress
+
+
+@pytest.fixture(name="facts")
+def facts_of_a_job() -> dict[str, Any]:
+    """A job of four ranks on two hosts: two make steps, one saves, one has not started."""
+    ranks = Ranks(("a", "a", "b", "b"))
+    for rank in (0, 1, 2):
+        ranks.note(Message(rank, "started", {"host": "ab"[rank // 2], "pid": 10 + rank}, 0.0))
+        ranks.note(Message(rank, "joining", {"timeout_s": 60}, 0.0))
+    for second in range(10):
+        for rank, own in ((0, 0.1), (1, 0.9)):
+            facts = progress(second * 2, own_s=second * own)
+            ranks.note(Message(rank, "progress", facts, 100.0 + second))
+    ranks.note(Message(2, "saving", {"active": True}, 101.0))
+    latest = {0: b"epoch 1\n 10%\r 20%\x1b[2J\n\n", 2: b"\xff\n"}
+    job = {"pid": 7, "name": "train.py", "age_s": 720.0, "attempt": 2, "phase": "running"}
+    facts = job | job_facts(ranks, latest, 112.0)
+    decoded: dict[str, Any] = json.loads(json.dumps(facts))
+    return decoded
+
+
+def test_every_rank_has_a_line(facts: dict[str, Any]) -> None:
+    assert head_lines(facts) == [
+        "train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min"
+    ]
+    assert rank_lines(shown_ranks(facts, "rank", ""), {}) == [
+        "RANK  HOST  STATE     STEP  RATE     OWN    WAIT  CPU  MEMORY  AGO  LAST LINE",
+        "   0  a     running     18   2/s   50 ms  450 ms  10%  1.1 GB  3 s   20%\\x1b[2J",
+        "   1  a     running     18   2/s  450 ms   50 ms  90%  1.1 GB  3 s",
+        "   2  b     saving       -     -       -       -    -       -    -  \ufffd",
+        "   3  b     starting     -     -       -       -    -       -    -",
+    ]
+
+
+def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts: dict[str, Any]) -> None:
+    def ranks(sort: str, host: str = "") -> list[int]:
+        return [rank["rank"] for rank in shown_ranks(facts, sort, host)]
+
+    assert ranks("own") == [1, 0, 2, 3]
+    assert ranks("wait") == [0, 1, 2, 3]
+    assert ranks("rank", "b") == [2, 3]
+
+
+def test_the_ranks_on_gpus_have_a_column_for_them(facts: dict[str, Any]) -> None:
+    head, first, second = rank_lines(shown_ranks(facts, "rank", "a"), {1: "87% 12.3 GB"})
+    assert head.split()[-3:] == ["GPU", "LAST", "LINE"]
+    assert ("87% 12.3 GB" in first, "87% 12.3 GB" in second) == (False, True)
+
+
+def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts: dict[str, Any]) -> None:
+    assert jobs_table([(7, facts), (8, {})]).split("\n") == [
+        "PID  NAME      HOSTS  RANKS  STEP  RATE  STATE      AGE",
+        "  7  train.py  a,b        4    18   2/s  running    12 min",
+        "  8  -         -          -     -     -  no answer  -",
+    ]
+
+
+def test_a_job_is_named_by_its_pid_or_its_name(facts: dict[str, Any]) -> None:
+    jobs = [
+        Job(Path(), pid, facts | {"name": name})
+        for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))
+    ]
+    assert chosen(jobs, "a.py") is chosen(jobs, "7") is chosen(jobs[:1], None) is jobs[0]
+    for name, sentence in {
+        None: "several jobs run here: 7 (a.py), 8 (b.py), 9 (b.py). Name one by its number.",
+        "b.py": "several jobs run here: 8 (b.py), 9 (b.py). Name one by its number.",
+        "c": "no job of yours is called c. There are: 7 (a.py), 8 (b.py), 9 (b.py).",
+    }.items():
+        with pytest.raises(UserError) as error:
+            chosen(jobs, name)
+        assert str(error.value) == sentence
+    with pytest.raises(UserError, match="no job of yours runs on this machine"):
+        chosen([], None)
