@@ -110,6 +110,10 @@ class Ranks:
                 self._note_saving(message, is_saving=True)  # scripts save then, and leave
             case "done" | "exited":
                 self.done.add(rank)
+                if (failure := self.failures.get(rank)) and failure.kind == "lost":
+                    del self.failures[
+                        rank
+                    ]  # the rank had closed its connection, and has another one
                 if message.kind == "exited":
                     self.exited[rank] = message.at
                 self._note_saving(message, is_saving=False)

@@ -301,7 +301,10 @@ class JobChannel:
                 if not self._take(facts, value):
                     yield facts
         except OSError as error:
-            self.was_closed_here = error.errno == errno.EBADF
+            if error.errno == errno.EBADF:
+                with self._send_lock:
+                    if not self.was_closed_here:
+                        self._connect_again()
         except NO_MESSAGE:
             pass
         finally:

@@ -7,6 +7,7 @@ python -m pytest tests/test_job_channel.py
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
 import threading
@@ -179,6 +180,8 @@ def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_com
 def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> None:
     first, second = job.connect(0), job.connect(1)
     first.give("stop", 5, calls=False)  # as a rank that leaves
+    first.put("after it", 1)
+    assert first.collect("after it", [0], timeout_s=PATIENCE_S) == [1]
     second.give("stop", 4, calls=True)
     third = job.connect(2)
     until(lambda: third.is_called("stop"))
@@ -546,3 +549,14 @@ def test_an_answer_for_all_is_encoded_once() -> None:
 def test_a_value_has_no_urgent_byte() -> None:
     assert b"!" not in encode_value({"a!": "!"})
     assert json.loads(encode_value({"a!": "!"})) == {"a!": "!"}
+
+
+def test_a_rank_whose_files_were_closed_reports_its_end_over_another_connection(job: Job) -> None:
+    """As `os.closerange` closes them, while news arrives."""
+    first, second, _ = job.all()
+    until(lambda: len(job.server.connected) == RANKS)
+    os.close(first.connection.fileno())
+    second.give("wakes the reader", None, calls=True)
+    until(lambda: first.was_closed_here)
+    first.send("done")
+    assert job.receives("done").rank == 0

@@ -377,6 +377,12 @@ CASES = [
         [message(1, "exited"), lost(0, 2.0, silent=True)],
     ),
     Case(
+        "a rank that had closed all its files, and said its end over another connection",
+        Verdict(DONE),
+        [lost(1, 1.0), *DONE_BY_ALL],
+        (0, ""),
+    ),
+    Case(
         "a command that started its script again",
         Verdict(DONE),
         [failed(1, script=True), message(1, "done", 2.0, script=True), *DONE_BY_ALL],
