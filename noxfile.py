@@ -4,7 +4,7 @@
     nox                                     # all, about 40 minutes on 2 cores
     nox -R -s "versions-3.13(newest)"       # one; -R takes the environment as it is
 
-Each session prints a row of docs/dependencies.md's table. uv links the files of a package into every
+Each session prints a row of docs/evidence/dependencies.md's table. uv links the files of a package into every
 environment that has it, so the same torch takes its space once: about 20 GB in .nox/ and uv's cache.
 """
 

@@ -7,7 +7,7 @@ Set everything up once (in .venv, without root), then train over a hostfile or r
 
   ./run.sh [HOSTFILE] [train options]   train; default: hostfiles/local, CIFAR-10
                                         in the job of a scheduler: the hosts of the job
-  ./run.sh test [pytest options]        run the quick tests: no root, no cluster, under 2 minutes
+  ./run.sh test [pytest options]        run the quick tests: no root, no cluster, about 3 minutes
   ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
   ./run.sh setup                        only set up (for the other hosts of a cluster)
 
@@ -26,7 +26,7 @@ record="$venv/.set-up" # the lines of `now`, those that are already true
 log="$venv/setup.log"
 lock="$root/.venv.lock"
 LOCK_WAIT_S=1800
-QUICK=(tests/unit tests/integration tests/docs) # tests/README.md says what each folder needs
+QUICK=(tests/unit tests/integration tests/docs tests/ranks/smoke) # tests/README.md says what each folder needs
 PATH=${PATH/"$venv/bin:"/} # where .venv is active, python3 is to be the one below it
 
 say() {

@@ -1,4 +1,4 @@
-"""Measure what padded, bucketed and packed batches of uneven texts cost, and print docs/gpt.md's table.
+"""Measure padded, bucketed and packed batches of uneven texts, and print docs/evidence/gpt.md's table.
 
     python -m benchmarks.batching -H localhost:2
     python -m benchmarks.batching -H localhost:2 --texts entries --longest 2048 --rows 2

@@ -1,4 +1,4 @@
-"""Measure what `mpiddp train --check-divergence` costs, and print the figures of docs/reproducibility.md.
+"""Measure what `mpiddp train --check-divergence` costs: the figures of docs/evidence/performance.md.
 
     python -m benchmarks.divergence -H localhost:2 --arch resnet18 --stem imagenet
 

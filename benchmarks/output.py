@@ -1,4 +1,4 @@
-"""What arrives of the ranks' output, and what its way costs: the tables of docs/output.md.
+"""What arrives of the ranks' output, and what its way costs: the tables of docs/evidence/output.md.
 
     python -m tests.support.mpis install
     python -m benchmarks.output                    # about 3 minutes on 2 cores; as root, with Slurm, for srun

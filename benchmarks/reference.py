@@ -1,4 +1,4 @@
-"""Measure what the network costs a training, and what gives it back: the chart of docs/performance.md.
+"""What the network costs a training, and what gives it back: the chart of docs/evidence/performance.md.
 
     python -m benchmarks.reference --rounds 3        # about 10 minutes on 2 idle cores; as root
 

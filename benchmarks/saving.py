@@ -1,4 +1,4 @@
-"""Measure the time that saves add to the steps, and print the table of docs/performance.md.
+"""Measure the time that saves add to the steps, and print the table of docs/evidence/performance.md.
 
     python -m benchmarks.saving -H localhost:2 --rounds 12 --stem imagenet
 

@@ -1,13 +1,10 @@
-"""The cost of large jobs to the launcher and to rank 0, with light clients in place of ranks.
+"""The cost of large jobs to the launcher, or beside rank 0, with light clients in place of ranks.
 
     python -m benchmarks.scale --ranks 64,256,1024,4096,16384
 
 - launcher: the real supervisor runs `benchmarks.ranks.light_clients` as its mpirun. Each client joins,
-  reports a few steps and ends.
-- rank 0: the real coordinator, its store served in the same process, agrees twice with all ranks and
-  leaves. One other process writes what all other ranks would.
-- watch: rank 0's store for ten seconds of training, while one rank of each host asks whether anything has
-  happened.
+  agrees twice with all others, reports a few steps and ends.
+- server: the process beside rank 0, without a launcher. All ranks connect, agree twice and leave.
 - names: the launcher resolves the names of all hosts, and the name server answers each after 0.2 s. Only
   root can measure it.
 
@@ -34,7 +31,7 @@ from mpiddp.bench.options import counts
 from mpiddp.bench.report import Spread, spread
 from mpiddp.text import align_columns
 
-MEASURED = ("launcher", "rank_0", "watch", "names")
+MEASURED = ("launcher", "server", "names")
 TIMEOUT_S = 900
 
 
@@ -77,29 +74,28 @@ def _cost(name: str, ranks: int) -> dict[str, float]:
 
 def table(results: Results) -> str:
     costs = results["costs"]
-    head = ["ranks", "launcher CPU s", "its clients", "rank 0 CPU s", "its clients", "wall s"]
-    rows = [[*head, "watch, CPU s per s", "names, wall s"]]
+    head = ["ranks", "launcher CPU s", "its clients", "server CPU s", "its clients", "wall s"]
+    rows = [[*head, "names, wall s"]]
     for ranks in costs["launcher"]:
-        launcher, rank_0, watch = (costs[name][ranks] for name in MEASURED[:3])
+        launcher, server = (costs[name][ranks] for name in MEASURED[:2])
         names = costs["names"][ranks] if "names" in costs else None
         rows.append(
             [
                 ranks,
                 f"{launcher['cpu_s']:.2f}",
                 f"{launcher['clients_cpu_s']:.2f}",
-                f"{rank_0['cpu_s']:.2f}",
-                f"{rank_0['clients_cpu_s']:.2f}",
-                f"{launcher['wall_s']:.1f}, {rank_0['wall_s']:.1f}",
-                f"{watch['cpu_s'] / watch['wall_s']:.3f}",
+                f"{server['cpu_s']:.2f}",
+                f"{server['clients_cpu_s']:.2f}",
+                f"{launcher['wall_s']:.1f}, {server['wall_s']:.1f}",
                 f"{names['wall_s']:.2f}" if names else "-",
             ]
         )
-    return align_columns(rows, right=range(8))
+    return align_columns(rows, right=range(7))
 
 
 def chart(results: Results) -> Chart:
     series: dict[str, dict[int, Spread]] = {}
-    for name, label in (("launcher", "launcher"), ("rank_0", "rank 0")):
+    for name, label in (("launcher", "launcher"), ("server", "beside rank 0")):
         costs = {int(ranks): cost["cpu_s"] for ranks, cost in results["costs"][name].items()}
         smallest = min(costs)
         series[label] = {ranks: spread([cost]) for ranks, cost in costs.items()}
@@ -113,4 +109,4 @@ def chart(results: Results) -> Chart:
 BENCHMARK = Benchmark(Options, _add_options, measure, table, chart, takes_hosts=False)
 
 if __name__ == "__main__":
-    start_benchmark("scale", "the cost of large jobs to the launcher and to rank 0", BENCHMARK)
+    start_benchmark("scale", "the cost of large jobs to the launcher, or beside rank 0", BENCHMARK)

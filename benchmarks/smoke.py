@@ -2,8 +2,8 @@
 
     python benchmarks/smoke.py KIND EXTRA,EXTRA
 
-noxfile.py runs it beside each set of versions. It prints a row of docs/dependencies.md's table, and exits
-with code 1 at the first check that fails. It needs the standard library alone: some environments have
+noxfile.py runs it beside each set of versions. It prints a row for docs/evidence/dependencies.md, and
+exits with code 1 at the first check that fails. It needs the standard library alone: some environments have
 nothing else.
 """
 

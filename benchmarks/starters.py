@@ -1,4 +1,4 @@
-"""Compare every MPI with torchrun, and print the table of docs/mpi-implementations.md.
+"""Compare every MPI with torchrun, and print the table of docs/evidence/mpi-implementations.md.
 
     python -m tests.support.mpis install
     python -m benchmarks.starters --rounds 5       # about 5 minutes on 2 cores; as root

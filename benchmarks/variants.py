@@ -1,4 +1,4 @@
-"""Measure the speed-up by each setting of a training step on a CPU, and print docs/performance.md's tables.
+"""The speed-up by each setting of a training step on a CPU: the tables of docs/evidence/performance.md.
 
     python -m benchmarks.variants --file v.jsonl
     python -m benchmarks.variants --rounds 0 --file v.jsonl     # print the table only

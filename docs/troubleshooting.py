@@ -39,12 +39,31 @@ _HEAD = """\
 
 A job failed, and you have its log, of mpiddp, mpirun, torchrun or Slurm:
 
-    mpiddp explain train.log
+```console
+$ echo 'ssh node2: Permission denied (publickey,password).' > train.log
+$ mpiddp explain train.log
+train.log:1: ssh node2: Permission denied (publickey,password).
+ssh: The host does not accept this user's key.
+Mend it: ssh-copy-id NODE on the host that runs mpirun. Check the user's name; ssh -v NODE shows the keys.
+More:    docs/troubleshooting.md#ssh-key-refused
+```
 
-It names the root cause before its consequences, what mends it, and the entry below. Exit code 0 says that it
-found one, 1 that it knows none, 2 that there is no such log. `mpiddp explain -` reads stdin.
-
+It names the root cause before its consequences, what mends it, and the entry below. `-` reads stdin.
 What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours.
+
+| you have | look at |
+|---|---|
+| an exit code | [exit codes, with what to do](reference.md#exit-codes) |
+| a line that begins with `mpiddp:` | [the verdict][verdict]; each sentence names its mend |
+| ranks that wait, and no message | [ranks that hang][hang], [ranks that do not join][join] |
+| a job that is slower than it should be | [fast networks][networks], [one machine or several][sum] |
+| a command of torchrun, DeepSpeed, … | [Migration](migration.md) |
+
+[verdict]: failures.md#read-the-verdict-of-a-failed-job
+[hang]: failures.md#ranks-that-hang
+[join]: failures.md#ranks-that-do-not-join
+[networks]: clusters.md#fast-networks
+[sum]: parallelism.md#one-machine-or-several
 """
 
 

@@ -28,9 +28,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpiddp.checkpoints.records import log_metrics as log_metrics
-    from mpiddp.checkpoints.records import run_dir as run_dir
-    from mpiddp.checkpoints.resumed import Resumed as Resumed
+    from mpiddp.checkpoints.contents import Resumed as Resumed
+    from mpiddp.checkpoints.run_dir import log_metrics as log_metrics
+    from mpiddp.checkpoints.run_dir import run_dir as run_dir
     from mpiddp.checkpoints.script import Checkpoints as Checkpoints
     from mpiddp.errors import JobFailed as JobFailed
     from mpiddp.errors import RankFailed as RankFailed
@@ -54,17 +54,17 @@ _MODULES = {
     "Checkpoints": "mpiddp.checkpoints.script",
     "JobFailed": "mpiddp.errors",
     "RankFailed": "mpiddp.errors",
-    "Resumed": "mpiddp.checkpoints.resumed",
+    "Resumed": "mpiddp.checkpoints.contents",
     "UserError": "mpiddp.errors",
     "World": "mpiddp.world",
     "announce": "mpiddp.runtime.launcher.announcement",
     "announced": "mpiddp.runtime.launcher.announcement",
     "check_divergence": "mpiddp.runtime.torch.divergence",
     "init": "mpiddp.runtime.torch.process_group",
-    "log_metrics": "mpiddp.checkpoints.records",
+    "log_metrics": "mpiddp.checkpoints.run_dir",
     "mesh": "mpiddp.runtime.torch.device_mesh",
     "process_group": "mpiddp.runtime.torch.process_group",
-    "run_dir": "mpiddp.checkpoints.records",
+    "run_dir": "mpiddp.checkpoints.run_dir",
     "saving": "mpiddp.runtime.launcher.connected",
     "should_stop": "mpiddp.runtime.torch.steps",
     "spawn": "mpiddp.spawning.spawn",

@@ -19,7 +19,10 @@ VERBS = {
         "run a script, or any command, as one rank, under mpirun, srun or torchrun",
     ),
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
-    "hosts": ("mpiddp.hosts.main", "check, convert and compare hostfiles"),
+    "hosts": (
+        "mpiddp.hosts.main",
+        "check and convert hostfiles; push a folder to the hosts, run a command there",
+    ),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
     "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),

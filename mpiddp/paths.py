@@ -1,4 +1,4 @@
-"""Paths that a user names: their errors in one sentence, and reads that end.
+"""Paths that a user names: their errors in one sentence, reads that end, and writes that last.
 
 A path may be too long, in a folder that must not be searched, a pipe, or a link to /dev/zero.
 """
@@ -88,6 +88,24 @@ def read_limited(path: Path, limit: int) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
     return content
+
+
+def flush_folder(path: Path) -> None:
+    """fsync a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
+    try:
+        flush(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF):
+            raise
+
+
+def flush(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_program(name: str, path: str | None) -> None:

@@ -84,6 +84,15 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def size_text(size: float) -> str:
+    """ "950 B", "12.3 kB", "1.2 GB"."""
+    for unit in ("B", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
 def percentile(values: Sequence[float], percent: int) -> float:
     """The value that `percent` of all values do not exceed, interpolated linearly.
 

@@ -16,7 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.variables import ANNOUNCED, GPUS, RUN_DIR, RUN_ID
+from mpiddp.protocol.variables import (
+    ANNOUNCED,
+    CHANNEL,
+    CHANNEL_SECRET,
+    GPUS,
+    RUN_DIR,
+    RUN_ID,
+)
 from mpiddp.text import parse_whole, shown
 
 
@@ -292,7 +299,7 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
 
     mpirun's ranks on this host would inherit them. Returns whether this is such a rank.
     """
-    for name in (ANNOUNCED, GPUS, RUN_DIR):
+    for name in (ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)
     if was_joined:

@@ -16,11 +16,12 @@ if TYPE_CHECKING:  # tests/unit runs without what these need
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
 LONGEST_FIRST = """
-    supervision launch launchers run training stop cifar10_learns series restarts growth
-    own_script spawn resume training_input exactly_once launch_hosts network_of_a_job replicas
-    joining failing_rank bench slurm_job rendezvous run_sh faulty_disks grid_engine_job
-    local_ranks device_mesh pitfalls per_rank_log gpt gpt_sharded preflight cifar10_fetch saver
-    test_hosts launch_options coordinator control_channel
+    supervision launch launchers run training sharded_hosts gpt stop cifar10_learns series
+    restarts restarts_on_hosts growth own_script script_checkpoints command output_on_hosts spawn
+    signals gpu_kit resume training_input exactly_once launch_hosts users_and_ports slurm_example
+    slurm_job network_of_a_job replicas joining failing_rank bench rendezvous run_sh faulty_disks
+    grid_engine_job local_ranks device_mesh pitfalls per_rank_log gpt_sharded preflight
+    cifar10_fetch shown_output saver first_jobs test_hosts launch_options control_channel
 """
 
 

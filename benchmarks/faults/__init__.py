@@ -1,1 +1,1 @@
-"""The faults of docs/faults.md, injected into real jobs on test hosts, and the tables of the results."""
+"""The faults of docs/evidence/faults.md, injected into real jobs on test hosts, and their tables."""

@@ -1,4 +1,4 @@
-"""Inject every fault into real jobs on a cluster of three hosts, and print docs/faults.md's tables.
+"""Inject every fault into real jobs on a cluster of three hosts, and print docs/evidence/faults.md's tables.
 
     python -m tests.support.mpis install
     python -m benchmarks.faults --rounds 5 --out faults.jsonl        # about 80 minutes on 2 cores

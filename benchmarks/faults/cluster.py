@@ -192,7 +192,12 @@ FAULTS = (
         act="raise",
         starters=EVERY,
     ),
-    Fault("a rank: `os._exit(0)`", _verdict(WITHOUT_ERROR), act="_exit(0)", starters=EVERY),
+    Fault(
+        "a rank: `os._exit(0)`",
+        _verdict("ended early, with exit code 0"),
+        act="_exit(0)",
+        starters=EVERY,
+    ),
     # mpirun's exit code shows the signal, unless the error of another rank was faster.
     Fault("a rank: segfault", _verdict(f"(was killed by SIGSEGV|{WITHOUT_ERROR})"), act="crash"),
     Fault(
@@ -263,6 +268,6 @@ FAULTS = (
         options=TWO_HOSTS,
         kills_host=True,
     ),
-    Fault("strangers at the control channel", do=connect_to_control_channel, code=0),
+    Fault("strangers at the job channel", do=connect_to_control_channel, code=0),
     Fault("garbage at the store's port", do=connect_to_store, code=0),
 )

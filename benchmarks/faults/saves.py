@@ -1,4 +1,4 @@
-"""Faults of disks and of checkpoint files. Each must be detected and leave older checkpoints intact."""
+"""Faults of disks and of checkpoint files. Each must be detected and leave older checkpoints verified."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def measure(fault: DiskFault, hosts: Cluster, starter: str, number: int) -> Run:
     """Break the disk of a one-rank training that saves in every step.
 
     In rounds with an odd `number` the training continues with a warning and must save again after the disk
-    is repaired. In the others it must stop. Older checkpoints must stay intact.
+    is repaired. In the others it must stop. Older checkpoints must stay verified.
     """
     host, warns = hosts["node0"], bool(number % 2)
     host.run(["mkdir", "-p", SAVES], check=True)

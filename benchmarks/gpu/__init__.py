@@ -1,4 +1,4 @@
-"""What only a GPU can show: that the GPU code is right, and how fast it is. `docs/gpu.md` is the guide.
+"""What only a GPU can show: that the GPU code is right, and how fast it is. Guide: docs/evidence/gpu.md.
 
 kit.py, images.py     what a machine without MPI and network needs, in pieces
 stages.py, run.py     the stages in their groups; a group within its time

@@ -1,4 +1,4 @@
-"""What only a GPU can show, on one machine within half an hour; see docs/gpu.md.
+"""What only a GPU can show, on one machine within half an hour; see docs/evidence/gpu.md.
 
 python -m benchmarks.gpu pack gpu-kit                  # where there is a network
 python3 -m benchmarks.gpu unpack gpu-kit /tmp/gpu      # where there is a GPU, but no MPI

@@ -56,7 +56,7 @@ def machine(context: Context) -> None:
 
 
 def tf32(context: Context) -> None:
-    """Convolutions in fp32 use TF32 and matrix products do not, as docs/performance.md says."""
+    """Convolutions in fp32 use TF32 and matrix products do not, as docs/evidence/performance.md says."""
     found = run(context, [sys.executable, "-m", f"{MODULE}.facts"]).results[0]
     context.figure(conv_error=found["conv_error"], matmul_error=found["matmul_error"])
     context.require(found["matmul_error"] < 5e-6, "matrix products in fp32 use TF32")

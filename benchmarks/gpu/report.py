@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and docs/gpu.md, from the records of the stages.
+"""The tables of docs/evidence/performance.md and docs/evidence/gpu.md, from the records of the stages.
 
 The text between two marks is replaced. A stage that has not run leaves its cells empty.
 """
@@ -34,8 +34,8 @@ def fill(results: Path, root: Path) -> None:
     if not results.is_dir():
         raise UserError(f"{results} is not a folder of results.json files.")
     found = read(results)
-    _replace(root / "docs" / "performance.md", figures(found))
-    _replace(root / "docs" / "gpu.md", behaviours(found))
+    _replace(root / "docs/evidence/performance.md", figures(found))
+    _replace(root / "docs/evidence/gpu.md", behaviours(found))
 
 
 def read(results: Path) -> Records:

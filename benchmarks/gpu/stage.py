@@ -84,7 +84,7 @@ class Context:
 class Stage:
     """A part of a group.
 
-    `shows` names the behaviours that it proves, as docs/gpu.md lists them. Without the stage that it
+    `shows` names the behaviours that it proves, as docs/evidence/gpu.md lists them. Without the stage that it
     `needs` having passed, it is not started.
     """
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import selectors
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
@@ -21,13 +21,14 @@ from mpiddp.launch.options import parse_options
 from mpiddp.launch.supervise.attempt import Terms
 from mpiddp.launch.supervise.run import run_attempt
 from mpiddp.launch.supervise.signals import queued_signals
-from mpiddp.protocol.messages import dumps, proof
+from mpiddp.protocol.channel import RANK, decode, encode, encode_value, member_proof
+from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.runtime.rendezvous.channel_process import serve
 
 STEPS = 5  # messages of progress of each rank
 RANKS_PER_HOST = 8
-WATCHED_S, ASK_EVERY_S = 10.0, 0.5
-_SECRET = "a secret of the ranks"
+_KEY = "a key of the ranks"
 
 
 def launcher(ranks: int) -> None:
@@ -52,109 +53,72 @@ def launcher(ranks: int) -> None:
 
 
 def clients(ranks: int) -> None:
-    """Join, report some steps and end, for every rank, over connections of their own."""
-    allow_open(ranks + OPEN_BESIDES)
-    host, _, port = os.environ[ADDRESS].rpartition(":")
-    secret = os.environ[SECRET]
-    connections = []
-    for rank in range(ranks):
-        connection = socket.create_connection((host, int(port)))
-        challenge = json.loads(connection.recv(4096).split(b"\n")[0])["challenge"]
-        connection.sendall(dumps("hello", rank=rank, proof=proof(secret, challenge, rank)))
-        connections.append(connection)
+    """Join, agree twice, report some steps and end, for every rank, over connections of their own."""
+    connections = _connect(os.environ[ADDRESS], os.environ[SECRET], ranks)
     for rank, connection in enumerate(connections):
-        connection.recv(4096)
         connection.sendall(
-            dumps("started", host=f"node{rank // RANKS_PER_HOST}", pid=rank)
-            + dumps("joining", timeout_s=600)
-            + dumps("supports_stop")
+            encode("started", host=f"node{rank // RANKS_PER_HOST}", pid=rank)
+            + encode("joining", timeout_s=600)
+            + encode("supports_stop")
         )
+    _agree(connections)
     for step in range(STEPS):
-        message = dumps("progress", step=step)
+        message = encode("progress", step=step)
         for connection in connections:
             connection.sendall(message)
     for connection in connections:
-        connection.sendall(dumps("done"))
+        connection.sendall(encode("done"))
     for connection in connections:
         connection.close()
 
 
-def rank_0(ranks: int) -> None:
-    """The store and the coordinator of rank 0: two agreements, the end."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    from mpiddp.runtime.job.coordinator import Coordinator
-    from mpiddp.world import World
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    others = _start("others", ranks, store.port)
+def server(ranks: int) -> None:
+    """What the process beside rank 0 does for a job without a launcher: the ranks agree twice, and leave."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    members = _start("members", ranks, listener.getsockname()[1])
+    allow_open(2 * PER_RANK * ranks + OPEN_BESIDES)
     before = resource.getrusage(resource.RUSAGE_SELF)
     since = time.monotonic()
-    _let_begin(others)
-    coordinator = Coordinator(
-        World(0, ranks, 0, RANKS_PER_HOST), PrefixStore("mpiddp/0", store), _SECRET
-    )
+    _let_begin(members)
+    with selectors.DefaultSelector() as selector:
+        serve(ChannelServer(listener, _KEY, ranks, selector), selector)
+    members.wait()
+    report(since, before)
+
+
+def members(ranks: int, port: int) -> None:
+    print(flush=True)
+    sys.stdin.read()
+    connections = _connect(f"127.0.0.1:{port}", _KEY, ranks)
+    _agree(connections)
+    for connection in reversed(connections):  # rank 0 is the last
+        connection.sendall(encode("put", b"null", key="left/1") + encode("leave", is_over=True))
+        connection.close()
+
+
+def _connect(address: str, key: str, ranks: int) -> list[socket.socket]:
+    allow_open(ranks + OPEN_BESIDES)
+    host, _, port = address.rpartition(":")
+    connections = []
+    for rank in range(ranks):
+        connection = socket.create_connection((host, int(port)))
+        facts, _ = decode(connection.recv(4096).rstrip())
+        proof = member_proof(key, facts["challenge"], RANK, rank)
+        connection.sendall(encode("hello", rank=rank, challenge="", proof=proof))
+        connections.append(connection)
+    for connection in connections:
+        connection.recv(4096)
+    return connections
+
+
+def _agree(connections: Sequence[socket.socket]) -> None:
     for number in range(2):
-        values = coordinator.all_gather_json([number, "equal"], timeout_s=600)
-        assert len(values) == ranks
-    coordinator.arrive("end")
-    coordinator.leave()
-    others.wait()
-    report(since, before)
-
-
-def others(ranks: int, port: int) -> None:
-    """Write what all ranks but rank 0 would."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    from mpiddp.runtime.job.signed_store import SignedStore
-
-    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))
-    values = SignedStore(PrefixStore("mpiddp/0", store), _SECRET)
-    print(flush=True)
-    sys.stdin.read()
-    for exchange in (1, 2):
-        for rank in range(1, ranks):
-            values.set(f"exchange/{exchange}/{rank}", json.dumps([exchange - 1, "equal"]))
-        for rank in range(1, ranks):
-            values.wait([f"exchange/{exchange}/all"], 600)
-            values.delete(f"exchange/{exchange}/{rank}")
-    for rank in range(1, ranks):
-        values.set(f"end/{rank}", "")
-        values.set(f"left/3/{rank}", "")
-
-
-def watch(ranks: int) -> None:
-    """The store of rank 0 while all ranks train: one rank of each host asks whether anything has happened."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    askers = _start("askers", max(1, ranks // RANKS_PER_HOST), store.port)
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    since = time.monotonic()
-    _let_begin(askers)
-    askers.wait()
-    report(since, before)
-
-
-def askers(hosts: int, port: int) -> None:
-    """Ask the store as the ranks that watch for their hosts do, for WATCHED_S seconds.
-
-    One connection carries the requests of all: their number costs, and an idle connection does not.
-    """
-    from torch.distributed import PrefixStore, TCPStore
-
-    from mpiddp.runtime.job.signed_store import NEWS, SignedStore
-
-    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=600))
-    values = SignedStore(PrefixStore("mpiddp/0", store), _SECRET)
-    print(flush=True)
-    sys.stdin.read()
-    start = time.monotonic()
-    for turn in range(1, int(WATCHED_S / ASK_EVERY_S) + 1):
-        for _ in range(hosts):
-            values.get(NEWS)
-        time.sleep(max(0.0, start + turn * ASK_EVERY_S - time.monotonic()))
+        value = encode_value([number, "equal"])
+        line = encode("gather", value, key=f"exchange/{number}", timeout_s=600)
+        for connection in connections:
+            connection.sendall(line)
+        for connection in connections:
+            connection.recv(4096)
 
 
 def names(ranks: int) -> None:
@@ -200,10 +164,8 @@ def _cpu_s(usage: resource.struct_rusage) -> float:
 PARTS: dict[str, Callable[..., None]] = {
     "launcher": launcher,
     "clients": clients,
-    "rank_0": rank_0,
-    "others": others,
-    "watch": watch,
-    "askers": askers,
+    "server": server,
+    "members": members,
     "names": names,
 }
 

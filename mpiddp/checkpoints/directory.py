@@ -7,11 +7,15 @@ checkpoint. torch.load does not detect a flipped bit; the manifest does.
     complete    COMPLETE is there and fits the manifest, so the save has ended
     intact      and every file has its size
     verified    and every file has its SHA-256
+
+A sharded checkpoint also has shards.json, the same on every host, with the sizes and SHA-256 of the files of
+shards on all hosts. So a host without some of them, as it may be without a shared file system, knows what it
+lacks, and a file of another save is found out.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import hashlib
 import itertools
 import json
@@ -23,12 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.errors import JobFailed
-from mpiddp.paths import cause_of, read_limited
+from mpiddp.paths import cause_of, flush, flush_folder, read_limited
 from mpiddp.text import shown
 
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
-MAX_BYTES = 16 << 20
+INDEX = "shards.json"
+_MAX_BYTES, MAX_INDEX_BYTES = 16 << 20, 1 << 30
 _LONGEST_NAME = 255  # bytes
 _NAME = re.compile(r"step_([0-9]{8,18})")
 _UNFINISHED = ".unfinished-"
@@ -52,36 +57,23 @@ class Entry:
     sha256: str
 
 
-class HashedFile:
-    """A new file, and the SHA-256 of the bytes written to it, computed in the same pass.
+@dataclass(frozen=True)
+class Listing:
+    """The files of a checkpoint by name, as its folder lists them."""
 
-    `close` raises an error of the disk, because a writer such as torch.save would replace it by another.
-    """
+    here: dict[str, Entry]  # those of the manifest
+    shards: dict[str, Entry]  # those of shards.json, on all hosts; {} if nothing is sharded
+    save: str  # a hash that the folders of one save share
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
-        self._digest = hashlib.sha256()
-        self._error: OSError | None = None
+    @property
+    def everywhere(self) -> dict[str, Entry]:
+        """The files of all hosts."""
+        return {**self.here, **self.shards}
 
-    def write(self, data: bytes | memoryview) -> int:
-        rest = memoryview(data)
-        self._digest.update(rest)
-        try:
-            while rest and self._error is None:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self._error = error
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def close(self) -> str:
-        """The SHA-256 of the file. Raises the first OSError of the writes."""
-        self._file.close()
-        if self._error is not None:
-            raise self._error
-        return self._digest.hexdigest()
+    @property
+    def lacking(self) -> list[str]:
+        """The files of shards that the folder lacks, or has of another save. Other hosts may keep them."""
+        return [name for name, entry in self.shards.items() if self.here.get(name) != entry]
 
 
 def step_of(folder: Path) -> int:
@@ -115,9 +107,7 @@ def write(
     final = root / f"step_{step:08d}"
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(
-            leftover, ignore_errors=True
-        )  # it may belong to another user, or be open over NFS
+        _remove_hidden(leftover)
     if final.exists() and not replaces_verified and is_verified(final):
         return final
     write_folder(final, write_files)
@@ -145,11 +135,11 @@ def write_folder(final: Path, write_files: WriteFiles) -> None:
         (unfinished / COMPLETE).write_text(_sha256(unfinished / MANIFEST))
         for path in unfinished.iterdir():
             flush(path)
-        _flush_folder(unfinished)
+        flush_folder(unfinished)
         if final.exists():
             _remove(final)
         unfinished.rename(final)
-        _flush_folder(final.parent)
+        flush_folder(final.parent)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -172,8 +162,10 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_verified(folder: Path) -> bool:
+    """Whether every file of the folder is verified and of one save. It may lack files of shards."""
     try:
         verify(folder)
+        missing_shards(folder)
     except BrokenCheckpoint:
         return False
     return True
@@ -186,6 +178,22 @@ def is_intact(folder: Path) -> bool:
     except BrokenCheckpoint:
         return False
     return True
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """The files of shards that the folder lacks. Reads no file of tensors.
+
+    Raises:
+        BrokenCheckpoint: it has one of another save, or is not complete.
+    """
+    try:
+        found = listing(folder)
+        for name in found.lacking:
+            if name in found.here:
+                raise BrokenCheckpoint(f"{name} is of another save")
+    except BrokenCheckpoint as error:
+        raise type(error)(f"checkpoint {folder.name}: {error}") from None
+    return found.lacking
 
 
 def survey(
@@ -208,13 +216,6 @@ def survey(
             continue
         return folder, complaints
     return None, complaints
-
-
-def consequence(broken: int, newest: Path | None) -> str:
-    """A phrase for the consequence of a broken checkpoint of step `broken`; `newest` is a verified one."""
-    if newest is None:
-        return "no older one is valid"
-    return f"resuming from {newest.name} ({broken - step_of(newest)} steps lost)"
 
 
 def prune(root: Path, keep: int, *, counts: Callable[[Path], bool] = is_intact) -> list[Path]:
@@ -256,36 +257,56 @@ def _check(folder: Path, fits: Callable[[Path, Entry], bool]) -> None:
         raise type(error)(f"checkpoint {folder.name}: {error}") from None
 
 
-def manifest_hash(folder: Path) -> str:
-    """The SHA-256 of the manifest: the same for all copies of a checkpoint. Raises BrokenCheckpoint."""
-    return _read_own(folder / COMPLETE).decode(errors="replace")
+def listing(folder: Path) -> Listing:
+    """What the folder lists. Raises BrokenCheckpoint."""
+    manifest = _manifest(folder)
+    here = _entries(_table(manifest, MANIFEST), MANIFEST)
+    if INDEX not in here:
+        return Listing(here, {}, hashlib.sha256(manifest).hexdigest())
+    try:
+        content = read_limited(folder / INDEX, MAX_INDEX_BYTES)
+    except OSError as error:
+        raise _unreadable(folder / INDEX, error) from None
+    shards = _table(content, INDEX).get("files")
+    if not isinstance(shards, dict):
+        raise BrokenCheckpoint(f"{INDEX} is not a table of shards")
+    return Listing(here, _entries(shards, INDEX), here[INDEX].sha256)
 
 
 def listed(folder: Path) -> dict[str, Entry]:
-    """The manifest of the folder, verified. Raises BrokenCheckpoint."""
+    """The files of the folder, by name, from its manifest.
+
+    Raises:
+        BrokenCheckpoint: it is not complete, or its manifest names a file outside of its folder.
+    """
+    return _entries(_table(_manifest(folder), MANIFEST), MANIFEST)
+
+
+def _manifest(folder: Path) -> bytes:
+    """The manifest of a complete folder. Raises BrokenCheckpoint."""
     expected = _read_own(folder / COMPLETE)
     manifest = _read_own(folder / MANIFEST)
     if hashlib.sha256(manifest).hexdigest().encode() != expected:
         raise BrokenCheckpoint(f"{MANIFEST} does not match its SHA-256")
-    return parse_manifest(manifest)
+    return manifest
 
 
-def parse_manifest(content: bytes) -> dict[str, Entry]:
-    """The files of a checkpoint, by name.
-
-    Raises:
-        BrokenCheckpoint: it is not a manifest, or names a file outside of its folder.
-    """
+def _table(content: bytes, file: str) -> dict[str, object]:
     try:
-        manifest = json.loads(content)
+        table = json.loads(content)
     except (ValueError, RecursionError):
-        raise BrokenCheckpoint(f"{MANIFEST} is not JSON that can be read") from None
-    if not isinstance(manifest, dict):
-        raise BrokenCheckpoint(f"{MANIFEST} is not a table of files")
-    return {_checked_name(name): _entry(name, values) for name, values in manifest.items()}
+        raise BrokenCheckpoint(f"{file} is not JSON that can be read") from None
+    if not isinstance(table, dict):
+        raise BrokenCheckpoint(f"{file} is not a table of files")
+    return table
 
 
-def _checked_name(name: str) -> str:
+def _entries(values: Mapping[str, object], file: str) -> dict[str, Entry]:
+    """The files in a table of `file`."""
+    return {_checked_name(name, file): _entry(name, each, file) for name, each in values.items()}
+
+
+def _checked_name(name: str, file: str) -> str:
     """A name that cannot lead out of the checkpoint's folder."""
     try:
         is_name = name not in ("", ".", "..") and not {"/", "\0"} & set(name)
@@ -293,23 +314,23 @@ def _checked_name(name: str) -> str:
     except UnicodeEncodeError:  # half a character
         is_name = False
     if not is_name:
-        raise BrokenCheckpoint(f'{MANIFEST} lists "{shown(name)}", which is not the name of a file')
+        raise BrokenCheckpoint(f'{file} lists "{shown(name)}", which is not the name of a file')
     return name
 
 
-def _entry(name: str, values: object) -> Entry:
+def _entry(name: str, values: object, file: str) -> Entry:
     if isinstance(values, dict):
         size, sha256 = values.get("bytes"), values.get("sha256")
         is_sha256 = isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256)
         if type(size) is int and 0 <= size < 1 << 63 and is_sha256:
             return Entry(size, str(sha256))
-    raise BrokenCheckpoint(f"{MANIFEST} has no size and SHA-256 of {shown(name)}")
+    raise BrokenCheckpoint(f"{file} has no size and SHA-256 of {shown(name)}")
 
 
 def _read_own(path: Path) -> bytes:
     """The contents of COMPLETE or of the manifest. A save writes these two last."""
     try:
-        return read_limited(path, MAX_BYTES)
+        return read_limited(path, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise BrokenCheckpoint("the save was never completed") from None
     except OSError as error:
@@ -335,8 +356,16 @@ def _unreadable(path: Path, error: OSError) -> BrokenCheckpoint:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint. Rename it first, so that a half-removed folder never looks like a checkpoint."""
-    doomed = folder.rename(_new_hidden(folder))
-    shutil.rmtree(doomed, ignore_errors=True)  # each save tries to remove the rest again
+    _remove_hidden(folder.rename(_new_hidden(folder)))
+
+
+def _remove_hidden(folder: Path) -> None:
+    """Remove what can be removed. Files of another user, or open over NFS, remain until a later save."""
+    if folder.is_symlink():  # to a checkpoint that the user keeps elsewhere
+        with contextlib.suppress(OSError):
+            folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hidden(root: Path, name: str) -> Path:
@@ -355,21 +384,3 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _flush_folder(path: Path) -> None:
-    """fsync a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
-    try:
-        flush(path)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF):
-            raise
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

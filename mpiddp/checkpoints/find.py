@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mpiddp.checkpoints import directory, shard_index
-from mpiddp.checkpoints.directory import BrokenCheckpoint, Entry, UnreadableCheckpoint
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.directory import INDEX, BrokenCheckpoint, Entry, UnreadableCheckpoint
 from mpiddp.checkpoints.ranks import Ranks
 from mpiddp.checkpoints.run_dir import RunDir, find_checkpoints
-from mpiddp.checkpoints.shard_index import INDEX
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import named_by
 from mpiddp.protocol.variables import is_restart
@@ -104,7 +103,7 @@ def newest(run: RunDir, ranks: Ranks, path: Path | None) -> Found | None:
         None if there is nothing to resume from.
 
     Raises:
-        UserError: there is no intact checkpoint at the path, or none of several in the run's folder.
+        UserError: there is no verified checkpoint at the path, or none of several in the run's folder.
         JobFailed: a disk has failed, and no host has a checkpoint that can be read.
     """
     own, searches, holder, incomplete = _search_all(run, ranks, path)
@@ -144,9 +143,7 @@ def _files(folder: Path, holder: int, ranks: Ranks) -> dict[str, Entry]:
     with ranks.together():
         if ranks.rank == holder:
             try:
-                entries = directory.listed(folder)
-                if INDEX in entries:
-                    entries |= shard_index.read(folder / INDEX).files
+                entries = directory.listing(folder).everywhere
             except UnreadableCheckpoint as error:
                 raise JobFailed(f"{folder}: {error}.") from None
             except (BrokenCheckpoint, OSError) as error:  # it was verified a moment ago
@@ -212,15 +209,12 @@ def _identified(found: _Search) -> _Search:
         return found
     folder = Path(found.folder)
     try:
-        files = directory.listed(folder)
-        if INDEX not in files:
-            return replace(found, save=directory.manifest_hash(folder))
-        lacks = shard_index.read(folder / INDEX).lacking(files)
+        listing = directory.listing(folder)
     except UnreadableCheckpoint as error:
         raise JobFailed(f"{folder}: {error}.") from None
     except BrokenCheckpoint as error:
         raise UserError(f"{folder}: {error}.") from None
-    return replace(found, save=files[INDEX].sha256, lacks=lacks)
+    return replace(found, save=listing.save, lacks=listing.lacking)
 
 
 def _warnings(searches: dict[int, _Search], best: _Search, ranks: Ranks) -> list[str]:
@@ -234,11 +228,18 @@ def _warnings(searches: dict[int, _Search], best: _Search, ranks: Ranks) -> list
         for step, problem in found.broken:
             names_host = (ranks.coordinator.world.num_nodes or 1) > 1
             host = f" ({ranks.coordinator.hostnames[rank]})" if names_host else ""
-            rest = "another host has an intact copy"
+            rest = "another host has a verified copy"
             if step > best.step:
-                rest = directory.consequence(step, newest)
+                rest = consequence(step, newest)
             sentences.setdefault(problem, f"{problem}{host}; {rest}.")
     return list(sentences.values())
+
+
+def consequence(broken: int, newest: Path | None) -> str:
+    """A phrase for the consequence of a broken checkpoint of step `broken`; `newest` is a verified one."""
+    if newest is None:
+        return "no older one is verified"
+    return f"resuming from {newest.name} ({broken - directory.step_of(newest)} steps lost)"
 
 
 def _search(run: RunDir, path: Path | None, skip: dict[int, str]) -> _Search:
@@ -255,14 +256,14 @@ def _search(run: RunDir, path: Path | None, skip: dict[int, str]) -> _Search:
     if path is None or is_restart(os.environ) or not goes_back:
         problem = ""
         if path is None and directory.list_steps(root):
-            problem = f"{root} contains no intact checkpoint. Name another folder."
+            problem = f"{root} contains no verified checkpoint. Name another folder."
         own = replace(_newest_in(root, problem, skip), is_own=True)
         if path is None or own.folder or own.has_failed:
             return own
     if not path.exists():
         return _Search(problem=f"{path} not found (looked in {Path.cwd()}). {_EXPECTED}")
     if checkpoints := find_checkpoints(path):
-        return _newest_in(checkpoints, f"{path}: contains no intact checkpoint.", skip)
+        return _newest_in(checkpoints, f"{path}: contains no verified checkpoint.", skip)
     if not directory.is_checkpoint(path):
         return _Search(problem=f"{path}: contains no checkpoint. {_EXPECTED}")
     try:

@@ -18,7 +18,7 @@ from mpiddp.errors import UserError
 def read(
     facts: dict[str, Any], files: Mapping[str, Path], shards: ShardFiles | None
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """The facts, the state and the ranks, as `read.read` finds them in a checkpoint of this version.
+    """The facts, the state and the ranks, as `contents.read` finds them in a checkpoint of this version.
 
     Raises:
         UserError: no version has written it.

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.checkpoints import directory, shard_index
+from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.run_dir import find_checkpoints
 from mpiddp.errors import UserError
@@ -55,26 +55,24 @@ def _line(folder: Path) -> str:
 
 def _state(folder: Path) -> str:
     try:
-        found = shard_index.inventory(folder)
+        missing = directory.missing_shards(folder)
+        num_shards = len(directory.listing(folder).shards)
     except BrokenCheckpoint:
         return "broken"
     if not directory.is_intact(folder):
         return "broken"
-    here = found.num_files - len(found.missing)
-    return f"{here} of {found.num_files} shards" if found.missing else "intact"
+    return f"{num_shards - len(missing)} of {num_shards} shards" if missing else "intact"
 
 
 def _verify(folder: Path) -> int:
     try:
         directory.verify(folder)
-        found = shard_index.inventory(folder)
+        missing = directory.missing_shards(folder)
     except BrokenCheckpoint as error:
         print(f"{error}.", file=sys.stderr)
         return 1
-    missing = (
-        f", without {listed(found.missing)}: other hosts must have them" if found.missing else ""
-    )
-    print(f"checkpoint {folder.name}: verified{missing}")
+    without = f", without {listed(missing)}: other hosts must have them" if missing else ""
+    print(f"checkpoint {folder.name}: verified{without}")
     return 0
 
 
@@ -85,28 +83,33 @@ def _prune(given: Path, keep: int) -> int:
             f"{given} {_found(given)}. Expected a run's folder or a folder of checkpoints."
         )
     # On a host that keeps the shards of two hosts, no folder may have all.
-    has_all = any(shard_index.has_all_shards(folder) for folder in directory.list_steps(root))
+    has_all = any(_has_all_shards(folder) for folder in directory.list_steps(root))
 
     def counts(folder: Path) -> bool:
-        return shard_index.is_verified(folder) and (
-            not has_all or shard_index.has_all_shards(folder)
-        )
+        return directory.is_verified(folder) and (not has_all or _has_all_shards(folder))
 
     for folder in directory.prune(root, keep, counts=counts):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
 
+def _has_all_shards(folder: Path) -> bool:
+    try:
+        return not directory.missing_shards(folder)
+    except BrokenCheckpoint:
+        return False
+
+
 def _export(given: Path, out: Path) -> int:
     """Export a checkpoint, or the newest verified one of a run."""
-    from mpiddp.checkpoints.export import export  # needs torch
+    from mpiddp.checkpoints.contents import export  # needs torch
 
     folders = _checkpoints(given)
     folder = folders[0]
     if len(folders) > 1:
         newest, _ = directory.survey(folder.parent)
         if newest is None:
-            raise UserError(f"{given} contains no intact checkpoint.")
+            raise UserError(f"{given} contains no verified checkpoint.")
         folder = newest
     entries = listed([f"{entry}.pt" for entry in export(folder, out)])
     print(f"checkpoint {folder.name}: written to {out}: whole, with {entries}")

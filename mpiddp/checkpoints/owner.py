@@ -127,8 +127,10 @@ def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner
     has_waited = False
     while not _create(run.owner, record):
         touched, found = _touched(run.owner), _read(run.owner)
-        if found is None:  # released meanwhile
-            continue
+        if found is None:
+            if run.owner.is_symlink():
+                raise UserError(f"{run.owner} is a link to a file that does not exist. Remove it.")
+            continue  # released meanwhile
         other = _Record.parse(found)
         if other is not None and other.is_this_process:
             raise UserError(f"{run} is in use by this process. Close it there first.")

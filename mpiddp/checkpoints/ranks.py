@@ -1,4 +1,4 @@
-"""The ranks that save and resume together, under any launcher or none, and the errors that all of them raise.
+"""The ranks that save and resume together, under any launcher or none, and which of them share a file system.
 
 `Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank raises
 the same exception.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.errors import FAILED, JobFailed, NoAnswer, UserError, print_from_one_rank
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
@@ -109,7 +111,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         atexit.register(partial(_finish_alone, finish, os.getpid()))
         here = (socket.gethostname(),)
         only_rank = replace(world, node_rank=0, num_nodes=1)
-        return Coordinator(only_rank, dist.HashStore(), hostnames=here)
+        return Coordinator(only_rank, None, hostnames=here)
     if session.watch is None:
         has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if dist.is_initialized() and not has_agent:
@@ -161,3 +163,70 @@ def form_ranks(coordinator: Coordinator, timeout_s: float) -> Ranks:
             )
     is_gloo = dist.get_backend() == "gloo"
     return replace(ranks, group=dist.group.WORLD if is_gloo else dist.new_group(backend="gloo"))
+
+
+# The file systems of the ranks
+
+
+@dataclass(frozen=True)
+class FileSystems:
+    """The writer rank of each rank's file system: [world_size]. All ranks have the same.
+
+    Hosts that share none form a ring, in which each also keeps the shards of the host before it. So the loss
+    of one host loses nothing.
+    """
+
+    writer_of: tuple[int, ...]
+
+    @property
+    def writers(self) -> list[int]:
+        """One rank for each file system, rank 0 first."""
+        return sorted(set(self.writer_of))
+
+    def receiver_of(self, rank: int) -> int | None:
+        """The rank that keeps a copy of this rank's file; None if there is no other file system."""
+        writers = self.writers
+        if len(writers) == 1:
+            return None
+        index = writers.index(self.writer_of[rank])
+        there = self._ranks_at(writers[(index + 1) % len(writers)])
+        return there[self._ranks_at(writers[index]).index(rank) % len(there)]
+
+    def senders_to(self, rank: int) -> list[int]:
+        """The ranks of whose files this rank keeps a copy."""
+        return [each for each in range(len(self.writer_of)) if self.receiver_of(each) == rank]
+
+    def _ranks_at(self, writer: int) -> list[int]:
+        return [rank for rank, its in enumerate(self.writer_of) if its == writer]
+
+
+def find_file_systems(run: RunDir, ranks: Ranks) -> FileSystems:
+    """The file systems on which the run's folder lies. All ranks must call this.
+
+    One rank of each host creates a file in the folder, and looks for the files of the others.
+
+    Raises:
+        UserError: a host cannot write there.
+        JobFailed: a host cannot write or read there, because its disk has failed.
+    """
+    own, out = "", run.path
+    seen: list[int] = []
+    if ranks.is_first_of_host:
+        own = f".seen-by-rank-{ranks.rank}-{secrets.token_hex(8)}"
+    try:
+        with ranks.together(), writing(run):
+            if own:
+                (out / own).touch()
+        marks = ranks.gather(own)
+        with ranks.together(), writing(run):
+            if own:
+                seen = [rank for rank, mark in enumerate(marks) if mark and (out / mark).exists()]
+        # The lowest rank that a host sees writes for all hosts that see the same file system.
+        found = (ranks.coordinator.world.node_rank, seen[0] if seen else None)
+        firsts = ranks.gather(found)
+    finally:
+        if own:
+            with contextlib.suppress(OSError):
+                (out / own).unlink()
+    writer_of_node = {node: writer for node, writer in firsts if writer is not None}
+    return FileSystems(tuple(writer_of_node[node] for node, _ in firsts))

@@ -12,24 +12,28 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mpiddp.checkpoints import directory, find
-from mpiddp.checkpoints.directory import BrokenCheckpoint, HashedFile
+from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.find import Found
-from mpiddp.checkpoints.hosts import FileSystems, chunks, find_file_systems
 from mpiddp.checkpoints.owner import RunOwner, own
-from mpiddp.checkpoints.ranks import Ranks
-from mpiddp.checkpoints.run_dir import RunDir, writing
+from mpiddp.checkpoints.ranks import FileSystems, Ranks, find_file_systems
+from mpiddp.checkpoints.run_dir import RunDir, replacing, writing
+from mpiddp.checkpoints.tensor_file import HashedFile
 from mpiddp.errors import JobFailed
 from mpiddp.paths import cause_of
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.log import log
 from mpiddp.text import counted
+
+CHUNK_BYTES = 16 << 20  # so that no rank holds a whole file in memory
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Run:
             Where this host has each file, by its name.
 
         Raises:
-            JobFailed: a host cannot store a file.
+            JobFailed: a host cannot read or store a file.
         """
         ranks, root = self.ranks, self.dir.checkpoints
         own = found.host_of(ranks.coordinator.world.node_rank)
@@ -85,7 +89,12 @@ class Run:
             received = directory.hidden(root, f"received-{found.save[:16]}")
             what = f"{counted(len(lacking), 'file')}{' of shards' if found.is_sharded else ''}"
             log.info(f"sending {what} to the hosts that lack them")
-        pieces = _sent(found, lacking, ranks.group)
+        sources = [next(host for host in found.hosts if each not in host.lacks) for each in lacking]
+        files = [
+            (host.rank, Path(host.folder) / name, found.files[name].bytes)
+            for name, host in zip(lacking, sources, strict=True)
+        ]
+        pieces = _sent(files, ranks.group)
         problem = ""
         try:
             if keeps and copies:
@@ -95,12 +104,12 @@ class Run:
                 received.mkdir(parents=True, exist_ok=True)
                 _receive(received, pieces, found)
         except (OSError, BrokenCheckpoint) as error:
-            problem = getattr(error, "strerror", None) or str(error)
-        for _ in pieces:  # every rank takes part in every broadcast
-            pass
+            reason = getattr(error, "strerror", None) or str(error)
+            problem = f"{received}: cannot keep the files of other hosts: {reason}."
+        problem = _finish(pieces, f"{found.folder}: cannot send its files") or problem
         with ranks.together():
             if problem:
-                raise JobFailed(f"{received}: cannot keep the files of other hosts: {problem}.")
+                raise JobFailed(problem)
         return {name: here.get(name, received / name) for name in found.files}
 
     def _keeps(self, found: Found) -> bool:
@@ -115,21 +124,21 @@ class Run:
     def _send_records(self, found: Found, keeps: bool, group: dist.ProcessGroup) -> None:
         """Copy the records of the run to the hosts that lack them. One that cannot keep them is warned."""
         ranks, holder = self.ranks, found.hosts[0].rank
-        records = RunDir.of_checkpoint(found.folder).metrics
-        size = records.stat().st_size if ranks.rank == holder and records.exists() else 0
-        pieces = chunks(holder, records.parent, [(records.name, ranks.gather(size)[holder])], group)
+        records, own = RunDir.of_checkpoint(found.folder).metrics, self.dir.metrics
+        size = 0
+        if ranks.rank == holder:
+            with contextlib.suppress(OSError):  # a run may have none
+                size = records.stat().st_size
+        pieces = _sent([(holder, records, ranks.gather(size)[holder])], group)
         problem = ""
         if keeps and ranks.rank != self.file_systems.writer_of[holder]:  # there they are already
             try:
-                copy = HashedFile(self.dir.metrics)
-                for _, piece in pieces:
-                    copy.write(piece)
-                copy.close()
+                with replacing(own) as copy:
+                    for _, piece in pieces:
+                        copy.write(piece)
             except OSError as error:
                 problem = f"cannot keep a copy of {records.name}: {error}"
-        for _ in pieces:
-            pass
-        ranks.warn(problem)
+        ranks.warn(_finish(pieces, f"cannot send {records.name}") or problem)
 
     def set_newer_aside(self, step: int) -> None:
         """Rename the checkpoints of later steps: a restart would resume from the newest of them.
@@ -189,12 +198,52 @@ def open_run(folder: RunDir, ranks: Ranks) -> Run:
 
 
 def _sent(
-    found: Found, lacking: Iterable[str], group: dist.ProcessGroup
+    files: Sequence[tuple[int, Path, int]], group: dist.ProcessGroup
 ) -> Iterator[tuple[str, memoryview]]:
-    """The pieces of these files, each from the first host that has it."""
-    for name in lacking:
-        host = next(each for each in found.hosts if name not in each.lacks)
-        yield from chunks(host.rank, Path(host.folder), [(name, found.files[name].bytes)], group)
+    """The pieces of each file, on every rank, with its name. Each step of this iterator is a broadcast.
+
+    Args:
+        files: the rank that sends it, its path there, and its size in bytes; the same on every rank.
+
+    Raises:
+        OSError: this rank could not read a file. It is raised after the last piece, because the other ranks
+            wait for all of them; those that keep the file find another SHA-256.
+    """
+    problem: OSError | None = None
+    for source, path, size in files:
+        with contextlib.ExitStack() as stack:
+            file = None
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = empty_chunk(size - start)
+                if dist.get_rank() == source:
+                    try:
+                        file = file or stack.enter_context(path.open("rb"))
+                        file.readinto(bytes_of(chunk))
+                    except OSError as error:
+                        problem = error
+                dist.broadcast(chunk, source, group=group)
+                yield path.name, bytes_of(chunk)
+    if problem is not None:
+        raise problem
+
+
+def _finish(pieces: Iterator[tuple[str, memoryview]], what: str) -> str:
+    """Take part in the remaining broadcasts. Returns the problem if this rank cannot read a file, else ""."""
+    try:
+        for _ in pieces:
+            pass
+    except OSError as error:
+        return f"{what}: {error.strerror}."
+    return ""
+
+
+def empty_chunk(num_bytes: int) -> Tensor:
+    """Memory for the next chunk of a file of which `num_bytes` are left: uint8 [at most CHUNK_BYTES]."""
+    return torch.empty(min(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+
+
+def bytes_of(chunk: Tensor) -> memoryview:
+    return memoryview(chunk.numpy())  # type: ignore[arg-type]
 
 
 def _receive(

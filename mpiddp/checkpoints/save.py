@@ -10,7 +10,6 @@ import errno
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,40 +17,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mpiddp.checkpoints import directory, shard_index
+from mpiddp.checkpoints import directory
+from mpiddp.checkpoints.contents import Contents, write_files
 from mpiddp.checkpoints.exchange import Exchange, NoExchange
-from mpiddp.checkpoints.read import FACTS, facts_of
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.save_shards import NotSaved, Parts, ShardedSave
 from mpiddp.checkpoints.shards import ShardPlan, local_parts, plan_shards
-from mpiddp.checkpoints.state import RANKS, HostMemory, num_bytes, split, stem_of
-from mpiddp.checkpoints.tensor_file import write_tensors
+from mpiddp.checkpoints.state import HostMemory, num_bytes, split
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.runtime.launcher.connected import saving
 from mpiddp.runtime.log import log
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint in host memory, complete on the ranks that write files."""
-
-    step: int
-    state: dict[str, Any]  # by key; None in the places of sharded tensors
-    ranks: list[Any]  # the own state of each rank
-    config: Mapping[str, Any]
-
-
-def write_files(folder: Path, saved: Saved) -> dict[str, str]:
-    """Write the files of a checkpoint without its shards. Returns the SHA-256 of the large ones, by name.
-
-    Raises:
-        OSError: a file cannot be written, for example because the disk is full.
-    """
-    entries = {stem_of(key): value for key, value in saved.state.items()}
-    hashes = write_tensors(folder, {**entries, RANKS: saved.ranks})
-    facts = facts_of(saved.step, len(saved.ranks), list(saved.state), saved.config)
-    (folder / FACTS).write_text(facts)
-    return hashes
 
 
 class Saver:
@@ -89,7 +64,7 @@ class Saver:
         """
         self._wait_for_save(must_succeed=self._must_succeed)
         self._num_saves += 1
-        saved = Saved(step, {}, self._gather(own), config)
+        saved = Contents(step, {}, self._gather(own), config)
         replicated, sharded = split(state)
         if sharded:
             self._start_shards(saved, replicated, sharded)
@@ -111,7 +86,7 @@ class Saver:
         return states
 
     def _start_shards(
-        self, saved: Saved, replicated: dict[str, Any], sharded: Mapping[str, Tensor]
+        self, saved: Contents, replicated: dict[str, Any], sharded: Mapping[str, Tensor]
     ) -> None:
         """Copy this rank's parts of the sharded tensors, and write them in the thread. A collective."""
         if self._sharing is None:
@@ -164,7 +139,7 @@ class Saver:
 
     # In the thread
 
-    def _write(self, saved: Saved, parts: Parts | None) -> str:
+    def _write(self, saved: Contents, parts: Parts | None) -> str:
         """Write this rank's part of the checkpoint and remove old ones. Returns the error, or "".
 
         Raises:
@@ -188,13 +163,13 @@ class Saver:
                 return _save_error(error, self._root, saved.step, needed)
         return ""
 
-    def _write_whole(self, saved: Saved) -> None:
+    def _write_whole(self, saved: Contents) -> None:
         self._run.check_owner()
         self._prune(
             directory.write(self._root, saved.step, lambda folder: write_files(folder, saved))
         )
 
-    def _write_parts(self, saved: Saved, parts: Parts) -> None:
+    def _write_parts(self, saved: Contents, parts: Parts) -> None:
         assert self._sharing is not None
         save = self._sharing.begin(saved.step, parts)
         folder: Path | None = None
@@ -221,12 +196,12 @@ class Saver:
     def _counts(self, folder: Path) -> bool:
         """Hash a checkpoint the first time; afterwards, and for those written here, compare sizes only."""
         if folder not in self._is_verified:
-            self._is_verified[folder] = shard_index.is_verified(folder)
+            self._is_verified[folder] = directory.is_verified(folder)
         return self._is_verified[folder] and directory.is_intact(folder)
 
 
 class _Sharing:
-    """What the sharded saves of a run have in common: the plan, and the connections of the saving thread."""
+    """What the sharded saves of a run have in common: the plan, and the group that carries copies."""
 
     def __init__(self, run: Run) -> None:
         """A collective: every rank must create one."""
@@ -234,7 +209,6 @@ class _Sharing:
         self._run = run
         self._plan: ShardPlan | None = None
         self._prefix = ranks.coordinator.unique_prefix("shards")
-        self._values = ranks.coordinator.values.clone()
         self._previous: Exchange | None = None
         self._copies: dist.ProcessGroup | None = None
         if len(writers) > 1:
@@ -257,7 +231,7 @@ class _Sharing:
             self._previous.forget()
         ranks = self._run.ranks
         prefix = f"{self._prefix}/{parts.number}"
-        exchange = Exchange(self._values, ranks.coordinator, prefix, ranks.timeout_s)
+        exchange = Exchange(ranks.coordinator, prefix, ranks.timeout_s)
         self._previous = exchange
         return ShardedSave(self._run, step, parts, exchange, self._copies)
 

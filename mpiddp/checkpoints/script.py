@@ -11,17 +11,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 from mpiddp.checkpoints import directory, find
+from mpiddp.checkpoints.contents import MAX_STEP, Contents, Resumed, read
 from mpiddp.checkpoints.find import Found
 from mpiddp.checkpoints.ranks import PATIENCE_S, Ranks, form_ranks, script_coordinator
-from mpiddp.checkpoints.read import Contents, read
-from mpiddp.checkpoints.records import RunRecords
-from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.rng import restore_rng_states, rng_states
 from mpiddp.checkpoints.run import Run, open_run
-from mpiddp.checkpoints.run_dir import RunDir, writing
+from mpiddp.checkpoints.run_dir import RunDir, RunRecords, writing
 from mpiddp.checkpoints.save import Saver
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
-from mpiddp.checkpoints.state import HostMemory, check_entries
+from mpiddp.checkpoints.state import HostMemory, check_entries, restore_rng_states, rng_states
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
 from mpiddp.protocol.variables import RUN_DIR
@@ -135,7 +132,7 @@ class Checkpoints:
 
         Raises:
             RuntimeError: it has been called before, or after the first `save`.
-            UserError: no intact checkpoint there, or one of another script, program or config; another
+            UserError: no verified checkpoint there, or one of another script, program or config; another
                 run writes into the folder.
             JobFailed: a disk has failed.
         """
@@ -150,6 +147,7 @@ class Checkpoints:
             files = run.bring(found)
             with run.ranks.together():
                 contents = read(files)
+                _refuse_other_step(found, contents)
                 self._refuse_other_config(found, contents)
                 resumed = self._resumed(contents)
                 if check is not None:
@@ -356,10 +354,19 @@ class Checkpoints:
             )  # after an error too; the thread has ended its save then
 
 
+def _refuse_other_step(found: Found, contents: Contents) -> None:
+    """Refuse a renamed checkpoint of this run: it would always be the newest, or never."""
+    if found.is_own and directory.step_of(found.folder) != contents.step:
+        name = f"step_{contents.step:08d}"
+        raise UserError(
+            f"{found.folder} is the checkpoint of step {contents.step}: rename it to {name}."
+        )
+
+
 def _check_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"step: expected a whole number, not {step!r}")
-    if not 0 <= step < 1 << 53:
+    if not 0 <= step <= MAX_STEP:
         raise ValueError(f"step: expected 0 or more, not {step}")
 
 
@@ -387,7 +394,7 @@ def _checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"config: expected a dict, not {type(config).__name__}")
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(config or {})))
+        plain: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise TypeError(f"config: expected numbers, strings, lists and dicts: {error}") from None
     return plain

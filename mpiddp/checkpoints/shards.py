@@ -1,15 +1,23 @@
 """The boxes of sharded tensors: which rank saves which, and which a rank reads at any number of ranks.
 
 torch's planners of distributed checkpoints decide both. Parts that several ranks have, under HSDP for
-example, are saved once, by the rank that has least to save. The files are those of `tensor_file`, which run
-no code.
+example, are saved once, by the rank that has least to save. shards.json says where each box lies:
+
+    {"tensors": {"[\"model\", \"fc.weight\"]": {"shape": [10, 64], "dtype": "float32",
+                 "chunks": [{"offsets": [0, 0], "sizes": [5, 64], "rank": 0}, …]}},
+     "files": {"shard_00000.pt": {"bytes": 5000, "sha256": "1f3a…"}, …}}
+
+The name of a tensor is its path in the saved state, as JSON. torch's own `.metadata` holds the same as a
+pickle, which could run code.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +25,83 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpiddp.checkpoints.shard_index import (
-    Chunk,
-    SavedTensor,
-    ShardIndex,
-    file_of,
-    name_of,
-    path_of,
-)
-from mpiddp.checkpoints.state import filled, mapped
+from mpiddp.checkpoints.directory import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint, Entry
+from mpiddp.checkpoints.state import filled, mapped, name_of, path_of
 from mpiddp.checkpoints.tensor_file import read_tensors
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import read_limited
 
 # The tensor like which a saved one is placed, by its path in the state; None for a whole one on the CPU.
 Like = Callable[[tuple[Any, ...]], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: a box, in the file of a rank."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A sharded tensor. Its chunks cover it without overlap."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+def index_json(tensors: Mapping[str, SavedTensor], files: Mapping[str, Entry]) -> str:
+    """The contents of shards.json: the sharded tensors, and the files of shards of all hosts."""
+    return json.dumps(
+        {
+            "tensors": {name: asdict(tensor) for name, tensor in tensors.items()},
+            "files": {name: asdict(entry) for name, entry in files.items()},
+        }
+    )
+
+
+def file_of(rank: int) -> str:
+    """The file of a rank's shards."""
+    return f"shard_{rank:05d}.pt"
+
+
+def read_index(path: Path) -> dict[str, SavedTensor]:
+    """The sharded tensors in this shards.json, by name. Its hash has been verified.
+
+    Raises:
+        BrokenCheckpoint: it was not written by mpiddp.
+        OSError: it cannot be read.
+    """
+    try:
+        tensors = json.loads(read_limited(path, MAX_INDEX_BYTES))["tensors"]
+        return {name: _tensor(values) for name, values in tensors.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise BrokenCheckpoint(f"{INDEX} is not a table of shards") from None
+
+
+def _tensor(values: dict[str, Any]) -> SavedTensor:
+    """Raises ValueError if the chunks do not fit the tensor: what they leave out would be undefined."""
+    chunks = tuple(
+        Chunk(tuple(each["offsets"]), tuple(each["sizes"]), each["rank"])
+        for each in values["chunks"]
+    )
+    tensor = SavedTensor(tuple(values["shape"]), values["dtype"], chunks)
+    numbers = [tensor.shape, *((*each.offsets, *each.sizes, each.rank) for each in chunks)]
+    fits = all(type(number) is int and number >= 0 for each in numbers for number in each)
+    fits = fits and isinstance(getattr(torch, tensor.dtype), torch.dtype)
+    if not fits or not all(_is_within(each, tensor.shape) for each in chunks):
+        raise ValueError
+    if sum(prod(each.sizes) for each in chunks) != prod(tensor.shape):
+        raise ValueError
+    return tensor
+
+
+def _is_within(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    return all(offset + size <= length for offset, size, length in ends)
 
 
 @dataclass(frozen=True)
@@ -112,14 +183,14 @@ def local_parts(sharded: Mapping[str, Any], names: tuple[str, ...]) -> dict[str,
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The index of a checkpoint, and where this host has its files, by their names."""
+    """The sharded tensors of a checkpoint, and where this host has its files, both by name."""
 
-    index: ShardIndex
+    tensors: Mapping[str, SavedTensor]
     files: Mapping[str, Path]
 
     def as_values(self, state: Any) -> Any:
         """The state with a `ShardedValue` in the place of each sharded tensor."""
-        return filled(state, {name: ShardedValue(name, self) for name in self.index.tensors})
+        return filled(state, {name: ShardedValue(name, self) for name in self.tensors})
 
     def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """The tensors of these names, each placed like the given one. Not a collective."""
@@ -130,11 +201,15 @@ class ShardFiles:
         return targets
 
     def _target(self, name: str, like: Callable[..., Tensor | None]) -> Tensor:
-        saved = self.index.tensors[name]
+        saved = self.tensors[name]
         dtype = getattr(torch, saved.dtype)
         tensor = like(path_of(name))
         if tensor is None:
-            return torch.empty(saved.shape, dtype=dtype)
+            try:
+                return torch.empty(saved.shape, dtype=dtype)
+            except RuntimeError as error:  # of torch's allocator
+                reason = str(error).splitlines()[0]
+                raise JobFailed(f"no memory for {path_of(name)[-1]}: {reason}") from None
         if tuple(tensor.shape) != saved.shape:
             where = ".".join(map(str, path_of(name)))
             raise UserError(
@@ -148,10 +223,10 @@ class ShardFiles:
         from torch.distributed.checkpoint import DefaultLoadPlanner
 
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(targets, _metadata(self.index), is_coordinator=True)
+        planner.set_up_planner(targets, _metadata(self.tensors), is_coordinator=True)
         chunks = {
             (name, chunk.offsets): chunk
-            for name, saved in self.index.tensors.items()
+            for name, saved in self.tensors.items()
             for chunk in saved.chunks
         }
         items = defaultdict(list)
@@ -172,6 +247,8 @@ class ShardFiles:
                 planner.resolve_tensor(item).detach().copy_(part)
 
     def _load(self, file: str) -> dict[str, Any]:
+        if file not in self.files:
+            raise UserError(f"{self.files[INDEX].parent} has no {file}, which its {INDEX} names.")
         contents = read_tensors(self.files[file])
         if not isinstance(contents, dict):
             raise UserError(f"{self.files[file]} was not written by mpiddp: it has other contents.")
@@ -187,7 +264,7 @@ class ShardedValue:
 
     @property
     def _saved(self) -> SavedTensor:
-        return self.files.index.tensors[self.name]
+        return self.files.tensors[self.name]
 
     @property
     def shape(self) -> torch.Size:
@@ -227,7 +304,7 @@ def with_tensors(state: Any, like: Like) -> Any:
     return filled(state, {path: found[name] for path, name in value_names.items()})
 
 
-def _metadata(index: ShardIndex) -> Any:
+def _metadata(tensors: Mapping[str, SavedTensor]) -> Any:
     """The index as torch's planner takes it."""
     from torch.distributed.checkpoint import metadata as torchs
 
@@ -241,6 +318,6 @@ def _metadata(index: ShardIndex) -> Any:
                     for each in saved.chunks
                 ],
             )
-            for name, saved in index.tensors.items()
+            for name, saved in tensors.items()
         }
     )

@@ -7,6 +7,8 @@ is read.
 
 from __future__ import annotations
 
+import json
+import random
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -15,8 +17,6 @@ from urllib.parse import quote
 
 import torch
 from torch import Tensor
-
-from mpiddp.checkpoints.shard_index import name_of
 
 Path = tuple[Any, ...]  # the keys that lead to a value
 
@@ -28,6 +28,7 @@ _MAX_BITS = 2000  # of a whole number; torch.load reads no longer one
 _MAX_DEPTH = 100
 _LONGEST_PATH = 200  # characters
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
+_NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
 _EXPECTED = "Expected tensors, numbers, strings, None, lists and dicts of these"
 
 
@@ -66,6 +67,16 @@ def _check_container(keys: Any, path: Path) -> None:
             raise _CannotBeSaved(
                 path, f"a key of type {_type_name(key)}. Use strings or numbers as keys"
             )
+
+
+def name_of(path: Path) -> str:
+    """The name of the value at this path."""
+    return json.dumps(path)
+
+
+def path_of(name: str) -> Path:
+    """The keys that lead to the tensor in the saved state."""
+    return tuple(json.loads(name))
 
 
 def is_sharded(value: object) -> bool:
@@ -269,3 +280,46 @@ def _new_like(tensor: Tensor) -> Tensor:
 
 def _layout(tensor: Tensor) -> _Layout:
     return tensor.dtype, tensor.shape, tensor.stride(), _is_on_gpu(tensor)
+
+
+# Random number generators
+
+
+def rng_states(local_rank: int) -> dict[str, Any]:
+    """The states as tensors, numbers and tuples. Each GPU has one if this process uses GPUs."""
+    states: dict[str, Any] = {
+        "local_rank": local_rank,
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+    }
+    gpu = torch.accelerator.current_accelerator()
+    if gpu and (gpus := torch.get_device_module(gpu)).is_initialized():
+        states[gpu.type] = gpus.get_rng_state_all()
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state(legacy=True)
+        if kind == _NUMPY_KIND:
+            states["numpy"] = (torch.from_numpy(keys.astype("int64")), *rest)
+    return states
+
+
+def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
+    """Restore the states of `rng_states`, as many of them as there are.
+
+    The GPU of the local rank gets the state of the one that the rank had before, perhaps with another
+    number.
+    """
+    if "python" in states:
+        random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    gpu = torch.accelerator.current_accelerator()
+    saved_gpus = states.get(gpu.type, []) if gpu else []
+    for index in range(torch.accelerator.device_count() if saved_gpus else 0):
+        saved = index - local_rank + states["local_rank"]
+        if 0 <= saved < len(saved_gpus):
+            torch.get_device_module(gpu).set_rng_state(saved_gpus[saved], index)
+    if gpu and "own_gpu" in states:
+        torch.get_device_module(gpu).set_rng_state(states["own_gpu"])
+    numpy = sys.modules.get("numpy")
+    if numpy and "numpy" in states:
+        keys, *rest = states["numpy"]
+        numpy.random.set_state((_NUMPY_KIND, keys.numpy().astype("uint32"), *rest))

@@ -6,6 +6,7 @@ damage by a dozen types of exception. This module raises one type, with a reason
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import re
 import struct
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints.directory import HashedFile
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import cause_of, read_error
 
@@ -39,6 +39,38 @@ _DAMAGED = (
 
 class Unreadable(Exception):
     """The file contains no tensors that can be read. The message is a phrase for a sentence."""
+
+
+class HashedFile:
+    """A new file, and the SHA-256 of the bytes written to it, computed in the same pass.
+
+    `close` raises an error of the disk, because a writer such as torch.save would replace it by another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._digest = hashlib.sha256()
+        self._error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        rest = memoryview(data)
+        self._digest.update(rest)
+        try:
+            while rest and self._error is None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> str:
+        """The SHA-256 of the file. Raises the first OSError of the writes."""
+        self._file.close()
+        if self._error is not None:
+            raise self._error
+        return self._digest.hexdigest()
 
 
 def write_tensors(folder: Path, contents: Mapping[str, Any]) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""`mpiddp hosts`: check a hostfile, convert it for another MPI, compare two.
+"""`mpiddp hosts`: check a hostfile, convert it for another MPI, compare two; work on its hosts.
 
     mpiddp hosts check hostfiles/two_nodes --mpi openmpi
     mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
     mpiddp hosts diff old_hosts new_hosts
+    mpiddp hosts push hostfiles/two_nodes
+    mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
 
-Nothing here connects to a host.
+The verbs of `OVER_SSH` connect to the hosts; the others do not.
 """
 
 from __future__ import annotations
@@ -15,18 +17,28 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
+from mpiddp.hosts.cluster import push, run
 from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
 from mpiddp.text import counted
 
+# verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
+OVER_SSH = {
+    "push": (push, "Make a folder, with its environment, the same on every host"),
+    "run": (run, "Run a command on every host"),
+}
+
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference, else 0.
+    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference or a host failed, else 0.
 
     Raises:
         UserError: bad input.
     """
     options = _parse(argv)
+    if options.verb in OVER_SSH:
+        code: int = OVER_SSH[options.verb][0].main(options, _read(options, options.file))
+        return code
     if options.verb == "check":
         return _check(_read(options, options.file), options.mpi)
     if options.verb == "convert":
@@ -44,7 +56,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp hosts",
         allow_abbrev=False,
-        description="Check, convert and compare hostfiles. Nothing here connects to a host.",
+        description="Check, convert and compare hostfiles, and work on their hosts over ssh.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
 
@@ -79,6 +91,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     compare.add_argument("a", help="the first hostfile")
     compare.add_argument("b", help="the second hostfile")
+    for name, (module, purpose) in OVER_SSH.items():
+        module.add_arguments(verb(name, purpose))
+    own, command = argv, []
+    if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
+        own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    if own[:1] and own[0] in OVER_SSH:  # options may stand between the hostfile and the folders
+        known = argparse.Namespace(verb=own[0], command=command)
+        return verbs.choices[own[0]].parse_intermixed_args(own[1:], known)
     return parser.parse_args(argv)
 
 

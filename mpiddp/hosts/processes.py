@@ -50,6 +50,17 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
     return dict(found)
 
 
+def processor_time(pid: int) -> float:
+    """The processor time that this process and its running descendants have used, in seconds."""
+    ticks = 0
+    for each in (pid, *descendants(pid)):
+        with suppress(OSError):  # it has ended
+            # utime and stime, the 14th and 15th field: proc(5)
+            fields = Path(f"/proc/{each}/stat").read_bytes().rpartition(b")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def signal_all(find: Callable[[], Collection[int]], number: int) -> None:
     """Send a signal to the processes that `find` returns."""
     from mpiddp.hosts.pidfd import opened  # a rank that only sets its own signals needs none of it

@@ -3,7 +3,7 @@
     salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
 
 A row's reader returns None if the job has no other host: then it is no allocation. A UserError says what is
-missing, because a job must never start on one host of several in silence. docs/allocations.md has the
+missing, because a job must never start on one host of several in silence. docs/clusters.md has the
 variables of each scheduler, with their sources.
 """
 

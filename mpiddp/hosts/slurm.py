@@ -1,9 +1,9 @@
-"""Slurm's compressed lists of hosts and of counts, and the shell of `srun --pty bash`."""
+"""Compressed lists of hosts and of counts, as Slurm writes them, and the shell of `srun --pty bash`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.text import parse_whole, shown
@@ -12,6 +12,7 @@ MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
 MAX_TASKS = 999_999
 
 _LONGEST_NAME, _MOST_DIGITS = 253, 9
+_LAST_NUMBER = re.compile(r"([^.]*?)([0-9]{1,9})([^0-9.]*(?:\..*)?)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -28,6 +29,27 @@ def expand_nodelist(nodelist: str) -> list[str]:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{shown(name)!r} is not the name of a host")
     return names
+
+
+def compress_names(names: Sequence[str]) -> str:
+    """node1, node2, node3, login → "node[1-3],login": each name once, in the order of their first name."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in dict.fromkeys(names):
+        # An address is no name with a number: 10.0.0.1 and 10.0.0.2 stay as they are.
+        found = None if name[0].isdigit() or ":" in name else _LAST_NUMBER.fullmatch(name)
+        key, number = ((found[1], found[3]), found[2]) if found else ((name, ""), "")
+        groups.setdefault(key, []).append(number)
+    texts = []
+    for (before, after), numbers in groups.items():
+        ranges: list[list[str]] = []
+        for number in sorted(numbers, key=lambda text: (len(text), text)):
+            last = ranges[-1][-1] if ranges else ""
+            follows = last and number == str(int(last) + 1).zfill(len(last))
+            ranges[-1].append(number) if follows else ranges.append([number])
+        inside = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges]
+        one = len(numbers) == 1
+        texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
+    return ",".join(texts)
 
 
 def _patterns(nodelist: str) -> Iterator[list[str]]:

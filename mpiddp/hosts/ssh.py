@@ -20,8 +20,10 @@ from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
 CONNECT_TIMEOUT_S = 5
+ALIVE_INTERVAL_S = 15  # ssh ends after three of them without a sign of the host
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
 
+_LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 2  # stdout's pipe and stderr's file
 _FILES_TO_START = 12  # while a process starts
 
@@ -56,6 +58,7 @@ def run_on_hosts(
     timeout_s: float,
     work_s: float = 0.0,
     transport: Transport = SSH,
+    most_at_once: int | None = None,
 ) -> dict[Host, Answer]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
 
@@ -66,6 +69,7 @@ def run_on_hosts(
         program: a path or a name, without arguments.
         timeout_s: the time for all hosts together, or for those on which it runs at a time.
         work_s: more time for each host from which something has arrived: the login is done.
+        most_at_once: the number of hosts on which it runs at a time.
 
     Raises:
         UserError: `hosts` contains another host, and the transport is not installed here.
@@ -76,7 +80,7 @@ def run_on_hosts(
     answers: dict[Host, Answer] = {}
     limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
-    at_once = max(1, unused // _FILES_PER_HOST)
+    at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
     for first in range(0, len(hosts), at_once):
         running: list[_Running] = []
         deadline = time.monotonic() + timeout_s
@@ -91,15 +95,23 @@ def run_on_hosts(
     return answers
 
 
-def _command(host: Host, transport: Transport) -> list[str]:
-    """The command that runs `_SHELL_LINE` on `host`."""
+def shell_command(
+    host: Host, line: str, transport: Transport = SSH, *, batch: bool = True
+) -> list[str]:
+    """The command that runs `line` in a Bourne shell on `host`. `line` must hold no input.
+
+    Args:
+        batch: ssh asks the user nothing.
+    """
     if is_this_host(host.name):
-        return ["sh", "-c", _SHELL_LINE]
+        return ["sh", "-c", line]
     # A user's login shell may not be a Bourne shell: csh, fish.
-    line = f"exec sh -c {shlex.quote(_SHELL_LINE)}"
+    line = f"exec sh -c {shlex.quote(line)}"
     if not transport.is_ssh:
         return [*transport.agent, host.name, line]
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
+    options = ["-o", "BatchMode=yes"] if batch else []
+    options += ["-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}", "-T"]
+    options += ["-o", f"ServerAliveInterval={ALIVE_INTERVAL_S}"]
     port = ["-p", str(host.port)] if host.port else []
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
     return ["ssh", *options, *port, "--", host.ssh_target, line]
@@ -120,7 +132,10 @@ class _Running:
             file.write(stdin)
             file.seek(0)
             self.process = subprocess.Popen(
-                _command(host, transport), stdin=file, stdout=subprocess.PIPE, stderr=self._stderr
+                shell_command(host, _SHELL_LINE, transport),
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
             )
 
     def answer(self) -> Answer:
@@ -154,7 +169,7 @@ def _collect(running: Sequence[_Running], work_s: float) -> None:
                 if key.data.deadline <= now:
                     selector.unregister(key.fileobj)
             first = min(key.data.deadline for key in keys)
-            for key, _ in selector.select(max(0.0, first - now)):
+            for key, _ in selector.select(min(max(0.0, first - now), _LONGEST_WAIT_S)):
                 chunk = os.read(key.fd, 65536)
                 if not key.data.stdout:
                     key.data.deadline += work_s

@@ -46,7 +46,7 @@ class Transport:
 
 
 SSH = Transport("ssh", ("ssh",), "ssh")
-# PBS has no program of its own that returns output (docs/allocations.md, "PBS without ssh").
+# PBS has no program of its own that returns output (docs/clusters.md, "PBS without ssh").
 SSH_IN_PBS = replace(
     SSH,
     hint="If this site allows no ssh between the hosts of a PBS job, let an MPI that knows PBS start the "

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.slurm import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.options import Where, parse_options
@@ -33,22 +34,23 @@ def main(argv: list[str]) -> int:
     if not is_nested:
         _refuse_inside_a_rank(options.where, os.environ)
     # Imported here, so that --help and a wrong option answer at once.
-    from mpiddp.launch.plan import make_plan
+    from mpiddp.launch.plan import make_plan, read_hosts, working_folder
     from mpiddp.launch.starters.environment import (
         fill_in_hint,
         left_out_hint,
         shell_line,
         without_values,
     )
-    from mpiddp.launch.starters.table import compose
 
+    if options.where.push and not options.dry_run:
+        _push(read_hosts(options.where, os.environ), working_folder(os.environ), options.where)
     plan = make_plan(options, os.environ)
     options.output.check_ranks(plan.request.world_size)
     if hint := left_out_hint(options.how.exports, os.environ):
         log.info(hint)
     if options.dry_run:
         hidden = {export.partition("=")[0] for export in options.how.all_exports}
-        print(compose(plan.starter, plan.request).explained(hidden))
+        print(plan.starter.compose(plan.request).explained(hidden))
         if hint := fill_in_hint(options.how.all_exports, os.environ):
             log.info(hint)
         return 0
@@ -65,6 +67,28 @@ def main(argv: list[str]) -> int:
         if hint := fill_in_hint(exports, os.environ):
             log.info(hint)
     return outcome.code
+
+
+def _push(hosts: Hosts, folder: str, where: Where) -> None:
+    """Push `folder` and the environment of this Python to the other hosts.
+
+    Raises:
+        UserError: a host cannot take them.
+        JobFailed: too few hosts have got them.
+    """
+    from mpiddp.hosts.cluster import push
+
+    if not hosts.transport.is_ssh:
+        raise UserError(
+            f"--push needs ssh, and {hosts.transport.name} reaches the hosts of this job."
+        )
+    least = (where.min_hosts or 1) if where.can_shrink else len(hosts.usable) - where.spares
+    wanted = push.Options(tuple(push.default_folders(folder)), min_hosts=max(1, least))
+    pushed = push.push(hosts.usable, wanted)
+    for host, failure in pushed.failures.items():
+        log.info(f"not pushed to {host.name}: {failure}")
+    if pushed.sent:
+        log.info("; ".join(push.summary(pushed, dry_run=False)))
 
 
 def _refuse_inside_a_rank(where: Where, env: Mapping[str, str]) -> None:

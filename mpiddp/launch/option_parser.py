@@ -50,6 +50,11 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     )
     add.add_argument("--exclude", metavar="HOST,HOST", help="hosts to leave out")
     add.add_argument(
+        "--push",
+        action="store_true",
+        help="first make this folder and its environment the same on every host, as mpiddp hosts push does",
+    )
+    add.add_argument(
         "--share-gpus",
         action="store_true",
         help="allow more ranks than GPUs on a host, for a script that uses gloo",

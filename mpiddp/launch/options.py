@@ -75,6 +75,7 @@ class Where:
     min_hosts: int | None
     min_ranks: int | None
     spares: int  # the last hosts, kept in reserve
+    push: bool  # this folder and its environment to the other hosts first
     check: bool  # run the preflight
     wait_s: float | None  # for hosts that do not answer yet
     share_gpus: bool
@@ -209,6 +210,10 @@ def _check_where(where: Where) -> None:
     if where.spares and not where.check:
         raise UserError(
             "--spares needs the preflight, which finds the hosts that fail. Leave out --no-check."
+        )
+    if where.wait_s is not None and where.push:
+        raise UserError(
+            "--push does not wait for hosts. Leave out --wait-for-hosts, or push before."
         )
     if where.wait_s is not None and not where.check:
         raise UserError(

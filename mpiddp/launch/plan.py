@@ -108,7 +108,7 @@ def make_plan(
     request = Request(
         hosts=placed,
         job=options.job.rank_command(python),
-        folder=_working_folder(env),
+        folder=working_folder(env),
         variables=variables_of_ranks(options, starter, placed, network, env),
         env=env,
         network=network,
@@ -230,7 +230,7 @@ def run_preflight(
         python=str(Path(sys.executable).absolute()),
         mpirun=str(starter.program),
         daemon=str(starter.daemon),
-        folder=_working_folder(env),
+        folder=working_folder(env),
         path=env.get("PATH", os.defpath),
         interface=",".join(requested_networks(interface)) if interface else None,
         program=program,
@@ -265,7 +265,7 @@ def _explain(options: LaunchOptions, placed: Hosts, network: JobNetwork) -> None
         log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
 
 
-def _working_folder(env: Mapping[str, str]) -> str:
+def working_folder(env: Mapping[str, str]) -> str:
     """This folder by the shell's name for it, a link that may lead to a different folder on each host."""
     try:
         here = Path.cwd()

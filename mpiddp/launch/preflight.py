@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +20,8 @@ from mpiddp.hosts import gpus, interfaces, names, probe, versions
 from mpiddp.hosts.gpus import NO_ANSWER, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S, NO_PROGRAM, Answer, run_on_hosts
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
+from mpiddp.hosts.ssh_complaints import ssh_complaint, ssh_line
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, counted, duration, listed
@@ -165,7 +164,7 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
     if not info.has_folder:
         return (
             f"{name}: the working folder {needs.folder} is missing. "
-            "Create it there, or launch from a folder that every host has."
+            "Copy it there with mpiddp hosts push, or launch from a folder that every host has."
         )
     for program, is_there in (
         (needs.mpirun, info.mpirun is not None),
@@ -193,7 +192,10 @@ def _complaint(info: HostInfo, needs: Needs) -> str | None:
 def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -> str:
     """The reason why the probe did not answer, as one sentence."""
     if answer.exit_code == NO_PROGRAM:
-        return f"{host.name}: {needs.python} is missing. Install it at the same path on every host."
+        return (
+            f"{host.name}: {needs.python} is missing. Install it at the same path on every host, "
+            "or copy it there: mpiddp hosts push"
+        )
     if not transport.is_ssh:
         no_answer = [f"no answer in {LOGIN_S:g} s" if answer.exit_code is None else "no output"]
         reason = (answer.stderr.strip().splitlines() or no_answer)[-1].rstrip(".")
@@ -202,50 +204,8 @@ def _no_answer(host: Host, answer: Answer, needs: Needs, transport: Transport) -
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     if answer.exit_code is None:
-        return f"ssh {host.name}: no answer in {LOGIN_S:g} s. Try: {_ssh(host)} true"
-    return _ssh_complaint(host, answer.stderr)
-
-
-def _ssh_complaint(host: Host, errors: str) -> str:
-    """The sentence for ssh's own error, with the command that fixes it."""
-    name, here = host.name, socket.gethostname()
-    if "Could not resolve hostname" in errors:
-        return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
-    if "IDENTIFICATION HAS CHANGED" in errors:
-        return (
-            f"ssh {name}: its host key has changed. Check that it is the same host, "
-            f"then run: ssh-keygen -R {name}"
-        )
-    if "Host key verification failed" in errors:
-        return (
-            f"ssh {name}: its host key is unknown. "
-            f"Check it, then: ssh-keyscan {_port(host)}{name} >> ~/.ssh/known_hosts"
-        )
-    if denied := re.search(r"Permission denied \(([^)]*)\)", errors):
-        return f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id {_port(host)}{host.ssh_target}"
-    if "Connection refused" in errors:
-        return (
-            f"ssh {name}: connection refused. "
-            f"Start sshd there, or give its port in the hostfile: {name} port=N"
-        )
-    if "No route to host" in errors or "Network is unreachable" in errors:
-        return f"ssh {name}: no route from {here}. Check that the host is on and the network is up."
-    if "timed out" in errors:
-        return (
-            f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. "
-            "Check that the host is on and the network is up."
-        )
-    last = errors.strip().splitlines()[-1:] or ["no output"]
-    return f"ssh {name} failed: {last[0]}. Try: {_ssh(host)} true"
-
-
-def _ssh(host: Host) -> str:
-    return f"ssh {_port(host)}{host.ssh_target}"
-
-
-def _port(host: Host) -> str:
-    """The port option of ssh, ssh-copy-id and ssh-keyscan."""
-    return f"-p {host.port} " if host.port else ""
+        return f"ssh {host.name}: no answer in {LOGIN_S:g} s. Try: {ssh_line(host)} true"
+    return ssh_complaint(host, answer.stderr)
 
 
 def strangers(infos: Mapping[Host, HostInfo], proven: Collection[Host], mpirun: str) -> Complaints:

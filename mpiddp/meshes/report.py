@@ -157,7 +157,7 @@ def _assumptions(training: Training) -> str:
     return (
         f"One step is {step}{model}; {training.value_bytes * 8} bits per value.\n"
         "Where GPUs or hosts differ, a figure is the largest. NVLink stands for whatever connects the "
-        "GPUs of a host.\ndocs/mesh.md has the formulas."
+        "GPUs of a host.\ndocs/parallelism.md has the formulas."
     )
 
 

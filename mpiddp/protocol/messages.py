@@ -1,25 +1,24 @@
-"""The protocol between a rank and its launcher: the control channel, and the connections of the output.
+"""The messages between a rank and its launcher alone, over the job channel, and the connections beside it.
 
-TCP connects several hosts. On one host it is a Unix socket in a folder that only its user can open. The
-control channel carries JSON lines:
+`mpiddp.protocol.channel` has the lines, the proofs, and what the ranks agree on. TCP connects several hosts.
+On one host it is a Unix socket in a folder that only its user can open.
 
-    launcher -> rank   challenge, received (a hello, or progress), stop, stopping, stacks, end, taken; one
-                        urgent byte
-    rank -> launcher   hello, started, joining, log, error_file, announce, run_dir, supports_stop, progress,
-                        saving, stacks, stopped, failed, done
+    launcher -> rank   received (progress), stop, stopping, stacks, end; one urgent byte
+    rank -> launcher   started, joining, mpi_init, log, error_file, announce, run_dir, supports_stop,
+                        progress, saving, stacks, stopped, replaced, failed, exited, done
 
 MPIDDP_CONTROL is the launcher's address. MPIDDP_CONTROL_SECRET proves that both ends belong to one job;
-the secret itself is never sent. Without these two variables there is no channel. MPIDDP_ANNOUNCED passes
+the secret itself is never sent. Without these two variables there is no launcher. MPIDDP_ANNOUNCED passes
 an earlier attempt's announcement to a restart, see `mpiddp.runtime.launcher.announcement`.
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in
-place of "hello". After "received", the rank's output process sends frames, see `FRAME`. A rank of
-`mpiddp.spawn` gets its function over a connection that begins with "function", and returns its result over
-one that begins with "answer", see `mpiddp.launch.exchange`.
+place of "hello". After "received", the rank's output process sends frames, see `FRAME`. Over one that begins
+with "input", rank 0 gets the launcher's stdin. A rank of `mpiddp.spawn` gets its function over a connection
+that begins with "function", and returns its result over one that begins with "answer", see
+`mpiddp.launch.exchange`.
 
 In `mpiddp run -- COMMAND` the script is a process of its own, within the command. It has a second connection,
-with a secret that is derived from the ranks'. "taken" refuses a second script of a rank; "stopping" tells the
-rank that its script has got a "stop".
+with a secret that is derived from the ranks'. "stopping" tells the rank that its script has got a "stop".
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import json
 import os
 import socket
 import struct
-from _blake2 import blake2b  # hashlib would load OpenSSL, see `proof`
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +48,9 @@ OPEN_S = 0.2
 LONGEST_LINE = 2 << 20  # bytes
 
 # What begins a connection that the control server does not read itself.
-FUNCTION, ANSWER = "function", "answer"
-HANDED_OVER = ("output", FUNCTION, ANSWER)
-GO = b"\n"  # what the reader of a function, and of an answer, sends
+INPUT, FUNCTION, ANSWER = "input", "function", "answer"
+HANDED_OVER = ("output", INPUT, FUNCTION, ANSWER)
+GO = b"\n"  # what the reader of stdin, of a function, and of an answer, sends
 STREAMS = {1: "stdout", 2: "stderr"}
 OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
 DRAIN, DRAINED, FILES = b"drain", b"drained", b"files"  # from the rank to it, and back
@@ -65,6 +63,7 @@ UNIX = "unix:"  # prefix of an address that is a path
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
+    "mpi_init": {"active": (bool,)},  # begins, or has succeeded
     "log": {"path": (str,)},  # of the file that will contain a traceback
     "error_file": {"path": (str,)},  # into which the script may write its error
     "announce": {
@@ -76,7 +75,7 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "supports_stop": {},
     "progress": {"step": (int,)},
     "saving": {"active": (bool,)},  # begins, or has ended
-    "stacks": {"text": (str,), "step": (int,)},
+    "stacks": {"text": (str,), "step": (int,), "cpu_s": (int, float)},
     "stopped": {},
     "failed": {
         "code": (int,),
@@ -85,19 +84,10 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "first": (bool, type(None)),
         "is_verdict": (bool,),  # `error` names the culprit, which may be another rank
     },
+    "exited": {},  # with code 0, but without leaving the job
+    "replaced": {"active": (bool,)},  # by another program (exec), or not after all
     "done": {},
 }
-
-
-def dumps(kind: str, **facts: object) -> bytes:
-    return json.dumps({"type": kind, **facts}).encode() + b"\n"
-
-
-def proof(secret: str, challenge: str, rank: int) -> str:
-    """The answer to `challenge`, which only an owner of the secret can compute."""
-    # A keyed BLAKE2 is a MAC. Python's own is in `_blake2`; hashlib would also load OpenSSL, 3.7 MB
-    # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. test_still_needed.py checks this.
-    return blake2b(f"{challenge} {rank}".encode(), key=secret.encode()).hexdigest()
 
 
 def is_shown(selection: str, rank: int, stream: int) -> bool:
@@ -107,11 +97,6 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection in ("all", "none"):
         return selection == "all"
     return str(rank) in selection.split(",")
-
-
-def script_secret(secret: str) -> str:
-    """The secret of the ranks' scripts, from that of the ranks; "" if these have none."""
-    return blake2b(b"script", key=secret.encode(), digest_size=16).hexdigest() if secret else ""
 
 
 def is_argument(text: str) -> bool:

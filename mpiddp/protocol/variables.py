@@ -1,4 +1,4 @@
-"""The names of this project's environment variables. docs/environment.md says what each holds."""
+"""The names of this project's environment variables. docs/reference.md says what each holds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ TIMEOUT = "MPIDDP_TIMEOUT"
 REPORT, VERBOSE, DATA = "MPIDDP_REPORT", "MPIDDP_VERBOSE", "MPIDDP_DATA"
 ANNOUNCED, RUN_DIR = "MPIDDP_ANNOUNCED", "MPIDDP_RUN_DIR"
 SCRIPT_SECRET = "MPIDDP_SCRIPT_SECRET"
+CHANNEL, CHANNEL_SECRET = "MPIDDP_CHANNEL", "MPIDDP_CHANNEL_SECRET"
 GPUS, BIND = "MPIDDP_GPUS", "MPIDDP_BIND"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"

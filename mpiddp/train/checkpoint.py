@@ -21,8 +21,8 @@ from typing import Literal, cast
 import numpy as np
 import torch
 
+from mpiddp.checkpoints.contents import Resumed
 from mpiddp.checkpoints.ranks import PATIENCE_S
-from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.script import Checkpoints
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.runtime.job.coordinator import Coordinator

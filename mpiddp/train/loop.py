@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpiddp.checkpoints.records import log_metrics
-from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.checkpoints.run_dir import RunDir, log_metrics
 from mpiddp.checkpoints.script import Checkpoints
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.log import log

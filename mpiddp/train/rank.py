@@ -13,8 +13,7 @@ import time
 
 import torch
 
-from mpiddp.checkpoints.records import save_json
-from mpiddp.checkpoints.run_dir import RunDir, writing
+from mpiddp.checkpoints.run_dir import RunDir, save_json, writing
 from mpiddp.errors import DONE, STOPPED, UserError
 from mpiddp.paths import named_by, read_limited
 from mpiddp.protocol.variables import is_restart

@@ -1,4 +1,4 @@
-"""Every MPIDDP_* variable has a row in the table of docs/environment.md.
+"""Every MPIDDP_* variable has a row in the table of docs/reference.md.
 
 python -m pytest tests/docs/test_environment.py
 """
@@ -10,7 +10,7 @@ import re
 from mpiddp.protocol import variables
 from tests.support.ranks import ROOT
 
-PAGE = (ROOT / "docs" / "environment.md").read_text()
+PAGE = (ROOT / "docs/reference.md").read_text()
 ROWS = re.findall(r"^\| `(MPIDDP_[A-Z_]+)` \|(?: [^|]+ \|){3}$", PAGE, re.MULTILINE)
 
 
@@ -26,10 +26,10 @@ def test_every_variable_in_use_is_a_row_and_every_row_is_in_use() -> None:
 
 
 def test_every_row_is_complete_and_there_are_no_duplicates() -> None:
-    assert len(ROWS) == len(set(ROWS)) == len(re.findall("^[|] `", PAGE, re.MULTILINE))
+    assert len(ROWS) == len(set(ROWS)) == len(re.findall("^[|] `MPIDDP_", PAGE, re.MULTILINE))
 
 
 def test_other_pages_name_only_variables_of_the_table() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         named = set(re.findall(r"\bMPIDDP_(?!TEST_)[A-Z_]*[A-Z]", page.read_text()))
         assert named <= set(ROWS), page

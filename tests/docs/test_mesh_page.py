@@ -1,4 +1,4 @@
-"""docs/mesh.md shows what mpiddp mesh prints.
+"""docs/parallelism.md shows what mpiddp mesh prints.
 
 Tests mpiddp/meshes/.
 python -m pytest tests/docs/test_mesh_page.py
@@ -19,7 +19,10 @@ def run(capsys: pytest.CaptureFixture[str], line: str) -> str:
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     block = (
-        (ROOT / "docs" / "mesh.md").read_text().partition("$ mpiddp mesh ")[2].partition("\n```")[0]
+        (ROOT / "docs/parallelism.md")
+        .read_text()
+        .partition("$ mpiddp mesh ")[2]
+        .partition("\n```")[0]
     )
     command, _, rest = block.partition("\n    ")
     options, _, output = rest.partition("\n")

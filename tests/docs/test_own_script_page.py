@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import difflib
 
-from tests.support.own_script import (
-    EXAMPLE,
-    PLAIN,
-)
+from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT
 
 

@@ -1,4 +1,4 @@
-"""The versions that mpiddp claims: docs/dependencies.md has them, and the checks that ran with each.
+"""The versions that mpiddp claims: docs/evidence/dependencies.md has them, and the checks that ran with each.
 
 Tests benchmarks/smoke.py, setup.py.
 python -m pytest tests/docs/test_versions.py
@@ -13,14 +13,15 @@ import sys
 from pathlib import Path
 
 from benchmarks.smoke import SHOWN, checks_of
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 COLUMNS = ["Python", "versions", *SHOWN, "result"]
 
 
 def documented() -> list[dict[str, str]]:
-    """The rows of the table in docs/dependencies.md."""
-    page = (ROOT / "docs/dependencies.md").read_text()
+    """The rows of the table in docs/evidence/dependencies.md."""
+    page = (ROOT / "docs/evidence/dependencies.md").read_text()
     table = page[page.index(f"| {' | '.join(COLUMNS)} |") :].split("\n\n")[0]
     cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     return [dict(zip(COLUMNS, row, strict=True)) for row in cells]
@@ -53,7 +54,7 @@ def test_the_oldest_versions_that_setup_py_claims_have_passed() -> None:
 
 def test_the_checks_pass_with_the_versions_that_are_installed_here() -> None:
     command = [sys.executable, "benchmarks/smoke.py", "pinned", "openmpi"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout
     (row,) = done.stdout.splitlines()
     cells = dict(zip(COLUMNS, row.strip("| ").split(" | "), strict=True))
@@ -67,7 +68,7 @@ def test_a_check_that_fails_is_named_in_the_row(tmp_path: Path) -> None:
         sys.executable
     )  # an environment without the package's programs
     command = [str(tmp_path / "python"), "benchmarks/smoke.py", "newest", "train"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert done.stdout.endswith(
         "| failed: version: mpiddp --version: No such file or directory |\n"

@@ -24,6 +24,7 @@ from mpiddp.bench.run import _check_writable, _write
 from mpiddp.bench.step import Options as StepOptions
 from mpiddp.bench.step import rank_options as step_options
 from mpiddp.errors import JobFailed
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 NO_SCRIPTS = {"__init__", "harness", "smoke"}
@@ -92,6 +93,7 @@ def test_every_benchmark_script_has_help(script: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: python -m benchmarks.{script} ")

@@ -276,7 +276,12 @@ def test_the_output_of_a_healthy_program_is_no_failure(
 
 
 def test_the_projects_own_pages_of_good_runs_are_no_failure() -> None:
-    for page in ("README.md", "docs/output.md", "docs/launch.md", "docs/benchmarks.md"):
+    for page in (
+        "README.md",
+        "docs/launch.md",
+        "docs/evidence/output.md",
+        "docs/evidence/benchmarks.md",
+    ):
         assert explain_all((ROOT / page).read_text().splitlines()) == [], page
 
 

@@ -223,15 +223,15 @@ def test_figures_fill_the_tables_even_of_a_stage_that_was_stopped(tmp_path: Path
 
 
 def test_the_tables_of_docs_are_filled_between_their_marks(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/evidence").mkdir(parents=True)
     for name in ("performance.md", "gpu.md"):
-        shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
+        shutil.copy(ROOT / "docs/evidence" / name, tmp_path / "docs/evidence")
     found = written(tmp_path / "results", record("group", "passed", "1"))
     report.fill(found, tmp_path)
-    before = (ROOT / "docs" / "gpu.md").read_text()
-    after = (tmp_path / "docs" / "gpu.md").read_text()
+    before = (ROOT / "docs/evidence/gpu.md").read_text()
+    after = (tmp_path / "docs/evidence/gpu.md").read_text()
     assert after.partition(report.BEGIN)[0] == before.partition(report.BEGIN)[0]
     assert after.partition(report.END)[2] == before.partition(report.END)[2]
     assert "| set_device before init | `group` | seen |" in after
     report.fill(found, tmp_path)
-    assert (tmp_path / "docs" / "gpu.md").read_text() == after
+    assert (tmp_path / "docs/evidence/gpu.md").read_text() == after

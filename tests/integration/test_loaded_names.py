@@ -6,24 +6,11 @@ python -m pytest tests/integration/test_loaded_names.py
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import clean_env
-
-HEAVY = ("torch", "mpi4py", "numpy", "PIL")
-
-
-def loaded(statement: str, *, path: Path | None = None) -> set[str]:
-    """The HEAVY packages that `statement` loads in a new interpreter."""
-    code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
-    env = clean_env({"PYTHONPATH": str(path)} if path else None)
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+from tests.support.imports import loaded
 
 
 def test_public_names_are_loaded_on_first_use() -> None:
@@ -39,7 +26,7 @@ def test_public_names_are_loaded_on_first_use() -> None:
 
 @pytest.mark.parametrize("heavy", ["torch", "mpi4py", "numpy"])
 def test_a_heavy_import_is_detected(heavy: str, tmp_path: Path) -> None:
-    """The tests above can fail: an indirect import of a heavy package is detected too."""
+    """The tests of imports can fail: an indirect import of a heavy package is detected too."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("from package import deep\n")

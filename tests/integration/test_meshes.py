@@ -290,7 +290,7 @@ def of(layout: Layout, training: Training) -> dict[str, tuple[float, float]]:
 
 
 def test_the_traffic_of_64_hosts() -> None:
-    """By hand, from the formulas of docs/mesh.md."""
+    """By hand, from the formulas of docs/parallelism.md."""
     layout = Layout({"pp": 2, "dp": 32, "tp": 8}, tuple(HOSTS))
     found = of(layout, GPT)
     activations = 4096 * 4096 * 2  # one sample in bf16

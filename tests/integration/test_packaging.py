@@ -18,6 +18,7 @@ import pytest
 
 import mpiddp
 from tests.support import ranks
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 SOURCES = ("mpiddp", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -33,7 +34,12 @@ def run(
     if path is not None:
         env["PYTHONPATH"] = str(path)
     return subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True
+        [str(part) for part in command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 

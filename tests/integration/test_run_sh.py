@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, find_mpirun
 from tests.support.run_sh import copy, environment, run_sh
 
@@ -130,7 +131,9 @@ def test_the_lock_of_a_killed_set_up_is_named(tmp_path: Path) -> None:
     lock.mkdir()
     with subprocess.Popen(["true"]) as ended:
         pass
-    host = subprocess.check_output(["bash", "-c", "echo $HOSTNAME"], text=True).strip()
+    host = subprocess.check_output(
+        ["bash", "-c", "echo $HOSTNAME"], text=True, timeout=PATIENCE_S
+    ).strip()
     (lock / "holder").write_text(f"{host} {ended.pid}\n")
     done = run_sh(root, "setup")
     assert done.returncode == 2
@@ -166,6 +169,17 @@ def failed(tree: Path) -> subprocess.CompletedProcess[str]:
     done = run_sh(tree, "setup", env={"PIP_NO_INDEX": "1", **THIS_PYTHON_AND_MPIRUN})
     (tree / "constraints.txt").write_text(good)
     return done
+
+
+@pytest.mark.slow
+def test_an_environment_of_another_mpi_is_removed_with_a_message(
+    tree: Path, failed: subprocess.CompletedProcess[str]
+) -> None:
+    assert failed.stderr.splitlines()[0] == (
+        f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, but "
+        f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
+    )
+    assert not (tree / ".venv" / "of another MPI").exists()
 
 
 @pytest.fixture(scope="module")

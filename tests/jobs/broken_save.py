@@ -23,8 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mpiddp.checkpoints import save
-from mpiddp.checkpoints.hosts import FileSystems
-from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.ranks import FileSystems, form_ranks
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.log import log_to_console
@@ -50,7 +49,7 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
         log_to_console(rank)
         is_broken = rank == int(broken_rank)
 
-        def write_files(new: Path, saved: save.Saved) -> Mapping[str, str]:
+        def write_files(new: Path, saved: save.Contents) -> Mapping[str, str]:
             if is_broken and is_silent:
                 time.sleep(1000)
             if is_broken and what == "unopenable" and saved.step == 1:

@@ -15,13 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from mpiddp.errors import JobFailed, UserError

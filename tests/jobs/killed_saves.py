@@ -2,7 +2,7 @@
 
     python -m tests.jobs.killed_saves ROOT KILLS
 
-After each kill, the newest checkpoint in ROOT must be valid and at most one step older than the save
+After each kill, the newest checkpoint in ROOT must be verified and at most one step older than the save
 in progress. The next training resumes from it. Children are forked, because importing torch takes
 seconds.
 """
@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.hosts import FileSystems
-from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.ranks import FileSystems, form_ranks
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save import Saver
@@ -35,8 +34,7 @@ def save_forever(root: Path, start: int, steps: int) -> None:
     """Start a save at each step after `start`, then write the step into the pipe `steps`."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    coordinator = Coordinator(World(0, 1, 0, 1), store)
-    coordinator.hostnames = ("here",)
+    coordinator = Coordinator(World(0, 1, 0, 1), None, hostnames=("here",))
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run = Run(RunDir(root), form_ranks(coordinator, 60), FileSystems((0,)), None)
@@ -51,6 +49,7 @@ def save_forever(root: Path, start: int, steps: int) -> None:
 
 
 def main(root: Path, kills: int) -> None:
+    torch.set_num_threads(1)  # a forked training does not have the threads of OpenMP
     torch.optim.SGD([torch.zeros(1)])  # import its modules here, not in every child
     draw = random.Random(kills)
     step = 0
@@ -71,7 +70,7 @@ def main(root: Path, kills: int) -> None:
         in_mid_write += any((root / "checkpoints").glob(".unfinished-*"))
 
         newest, broken = directory.survey(root / "checkpoints")
-        assert newest is not None, f"kill {number}: no valid checkpoint"
+        assert newest is not None, f"kill {number}: no verified checkpoint"
         assert broken == [], f"kill {number}: {broken}"
         found = directory.step_of(newest)
         assert last - 1 <= found <= last + 1, f"kill {number} at step {last} left step {found}"

@@ -2,7 +2,7 @@
 
     python -m tests.jobs.killed_shards ROOT KILLS
 
-One rank is killed first, the other a moment later. Afterwards the newest checkpoint in ROOT must be valid,
+One rank is killed first, the other a moment later. Afterwards the newest checkpoint in ROOT must be verified,
 have the shards of one save, and be at most one step older than the save in progress. The next training
 resumes from it. The ranks are forked, because importing torch takes seconds.
 """
@@ -25,26 +25,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.export import export
-from mpiddp.checkpoints.hosts import FileSystems
-from mpiddp.checkpoints.ranks import form_ranks
+from mpiddp.checkpoints.contents import export
+from mpiddp.checkpoints.ranks import FileSystems, form_ranks
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.checkpoints.save import Saver
+from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
+from tests.support.channels import member, serving
 
 RANKS = 2
 IMPORTED = (DefaultLoadPlanner, DefaultSavePlanner)  # here, not in every child
 
 
-def save_forever(root: Path, start: int, port: int, number: int, rank: int, steps: int) -> None:
+def save_forever(root: Path, start: int, port: int, server: Server, rank: int, steps: int) -> None:
     """Start a save at each step after `start`, and on rank 0 then write the step into the pipe `steps`."""
     connection = dist.TCPStore("127.0.0.1", port, is_master=False)
-    store = dist.PrefixStore(f"run{number}", connection)
+    store = dist.PrefixStore(server.key, connection)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    coordinator = Coordinator(World(rank, RANKS, rank, RANKS), store)
-    coordinator.hostnames = ("here",) * RANKS
+    world, channel = World(rank, RANKS, rank, RANKS), member(server, rank, RANKS)
+    coordinator = Coordinator(world, channel, hostnames=("here",) * RANKS)
     model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300))
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -65,7 +66,7 @@ def main(root: Path, kills: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)  # a forked rank does not have the threads of OpenMP
     torch.optim.SGD([torch.zeros(1)])
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     draw = random.Random(kills)
     step = in_mid_write = 0
     (root / "checkpoints").mkdir(parents=True)
@@ -73,12 +74,12 @@ def main(root: Path, kills: int) -> None:
     for number in range(kills):
         read_end, write_end = os.pipe()
         children = []
-        for rank in range(RANKS):
-            children.append(os.fork())
-            if children[-1] == 0:
-                save_forever(root, step, server.port, number, rank, write_end)
-        os.close(write_end)
-        with os.fdopen(read_end, "rb") as steps:
+        with serving(RANKS) as server, os.fdopen(read_end, "rb") as steps:
+            for rank in range(RANKS):
+                children.append(os.fork())
+                if children[-1] == 0:
+                    save_forever(root, step, store.port, server, rank, write_end)
+            os.close(write_end)
             started = [steps.read(8) for _ in range(3)]
             time.sleep(draw.uniform(0, 0.06))
             for child in draw.sample(children, RANKS):
@@ -91,7 +92,7 @@ def main(root: Path, kills: int) -> None:
         in_mid_write += any(checkpoints.glob(".unfinished-*"))
 
         newest, broken = directory.survey(checkpoints)
-        assert newest is not None, f"kill {number}: no valid checkpoint"
+        assert newest is not None, f"kill {number}: no verified checkpoint"
         assert broken == [], f"kill {number}: {broken}"
         found = directory.step_of(newest)
         assert last - 1 <= found <= last + 1, f"kill {number} at step {last} left step {found}"

@@ -15,6 +15,7 @@ import time
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.signals import AwakeSelector
+from mpiddp.protocol.messages import INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import OUTPUT
 from tests.support.patience import PATIENCE_S
 
@@ -35,7 +36,7 @@ def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -
         server = ControlServer(None, len(codes), selector)
         outputs = Outputs(selection, len(codes), has_prefix=prefix == "prefix")
         env = {**os.environ, **server.settings, OUTPUT: selection}
-        ranks = []
+        ranks, inputs = [], []
         for rank, code in enumerate(codes):
             stdout = os.openpty()[1] if has_terminal else outputs.copies[0].pipe
             command = [sys.executable, "-c", RANK, str(rank), str(len(codes)), code]
@@ -45,12 +46,19 @@ def main(selection: str, prefix: str, codes: list[str], *, has_terminal: bool) -
         for copy in outputs.copies:
             copy.started()
         deadline = time.monotonic() + PATIENCE_S
-        while any(rank.poll() is None for rank in ranks) or outputs.open_ranks:
-            assert time.monotonic() < deadline, outputs.open_ranks
+        # A rank may end before its output process has connected.
+        missing = sum(
+            is_shown(selection, rank, each) for rank in range(len(codes)) for each in STREAMS
+        )
+        while missing or any(rank.poll() is None for rank in ranks) or outputs.open_ranks:
+            assert time.monotonic() < deadline, (missing, outputs.open_ranks)
             for key, _ in selector.select(0.02):
                 for message in server.receive(key.data):
+                    if message.kind == INPUT:
+                        inputs.append(message)  # open to the end
                     if message.kind == "output":
                         outputs.add(rank=message.rank, **message.facts)
+                        missing -= 1
         outputs.log(f"codes {[rank.returncode for rank in ranks]}")
         outputs.finish()
         assert outputs.is_finished(PATIENCE_S)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.support.ranks import ROOT
 
 Env = dict[str, str]
@@ -67,7 +71,30 @@ AZURE = {
     "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000",
     "AZ_BATCH_IS_CURRENT_NODE_MASTER": "true",
 }
-# Environment in docs/allocations.md: MPI, variables.
+NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
+MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc slots=2\n"
+# The same for Intel MPI and MPICH, whose hostfile has `host:slots`.
+INTEL_HOSTFILE = "pi-worker-0.pi.default.svc:2\npi-worker-1.pi.default.svc:2\n"
+
+
+def enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in the folder, with the files that the variables above name, and stand-ins of programs on PATH."""
+    for name, text in (
+        ("node_file", NODE_FILE),
+        ("pe_hostfile", PE_HOSTFILE),
+        ("mpi_hostfile", MPI_HOSTFILE),
+        ("intel_hostfile", INTEL_HOSTFILE),
+        *PROGRAMS.items(),
+    ):
+        (folder / name).write_text(text)
+    for name in PROGRAMS:
+        (folder / name).chmod(0o755)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+# Environment in docs/clusters.md: MPI, variables.
 DRY_RUNS: dict[str, tuple[str, Env]] = {
     "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
     "Grid Engine": ("openmpi5", GRID_ENGINE),
@@ -83,7 +110,7 @@ DRY_RUNS: dict[str, tuple[str, Env]] = {
 
 
 def documented_dry_runs() -> dict[str, str]:
-    page = (ROOT / "docs/allocations.md").read_text()
+    page = (ROOT / "docs/clusters.md").read_text()
     section = page.partition("\n## Dry runs\n")[2].partition("\n## ")[0]
     shown: dict[str, str] = {}
     name = ""

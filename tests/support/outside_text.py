@@ -26,12 +26,12 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
 
 from mpiddp.bench.options import counts, size_bytes
-from mpiddp.checkpoints import directory, shard_index
-from mpiddp.checkpoints import read as reading
+from mpiddp.checkpoints import contents, directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.owner import _Record
-from mpiddp.checkpoints.records import _step_of
+from mpiddp.checkpoints.run_dir import _step_of
 from mpiddp.checkpoints.save_schedule import parse_interval
+from mpiddp.checkpoints.shards import index_json, read_index
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, gpus, slots
@@ -47,12 +47,12 @@ from mpiddp.launch.env_file import parse_env_file
 from mpiddp.launch.options import parse_mpi_args, parse_options
 from mpiddp.launch.starters import environment
 from mpiddp.launch.starters.table import STARTERS, check_mpi_args
-from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from mpiddp.meshes import main as meshes
 from mpiddp.meshes.dimensions import parse_sizes
 from mpiddp.protocol.messages import MESSAGES, is_valid, recorded_error
+from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.launcher import announcement
 from mpiddp.runtime.rendezvous.address import slurm_address
@@ -219,7 +219,7 @@ def _use_shards(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "shards.json")
         path.write_bytes(content)
-        assert shard_index.read(path).as_json()
+        assert index_json(read_index(path), {})
 
 
 def _read_checkpoint(content: bytes) -> None:
@@ -229,7 +229,7 @@ def _read_checkpoint(content: bytes) -> None:
         files["state.json"].write_bytes(content)
         torch.save({}, files["model.pt"])
         torch.save([{"rng": {}, "state": {}}], files["ranks.pt"])
-        assert reading.read(files).step < 1 << 63
+        assert contents.read(files).step < 1 << 63
 
 
 def _use_owner(content: bytes) -> None:
@@ -364,7 +364,7 @@ MESH_OPTIONS = (
 INTERFACE = Interface("eth0", "10.0.0.1", "10.0.0.0/24")
 SUMMARY = dict.fromkeys(Summary.__dataclass_fields__, 1) | {"hosts": {"a": 1}}
 FACTS = {
-    "written_by": reading.WRITTEN_BY,
+    "written_by": contents.WRITTEN_BY,
     "step": 3,
     "keys": ["model"],
     "world_size": 2,

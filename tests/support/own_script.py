@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from mpiddp.checkpoints import directory
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, script
+from tests.support.ranks import LAUNCH, ROOT, clean_env, script
 
 PLAIN, EXAMPLE = ROOT / "examples/ddp.py", ROOT / "examples/ddp_with_checkpoints.py"
 STEPS = 40
@@ -46,3 +49,12 @@ def steps_kept(run: Path) -> list[int]:
     for folder in folders:
         directory.verify(folder)
     return [directory.step_of(folder) for folder in folders]
+
+
+def launch(job: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run([*LAUNCH, *options, str(job)], job.parent)
+
+
+def model(folder: Path) -> dict[str, Any]:
+    weights: dict[str, Any] = torch.load(folder / "model.pt")
+    return weights

@@ -1,4 +1,4 @@
-"""Whether processes run."""
+"""The processes of this machine that run."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def running(argument: str) -> list[str]:
         if argument in arguments:
             found.append(" ".join(arguments))
     return found
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The processes that this one has started, and those that they have."""
+    found = [ancestor]
+    for pid in found:
+        children = Path(f"/proc/{pid}/task").glob("*/children")
+        found += [int(child) for file in children for child in file.read_text().split()]
+    return found[1:]

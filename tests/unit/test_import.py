@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.imports import loaded
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 PACKAGE = ROOT / "mpiddp"
@@ -23,7 +25,6 @@ LAUNCHER = sorted(
     for path in PACKAGE.glob(part)
     if path.name not in ("__init__.py", "__main__.py", "cli.py")
 )
-HEAVY = ("torch", "mpi4py", "numpy", "PIL")
 LIGHT_MODULES = (
     "mpiddp",
     "mpiddp.runtime.launcher.announcement",
@@ -43,15 +44,6 @@ LIGHT_MODULES = (
     "mpiddp.train.main",
     "mpiddp.world",
 )
-
-
-def loaded(statement: str, *, path: Path | None = None) -> set[str]:
-    """The HEAVY packages that `statement` loads in a new interpreter."""
-    code = f"{statement}\nimport sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"
-    env = clean_env({"PYTHONPATH": str(path)} if path else None)
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
 
 
 def test_light_modules_import_nothing_heavy() -> None:
@@ -77,5 +69,7 @@ def test_the_launcher_imports_only_the_standard_library(path: Path) -> None:
 def test_the_launcher_needs_no_installed_packages() -> None:
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in LAUNCHER]
     command = [sys.executable, "-S", "-c", f"import {', '.join(names)}"]
-    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (done.returncode, done.stderr) == (0, "")

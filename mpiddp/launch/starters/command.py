@@ -10,7 +10,7 @@ import re
 import shlex
 import signal
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mpiddp.hosts.hostfile import Hosts
@@ -68,6 +68,14 @@ class RankStarter:
     def daemon(self) -> Path:
         """The program that it starts on every other host."""
         return self.program.with_name(self.kind.daemon)
+
+    def compose(self, request: Request) -> Command:
+        """The command that starts `request` on exactly its hosts and in its order."""
+        command = self.kind.compose(self, request)
+        if not request.mpi_args:
+            return command
+        theirs = flag(*request.mpi_args, why="--mpi-args, as you wrote them")
+        return replace(command, flags=(*command.flags, theirs))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.probe import VERSION_S, program_version
-from mpiddp.launch.starters.command import Command, RankStarter, Request, StarterKind, flag
+from mpiddp.launch.starters.command import RankStarter, StarterKind
 from mpiddp.launch.starters.hydra import intel_mpi, mpich
 from mpiddp.launch.starters.openmpi import open_mpi_4, open_mpi_5
 from mpiddp.launch.starters.shared import refusals
@@ -106,15 +106,6 @@ STARTERS = (
         has_scheduler=True,
     ),
 )
-
-
-def compose(starter: RankStarter, request: Request) -> Command:
-    """The command that starts `request` with `starter`, on exactly its hosts and in its order."""
-    command = starter.kind.compose(starter, request)
-    if not request.mpi_args:
-        return command
-    theirs = flag(*request.mpi_args, why="--mpi-args, as you wrote them")
-    return replace(command, flags=(*command.flags, theirs))
 
 
 def find_starter(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -15,13 +16,14 @@ from typing import ClassVar
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import Found, HostSearch
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.supervise.control import ControlServer, Message
+from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.hang import HangWatch, hang_sentences
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event, Phase
-from mpiddp.launch.supervise.ranks import Ranks
-from mpiddp.launch.supervise.stacks import StackRequest, hang_sentences, missing_sentence
+from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
 from mpiddp.protocol.messages import CONFIRM_EVERY
+from mpiddp.protocol.server import Message
 
 # Time limits for:
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
@@ -77,18 +79,17 @@ class Attempt:
         self._limit = ""  # the time limit of a stop that the ranks exceeded
         self._rank_failed = False  # after the user's request
         self._join_timeout_s = 0.0
-        self._stacks = StackRequest(server, ranks)
         self._reports: list[Event] = []  # that wait for the ranks' stacks
         self._hangs_at: float | None = None  # the newest step when these were requested
+        self._hangs = HangWatch(ranks, self._timers.now())
         self._began_at = self._timers.now()
-        self._unconfirmed: dict[int, int] = {}  # messages of progress of each rank
+        self._progress: Counter[int] = Counter()  # messages of each rank
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()  # what is said only once
         self.ended_because = ""  # the reason, if this launcher has ended the job as one that failed
         if terms.start_timeout_s is not None:
             self._timers.after(terms.start_timeout_s, Event.START_TIMEOUT)
-        if self._when.hang_timeout_s is not None:
-            self._timers.after(CHECK_S, Event.SEE_STEPS)
+        self._timers.after(CHECK_S, Event.SEE_STEPS)
 
     @property
     def stop(self) -> StopRecord:
@@ -102,9 +103,7 @@ class Attempt:
     def on_signal(self, number: int) -> None:
         if self._stop < Stop.BY_USER:
             self.request_stop(signal.Signals(number).name)
-        elif (
-            number != signal.SIGHUP
-        ):  # a closing terminal may send two, from the shell and from the kernel
+        elif number != signal.SIGHUP:  # a closing terminal may send two
             self.on(Event.SECOND_STOP)
 
     def request_stop(self, reason: str) -> None:
@@ -133,8 +132,8 @@ class Attempt:
                 self._confirm(message)
             case "failed" | "lost" if message.rank in self.ranks.failures:
                 self.on(Event.HOST_LOST if message.facts.get("silent") else Event.FAILED)
-        if self._reports and not self._stacks.silent_ranks:
-            self._report()
+        if self._reports:
+            self._report_if_complete()
         if self.ranks.done and not self._server.has_ranks:
             self.on(Event.ALL_LEFT)
 
@@ -156,10 +155,8 @@ class Attempt:
 
     def _confirm(self, message: Message) -> None:
         """Tell a rank now and then that its progress is read. Without this, it falls silent."""
-        rank = message.rank
-        self._unconfirmed[rank] = self._unconfirmed.get(rank, 0) + 1
-        if self._unconfirmed[rank] >= CONFIRM_EVERY:
-            self._unconfirmed[rank] = 0
+        self._progress[message.rank] += 1
+        if self._progress[message.rank] % CONFIRM_EVERY == 0:
             self._server.confirm(message)
 
     def _log(self, sentence: str) -> None:
@@ -199,10 +196,16 @@ class Attempt:
     # --- running ---
 
     def _see_steps(self) -> None:
-        """Without a step for too long, request the stacks of all ranks, then report the stuck ones."""
-        timeout_s, now = self._when.hang_timeout_s or 0.0, self._timers.now()
+        """Look at the stacks of a quiet job. After --hang-timeout, request them to report the stuck ranks."""
+        timeout_s, now = self._when.hang_timeout_s, self._timers.now()
         newest = self.ranks.newest_step_at
         if self.ranks.all_done:
+            return
+        if timeout_s is None:
+            is_due = self._hangs.is_due(now, self._mpirun.outputs.idle_s)
+            if is_due and self._phase is Phase.RUNNING and Event.LOOK_STACKS not in self._reports:
+                self._request_stacks(Event.LOOK_STACKS)
+            self._timers.after(CHECK_S, Event.SEE_STEPS)
             return
         if newest is not None and now - newest >= timeout_s:
             self._hangs_at = newest
@@ -216,6 +219,10 @@ class Attempt:
             )
         self._timers.after(min(CHECK_S, timeout_s), Event.SEE_STEPS)
 
+    def _looked(self) -> None:
+        if sentence := self._hangs.look(self._timers.now()):
+            self._log(sentence)
+
     def _hung(self) -> None:
         if self.ranks.newest_step_at != self._hangs_at:  # it was only slow
             self._see_steps()
@@ -226,15 +233,25 @@ class Attempt:
 
     def _request_stacks(self, report: Event) -> None:
         """Report once every rank has sent its stacks, or after the time limits."""
-        self._stacks.send()
+        self.ranks.forget_stacks()
+        self._server.request_stacks()
         self._reports.append(report)
         self._timers.after(STACKS_S, Event.STACKS_LATE)
         self._timers.after(STACKS_S + INTERRUPTED_S, Event.STACKS_OVER)
-        if not self._stacks.silent_ranks:
-            self._report()
+        self._report_if_complete()
+
+    def _without_stacks(self) -> set[int]:
+        """The ranks that are connected and have not sent their stacks."""
+        return self._server.connected - self.ranks.stacks.keys() - self.ranks.done
 
     def _interrupt(self) -> None:
-        self._stacks.interrupt_silent_ranks()
+        if self._reports != [Event.LOOK_STACKS]:  # that may be a false alarm
+            for rank in self._without_stacks():
+                self._server.interrupt(rank)
+
+    def _report_if_complete(self) -> None:
+        if not self._without_stacks():
+            self._report()
 
     def _report(self) -> None:
         self._timers.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
@@ -307,16 +324,11 @@ class Attempt:
         elif not saving and since_save < grace_s:  # after a save, a rank still has to leave
             self._timers.after(grace_s - since_save, Event.SEE_GRACE)
         else:
-            self._end_late(saving)
+            self._end_late(is_saving=bool(saving))
 
-    def _end_late(self, saving: list[int]) -> None:
-        late = saving or [r for r in sorted(self.ranks.started) if r not in self.ranks.done]
-        names, are = self.ranks.names(late), "was" if len(late) == 1 else "were"
-        self._limit = (
-            f"{names} {are} still saving {self._when.save_grace_s:g} s after the request (--save-grace)"
-            if saving
-            else f"{names} had not stopped {self._when.grace_s:g} s after the request (--grace)"
-        )
+    def _end_late(self, *, is_saving: bool) -> None:
+        limit_s = self._when.save_grace_s if is_saving else self._when.grace_s
+        self._limit = late_clause(self.ranks, limit_s)
         if self._stop is Stop.BY_USER:
             self._end_mpirun()
         else:
@@ -388,6 +400,7 @@ class Attempt:
         Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
         Event.SEE_STEPS:     (_see_steps,  _see_steps,  _see_steps,  __,          __,          __),
         Event.HANG_STACKS:   (_hung,       _hung,       _hung,       __,          __,          __),
+        Event.LOOK_STACKS:   (__,          __,          _looked,     __,          __,          __),
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
         Event.STACKS_OVER:   (_report,     _report,     _report,     __,          __,          __),
         Event.SEE_GRACE:     (__,          __,          __,          _see_grace,  _see_grace,  __),

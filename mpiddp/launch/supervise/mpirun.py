@@ -7,11 +7,16 @@ mpirun's orphans, so that none of them outlives the job.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.hosts.probe import with_own_folder
 from mpiddp.hosts.processes import (
     adopt_orphans,
     descendants,
@@ -19,13 +24,13 @@ from mpiddp.hosts.processes import (
     signal_all,
     signal_at_parents_end,
 )
-from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.starters.command import RankStarter, Request
+from mpiddp.launch.starters.openmpi import needs_own_session
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.verdict import MpirunEnd, signal_name
 from mpiddp.paths import cause_of
 from mpiddp.protocol.messages import OUTPUT_PROCESS
-
-ORPHANS_S = 2.0  # time for mpirun's orphans to end by themselves
 
 
 class MpirunProcess:
@@ -64,7 +69,7 @@ class MpirunProcess:
             self._process = subprocess.Popen(
                 argv,
                 env=dict(env),
-                stdin=subprocess.DEVNULL if _is_in_background() else None,
+                stdin=subprocess.DEVNULL,  # rank 0 gets it from `mpiddp.launch.supervise.input`
                 stdout=outputs.copies[0].pipe,
                 stderr=outputs.copies[1].pipe,
                 start_new_session=True,
@@ -145,12 +150,65 @@ class MpirunProcess:
         return descendants(os.getpid(), but=self._strangers)
 
 
-def _is_in_background() -> bool:
-    """Whether a shell runs this process by `&`. In its own session mpirun would read the terminal's input."""
+@contextmanager
+def started(
+    starter: RankStarter, request: Request, options: LaunchOptions
+) -> Iterator[MpirunProcess]:
+    """A running mpirun. Its private folder, if it needs one, lasts as long as the body.
+
+    Raises:
+        UserError: mpirun cannot be started with these arguments.
+        JobFailed: a machine failed.
+    """
+    has_session = needs_own_session(starter, request)
+    has_files = bool(starter.compose(request).files)
+    with _private_folder(needed=has_session or has_files) as folder:
+        command = starter.compose(replace(request, scratch=folder))
+        with _files_of_mpirun():
+            command.write_files()
+        env = {**with_own_folder(starter.program, os.environ), **command.settings}
+        if has_session:
+            env[starter.kind.session_folder] = folder
+        output = options.output
+        outputs = Outputs(
+            output.log_ranks,
+            request.world_size,
+            has_prefix=output.has_prefix(request.world_size),
+            shows_end=options.verbose,
+        )
+        try:
+            mpirun = MpirunProcess(command.argv, env, outputs, starter)
+        except (UserError, JobFailed):
+            outputs.discard()
+            raise
+        yield mpirun
+
+
+@contextmanager
+def _private_folder(needed: bool) -> Iterator[str]:
+    if not needed:
+        yield "."
+        return
+    # Every mpirun splits ssh's arguments at blanks. (Importing tempfile would take 10 ms.)
+    parent = os.environ.get("TMPDIR", "")
+    if " " in parent or not os.access(parent, os.W_OK | os.X_OK):
+        parent = "/tmp"
+    folder = Path(parent).absolute() / f"mpiddp-{os.urandom(8).hex()}"
+    with _files_of_mpirun():
+        folder.mkdir(mode=0o700)
     try:
-        return os.tcgetpgrp(0) != os.getpgrp()
-    except OSError:  # no terminal
-        return False
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _files_of_mpirun() -> Iterator[None]:
+    """Raise UserError or JobFailed if the body cannot write them."""
+    try:
+        yield
+    except OSError as error:
+        raise cause_of(error)(f"cannot write a file for mpirun: {error.strerror}.") from None
 
 
 def _rank_signal(starter: RankStarter, code: int) -> str | None:

@@ -34,6 +34,7 @@ class Event(Enum):
     JOIN_STACKS = auto()  # all stacks are there, for the report of the ranks that have not joined
     SEE_STEPS = auto()
     HANG_STACKS = auto()  # all stacks are there, for the report of a hang
+    LOOK_STACKS = auto()  # all stacks are there, for a look at a quiet job
     STACKS_LATE = auto()
     STACKS_OVER = auto()
     SEE_GRACE = auto()

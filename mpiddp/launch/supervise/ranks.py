@@ -1,18 +1,27 @@
-"""What the ranks of an attempt have reported so far. Only the event loop changes it."""
+"""What the ranks of an attempt have reported so far, and who is missing or late.
+
+Only the event loop changes it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.launch.supervise.control import Message
+from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
 _NAMED = 4  # ranks in one sentence
 EXPLAINS_S = 30.0  # a later end of a command has another reason than its script's error
+
+_FRAME = re.compile(r'^  File "([^"]+)", (.*)(?:\n    (.*))?', re.MULTILINE)
+
+# The first lines of faulthandler's output for the main thread.
+_INNERMOST = re.compile(r'^Stack .*\n  File "([^"]+)", (.*)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,10 @@ class Ranks:
     hosts: Sequence[str]
     started: dict[int, dict[str, Any]] = field(default_factory=dict)
     joining: set[int] = field(default_factory=set)
+    in_mpi_init: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
+    exited: dict[int, float] = field(default_factory=dict)  # early, with code 0; and when
+    replaced: set[int] = field(default_factory=set)  # by another program, which reports nothing
     stopped: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: dict[int, Message] = field(
         default_factory=dict
@@ -62,6 +74,10 @@ class Ranks:
                 self.started[rank] = facts
             case "joining":
                 self.joining.add(rank)
+            case "mpi_init" if facts["active"]:
+                self.in_mpi_init.add(rank)
+            case "mpi_init":
+                self.in_mpi_init.discard(rank)
             case "supports_stop":
                 self.supports_stop.add(rank)
             case "progress":
@@ -89,9 +105,18 @@ class Ranks:
             case "stopped":
                 self.stopped[rank] = facts
                 self._note_saving(message, is_saving=True)  # scripts save then, and leave
-            case "done":
+            case "done" | "exited":
                 self.done.add(rank)
+                if message.kind == "exited":
+                    self.exited[rank] = message.at
                 self._note_saving(message, is_saving=False)
+            case "replaced" if facts["active"]:
+                self.replaced.add(rank)
+            case "replaced":
+                self.replaced.discard(rank)
+            case "lost" if rank in self.replaced and not facts["silent"]:
+                self.done.add(rank)
+                self.exited[rank] = message.at
             case "failed" | "lost" if rank not in self.done:
                 self.failures.setdefault(rank, self._explained(message))
                 self._note_saving(message, is_saving=False)
@@ -153,6 +178,10 @@ class Ranks:
             return "the script has announced nothing that resumes it (mpiddp.announce)"
         return ""
 
+    def forget_stacks(self) -> None:
+        self.stacks.clear()
+        self.frames.clear()
+
     def files_of_lost_ranks(self) -> dict[int, str]:
         """The files into which ranks that vanished may have written their error."""
         lost = [rank for rank, message in self.failures.items() if message.kind == "lost"]
@@ -183,3 +212,52 @@ class Ranks:
 
 def is_silent(message: Message) -> bool:
     return message.kind == "lost" and bool(message.facts["silent"])
+
+
+def late_clause(ranks: Ranks, limit_s: float) -> str:
+    """A clause that names the ranks that still save, else those that have not ended, after the time limit."""
+    if saving := sorted(ranks.saving):
+        are = "was" if len(saving) == 1 else "were"
+        return f"{ranks.names(saving)} {are} still saving {limit_s:g} s after the request (--save-grace)"
+    late = [rank for rank in sorted(ranks.started) if rank not in ranks.done]
+    return f"{ranks.names(late)} had not stopped {limit_s:g} s after the request (--grace)"
+
+
+def missing_sentence(ranks: Ranks, timeout_s: float) -> str:
+    """A sentence that names the ranks that did not join, with the last messages of the first of them."""
+    missing = ranks.missing
+    names = ", ".join(map(ranks.name, missing))
+    owner = "Its last words" if len(missing) == 1 else f"The last words of rank {missing[0]}"
+    return (
+        f"only {len(ranks.joining)} of {ranks.world_size} ranks joined in {timeout_s:g} s. "
+        f"Missing: {names}. {owner}: {_last_line(ranks, missing[0])}"
+    )
+
+
+def _last_line(ranks: Ranks, rank: int) -> str:
+    """The line that the rank's Python executes: the innermost one outside of Python's import system."""
+    if rank not in ranks.started:
+        return "none; its Python has not started."
+    if rank in ranks.exited:
+        return "none; it has ended, with exit code 0."
+    if rank not in ranks.stacks and (top := _INNERMOST.search(ranks.frames.get(rank, ""))):
+        return f"in {top[1]}, {top[2]}, where native code holds the interpreter."
+    if rank not in ranks.stacks:
+        pid = ranks.started[rank]["pid"]
+        return (
+            f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native "
+            "code."
+        )
+    frames = main_frames(ranks.stacks[rank]["text"])
+    own = [frame for frame in frames if not frame[0].startswith("<frozen ")]
+    if not own:
+        return "none; its Python stack shows no line of a script."
+    file, line, code = own[-1]
+    return f"in {file}, {line}: {code}"
+
+
+def main_frames(text: str) -> list[tuple[str, str, str]]:
+    """The main thread's frames, outermost first: file, "line 3, in work", and that line's code."""
+    # It comes last, so it remains when the text is truncated.
+    main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]
+    return _FRAME.findall(main)

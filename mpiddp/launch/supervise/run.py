@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import os
 import selectors
-import shutil
 import signal
 import time
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Collection
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
 from mpiddp.hosts.names import is_this_host
-from mpiddp.hosts.probe import with_own_folder
 from mpiddp.launch import log
 from mpiddp.launch.starters.command import RankStarter, Request
-from mpiddp.launch.starters.openmpi import needs_own_session
-from mpiddp.launch.starters.table import compose
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.mpirun import MpirunProcess
+from mpiddp.launch.supervise.input import Input
+from mpiddp.launch.supervise.mpirun import MpirunProcess, started
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.supervise.signals import (
@@ -34,8 +31,7 @@ from mpiddp.launch.supervise.signals import (
     with_child_exits,
 )
 from mpiddp.launch.supervise.verdict import FirstFailure, History, Stop, verdict
-from mpiddp.paths import cause_of
-from mpiddp.protocol.messages import HANDED_OVER, recorded_error
+from mpiddp.protocol.messages import HANDED_OVER, INPUT, recorded_error
 from mpiddp.protocol.variables import JOB, OUTPUT, SECRET
 
 # Time limits for:
@@ -96,8 +92,9 @@ def run_attempt(
         shown = terms.options.output.log_ranks
         request = with_settings(request, {JOB: job, **server.settings, OUTPUT: shown})
         stack.enter_context(with_child_exits(signals))
-        mpirun = stack.enter_context(_started(terms, starter, request))
+        mpirun = stack.enter_context(started(starter, request, terms.options))
         run = _Run(terms, Attempt(terms, ranks, server, mpirun), server, mpirun, signals)
+        stack.enter_context(closing(run.input))
         run.until_all_has_ended()
         history = History(
             ranks,
@@ -142,6 +139,7 @@ class _Run:
         signals: SignalQueue,
     ) -> None:
         self.attempt = attempt
+        self.input = Input()
         self._exchange = terms.exchange
         self._search = terms.search
         self._server = server
@@ -174,12 +172,14 @@ class _Run:
     def _wait(self, at_most_s: float = LONGEST_WAIT_S) -> None:
         """Wait for sockets, signals and timers, at most `at_most_s`, and handle what has happened."""
         until_s = min(at_most_s, self._selector.next_in_s, self._stop_at - time.monotonic())
+        until_s = min(until_s, self._server.next_in_s)
         ready = [key.data for key, _ in self._selector.select(max(0.0, until_s))]
         for data in ready:
             if data is self._search and self._search is not None:
                 self.attempt.on_found(self._search.found())
             elif data is not self._signals:
                 self._receive(data)
+        self._server.expire()
         if (
             self._signals in ready
         ):  # after the messages, which the signal's sender may have reacted to
@@ -198,6 +198,8 @@ class _Run:
         for message in self._server.receive(data):
             if message.kind == "output":
                 self._outputs.add(rank=message.rank, **message.facts)
+            elif message.kind == INPUT:
+                self.input.add(message.facts["connection"])
             elif message.kind in HANDED_OVER:
                 self._exchange.add(message.rank, message.kind, **message.facts)
             elif message.kind == "full":
@@ -245,40 +247,13 @@ class _Run:
 
 
 def _server_address(starter: RankStarter, request: Request) -> str | None:
-    """The address of the control channel, None for a Unix socket.
+    """The address of the job channel, None for a Unix socket.
 
     A container may have a /tmp of its own, without this launcher's socket.
     """
     is_local = all(is_this_host(host.name) for host in request.hosts.hosts)
     has_socket = is_local and not starter.kind.has_scheduler and not request.is_command
     return None if has_socket else request.network.control_address
-
-
-@contextmanager
-def _started(terms: Terms, starter: RankStarter, request: Request) -> Iterator[MpirunProcess]:
-    """A running mpirun. Its private folder, if it needs one, lasts as long as the body."""
-    has_session = needs_own_session(starter, request)
-    has_files = bool(compose(starter, request).files)
-    with _private_folder(needed=has_session or has_files) as folder:
-        command = compose(starter, replace(request, scratch=folder))
-        with _files_of_mpirun():
-            command.write_files()
-        env = {**with_own_folder(starter.program, os.environ), **command.settings}
-        if has_session:
-            env[starter.kind.session_folder] = folder
-        output = terms.options.output
-        outputs = Outputs(
-            output.log_ranks,
-            request.world_size,
-            has_prefix=output.has_prefix(request.world_size),
-            shows_end=terms.options.verbose,
-        )
-        try:
-            mpirun = MpirunProcess(command.argv, env, outputs, starter)
-        except (UserError, JobFailed):
-            outputs.discard()
-            raise
-        yield mpirun
 
 
 def _settle(outputs: Outputs, is_said: bool, log_dir: str | None) -> None:
@@ -294,30 +269,3 @@ def _settle(outputs: Outputs, is_said: bool, log_dir: str | None) -> None:
                 file.write(left_out)
         except OSError as error:
             log.info(f"--log-dir: {path} cannot be written: {error.strerror}.")
-
-
-@contextmanager
-def _private_folder(needed: bool) -> Iterator[str]:
-    if not needed:
-        yield "."
-        return
-    # Every mpirun splits ssh's arguments at blanks. (Importing tempfile would take 10 ms.)
-    parent = os.environ.get("TMPDIR", "")
-    if " " in parent or not os.access(parent, os.W_OK | os.X_OK):
-        parent = "/tmp"
-    folder = Path(parent).absolute() / f"mpiddp-{os.urandom(8).hex()}"
-    with _files_of_mpirun():
-        folder.mkdir(mode=0o700)
-    try:
-        yield str(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _files_of_mpirun() -> Iterator[None]:
-    """Raise UserError or JobFailed if the body cannot write them."""
-    try:
-        yield
-    except OSError as error:
-        raise cause_of(error)(f"cannot write a file for mpirun: {error.strerror}.") from None

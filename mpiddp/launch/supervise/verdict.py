@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.launch.supervise.control import Message
 from mpiddp.launch.supervise.ranks import EXPLAINS_S, Ranks, is_silent
+from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
@@ -116,17 +116,17 @@ def verdict(history: History) -> Verdict:
     if ranks.all_stopped:
         return Verdict(STOPPED, "stopped on request.")
     if history.ended_because:
-        return Verdict(FAILED, history.ended_because)
+        return Verdict(FAILED, f"{_early_ends(ranks)}{history.ended_because}")
     if stop.rank_failed and first and _has_reason(first, ranks):
         return _of_failure(history, first)
     if stop.by >= Stop.BY_USER and not (ranks.all_done and ranks.supports_stop):
         return Verdict(INTERRUPTED, _interruption(stop))
     if ranks.all_done:
-        return _after_success(mpirun)
+        return _after_success(ranks, mpirun)
     if mpirun.code < 0 and not mpirun.was_ended:
         return _by_mpirun(mpirun)
     if first is not None:
-        return _of_failure(history, first)
+        return _after_early_ends(ranks, first, _of_failure(history, first))
     if mpirun.code == DONE and not ranks.started:
         sentence = "the job failed: mpirun ended, but no rank ever reported."
         return Verdict(FAILED, sentence, is_complete=False)
@@ -182,13 +182,16 @@ def _interruption(stop: StopRecord) -> str:
     return "interrupted: the job was stopped."
 
 
-def _after_success(mpirun: MpirunEnd) -> Verdict:
+def _after_success(ranks: Ranks, mpirun: MpirunEnd) -> Verdict:
     """The verdict after every rank has reported success. Only native code still ran then.
 
     Open MPI's exit code proves that a rank was killed by a signal. The others' may have another cause.
     """
     if mpirun.code == DONE or mpirun.was_ended:
         return Verdict(DONE)
+    if ranks.replaced:
+        sentence = f"{_early_ends(ranks)}{_cause(mpirun)}."
+        return Verdict(FAILED, sentence, is_complete=False)
     if name := mpirun.rank_signal:
         sentence = f"all ranks finished, but one was killed by {name} while its process ended."
         return Verdict(FAILED, sentence)
@@ -225,6 +228,9 @@ def _of_failure(history: History, first: Message) -> Verdict:
     name, rank_signal = ranks.name(first.rank), history.mpirun.rank_signal
     if recorded := history.recorded.get(first.rank):
         return Verdict(FAILED, f"{name} failed first: {_first_line(recorded)}.{others}", failure)
+    if first.rank in ranks.in_mpi_init and rank_signal in ("", None, "SIGABRT"):
+        sentence = f"MPI_Init failed in {name}. What the MPI has written above says why.{others}"
+        return Verdict(FAILED, sentence, failure, is_complete=False)
     if rank_signal:
         return Verdict(FAILED, f"{name} was killed by {rank_signal}.{others}", failure)
     if rank_signal == "" and len(hosts := _lost_with(ranks, first)) > 1:
@@ -238,6 +244,26 @@ def _of_failure(history: History, first: Message) -> Verdict:
         f"os._exit.{others}"
     )
     return Verdict(FAILED, sentence, failure, is_complete=False)  # mpirun may know which of these
+
+
+def _after_early_ends(ranks: Ranks, first: Message, found: Verdict) -> Verdict:
+    """The verdict on a failure, after the ranks that ended with code 0 before it: they may be its cause."""
+    if found.code != FAILED or is_silent(first):
+        return found
+    return replace(found, sentence=f"{_early_ends(ranks, before=first.at)}{found.sentence}")
+
+
+def _early_ends(ranks: Ranks, before: float = float("inf")) -> str:
+    """A sentence that names the ranks that ended early, "" for none. Another sentence follows."""
+    early = sorted(rank for rank, at in ranks.exited.items() if at <= before)
+    exits = [rank for rank in early if rank not in ranks.replaced]
+    programs = [rank for rank in early if rank in ranks.replaced]
+    sentence = (
+        f"{ranks.names(exits)} ended early, with exit code 0 (os._exit). Then " if exits else ""
+    )
+    if programs:
+        sentence += f"{ranks.names(programs)} ended as another program (os.exec). Then "
+    return sentence
 
 
 def _failed(ranks: Ranks, first: Message) -> str:

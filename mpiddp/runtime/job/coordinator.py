@@ -1,4 +1,4 @@
-"""The ranks of a job share one store: they exchange values, refuse together and leave together.
+"""The ranks of a job share one channel: they exchange values, refuse together and leave together.
 
 mpirun kills every rank as soon as one exits with an error, even in the middle of a save or before rank 0
 has printed its sentence. So a rank that cannot continue first informs all others, then rank 0 prints the
@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from mpiddp.errors import (
     BAD_INPUT,
@@ -24,12 +22,9 @@ from mpiddp.errors import (
     UserError,
     print_error,
 )
+from mpiddp.runtime.job.channel import ChannelLost, JobChannel, Silent
 from mpiddp.runtime.job.ending import Refused
-from mpiddp.runtime.job.signed_store import NEWS, SignedStore
 from mpiddp.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 # The values that ranks may exchange. A tuple arrives as a list.
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
@@ -37,17 +32,13 @@ Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
-_FIRST_FAILURE = "first failure"  # keys with the number of the rank that failed first
-RANK_0_LEFT = "rank 0 left"  # a key that rank 0 sets before it closes the store
 
 
 class Coordinator:
-    """The ranks of `world`, and the key-value store that rank 0 (or torchrun's agent) serves.
-
-    `store` is for torch's process groups, `values` for everything that the ranks act on.
+    """The ranks of `world`, and the channel over which they agree.
 
     Args:
-        secret: what only the ranks know, see `SignedStore`.
+        channel: None for a single rank without a launcher.
         hostnames: [world_size], for sentences; empty until the ranks have met.
         has_launcher: whether a launcher prints why a job failed.
     """
@@ -55,24 +46,19 @@ class Coordinator:
     def __init__(
         self,
         world: World,
-        store: Store,
-        secret: str = "",
+        channel: JobChannel | None,
         *,
         hostnames: tuple[str, ...] = (),
         has_launcher: bool = False,
     ) -> None:
         self.world = world
-        self.store = store
-        self.secret = secret
-        self.values = SignedStore(store, secret)
-        # For the watch's thread: a connection is locked while it waits.
-        self.watched_values = self.values.clone()
+        self.channel = channel
         self.hostnames = hostnames
         self.has_launcher = has_launcher
         self._stay = 0  # counts the times that this rank has entered
-        self._is_first: bool | None = None
+        self._has_left = False
         self._round = 0
-        self._published = ""  # the key that rank 0 published in the latest exchange
+        self._own: dict[str, Any] = {}  # what a single rank has put
 
     def met(
         self, world: World, hostnames: tuple[str, ...], *, has_launcher: bool = False
@@ -85,43 +71,40 @@ class Coordinator:
     def all_gather_json(self, value: Value, *, timeout_s: float) -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
-        Rank 0 reads N keys and publishes one, so the load on the store grows linearly with the job.
+        Raises:
+            NoAnswer: some rank did not call within `timeout_s` of the first. The sentence names the missing
+                ranks.
+        """
+        if self.channel is None or self.world.world_size == 1:
+            return [json.loads(json.dumps(value))]
+        key = self.unique_prefix("exchange")
+        try:
+            return self.channel.gather(key, value, timeout_s=timeout_s)
+        except Silent as silent:
+            raise self.no_answer(silent.ranks, timeout_s) from None
+
+    def put(self, key: str, value: JSON) -> None:
+        """Let other ranks collect a value. Does not wait."""
+        if self.channel is None:
+            self._own[key] = json.loads(json.dumps(value))
+        else:
+            self.channel.put(key, value)
+
+    def collect(self, key: str, ranks: Sequence[int], *, timeout_s: float) -> list[Any]:
+        """The values that these ranks have put, once all have.
 
         Raises:
-            NoAnswer: some rank did not call within `timeout_s`. The sentence names the missing ranks.
+            Silent, AnotherFailed, ChannelLost: see `JobChannel.collect`.
         """
-        text = json.dumps(value)
-        if self.world.world_size == 1:
-            return [json.loads(text)]
-        prefix = self.unique_prefix("exchange")
-        ranks = range(self.world.world_size)
-        self.values.set(f"{prefix}/{self.world.rank}", text)
-        published = f"{prefix}/all"
-        if self.world.rank == 0:
-            keys = [f"{prefix}/{rank}" for rank in ranks]
-            found = self.values.wait(keys, timeout_s)
-            missing = [rank for rank in ranks if keys[rank] not in found]
-            if missing:
-                raise self.no_answer(missing, timeout_s)
-            listed = _listed([found[key] for key in keys])
-            self.values.set(published, listed)
-        else:
-            # Rank 0 names the missing ranks; the others wait a little longer, so that it can.
-            answer = self.values.wait([published], timeout_s + 5)
-            if not answer:
-                waited_s = f"{timeout_s + 5:g} s"
-                raise NoAnswer(
-                    f"{self._name(self.world.rank)}: no answer from {self._name(0)} in {waited_s}."
-                )
-            listed = answer[published]
-        values: list[Value] = _unlisted(listed, self.world.world_size)
-        # Delete the keys, or a long run fills the store. Rank 0 deletes the previous list: every rank
-        # that takes part in this exchange has read it.
-        self.values.delete(f"{prefix}/{self.world.rank}")
-        if self.world.rank == 0:
-            self.values.delete(self._published)
-            self._published = published
-        return values
+        if self.channel is None:
+            return [self._own[key] for _ in ranks]
+        return self.channel.collect(key, ranks, timeout_s=timeout_s, unless_failed=self._stay)
+
+    def forget(self, prefix: str) -> None:
+        """Forget what this rank has put under keys with this prefix, once all ranks have collected it."""
+        if self.channel is not None:
+            self.channel.forget(prefix)
+        self._own.clear()
 
     def no_answer(self, missing: Sequence[int], timeout_s: float) -> NoAnswer:
         """The error that names the ranks that did not answer."""
@@ -181,71 +164,71 @@ class Coordinator:
             for sentence in sentences:
                 # Print it: a script's logging.config may have switched the log off.
                 print_error(sentence)
-            self.values.set(printed, "")
+            self.arrive(printed)
         else:  # the first rank to exit makes mpirun kill rank 0, even in the middle of its sentence
-            self.values.wait([printed], AGREE_TIMEOUT_S)
+            self.wait_for(printed, [0], timeout_s=AGREE_TIMEOUT_S)
         self.leave()
         raise Refused(code, "\n".join(sentences))
 
-    def enter(self) -> int:
-        """Begin another stay in the job, which ends with `leave`. Returns its number.
+    def begin_stay(self) -> int:
+        """Begin another stay in the job, which ends with `leave`. Returns its number, from 1.
 
         A script may catch the error that has ended a stay. In the next one no rank has failed.
         """
         self._stay += 1
-        self._is_first = None
+        if self._has_left and self.channel is not None:
+            self.channel.leave(is_over=False)
+        self._has_left = False
         return self._stay
 
     def claim_first_failure(self) -> bool:
         """Whether this rank is the first to fail in this stay.
 
-        Without a store, only rank 0 counts as the first. Call this as soon as an error is caught: the
+        If the channel is lost, only rank 0 counts as the first. Call this as soon as an error is caught: the
         unwinding breaks connections, and the other ranks then fail as well.
         """
-        if self._is_first is None:
-            try:
-                own = str(self.world.rank)
-                self._is_first = self.values.set_if_missing(self._first_failure, own) == own
-            except RuntimeError:  # rank 0 has ended, so it was first
-                self._is_first = self.world.rank == 0
-        return self._is_first
-
-    def has_failed(self, values: SignedStore) -> bool:
-        """Whether a rank has failed in this stay.
-
-        Args:
-            values: the store over a connection of the calling thread.
-        """
-        return values.get(self._first_failure) is not None
-
-    @property
-    def _first_failure(self) -> str:
-        return f"{_FIRST_FAILURE}/{self._stay}"
+        if self.channel is None:
+            return True
+        try:
+            return self.channel.claim_first_failure(self._stay)
+        except ChannelLost:
+            return self.world.rank == 0
 
     def arrive(self, point: str) -> None:
-        """Record that this rank is at `point`; at most once per point. Does not wait."""
-        self.values.set(f"{point}/{self.world.rank}", "")
+        """Record that this rank is at `point`. Does not wait."""
+        if self.channel is not None:
+            self.channel.put(point, None)
 
-    def wait_for_all(self, point: str, *, timeout_s: float) -> None:
-        """Wait until every rank has arrived at `point` or the timeout has passed."""
-        ranks = range(self.world.world_size)
-        self.values.wait([f"{point}/{rank}" for rank in ranks], timeout_s)
+    def wait_for(self, point: str, ranks: Sequence[int], *, timeout_s: float) -> None:
+        """Wait until these ranks have arrived at `point` or are gone, or the timeout has passed."""
+        if self.channel is not None:
+            with contextlib.suppress(Silent, ChannelLost):
+                self.channel.collect(point, ranks, timeout_s=timeout_s, or_gone=True)
 
-    def leave(self) -> None:
-        """Leave the job. Rank 0 serves the store, so it waits until all others have left, or a timeout.
+    def leave(self, *, waits: bool = False) -> None:
+        """Leave the job. All ranks must call this.
 
-        All ranks must call this, as the last use of the store.
+        Args:
+            waits: until all others have left, or a timeout. Rank 0 always waits: it serves torch's store.
         """
-        prefix = self.unique_prefix("left")
-        with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
-            if self.world.rank > 0:
-                self.values.set(f"{prefix}/{self.world.rank}", "")
-            else:
-                others = [f"{prefix}/{rank}" for rank in range(1, self.world.world_size)]
-                if len(self.values.wait(others, LEAVE_TIMEOUT_S)) < len(others):
-                    self.values.set(RANK_0_LEFT, "")
-                    self.values.set(NEWS, "")
-                    time.sleep(2.0)  # so that all ranks can read it
+        self.arrive(self._left)
+        if waits or self.world.rank == 0:
+            self.wait_for(self._left, range(self.world.world_size), timeout_s=LEAVE_TIMEOUT_S)
+        self._part()
+
+    def leave_early(self) -> None:
+        """Leave while the others may go on. Any thread may."""
+        self.arrive(self._left)
+        self._part()
+
+    def _part(self) -> None:
+        self._has_left = True
+        if self.channel is not None:
+            self.channel.leave(is_over=True)
+
+    @property
+    def _left(self) -> str:
+        return f"left/{self._stay}"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
@@ -256,19 +239,3 @@ class Coordinator:
             return problems[:1]
         first_rank = {problem: problems.index(problem) for problem in problems if problem}
         return [f"{self._name(rank)}: {problem}" for problem, rank in first_rank.items()]
-
-
-def _listed(texts: Sequence[str]) -> str:
-    """The JSON of all values: the most frequent one once, and the others by rank.
-
-    Most values are equal on all ranks, and the answer goes to every rank.
-    """
-    usual, _ = Counter(texts).most_common(1)[0]
-    others = (f'"{rank}": {text}' for rank, text in enumerate(texts) if text != usual)
-    return f'{{"usual": {usual}, "others": {{{", ".join(others)}}}}}'
-
-
-def _unlisted(listed: str, world_size: int) -> list[Any]:
-    values = json.loads(listed)
-    usual, others = values["usual"], values["others"]
-    return [others.get(str(rank), usual) for rank in range(world_size)]

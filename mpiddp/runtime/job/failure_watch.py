@@ -2,7 +2,7 @@
 
 Open MPI and srun end the other ranks after a non-zero exit, MPICH only after a signal, and Intel MPI after
 neither once MPI is finalized. A rank inside an NCCL collective notices nothing by itself. So a thread
-of every rank polls the store.
+of every rank waits for the news of the job's channel.
 """
 
 from __future__ import annotations
@@ -16,25 +16,19 @@ from collections.abc import Callable
 from types import TracebackType
 
 from mpiddp.errors import FAILED, print_error
-from mpiddp.runtime.job.coordinator import RANK_0_LEFT, Coordinator
+from mpiddp.runtime.job.channel import WHOLE_JOB, ChannelLost
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of
-from mpiddp.runtime.job.signed_store import NEWS, whole_number
 from mpiddp.runtime.job.stop import StopRequest, handle_sigusr1, unblock_sigusr1
 
-# Keys in the store. Their value is the exit code of the rank that failed first. An error within a stay ends
-# the ranks that are in it, and all others unless the script catches it.
-_FAILED, _LEFT = "failed", "left with an error"
-_CHECK_INTERVAL_S = 0.5
-_AGREE_INTERVAL_S = 0.02  # while the ranks agree on the step of a stop
-_FULL_EVERY = 10  # checks; a stranger may have deleted the news
-_FULL_WITHOUT_ASKING_EVERY = 120  # checks; the rank that asks for this one may be stopped
 _GRACE_S = 1.0  # in which a launcher may end this rank first
 
 
 class FailureWatch:
     """Ends this process when another rank fails, and ends the other ranks when this one fails.
 
-    It also agrees with the other ranks on the step of a requested stop.
+    It also agrees with the other ranks on the step of a requested stop. An error within a stay ends the ranks
+    that are in it, and all others unless the script catches it.
 
     Args:
         has_launcher: whether a launcher names the rank that failed; it does so once and in more detail.
@@ -50,17 +44,14 @@ class FailureWatch:
         exit_now: Callable[[int], object] = os._exit,
     ) -> None:
         self._coordinator = coordinator
+        self._channel = coordinator.channel
         self._stop = stop
         self._has_launcher = has_launcher
-        stay = coordinator.enter()
-        stop.enter(stay)
-        self._left_key = f"{_LEFT}/{stay}"
+        self._stay = coordinator.begin_stay()
+        stop.enter(self._stay)
         self._has_left = False
         self._exit_now = exit_now
         self._over = threading.Event()
-        # The thread must not be inside torch when the interpreter ends, so it polls the store instead
-        # of waiting there.
-        self._values = coordinator.watched_values
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._previous_excepthook = sys.excepthook
         self._has_printed = False  # the sentence of an error
@@ -72,7 +63,7 @@ class FailureWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._end_watch()
         atexit.unregister(self.stop)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_excepthook
@@ -82,18 +73,18 @@ class FailureWatch:
     def leave(self) -> None:
         """This rank leaves with an error, which its script may catch: end the ranks that are still there."""
         self._has_left = True
-        if self._coordinator.claim_first_failure():
-            self._publish(self._left_key, FAILED)
+        if self._coordinator.claim_first_failure() and self._channel is not None:
+            self._channel.fail(FAILED, self._stay)
 
     def end_the_job(self, code: int) -> None:
         """End the other ranks with `code`. This process ends by itself later."""
-        self._over.set()
-        self._publish(_FAILED, code)
+        self._end_watch()
+        if self._channel is not None:
+            self._channel.fail(code, WHOLE_JOB)
 
-    def _publish(self, key: str, code: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the store ended with rank 0: all ranks know
-            self._coordinator.values.set(key, str(code))
-            self._coordinator.values.set(NEWS, "")
+    def _end_watch(self) -> None:
+        self._over.set()
+        self._stop.wakes.put(None)
 
     def fail(self, ending: Ending) -> None:
         """This rank has failed: say so, and end the others.
@@ -119,7 +110,7 @@ class FailureWatch:
             self.fail(ending)
             return
         is_first = self._coordinator.claim_first_failure()
-        if not is_first and isinstance(error, RuntimeError):
+        if not is_first and isinstance(error, (RuntimeError, ChannelLost)):
             self._wait_for_end()
         self._previous_excepthook(kind, error, traceback)
         if is_first:
@@ -139,11 +130,11 @@ class FailureWatch:
 
     def _wait_for_end(self) -> None:
         if self._thread.is_alive():
-            self._thread.join(_CHECK_INTERVAL_S + 2 * _GRACE_S)
+            self._thread.join(2 * _GRACE_S)
 
     def _watch(self) -> None:
         unblock_sigusr1()
-        if self._coordinator.world.world_size == 1:
+        if self._channel is None or self._coordinator.world.world_size == 1:
             self._over.wait()
             return
         self._stop.is_alone = False
@@ -157,40 +148,26 @@ class FailureWatch:
         """Wait for a failure of any rank; agree on the step of a stop meanwhile.
 
         Returns:
-            The exit code of the rank that failed first, 0 if this rank is over or rank 0 has left.
+            The exit code of the rank that failed first, 0 if this rank is over.
         """
-        from mpiddp.runtime.job.host_news import HostNews  # a single rank needs none of it
-
-        world = self._coordinator.world
-        polls = 0
-        try:
-            news = HostNews(self._values, world)
-            with contextlib.closing(news):
-                while not self._over.wait(self._interval_s()):
-                    polls += 1
-                    full_every = _FULL_EVERY if news.asks else _FULL_WITHOUT_ASKING_EVERY
-                    is_full = self._stop.is_requested or polls % full_every == 0
-                    if not (is_full or news.may_be_there()):
-                        continue
-                    code = self._published_code()
-                    if code or self._values.get(RANK_0_LEFT) is not None:
-                        return code  # 0 for a normal end, after rank 0 waited long for this rank
-                    self._stop.agree(self._values, world.rank, world.world_size)
-                    if self._stop.is_requested:
-                        news.close()
-        except RuntimeError:  # rank 0 has ended, and its store with it
-            if world.local_rank == 0:
-                rank = f"rank {world.rank} on {world.hostname}"
-                lost = f"{rank} lost the connection to rank 0's store; exiting"
-                self._print_once(Ending(FAILED, lost, is_verdict=True))
-            return FAILED
+        channel = self._channel
+        assert channel is not None
+        while not self._over.is_set():
+            if code := channel.code_of_failure(WHOLE_JOB):
+                return code
+            if not self._has_left and (code := channel.code_of_failure(self._stay)):
+                return code
+            if channel.is_lost and not channel.was_closed_here:
+                return self._code_of_lost_job()
+            self._stop.agree(channel)
+            self._stop.wakes.get()
         return 0
 
-    def _published_code(self) -> int:
-        """The exit code with which this process has to end, 0 for none."""
-        keys = [_FAILED] if self._has_left else [_FAILED, self._left_key]
-        codes = (whole_number(self._values.get(key), 1, 255) for key in keys)
-        return next((code for code in codes if code), 0)
-
-    def _interval_s(self) -> float:
-        return _AGREE_INTERVAL_S if self._stop.is_undecided else _CHECK_INTERVAL_S
+    def _code_of_lost_job(self) -> int:
+        """Rank 0 has ended without a word, or the process that serves the channel has."""
+        world = self._coordinator.world
+        if world.local_rank == 0:
+            rank = f"rank {world.rank} on {world.hostname}"
+            lost = f"{rank} lost the connection to rank 0; exiting"
+            self._print_once(Ending(FAILED, lost, is_verdict=True))
+        return FAILED

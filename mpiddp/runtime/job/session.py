@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending
 from mpiddp.runtime.job.failure_watch import FailureWatch
@@ -19,16 +20,16 @@ from mpiddp.runtime.job.stop import StopRequest, handle_sigterm
 
 
 class Launcher(Protocol):
-    """The launcher, as a rank talks to it: `mpiddp.runtime.launcher.client.ControlClient`."""
+    """The launcher, as a rank talks to it: `mpiddp.runtime.launcher.client.LauncherClient`."""
 
-    secret: str
     stopping: threading.Event
     is_first: bool | None
+    step: int
 
     def send(self, kind: str, **fields: object) -> None: ...
     def progress(self, step: int) -> None: ...
     def failed(self, ending: Ending) -> None: ...
-    def done(self) -> None: ...
+    def done(self, *, is_early: bool = False) -> None: ...
 
 
 class Output(Protocol):
@@ -37,6 +38,7 @@ class Output(Protocol):
     @property
     def log_dir(self) -> Path | None: ...
     def log_to(self, folder: Path) -> Path: ...
+    def drain(self) -> None: ...
 
 
 class RunFiles(Protocol):
@@ -52,13 +54,15 @@ class RunFiles(Protocol):
 class Session:
     """The state of one process. A process belongs to one job, so it has one session.
 
-    `channel` and `output` are None without a launcher that listens. `coordinator` is None until the ranks
+    `launcher` and `output` are None without a launcher that listens. `channel` is this process's connection
+    to its job: from the start under a launcher, else from the join on. `coordinator` is None until the ranks
     have joined. They join once, because MPI cannot be initialized again after it is finalized. `watch` is
     set from then until they leave.
     """
 
     def __init__(self) -> None:
-        self.channel: Launcher | None = None
+        self.launcher: Launcher | None = None
+        self.channel: JobChannel | None = None
         self.output: Output | None = None
         self.stop = StopRequest(send=self.send, progress=self._progress, declared=self._declared)
         self._saves = 0
@@ -69,8 +73,7 @@ class Session:
         self.run: RunFiles | None = None  # the folder of this process's run
         self._before_leaving: list[Callable[[], None]] = []
         self._savers: list[Callable[[], None]] = []
-        self.launcher_address = ""
-        self.script_secret = ""  # of all scripts, if this process is the script of a rank's command
+        self.torch_store: object = None  # which rank 0 serves as long as its process lives
         self.is_unjoined_script = False
         self._before_exit: list[Callable[[], None]] = []
         self._is_ending = threading.Event()
@@ -83,18 +86,18 @@ class Session:
 
     def send(self, kind: str, **fields: object) -> None:
         """Send the launcher a message, if there is a launcher."""
-        if self.channel is not None:
-            self.channel.send(kind, **fields)
+        if self.launcher is not None:
+            self.launcher.send(kind, **fields)
 
     def report(self, ending: Ending) -> None:
         """Report to the launcher how this rank failed, if it has. A normal end is reported later."""
-        if self.channel is not None and ending.is_failure:
-            self.channel.failed(ending)
+        if self.launcher is not None and ending.is_failure:
+            self.launcher.failed(ending)
 
     def claim_first_failure(self) -> None:
         """Note whether this rank is the first to fail. The report to the launcher contains this."""
-        if self.channel is not None and self.coordinator is not None:
-            self.channel.is_first = self.coordinator.claim_first_failure()
+        if self.launcher is not None and self.coordinator is not None:
+            self.launcher.is_first = self.coordinator.claim_first_failure()
 
     def exit_now(self, code: int) -> None:
         """End this process, because the job has ended. Any thread may."""
@@ -102,6 +105,28 @@ class Session:
         for end in self._before_exit:
             end()
         os._exit(code)
+
+    def exit_early(self) -> None:
+        """Leave the job by `os._exit(0)`, while the other ranks may go on. Any thread may."""
+        if self._is_ending.is_set():
+            return
+        has_left = self.coordinator is not None and self.watch is None
+        if self.launcher is not None:
+            self.launcher.done(is_early=not has_left)
+        if self.coordinator is not None and not has_left:
+            if self.channel is not None:
+                self.stop.propose_step(self.channel, 0)
+            self.coordinator.leave_early()
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Within the body, another program takes this process's place: the same rank, without reports."""
+        with self.channel.kept_by_exec() if self.channel is not None else contextlib.nullcontext():
+            self.send("replaced", active=True)
+            try:
+                yield
+            finally:
+                self.send("replaced", active=False)
 
     def before_exit(self, end: Callable[[], None]) -> None:
         """Let `exit_now` call `end`, which ends what this process has started."""
@@ -153,12 +178,17 @@ class Session:
 
     def _declared(self) -> None:
         """The script supports a stop: SIGTERM requests one too, while there is a launcher."""
-        if self.channel is not None:
+        if self.launcher is not None:
             handle_sigterm(self.stop)
 
     def _progress(self, step: int) -> None:
-        if self.channel is not None:
-            self.channel.progress(step)
+        if self.launcher is not None:
+            self.launcher.progress(step)
+
+    def optimizer_stepped(self, steps: int) -> None:
+        """An optimizer of the script has made so many steps. `should_stop` counts better, if it is called."""
+        if self.launcher is not None and not self.stop.supports_stop and steps > self.launcher.step:
+            self.launcher.progress(steps)
 
 
 _current = Session()
@@ -171,7 +201,7 @@ def current() -> Session:
 
 def _forget() -> None:
     global _current
-    _current.channel = _current.output = None  # for code that holds the session
+    _current.launcher = _current.channel = _current.output = None  # for code that holds the session
     _current = Session()
 
 

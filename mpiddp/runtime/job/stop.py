@@ -1,7 +1,8 @@
 """All ranks stop after the same step, and exchange messages only after a request to stop.
 
-After a request, the failure watch of each rank proposes a step slightly ahead. The rank does not pass
-that step before the decision. All ranks stop at the highest proposed step, which no rank has passed.
+After a request, the failure watch of each rank proposes a step slightly ahead, in a gather to which the first
+calls the others. The rank does not pass that step before the decision. All ranks stop at the highest proposed
+step, which no rank has passed.
 
     while not mpiddp.should_stop():
         train_one_step()
@@ -15,13 +16,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
-from mpiddp.runtime.job.signed_store import NEWS, SignedStore, whole_number
+from mpiddp.runtime.job.channel import JobChannel
 
-# Keys of the coordinator's store.
-_REQUESTED = "stop/requested"
-_PROPOSAL, _STEP = "stop/{stay}/proposal/{rank}", "stop/{stay}/step"
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 
 
@@ -45,7 +44,7 @@ class StopRequest:
         self._terminate: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         self._declared = declared
         self._progress = progress
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of a signal may call os._exit
         self._calls = 0
         self._foretold = 0  # the latest call of which `stops_next` has told the answer
         self._steps_before = 0  # steps of the run before this process resumed it
@@ -53,6 +52,8 @@ class StopRequest:
         self._proposed: int | None = None
         self._step: int | None = None
         self._decided = threading.Event()
+        # Wakes the failure watch. Unlike an Event, it may be used in a signal handler.
+        self.wakes: SimpleQueue[None] = SimpleQueue()
         self.has_stopped = False  # this script ends early, as requested
         # A plain flag: a signal handler that waits for a lock could wait for its own thread.
         self.is_requested = False
@@ -73,9 +74,14 @@ class StopRequest:
     def request(self) -> None:
         """Request a stop of this process. A script that never calls `should_stop` gets SIGTERM instead."""
         if self.supports_stop:
-            self.is_requested = True
+            self.note_request()
         else:
             self._terminate()
+
+    def note_request(self) -> None:
+        """Stop this script at its next agreed step. A signal handler may call this."""
+        self.is_requested = True
+        self.wakes.put(None)
 
     def on_request(self, terminate: Callable[[], None]) -> None:
         """Let `request` call this, in place of SIGTERM, if the script does not call `should_stop`."""
@@ -131,39 +137,31 @@ class StopRequest:
             self._stay, self._proposed, self._step = stay, None, None
             self._decided.clear()
 
-    def agree(self, store: SignedStore, rank: int, world_size: int) -> None:
-        """Advance the agreement. The failure watch calls this regularly."""
-        if self._step is not None:
-            return
-        if self.is_requested:
-            store.set(_REQUESTED, "")
-            store.set(NEWS, "")
-        elif store.get(_REQUESTED) is None:
+    def agree(self, channel: JobChannel) -> None:
+        """Advance the agreement, without waiting. The failure watch calls this when anything has happened."""
+        if self._step is not None or not (self.is_requested or channel.is_called(self._key)):
             return
         self.is_requested = True
-        self.propose_step(store, rank, _AHEAD)
-        keys = [_PROPOSAL.format(stay=self._stay, rank=each) for each in range(world_size)]
-        if rank == 0 and (values := store.get_all(keys)):
-            proposals = [whole_number(value, 0) for value in values]
-            store.set(self._step_key, str(max(step or 0 for step in proposals)))
-        step = whole_number(store.get(self._step_key), 0)
-        if step is not None:
+        self.propose_step(channel, _AHEAD)
+        steps = channel.given(self._key)
+        if steps is not None:
             with self._lock:
-                self._decide(step)
+                self._decide(max(steps))
 
-    def propose_step(self, store: SignedStore, rank: int, ahead: int) -> None:
-        """Propose the step `ahead` of the present one, and do not pass it before the decision.
+    def propose_step(self, channel: JobChannel, ahead: int) -> None:
+        """Propose the step `ahead` of the present one, once, and do not pass it before the decision.
 
         A rank that leaves proposes its present step, with `ahead` 0.
         """
         with self._lock:
-            if self._proposed is None:
-                self._proposed = self._calls + ahead
-        store.set(_PROPOSAL.format(stay=self._stay, rank=rank), str(self._proposed))
+            if self._proposed is not None:
+                return
+            self._proposed = self._calls + ahead
+        channel.give(self._key, self._proposed, calls=self.is_requested)
 
     @property
-    def _step_key(self) -> str:
-        return _STEP.format(stay=self._stay)
+    def _key(self) -> str:
+        return f"stop/{self._stay}"
 
     def _decide(self, step: int) -> None:
         self._step = step
@@ -219,12 +217,12 @@ def listen_when_alone(stop: StopRequest) -> None:
 
 
 def _on_signal(stop: StopRequest, number: int, frame: Any) -> None:
-    stop.is_requested = True
+    stop.note_request()
 
 
 def _on_first_signal(stop: StopRequest, before: Any, number: int, frame: Any) -> None:
     signal.signal(number, before)
-    stop.is_requested = True
+    stop.note_request()
     name = signal.Signals(number).name
     with suppress(OSError):  # the Ctrl-C may have ended the reader of a pipe as well
         os.write(

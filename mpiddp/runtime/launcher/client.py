@@ -1,4 +1,4 @@
-"""A rank's end of the control channel: it reports to the launcher, and acts on the launcher's messages.
+"""A rank's reports to its launcher over the job channel, and its acts on the launcher's messages.
 
 A rank does not report over stdout, which belongs to the script, or by mpirun's exit code, which cannot
 be trusted. `mpiddp.protocol.messages` defines the messages, and how both ends prove that they belong to
@@ -8,18 +8,16 @@ one job.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT, dumps
+from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT
+from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Ending
-from mpiddp.runtime.launcher.channel import NO_MESSAGE, connect_to_launcher
 from mpiddp.runtime.launcher.native_stacks import write_stack_on_urgent_byte
 from mpiddp.world import World
 
@@ -27,22 +25,25 @@ PROGRESS_EVERY_S = 0.5
 LOST_LAUNCHER = 1  # the exit code of a rank that loses its launcher
 
 
-class ControlClient:
-    """This rank's connection to its launcher. A thread receives the launcher's messages."""
+class LauncherClient:
+    """The launcher, over this process's channel. A thread receives its messages.
+
+    Args:
+        request_stop: called in that thread when the launcher requests a stop.
+        exit_now: ends this process; called in that thread.
+    """
 
     def __init__(
         self,
-        connection: socket.socket,
-        incoming: Iterator[bytes],
+        channel: JobChannel,
         world: World,
         request_stop: Callable[[], None],
-        secret: str,
         exit_now: Callable[[int], object] = os._exit,
     ) -> None:
+        self.channel = channel
         self.world = world
         self.stopping = threading.Event()  # the launcher has requested a stop of this rank
         self._exit_now = exit_now
-        self.secret = secret
         self.step = 0  # the latest step of this rank
         self.is_first: bool | None = None  # whether this rank failed first; None if unknown
         self._actions: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -54,19 +55,12 @@ class ControlClient:
         }
         self._sent_progress_at = 0.0
         self._unconfirmed = 0  # messages of progress
-        self._connection = connection
-        self._incoming = incoming
-        self._lock = threading.Lock()
         self._is_over = False
-        # A forked child that keeps the connection open would hide the death of this rank.
-        os.register_at_fork(after_in_child=self._connection.close)
-        write_stack_on_urgent_byte(connection)
+        write_stack_on_urgent_byte(channel.connection)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, kind: str, **fields: object) -> None:
-        # A lost connection is left to the listening thread, which ends the process.
-        with self._lock, contextlib.suppress(OSError):
-            self._connection.sendall(dumps(kind, **fields))
+        self.channel.send(kind, b"", **fields)
 
     def progress(self, step: int) -> None:
         """Report this rank's step, at most twice a second. Most calls send nothing."""
@@ -99,54 +93,34 @@ class ControlClient:
             is_verdict=ending.is_verdict,
         )
 
-    def done(self) -> None:
-        """Report that this rank succeeded, unless it has failed."""
+    def done(self, *, is_early: bool = False) -> None:
+        """Report that this rank succeeded, unless it has failed.
+
+        Args:
+            is_early: it ends with code 0 without leaving the job, so the other ranks may still need it.
+        """
         if not self._is_over:
             self._is_over = True
-            self.send("done")
+            self.send("exited" if is_early else "done")
 
     def _send_stacks(self) -> None:
-        self.send("stacks", text=_stacks()[-TEXT_LIMIT:], step=self.step)
+        from mpiddp.hosts.processes import processor_time  # few ranks need it
+
+        text, cpu_s = _stacks()[-TEXT_LIMIT:], processor_time(os.getpid())
+        self.send("stacks", text=text, step=self.step, cpu_s=cpu_s)
 
     def _listen(self) -> None:
-        # Whoever sends anything but messages is not the launcher.
-        with contextlib.suppress(OSError, *NO_MESSAGE):
-            for line in self._incoming:
-                message = json.loads(line)
+        with contextlib.suppress(LookupError, ValueError, TypeError):  # it is not the launcher
+            for message in self.channel.news():
                 if act := self._actions.get(message["type"]):
                     act(message)
-        if not self._is_over:
+        if not self._is_over and not self.channel.was_closed_here:
             world = self.world
             rank = f"rank {world.rank} on {world.hostname}"
             sentence = f"{rank}: lost the connection to the launcher; exiting.\n"
             with contextlib.suppress(OSError):
                 os.write(2, sentence.encode())
             self._exit_now(LOST_LAUNCHER)
-
-
-def connect(
-    address: str,
-    secret: str,
-    world: World,
-    request_stop: Callable[[], None],
-    *,
-    is_script: bool = False,
-    exit_now: Callable[[int], object] = os._exit,
-) -> ControlClient:
-    """Connect to the launcher that listens at `address`.
-
-    Args:
-        request_stop: called in another thread when the launcher requests a stop.
-        is_script: whether this process is the script of a rank's command, and not the rank itself.
-        exit_now: ends this process; called in another thread.
-
-    Raises:
-        AnotherScript: this rank has a script already.
-        JobFailed: the launcher cannot be reached.
-    """
-    facts = {"is_script": True} if is_script else {}
-    connection, incoming = connect_to_launcher(address, secret, world, "hello", **facts)
-    return ControlClient(connection, incoming, world, request_stop, secret, exit_now)
 
 
 def _stacks() -> str:

@@ -18,9 +18,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol.variables import ADDRESS, SCRIPT_SECRET, SECRET
+from mpiddp.protocol.channel import SCRIPT
+from mpiddp.protocol.variables import ADDRESS, CHANNEL, CHANNEL_SECRET, SCRIPT_SECRET, SECRET
+from mpiddp.runtime.job.channel import connect
+from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current
+from mpiddp.runtime.launcher.early_ends import report_early_ends
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
@@ -44,33 +48,33 @@ def connected(world: World) -> Iterator[Session]:
 
         # Without the daemon of MPI or Slurm, nothing would end this rank.
         signal_at_parents_end(signal.SIGKILL)
+    report_early_ends(session, drains=world.launcher.name == "slurm")
     # Hide them from the processes that the script starts: these are not ranks.
     address, secret = os.environ.pop(ADDRESS, ""), os.environ.pop(SECRET, "")
     if not address or not secret:
         yield session
         return
     try:
-        _connect(session, world, address, secret)
+        _connect(session, world, Server(address, secret))
         yield session
     except BaseException as error:
         ending = ending_of(error, has_stopped=session.stop.has_stopped)
         session.report(ending)
-        if isinstance(error, JobFailed) and session.channel is not None:
+        if isinstance(error, JobFailed) and session.launcher is not None:
             raise SystemExit(ending.code) from None  # the launcher prints it
         raise
 
 
-def _connect(session: Session, world: World, address: str, secret: str) -> None:
+def _connect(session: Session, world: World, server: Server) -> None:
     from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
-    from mpiddp.runtime.launcher.client import connect
-    from mpiddp.runtime.launcher.output import redirect_output
+    from mpiddp.runtime.launcher.client import LauncherClient
+    from mpiddp.runtime.launcher.output import redirect_output, take_stdin
 
-    output = session.output = redirect_output(world, address, secret)
-    session.launcher_address = address
-    session.channel = connect(
-        address, secret, world, session.stop.request, exit_now=session.exit_now
-    )
+    output = session.output = redirect_output(world, server)
+    channel = session.channel = connect(server, world, session.stop.wakes)
+    session.launcher = LauncherClient(channel, world, session.stop.request, session.exit_now)
     session.send("started", host=world.hostname, pid=os.getpid())
+    take_stdin(world, server)
     atexit.register(_report_success, session)  # before those of the script, so it runs after them
     leave_sigterm_to_rank()
     if output is not None and world.launcher.name == "slurm":
@@ -92,26 +96,23 @@ def script_session() -> Session:
     session = current()
     if SCRIPT_SECRET not in os.environ or not is_joined(os.environ):
         return session
-    session.launcher_address = os.environ.pop(ADDRESS, "")
-    session.script_secret = os.environ.pop(SCRIPT_SECRET)
-    if session.launcher_address:
-        _connect_script(session)
+    address, secret = os.environ.pop(ADDRESS, ""), os.environ.pop(SCRIPT_SECRET)
+    if address:
+        # What this process starts is no script of the rank.
+        os.environ.update({CHANNEL: address, CHANNEL_SECRET: secret})
+        _connect_script(session, Server(address, secret))
     return session
 
 
-def _connect_script(session: Session) -> None:
+def _connect_script(session: Session, server: Server) -> None:
     from mpiddp.runtime.job.child_signals import leave_sigterm_to_rank
-    from mpiddp.runtime.launcher.channel import AnotherScript
-    from mpiddp.runtime.launcher.client import connect
+    from mpiddp.runtime.job.connect import AnotherScript
+    from mpiddp.runtime.launcher.client import LauncherClient
 
     with contextlib.suppress(AnotherScript):
-        session.channel = connect(
-            session.launcher_address,
-            session.script_secret,
-            World.from_env(),
-            session.stop.request,
-            is_script=True,
-        )
+        world = World.from_env()
+        channel = session.channel = connect(server, world, session.stop.wakes, role=SCRIPT)
+        session.launcher = LauncherClient(channel, world, session.stop.request)
         session.is_unjoined_script = True
         faulthandler.enable(2)
         atexit.register(_report_success, session)
@@ -132,8 +133,8 @@ def _report_uncaught(
 
 
 def _report_success(session: Session) -> None:
-    if session.channel is not None:  # it is None in a forked child
-        session.channel.done()
+    if session.launcher is not None:  # it is None in a forked child
+        session.launcher.done()
 
 
 def _drain(output: RankOutput) -> None:

@@ -17,8 +17,6 @@ import socket
 import struct
 import threading
 
-from mpiddp.protocol.messages import URGENT
-
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # linux/fcntl.h
 
 
@@ -36,11 +34,3 @@ def write_stack_on_urgent_byte(connection: socket.socket) -> None:
 def _signal_main_thread(connection: socket.socket) -> None:
     owner = struct.pack("ii", _F_OWNER_TID, threading.main_thread().native_id)
     fcntl.fcntl(connection, _F_SETOWN_EX, owner)
-
-
-def without_urgent_bytes(chunk: bytes) -> bytes:
-    """The received bytes without the urgent bytes that the kernel has left in the stream.
-
-    The kernel removes an urgent byte only if it is read before the next one arrives.
-    """
-    return chunk.replace(URGENT, b"")

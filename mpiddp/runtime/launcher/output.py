@@ -20,8 +20,10 @@ from pathlib import Path
 
 from mpiddp.errors import JobFailed
 from mpiddp.paths import named_by
-from mpiddp.protocol.messages import DRAIN, DRAINED, FILES, STREAMS
+from mpiddp.protocol.messages import DRAIN, DRAINED, FILES, GO, INPUT, STREAMS, is_shown
 from mpiddp.protocol.variables import LOG_DIR, OUTPUT, is_restart
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
+from mpiddp.runtime.launcher.takeover import Stream, Takeover
 from mpiddp.world import World
 
 DRAIN_TIMEOUT_S = 10.0
@@ -35,6 +37,7 @@ class RankOutput:
     rank: int
     log_dir: Path | None
     process: socket.socket
+    takeover: Takeover
 
     def log_to(self, folder: Path) -> Path:
         """Write all output, from the rank's first line on, to files in `folder`.
@@ -48,11 +51,10 @@ class RankOutput:
             OSError: a file cannot be opened.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder
+        paths = {each: folder / f"rank_{self.rank:05d}.{SUFFIXES[each]}" for each in STREAMS}
         files = []
         try:
-            for number in STREAMS:
-                path = folder / f"rank_{self.rank:05d}.{SUFFIXES[number]}"
+            for path in paths.values():
                 files.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
             with contextlib.suppress(ConnectionError):  # the process was killed
@@ -60,7 +62,8 @@ class RankOutput:
         finally:
             for file in files:
                 os.close(file)
-        return path
+        self.takeover.log_to(paths)
+        return paths[2]
 
     def log_to_named_folder(self) -> Path | None:
         """`log_to` the folder of --log-dir, if there is one.
@@ -84,7 +87,7 @@ class RankOutput:
             self.process.recv(len(DRAINED))
 
 
-def redirect_output(world: World, address: str, secret: str) -> RankOutput | None:
+def redirect_output(world: World, server: Server) -> RankOutput | None:
     """Give stdout and stderr to an output process, if `mpiddp launch` has requested it.
 
     Call this before any thread starts. Programs that the rank starts inherit the new streams.
@@ -98,16 +101,38 @@ def redirect_output(world: World, address: str, secret: str) -> RankOutput | Non
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if it was closed
             stream.flush()
+    rank = f"rank {world.rank} on {world.hostname}"
     try:
-        process = _start_process(world, address, secret, selection)
+        process, streams = _start_process(world, server, selection)
     except OSError as error:
-        raise JobFailed(
-            f"rank {world.rank} on {world.hostname} cannot start its output process: {error.strerror}."
-        ) from None
-    return RankOutput(world.rank, Path(log_dir).absolute() if log_dir else None, process)
+        raise JobFailed(f"{rank} cannot start its output process: {error.strerror}.") from None
+    folder = Path(log_dir).absolute() if log_dir else None
+    return RankOutput(world.rank, folder, process, Takeover(rank, process, streams))
 
 
-def _start_process(world: World, address: str, secret: str, selection: str) -> socket.socket:
+def take_stdin(world: World, server: Server) -> None:
+    """Give rank 0 the launcher's stdin, and every other rank an empty one.
+
+    No MPI passes it on well, see `mpiddp.launch.supervise.input`.
+
+    Raises:
+        JobFailed: the launcher cannot be reached.
+    """
+    if world.rank == 0:
+        connection, _ = connect_to_launcher(server, world, INPUT)
+        with contextlib.suppress(OSError):  # the launcher is ending, so stdin is at its end
+            connection.sendall(GO)  # what follows is no message
+        file = connection.detach()
+    else:
+        file = os.open(os.devnull, os.O_RDONLY)
+    if file != 0:  # as it is if stdin was closed
+        os.dup2(file, 0)
+        os.close(file)
+
+
+def _start_process(
+    world: World, server: Server, selection: str
+) -> tuple[socket.socket, list[Stream]]:
     readers, writers = {}, {}
     for number in STREAMS:
         readers[number], writers[number] = _new_stream(number)
@@ -120,18 +145,20 @@ def _start_process(world: World, address: str, secret: str, selection: str) -> s
             if os.fork() == 0:
                 from mpiddp.runtime.launcher.output_process import run  # the rank needs none of it
 
-                run(world, address, secret, selection, readers, theirs, rank)
+                run(world, server, selection, readers, theirs, rank)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
+    streams = []
     for number in STREAMS:
+        is_seen = is_shown(selection, world.rank, number)
+        streams.append(Stream(number, readers[number], os.dup(number), is_seen))
         os.dup2(writers[number], number)
         os.close(writers[number])
-        os.close(readers[number])
     theirs.close()
     if rank is not None:
         os.close(rank)
-    return ours
+    return ours, streams
 
 
 def _new_stream(number: int) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from mpiddp.protocol.messages import (
     STREAMS,
     is_shown,
 )
+from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.launcher.output_stream import OutputStream
 from mpiddp.world import World
 
@@ -44,8 +45,7 @@ _IGNORED = (
 
 def run(
     world: World,
-    address: str,
-    secret: str,
+    server: Server,
     selection: str,
     sources: Mapping[int, int],
     control: socket.socket,
@@ -69,9 +69,7 @@ def run(
         close_all_but({1, 2, *sources.values(), control.fileno(), rank})
         streams = [OutputStream(number, sources[number], world) for number in STREAMS]
         for stream in streams:
-            stream.connect(
-                address, secret, is_wanted=is_shown(selection, world.rank, stream.number)
-            )
+            stream.connect(server, is_wanted=is_shown(selection, world.rank, stream.number))
         _serve(streams, control, rank)
     finally:
         os._exit(0)
@@ -106,8 +104,8 @@ def _serve(
         if control is not None and control.fileno() in ready:
             message = _receive(control, streams)
             is_draining |= message == DRAIN
-            if not message:  # the rank has ended, and so have its forks
-                control, has_ended = None, True
+            if not message:  # the rank has ended, and so have its forks; or it has closed its end
+                control, has_ended = None, has_ended or rank is None
         elif is_draining and not longest and not any(stream.unsent for stream in streams):
             is_draining = False
             if control is not None:

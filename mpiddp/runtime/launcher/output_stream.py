@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS, notice_silence
-from mpiddp.runtime.launcher.channel import connect_to_launcher
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
@@ -48,14 +48,12 @@ class OutputStream:
         assert self.source is not None
         os.set_blocking(self.source, False)
 
-    def connect(self, address: str, secret: str, *, is_wanted: bool) -> None:
+    def connect(self, server: Server, *, is_wanted: bool) -> None:
         """Connect to the launcher if it shows this stream, and leave the MPI's stream."""
         if is_wanted:
             facts = {"stream": self.number, "host": self.world.hostname}
             try:
-                self.connection, _ = connect_to_launcher(
-                    address, secret, self.world, "output", **facts
-                )
+                self.connection, _ = connect_to_launcher(server, self.world, "output", **facts)
             except JobFailed:  # the rank reports it
                 self.fallback = self.number
                 return
@@ -178,7 +176,7 @@ class OutputStream:
     def _forward(self, chunk: bytes) -> None:
         if self.connection is None:
             if self.fallback is not None:
-                _write_all(self.fallback, chunk)
+                write_all(self.fallback, chunk)
             return
         if not self.line:
             self.line_since = time.monotonic()
@@ -196,7 +194,8 @@ class OutputStream:
             self.send()
 
 
-def _write_all(target: int, chunk: bytes) -> None:
+def write_all(target: int, chunk: bytes) -> None:
+    """Write the chunk, or what the target takes of it."""
     rest = memoryview(chunk)
     with contextlib.suppress(OSError):
         while rest:

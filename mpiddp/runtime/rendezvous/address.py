@@ -78,18 +78,26 @@ def _reachable(world: World, name: str) -> str:
         return resolve(name)  # this host has a loopback only, so all ranks are on it
 
 
-def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> RendezvousResult:
+def rendezvous_over_channel(
+    coordinator: Coordinator, listener: socket.socket | None, timeout_s: float
+) -> RendezvousResult:
     """The same result as over MPI: the host of every rank, and the interface that this rank uses.
 
     That is the requested interface, else the one towards the master address, which is known beforehand.
+
+    Args:
+        listener: that of rank 0 for torch's store, None if it has none. Its port is the master port then.
 
     Raises:
         SystemExit: code 2, on every rank: a host has no such interface.
     """
     world = coordinator.world
-    infos = RankInfo.all_from_json(
-        coordinator.all_gather_json(asdict(RankInfo.of_this_process(world)), timeout_s=timeout_s)
-    )
+    own_info = asdict(RankInfo.of_this_process(world))
+    port = listener.getsockname()[1] if listener is not None else world.master_port
+    run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
+    answers = coordinator.all_gather_json((own_info, port, run_id), timeout_s=timeout_s)
+    infos = RankInfo.all_from_json([info for info, _, _ in answers])
+    _, port, run_id = answers[0]
     hosts = list(dict.fromkeys(info.host for info in infos))
     own = infos[world.rank]
     assert world.master_addr is not None
@@ -106,12 +114,13 @@ def rendezvous_over_store(coordinator: Coordinator, timeout_s: float) -> Rendezv
             local_world_size=own.local_world_size,
             node_rank=hosts.index(own.host),
             num_nodes=len(hosts),
+            master_port=port,
         ),
         infos=infos,
         interface=interface,
         reason=f"{world.launcher.name} names it",
-        listener=None,
-        run_id=coordinator.broadcast_json(os.environ.get(RUN_ID) or secrets.token_hex(8)),
+        listener=listener,
+        run_id=run_id,
     )
 
 

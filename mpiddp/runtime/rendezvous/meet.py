@@ -1,4 +1,4 @@
-"""The ranks meet: over MPI, at an address that they know, or, as children of ranks, at the store of these.
+"""The ranks meet: over MPI, at an address that they know, or, as children of ranks, over the job's channel.
 
 All ways end with a coordinator, which speaks for all ranks, and with what the ranks know of each other. Each
 way imports only what it needs.
@@ -10,16 +10,23 @@ import gc
 import os
 import socket
 import sys
+import threading
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from mpiddp.errors import UserError
-from mpiddp.protocol.variables import MAX_TIMEOUT_S, RUN_ID, TIMEOUT
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.protocol.channel import CHILD, RANK, public_key
+from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, MAX_TIMEOUT_S, RUN_ID, TIMEOUT
+from mpiddp.runtime.job.channel import JobChannel
+from mpiddp.runtime.job.connect import AnotherProgram, Server, introduce
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import Session
-from mpiddp.runtime.rendezvous.name_service import no_dns
 from mpiddp.runtime.rendezvous.result import RendezvousResult
 from mpiddp.text import parse_whole, shown
 from mpiddp.world import World
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
 
 _JOIN_TIMEOUT_S = 60.0
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
@@ -30,12 +37,12 @@ class Needs:
     """What a rank needs of the rendezvous.
 
     keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
-    for_command: this process only starts a command, so it does without torch if it can. Then a process beside
-        rank 0 serves torch's store for the commands.
+    uses_torch: False for a process that only starts a command. Then a process beside rank 0 serves torch's
+        store for the commands.
     """
 
     keep_mpi: bool = False
-    for_command: bool = False
+    uses_torch: bool = True
 
 
 def meet(world: World, session: Session, needs: Needs) -> tuple[Coordinator, RendezvousResult]:
@@ -47,26 +54,27 @@ def meet(world: World, session: Session, needs: Needs) -> tuple[Coordinator, Ren
         SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     timeout_s = joining_timeout_s()
-    if not needs.for_command:
+    process = _channel_process(world, session)
+    if needs.uses_torch:
         _import_torch()
     session.send("joining", timeout_s=timeout_s)
-    has_launcher = session.channel is not None
-    if has_launcher:
+    if session.launcher is not None:
         timeout_s += _LAUNCHER_HEAD_START_S
     if world.launcher.speaks_mpi and world.world_size > 1 and not _has_address(world):
-        coordinator, result = _over_mpi(world, timeout_s, needs)
+        coordinator, result = _over_mpi(world, session, process, timeout_s, needs)
     else:
-        # Without MPI, only a launcher gives the ranks a common secret.
-        secret = session.channel.secret if session.channel is not None else ""
-        coordinator, result = _by_address(world, timeout_s, secret)
-    hostnames = tuple(info.hostname for info in result.infos)
-    return coordinator.met(result.world, hostnames, has_launcher=has_launcher), result
+        coordinator, result = _by_address(world, session, process, timeout_s)
+    has_launcher = session.launcher is not None
+    coordinator = coordinator.met(result.world, result.hostnames, has_launcher=has_launcher)
+    session.channel = coordinator.channel
+    _serve_store(coordinator, result.listener, session, needs)
+    return coordinator, result
 
 
 def _import_torch() -> None:
     """Import torch, unless it is imported, and tell the garbage collector that its modules are no garbage.
 
-    They live as long as the process. Otherwise the collector visits their million objects while they are
+    They live as long as the process. Otherwise the collector visits their 250,000 objects while they are
     made, in each full collection of the training, and several times when the process ends: a third of the
     processor time of a short rank.
     """
@@ -83,24 +91,101 @@ def _import_torch() -> None:
             gc.enable()
 
 
-def _over_mpi(world: World, timeout_s: float, needs: Needs) -> tuple[Coordinator, RendezvousResult]:
+def _channel_process(world: World, session: Session) -> ChannelProcess | None:
+    """Rank 0's, where no launcher serves the channel. It starts while this process loads torch and MPI."""
+    if session.launcher is not None or world.rank > 0 or world.world_size == 1:
+        return None
+    from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
+
+    try:
+        return ChannelProcess()
+    except OSError as error:
+        raise JobFailed(
+            f"rank 0 on {world.hostname} cannot start the process that serves its job: {error.strerror}."
+        ) from None
+
+
+def _over_mpi(
+    world: World,
+    session: Session,
+    process: ChannelProcess | None,
+    timeout_s: float,
+    needs: Needs,
+) -> tuple[Coordinator, RendezvousResult]:
     from mpiddp.runtime.rendezvous.mpi import rendezvous_over_mpi
 
-    result = rendezvous_over_mpi(world, timeout_s=timeout_s, keep_mpi=needs.keep_mpi)
-    if needs.for_command and not result.has_fixed_port:
-        from mpiddp.runtime.rendezvous.torch_store import serve_commands
-
-        return serve_commands(result, timeout_s)
-    return _connect(result.world, result.listener, timeout_s, result.store_secret), result
+    has_channel = session.channel is not None
+    result = rendezvous_over_mpi(
+        world, timeout_s=timeout_s, keep_mpi=needs.keep_mpi, has_channel=has_channel
+    )
+    channel = session.channel
+    if result.server is not None:
+        if process is not None and result.channel_listener is not None:
+            process.serve(result.channel_listener, result.server.key, world.world_size)
+        channel = _connect(result.server, world, session, timeout_s)
+    return Coordinator(result.world, channel), result
 
 
 def _by_address(
-    world: World, timeout_s: float, secret: str
+    world: World, session: Session, process: ChannelProcess | None, timeout_s: float
 ) -> tuple[Coordinator, RendezvousResult]:
-    from mpiddp.runtime.rendezvous.address import find_by_address, rendezvous_over_store
+    from mpiddp.runtime.rendezvous.address import find_by_address, rendezvous_over_channel
 
-    coordinator = _connect(*find_by_address(world, timeout_s), timeout_s, secret)
-    return coordinator, rendezvous_over_store(coordinator, timeout_s)
+    world, listener = find_by_address(world, timeout_s)
+    channel = session.channel
+    if channel is None and world.world_size > 1:
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serve = _serve_beside_agent if has_agent else _serve_at_address
+        server = serve(world, listener, process, timeout_s)
+        if listener is not None:  # the channel has it
+            listener = _free_port(world)
+        channel = _connect(server, world, session, timeout_s)
+    coordinator = Coordinator(world, channel)
+    return coordinator, rendezvous_over_channel(coordinator, listener, timeout_s)
+
+
+def _serve_at_address(
+    world: World, listener: socket.socket | None, process: ChannelProcess | None, timeout_s: float
+) -> Server:
+    """Rank 0 serves the channel where the ranks expect it. They share no secret, so the key is public."""
+    job = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
+    key = public_key(" ".join((*job, str(world.master_port))))
+    if listener is not None and process is not None:
+        process.serve(listener, key, world.world_size)
+    return Server(f"{world.master_addr}:{world.master_port}", key)
+
+
+def _serve_beside_agent(
+    world: World, listener: socket.socket | None, process: ChannelProcess | None, timeout_s: float
+) -> Server:
+    """Rank 0 writes into the store of torchrun's agent where it serves the channel."""
+    import secrets
+
+    from mpiddp.runtime.rendezvous.name_service import no_dns
+    from mpiddp.runtime.rendezvous.store import connect_to_store, prefix_of_attempt
+
+    with no_dns():
+        store = connect_to_store(world, timeout_s)
+        name = f"{prefix_of_attempt()}/channel"
+        if process is not None:
+            listener = _free_port(world)
+            address = f"{world.master_addr}:{listener.getsockname()[1]}"
+            key = secrets.token_hex(16)
+            process.serve(listener, key, world.world_size)
+            store.set(name, f"{address} {key}")
+        try:
+            address, key = store.get(name).decode().split()
+        except (RuntimeError, ValueError):
+            raise JobFailed(
+                f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
+            ) from None
+    return Server(address, key)
+
+
+def _free_port(world: World) -> socket.socket:
+    from mpiddp.hosts.sockets import bind
+
+    return bind(str(world.master_addr), 0, world.hostname)
 
 
 def _has_address(world: World) -> bool:
@@ -110,20 +195,52 @@ def _has_address(world: World) -> bool:
 
 
 def _connect(
-    world: World, listener: socket.socket | None, timeout_s: float, secret: str
-) -> Coordinator:
-    """Connect all ranks to one store. Raises the errors of `serve_or_join` and `all_gather_json`."""
-    from mpiddp.runtime.rendezvous.store import serve_or_join
+    server: Server, world: World, session: Session, timeout_s: float, role: str = RANK
+) -> JobChannel:
+    """Connect to the process beside rank 0, or, as a child of a rank, to whichever server its job has.
 
-    with no_dns():
-        coordinator = Coordinator(world, serve_or_join(world, listener, timeout_s), secret)
-        # Inside the body, because rank 0 looks up the name of every connection that it accepts.
-        coordinator.all_gather_json(None, timeout_s=timeout_s)
-    return coordinator
+    Raises:
+        JobFailed: it cannot be reached.
+    """
+    facts = {"role": role} if role != RANK else {}
+    host, _, port = server.address.rpartition(":")
+    try:
+        connection, lines = introduce(server, world, "hello", facts, answer_in_s=timeout_s)
+    except AnotherProgram:
+        raise JobFailed(
+            f"rank {world.rank} on {world.hostname}: another program listens on {host} port {port}, not rank "
+            "0 of this job. Set MASTER_PORT to a free port."
+        ) from None
+    except (OSError, OverflowError) as error:
+        raise JobFailed(
+            f"rank {world.rank} on {world.hostname} cannot reach the other ranks at {host} port {port} "
+            f"({error}). Check that rank 0 is running and that no firewall blocks the port."
+        ) from None
+    channel = JobChannel(server, connection, lines, world, session.stop.wakes)
+    threading.Thread(target=channel.listen, daemon=True).start()
+    return channel
+
+
+def _serve_store(
+    coordinator: Coordinator, listener: socket.socket | None, session: Session, needs: Needs
+) -> None:
+    """Serve torch's store on rank 0's listener, for process groups and for commands."""
+    if not needs.uses_torch:
+        from mpiddp.runtime.rendezvous.store_process import serve_commands
+
+        with coordinator.all_or_none():
+            if listener is not None:
+                serve_commands(coordinator.world, listener, session)
+    elif listener is not None:
+        from mpiddp.runtime.rendezvous.name_service import no_dns
+        from mpiddp.runtime.rendezvous.store import serve_store
+
+        with no_dns():
+            session.torch_store = serve_store(coordinator.world, listener)
 
 
 def meet_as_child(world: World, session: Session, *, waits: bool = True) -> Coordinator:
-    """Meet the child processes of the other ranks, over the store of the ranks.
+    """Meet the child processes of the other ranks, over the channel of the job.
 
     The n-th child of a rank meets the n-th children of the others.
 
@@ -134,10 +251,6 @@ def meet_as_child(world: World, session: Session, *, waits: bool = True) -> Coor
         UserError: variables that are not those of a rank.
         JobFailed: ranks that have ended, children that do not join.
     """
-    from torch.distributed import PrefixStore
-
-    from mpiddp.runtime.rendezvous.store import serve_or_join
-
     env, timeout_s = os.environ, joining_timeout_s()
     try:
         world = replace(
@@ -147,20 +260,21 @@ def meet_as_child(world: World, session: Session, *, waits: bool = True) -> Coor
             node_rank=parse_whole(env["GROUP_RANK"]),
             num_nodes=parse_whole(env["GROUP_WORLD_SIZE"], 1),
         )
+        if session.channel is None and world.world_size > 1:
+            server = Server(env[CHANNEL], env[CHANNEL_SECRET])
+            session.channel = _connect(server, world, session, timeout_s, CHILD)
     except (KeyError, ValueError):
         raise UserError(
-            "MASTER_ADDR, MASTER_PORT, GROUP_RANK and GROUP_WORLD_SIZE are not those of the rank that "
-            f"started this process. Leave them as they are, or unset {RUN_ID} to start a job of its own."
+            f"MASTER_ADDR, MASTER_PORT, GROUP_RANK, GROUP_WORLD_SIZE, {CHANNEL} and {CHANNEL_SECRET} are "
+            "not those of the rank that started this process. Leave them as they are, or unset "
+            f"{RUN_ID} to start a job of its own."
         ) from None
-    with no_dns():
-        store = serve_or_join(world, None, timeout_s)
-        number = store.add(f"children/{world.rank}", 1)
-        # The scripts of commands share a secret; children that a script has started do not.
-        prefixed = PrefixStore(f"child/{number}", store)
-        coordinator = Coordinator(world, prefixed, session.script_secret)
-        if not waits:
-            return coordinator
-        hostnames = coordinator.all_gather_json(world.hostname, timeout_s=timeout_s)
+    if session.channel is not None:
+        session.channel.enter()
+    coordinator = Coordinator(world, session.channel)
+    if not waits:
+        return coordinator
+    hostnames = coordinator.all_gather_json(world.hostname, timeout_s=timeout_s)
     return coordinator.met(world, tuple(hostnames))
 
 

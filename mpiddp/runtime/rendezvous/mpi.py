@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +24,8 @@ from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_fr
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import reachable
 from mpiddp.protocol.variables import RUN_ID
+from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.rendezvous.finalized_mpi import forbid_mpi4py
 from mpiddp.runtime.rendezvous.master_address import Candidates, choose, listen
 from mpiddp.runtime.rendezvous.result import RankInfo, RendezvousResult, requested_interface
@@ -34,11 +36,12 @@ _REPORT_STAGGER_S = 0.5  # between the timeouts of one rank and the next
 
 
 def rendezvous_over_mpi(
-    world: World, *, timeout_s: float, keep_mpi: bool = False
+    world: World, *, timeout_s: float, keep_mpi: bool = False, has_channel: bool = True
 ) -> RendezvousResult:
     """Gather the RankInfo of every rank, choose the master address and broadcast it.
 
     Args:
+        has_channel: a launcher serves the job channel. Else rank 0 will, at the address that is chosen.
         timeout_s: if MPI takes longer than this, the process reports it and ends.
         keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
@@ -58,7 +61,7 @@ def rendezvous_over_mpi(
                 "Set MPI4PY_LIBMPI to the library of that mpirun.",
             )
         try:
-            return _exchange(world, comm)
+            return _exchange(world, comm, has_channel)
         except JobFailed:  # the same one on every rank
             comm.Barrier()  # the first rank that exits makes mpirun kill the others
             raise
@@ -85,22 +88,24 @@ def finalize_mpi() -> None:
         MPI.Finalize()
 
 
-def _exchange(world: World, comm: Any) -> RendezvousResult:
+def _exchange(world: World, comm: Any, has_channel: bool) -> RendezvousResult:
     """The exchange itself. Every rank reaches every collective, also after an error."""
     infos = RankInfo.all_from_json(_all_gather_json(comm, asdict(RankInfo.of_this_process(world))))
     listeners: list[socket.socket] = []
+    channel_listeners: list[socket.socket] = []
     offer: dict[str, Any] = {}
     if world.rank == 0:
         try:
             chosen_by_rank_0 = choose(infos, os.environ)
             offer = {
                 "run_id": os.environ.get(RUN_ID) or secrets.token_hex(8),
-                "store_secret": secrets.token_hex(16),
-                "has_fixed_port": bool(os.environ.get("MASTER_PORT")),
+                "key": secrets.token_hex(16),
             }
             listeners = listen(chosen_by_rank_0)
-            ports = [listener.getsockname()[1] for listener in listeners]
-            offer |= {"candidates": asdict(chosen_by_rank_0), "ports": ports}
+            offer |= {"candidates": asdict(chosen_by_rank_0), "ports": _ports(listeners)}
+            if not has_channel:
+                channel_listeners = listen(replace(chosen_by_rank_0, port=0))
+                offer["channel_ports"] = _ports(channel_listeners)
         except (UserError, JobFailed) as error:
             offer = {"problem": str(error), "is_failure": isinstance(error, JobFailed)}
     offer = json.loads(comm.bcast(json.dumps(offer)))
@@ -121,11 +126,16 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
     if not common:
         raise JobFailed(candidates.unreachable(reached_by_rank))
     chosen = common[0]
-    for i, listener in enumerate(listeners):
-        if i == chosen:
-            _drain(listener)
-        else:
-            listener.close()
+    for others in (listeners, channel_listeners):
+        for i, listener in enumerate(others):
+            if i != chosen:
+                listener.close()
+    address = candidates.addresses[chosen]
+    server = None
+    if not has_channel:
+        server = Server(f"{address}:{offer['channel_ports'][chosen]}", offer["key"])
+    if listeners:
+        _drain(listeners[chosen])
     return RendezvousResult(
         world=replace(
             world,
@@ -133,17 +143,21 @@ def _exchange(world: World, comm: Any) -> RendezvousResult:
             local_world_size=infos[world.rank].local_world_size,
             node_rank=candidates.node_ranks[world.rank],
             num_nodes=candidates.num_nodes,
-            master_addr=candidates.addresses[chosen],
+            master_addr=address,
             master_port=ports[chosen],
         ),
         infos=infos,
-        interface=infos[world.rank].interface_towards(candidates.addresses[chosen]),
+        interface=infos[world.rank].interface_towards(address),
         reason=candidates.reasons[chosen],
         listener=listeners[chosen] if listeners else None,
         run_id=offer["run_id"],
-        store_secret=offer["store_secret"],
-        has_fixed_port=offer["has_fixed_port"],
+        server=server,
+        channel_listener=channel_listeners[chosen] if channel_listeners else None,
     )
+
+
+def _ports(listeners: Sequence[socket.socket]) -> list[int]:
+    return [listener.getsockname()[1] for listener in listeners]
 
 
 def _all_gather_json(comm: Any, value: Any) -> list[Any]:
@@ -190,8 +204,11 @@ def _load_mpi(world: World, env: Mapping[str, str]) -> Any:
             "Call mpiddp.init() or mpiddp.process_group() first.",
         )
     if not MPI.Is_initialized():
+        session = current()
+        session.send("mpi_init", active=True)  # many MPIs end the process when it fails
         with _environment(_mpi_defaults(world, env)):
             MPI.Init()
+        session.send("mpi_init", active=False)
     return MPI
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from mpiddp.protocol.variables import INTERFACE, NETWORKS
+from mpiddp.runtime.job.connect import Server
 from mpiddp.world import World
 
 LOOPBACK = "127.0.0.1"
@@ -114,7 +115,11 @@ def _own_address() -> str:
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """The result that all ranks share. `listener` is rank 0's socket, bound before it is announced."""
+    """The result that all ranks share.
+
+    `listener` is the socket of rank 0 on which it serves torch's store, bound before it is announced.
+    `server` is that of the job channel, which rank 0 starts on `channel_listener`, where no launcher has one.
+    """
 
     world: World
     infos: tuple[RankInfo, ...]
@@ -122,8 +127,12 @@ class RendezvousResult:
     reason: str
     listener: socket.socket | None
     run_id: str  # the same in all attempts of a job
-    store_secret: str = ""  # "" if the ranks have no way to share one
-    has_fixed_port: bool = False  # the user has set MASTER_PORT
+    server: Server | None = None
+    channel_listener: socket.socket | None = None
+
+    @property
+    def hostnames(self) -> tuple[str, ...]:
+        return tuple(info.hostname for info in self.infos)
 
 
 def requested_interface(env: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""torch's store: rank 0 serves it on a socket that is already bound, and the others connect."""
+"""torch's store: rank 0 serves it on a socket that is already bound, and process groups connect to it."""
 
 from __future__ import annotations
 
@@ -6,42 +6,76 @@ import os
 import socket
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from mpiddp.errors import JobFailed
 from mpiddp.hosts.sockets import OPEN_BESIDES, SOCKETS_PER_RANK, allow_open
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.rendezvous.name_service import no_dns
 from mpiddp.world import World, is_joined
 
 
-def serve_or_join(world: World, listener: socket.socket | None, timeout_s: float) -> Store:
-    """The store at `world.master_addr`. The rank that has a listener serves it, the others connect.
+def serve_store(world: World, listener: socket.socket) -> Store:
+    """Serve the store at `world.master_addr`, as long as the result lives.
 
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
+    """
+    allow_open(SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
+    return _open(world, 60.0, listener.detach())
+
+
+def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
+    """The store of a new process group of all ranks. All ranks must call this.
+
+    Raises:
+        JobFailed: another program listens where the store should be, or a rank does not answer.
+    """
+    world = coordinator.world
+    name = coordinator.unique_prefix("group")
+    if coordinator.channel is None or world.world_size == 1:
+        return HashStore()
+    with no_dns():
+        store = connect_to_store(world, timeout_s)
+        # Inside the body, because rank 0 looks up the name of every connection that it accepts.
+        coordinator.all_gather_json(None, timeout_s=timeout_s)
+    return PrefixStore(f"{prefix_of_attempt()}/{coordinator.channel.group}/{name}", store)
+
+
+def connect_to_store(world: World, timeout_s: float) -> Store:
+    """The store that rank 0, or torchrun's agent, serves.
 
     Raises:
         JobFailed: another program listens there.
     """
-    assert world.master_addr is not None
-    assert world.master_port is not None
-    if listener is not None:
-        allow_open(SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
     try:
-        store = TCPStore(
-            world.master_addr,
-            world.master_port,
-            world.world_size,
-            is_master=listener is not None,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach() if listener is not None else None,
-        )
+        return _open(world, timeout_s, None)
     except RuntimeError:
         raise JobFailed(
             f"rank {world.rank} on {world.hostname}: another program listens on {world.master_addr} "
             f"port {world.master_port}, not rank 0 of this job. Set MASTER_PORT to a free port."
         ) from None
-    # torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier
-    # ones. A store of ours lives in one attempt.
+
+
+def prefix_of_attempt() -> str:
+    """Of the keys of this attempt.
+
+    torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier ones. A
+    store of ours lives in one attempt.
+    """
     attempt = "0" if is_joined(os.environ) else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"mpiddp/{attempt}", store)
+    return f"mpiddp/{attempt}"
+
+
+def _open(world: World, timeout_s: float, listener: int | None) -> Store:
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    return TCPStore(
+        world.master_addr,
+        world.master_port,
+        world.world_size,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )

@@ -14,8 +14,16 @@ from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.paths import cause_of, check_program
-from mpiddp.protocol.messages import script_secret
-from mpiddp.protocol.variables import ADDRESS, GPUS, PLACEMENT, REPORT, RUN_ID, SCRIPT_SECRET
+from mpiddp.protocol.variables import (
+    ADDRESS,
+    CHANNEL,
+    CHANNEL_SECRET,
+    GPUS,
+    PLACEMENT,
+    REPORT,
+    RUN_ID,
+    SCRIPT_SECRET,
+)
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import CommandFailed, ending_of_command
 from mpiddp.runtime.job.session import Session
@@ -40,8 +48,7 @@ def run_command(command: Sequence[str], session: Session, coordinator: Coordinat
         UserError, JobFailed: the command cannot be started.
         CommandFailed: the command has failed, with its exit code.
     """
-    secret = session.channel.secret if session.channel is not None else coordinator.secret
-    env = command_environment(os.environ, session.launcher_address, secret)
+    env = command_environment(os.environ, has_launcher=session.launcher is not None)
     with contextlib.ExitStack() as started:
         with coordinator.all_or_none():
             guardian = _start(command, env, keeps_stdin=coordinator.world.rank == 0)
@@ -51,29 +58,23 @@ def run_command(command: Sequence[str], session: Session, coordinator: Coordinat
         code = guardian.wait()
     session.wait_if_ending()
     status = _end_as(code, session, guardian)
-    if session.channel is not None:
+    if session.launcher is not None:
         # Nothing of this rank is left that could fail, and at the first exit code other than 0
         # some MPIs kill the other ranks at once.
-        session.channel.done()
+        session.launcher.done()
     return status
 
 
-def command_environment(env: Mapping[str, str], address: str, secret: str) -> dict[str, str]:
-    """The variables of the command of a rank that has joined.
-
-    Args:
-        address: the launcher's, "" without one.
-        secret: what only the ranks know, "" if they share no secret.
-    """
+def command_environment(env: Mapping[str, str], *, has_launcher: bool) -> dict[str, str]:
+    """The variables of the command of a rank that has joined, from those of the rank."""
     # The command may start a torchrun with other ranks. This process has applied GPUS.
     left_out = (*_OF_MPI, GPUS, PLACEMENT, REPORT)
     found = {name: value for name, value in env.items() if not name.startswith(left_out)}
     found[AGENT_STORE] = "True"  # this process is the store, not the command of rank 0
     found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
-    if address:
-        found[ADDRESS] = address
-    if secret:
-        found[SCRIPT_SECRET] = script_secret(secret)
+    if has_launcher:  # to which the first process that uses mpiddp reports, as the rank's script
+        found[ADDRESS] = found.pop(CHANNEL)
+        found[SCRIPT_SECRET] = found.pop(CHANNEL_SECRET)
     return found
 
 
@@ -111,7 +112,7 @@ def _end_as(code: int | None, session: Session, guardian: Guardian) -> int:
 def _is_requested(session: Session, guardian: Guardian) -> bool:
     """Whether a stop has been requested. An MPI sends SIGTERM too, when another rank has failed."""
     was_signalled = bool(guardian.passed & _REQUESTS)
-    if session.channel is None:
+    if session.launcher is None:
         return was_signalled
     # A signal to every process of the job may end the command before the launcher has sent its request.
-    return session.channel.stopping.wait(_LAUNCHER_S if was_signalled else 0.0)
+    return session.launcher.stopping.wait(_LAUNCHER_S if was_signalled else 0.0)

@@ -12,13 +12,21 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from mpiddp.protocol.variables import ERROR_FILE, MAX_RESTARTS, RESTART_COUNT, RUN_ID
+from mpiddp.protocol.variables import (
+    CHANNEL,
+    CHANNEL_SECRET,
+    ERROR_FILE,
+    MAX_RESTARTS,
+    RESTART_COUNT,
+    RUN_ID,
+)
+from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.rendezvous.result import RendezvousResult
 from mpiddp.world import World
 
 
-def export(result: RendezvousResult) -> None:
-    """Set the variables in os.environ.
+def export(result: RendezvousResult, channel: JobChannel | None) -> None:
+    """Set the variables in os.environ. What the script starts may join over the channel.
 
     TORCHELASTIC_USE_AGENT_STORE stays unset: with it, `init_method="tcp://…"` on another port would wait
     for a store that nobody serves.
@@ -33,6 +41,9 @@ def export(result: RendezvousResult) -> None:
         MASTER_ADDR=str(world.master_addr),
         MASTER_PORT=str(world.master_port),
     )
+    if channel is not None:
+        server = channel.server.for_children()
+        env.update({CHANNEL: server.address, CHANNEL_SECRET: server.key})
     if world.launcher.name != "torchrun":
         env.update(_elastic_variables(world, result.run_id))
     if result.interface:

@@ -19,10 +19,10 @@ from typing import Any
 from mpiddp.errors import DONE, JobFailed, UserError, missing_package
 from mpiddp.protocol.messages import ANSWER, FUNCTION, GO, notice_silence
 from mpiddp.protocol.payload import Payload, receive_payload, send_payload
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session
-from mpiddp.runtime.launcher.channel import connect_to_launcher
 from mpiddp.runtime.start.run import run_rank
 from mpiddp.runtime.start.script import script_frames, show_own_frames_only
 from mpiddp.world import World
@@ -41,13 +41,13 @@ def main(argv: list[str]) -> int:
 
 
 def _run(session: Session, coordinator: Coordinator, argv: list[str]) -> int:
-    if session.channel is None:
+    if session.launcher is None or session.channel is None:
         raise UserError("mpiddp run-function is a part of mpiddp.spawn, which starts it.")
     for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     world = coordinator.world
-    caller = Caller(session.launcher_address, session.channel.secret, world)
+    caller = Caller(session.channel.server, world)
     with caller.reporting_errors():
         with coordinator.all_or_none():
             payload = caller.function()
@@ -71,11 +71,10 @@ def _run(session: Session, coordinator: Coordinator, argv: list[str]) -> int:
 
 
 class Caller:
-    """The process that has called `mpiddp.spawn`, by way of the launcher at `address`."""
+    """The process that has called `mpiddp.spawn`, by way of the launcher."""
 
-    def __init__(self, address: str, secret: str, world: World) -> None:
-        self._address = address
-        self._secret = secret
+    def __init__(self, launcher: Server, world: World) -> None:
+        self._launcher = launcher
         self._world = world
         self._max_bytes = 0  # of an answer's body, once the function is there
 
@@ -87,7 +86,7 @@ class Caller:
         """
         with self._connected(FUNCTION) as connection:
             connection.sendall(GO)
-            payload = receive_payload(connection, self._secret, FUNCTION)
+            payload = receive_payload(connection, self._launcher.key, FUNCTION)
         self._max_bytes = payload.facts["max_result_bytes"]
         return payload
 
@@ -99,7 +98,7 @@ class Caller:
         """
         with self._connected(ANSWER) as connection:
             purpose = f"{ANSWER} {self._world.rank}"
-            send_payload(connection, Payload(facts, body), self._secret, purpose)
+            send_payload(connection, Payload(facts, body), self._launcher.key, purpose)
             if connection.recv(len(GO)) != GO:
                 raise ConnectionError("the launcher has closed the connection")
 
@@ -128,7 +127,7 @@ class Caller:
 
     @contextlib.contextmanager
     def _connected(self, kind: str) -> Iterator[socket.socket]:
-        connection, _ = connect_to_launcher(self._address, self._secret, self._world, kind)
+        connection, _ = connect_to_launcher(self._launcher, self._world, kind)
         with connection:
             notice_silence(connection, is_read_slowly=True)
             try:

@@ -1,4 +1,4 @@
-"""The ranks of a job join under any launcher, share one store, and leave together.
+"""The ranks of a job join under any launcher, agree over one channel, and leave together.
 
     with join(world) as coordinator:
         coordinator.all_gather_json(socket.gethostname(), timeout_s=60)
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from mpiddp.errors import FAILED, JobFailed
 from mpiddp.protocol.variables import ERROR_FILE, PLACEMENT, REPORT, VERBOSE
-from mpiddp.runtime.job.coordinator import LEAVE_TIMEOUT_S, Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.failure_watch import FailureWatch
 from mpiddp.runtime.job.session import Session
@@ -30,16 +30,16 @@ from mpiddp.world import World, is_joined
 
 @contextlib.contextmanager
 def join(
-    world: World | None = None, *, keep_mpi: bool = False, for_command: bool = False
+    world: World | None = None, *, keep_mpi: bool = False, uses_torch: bool = True
 ) -> Iterator[Coordinator]:
-    """Join the ranks. They share one store, and leave together at the end of the body.
+    """Join the ranks. They leave together at the end of the body.
 
     Then os.environ holds the variables that scripts find under torchrun, see
     `mpiddp.runtime.start.environment`. A child process of a rank joins the children of the other ranks.
 
     Args:
         world: the world of this process; by default read from the environment.
-        keep_mpi, for_command: see `mpiddp.runtime.rendezvous.meet.Needs`.
+        keep_mpi, uses_torch: see `mpiddp.runtime.rendezvous.meet.Needs`.
 
     Raises:
         UserError: inconsistent variables of launchers, a foreign MPI.
@@ -57,7 +57,7 @@ def join(
         if is_joined(os.environ):
             session.coordinator = meet_as_child(world, session)
         else:
-            session.coordinator = _meet(world, session, Needs(keep_mpi, for_command))
+            session.coordinator = _meet(world, session, Needs(keep_mpi, uses_torch))
     with _staying(session, session.coordinator, keep_mpi):
         yield session.coordinator
 
@@ -67,12 +67,16 @@ def _meet(world: World, session: Session, needs: Needs) -> Coordinator:
     coordinator, result = meet(world, session, needs)
     if world.local_world_size is None and (threads := limit_threads(coordinator.world)):
         _set_threads(threads)
-    export(result)
+    export(result, coordinator.channel)
+    if session.launcher is not None and "torch" in sys.modules:
+        from mpiddp.runtime.job.optimizer_steps import report_optimizer_steps
+
+        report_optimizer_steps(session.optimizer_stepped)
     session.send("error_file", path=os.environ.get(ERROR_FILE, ""))
     if any(os.environ.get(name) for name in (PLACEMENT, REPORT, VERBOSE)):
         from mpiddp.runtime.rendezvous.placement import check_placement
 
-        check_placement(coordinator, result, uses_gpus=not needs.for_command)
+        check_placement(coordinator, result, uses_gpus=needs.uses_torch)
     return coordinator
 
 
@@ -105,7 +109,7 @@ def _watch(session: Session, coordinator: Coordinator) -> FailureWatch:
     session.watch = FailureWatch(
         coordinator,
         session.stop,
-        has_launcher=session.channel is not None,
+        has_launcher=session.launcher is not None,
         exit_now=session.exit_now,
     )
     session.watch.start()
@@ -153,16 +157,12 @@ def _leave(session: Session, coordinator: Coordinator, watch: FailureWatch, keep
         session.report(ending_of(error))
         watch.fail(ending_of(error))
         raise SystemExit(FAILED) from None
-    with contextlib.suppress(RuntimeError):  # rank 0 may have ended, and its store with it
-        stop = session.stop
-        stop.propose_step(coordinator.values, coordinator.world.rank, 0)
-        end = coordinator.unique_prefix("end")
-        coordinator.arrive(end)
-        if stop.has_stopped:
-            session.stop_is_saved()
-            # The first rank that exits with a code other than 0 ends the others, which may still save.
-            coordinator.wait_for_all(end, timeout_s=LEAVE_TIMEOUT_S)
-    coordinator.leave()
+    if coordinator.channel is not None:
+        session.stop.propose_step(coordinator.channel, 0)
+    if session.stop.has_stopped:
+        session.stop_is_saved()
+    # The first rank that exits with a code other than 0 ends the others, which may still save.
+    coordinator.leave(waits=session.stop.has_stopped)
     watch.stop()
     if keep_mpi:
         from mpiddp.runtime.rendezvous.mpi import finalize_mpi
@@ -174,13 +174,10 @@ def join_steps(session: Session) -> None:
     """Let the script of a rank's command agree with the other scripts on the step of a stop.
 
     A script that calls should_stop() and forms its process group by itself has not joined. This waits for no
-    other rank. Without torch, whose store carries the agreement, every rank stops at a step of its own.
+    other rank.
     """
     world = World.from_env()
-    try:
-        session.coordinator = meet_as_child(world, session, waits=False)
-    except ImportError:
-        return
+    session.coordinator = meet_as_child(world, session, waits=False)
     session.stop.is_alone = world.world_size == 1
     atexit.register(
         _leave_steps, session, session.coordinator, _watch(session, session.coordinator)
@@ -189,6 +186,6 @@ def join_steps(session: Session) -> None:
 
 def _leave_steps(session: Session, coordinator: Coordinator, watch: FailureWatch) -> None:
     if session.is_of_this_process:
-        with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
-            session.stop.propose_step(coordinator.values, coordinator.world.rank, 0)
+        if coordinator.channel is not None:
+            session.stop.propose_step(coordinator.channel, 0)
         watch.stop()

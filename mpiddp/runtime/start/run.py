@@ -28,19 +28,19 @@ def run_rank(
     run: Callable[[Session, Coordinator], int],
     *,
     keep_mpi: bool = False,
-    for_command: bool = False,
+    uses_torch: bool = True,
 ) -> int:
     """Be a rank of a job: join the others, `run`, and leave together. Returns the exit code of `run`.
 
     Args:
-        keep_mpi, for_command: see `mpiddp.runtime.rendezvous.meet.Needs`.
+        keep_mpi, uses_torch: see `mpiddp.runtime.rendezvous.meet.Needs`.
 
     Raises:
         UserError, JobFailed, SystemExit: see `mpiddp.runtime.start.join.join`.
     """
     world = World.from_env()
     prepare_process(world)
-    joined = partial(join, world, keep_mpi=keep_mpi, for_command=for_command)
+    joined = partial(join, world, keep_mpi=keep_mpi, uses_torch=uses_torch)
     with connected(world) as session, joined() as coordinator:
         return run(session, coordinator)
 
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         _check_command(command, keep_mpi=options.keep_mpi)
         from mpiddp.runtime.start.command import run_command  # a script needs none of it
 
-        return run_rank(lambda session, job: run_command(command, session, job), for_command=True)
+        return run_rank(lambda session, job: run_command(command, session, job), uses_torch=False)
     from mpiddp.runtime.start.script import Script, show_own_frames_only
 
     script = Script(options.script, tuple(options.args), is_module=options.is_module)

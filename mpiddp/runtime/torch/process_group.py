@@ -20,6 +20,7 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.script_exit import enter_until_exit
 from mpiddp.runtime.job.session import current
+from mpiddp.runtime.rendezvous.store import store_of_group
 from mpiddp.runtime.start.join import join
 from mpiddp.world import World
 
@@ -101,12 +102,12 @@ def init(
 def default_group(
     coordinator: Coordinator, backend: str, device: torch.device, *, timeout_s: float
 ) -> Iterator[None]:
-    """torch.distributed's default process group over the coordinator's store, destroyed at the end."""
+    """torch.distributed's default process group of the coordinator's ranks, destroyed at the end."""
     if device.type != "cpu":  # before NCCL starts, or every rank opens a context on GPU 0
         torch.accelerator.set_device_index(device)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(coordinator.unique_prefix("group"), coordinator.store),
+        store=store_of_group(coordinator, timeout_s),
         rank=coordinator.world.rank,
         world_size=coordinator.world.world_size,
         timeout=timedelta(seconds=timeout_s),

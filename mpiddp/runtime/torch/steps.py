@@ -30,7 +30,7 @@ def should_stop() -> bool:
     if session.is_unjoined_script:
         session.is_unjoined_script = False
         if session.coordinator is None:
-            from mpiddp.runtime.start.join import join_steps  # imports torch, as few scripts need
+            from mpiddp.runtime.start.join import join_steps  # as few scripts need
 
             join_steps(session)
     return session.stop.should_stop()

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.launch.test_stop import LONG_GRACE
 from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT
+from tests.support.stopping import LONG_GRACE
 
 MPIS = ("openmpi5", *PACKAGES)
 HOSTS = ("-H", "node0:1,node1:1")

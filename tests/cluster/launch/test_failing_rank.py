@@ -18,6 +18,7 @@ import pytest
 from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.mpis import PACKAGES, mpirun_of
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 LAUNCH = (sys.executable, "-m", "mpiddp", "launch", "-H", "node0:1,node1:1")
@@ -67,7 +68,7 @@ def test_the_job_ends_with_the_rank_that_fails(hosts: Cluster, mpi: str, end: st
     assert named == [sentence], done.stderr
     assert not BANNER.search(done.stdout + done.stderr), done.stderr  # the sentence says it
     assert ("Traceback" in done.stderr) == end.startswith("raise")
-    deadline = time.time() + 60  # the daemons notice that mpirun has ended
+    deadline = time.time() + PATIENCE_S  # the daemons notice that mpirun has ended
     while left := [process for host in hosts.hosts for process in host.processes()]:
         assert time.time() < deadline, left
         time.sleep(0.1)

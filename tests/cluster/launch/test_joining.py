@@ -45,7 +45,7 @@ def hosts() -> Iterator[Cluster]:
 def trouble(hosts: Cluster) -> Path:
     """The folder of modules that only rank 1 imports. It imports `trouble.py` when its Python starts."""
     folder = hosts.shared / "site"
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    subprocess.run(["rm", "-rf", str(folder)], check=True, timeout=PATIENCE_S)
     (folder / "trouble").mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     (folder / "trouble" / "trouble.py").write_text("")

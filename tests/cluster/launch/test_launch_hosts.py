@@ -96,26 +96,17 @@ def test_a_second_ctrl_c_ends_the_launcher_at_once_and_then_the_ranks(
         launcher.send_signal(signal.SIGINT)
         launcher.wait(timeout=PATIENCE_S)
         assert time.monotonic() - start < 100  # the grace period is 300 s
-        launcher.communicate()
+        launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130
     assert processes_left(hosts) == []
 
 
 def processes_left(hosts: Cluster) -> list[str]:
-    """The job's processes that still run after up to 60 s; daemons notice the end late."""
-    deadline = time.monotonic() + 60
+    """The job's processes that still run at last; daemons notice the end late."""
+    deadline = time.monotonic() + PATIENCE_S
     while (left := job_processes(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
-
-
-@pytest.mark.parametrize("mpi", MPIS)
-def test_a_hostfiles_port_reaches_ssh(hosts: Cluster, mpi: str) -> None:
-    hostfile = hosts.shared / "hosts"
-    hostfile.write_text("node1 slots=1 port=23\nnode0\n")
-    command = [*LAUNCH, "--mpirun", mpirun_of(mpi), "--hostfile", str(hostfile), "-m", "platform"]
-    refused = hosts["node0"].run(command, cwd=ROOT)
-    assert refused.returncode != 0  # no sshd listens on this port
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_folder_that_one_host_lacks(hosts: Cluster) -> None:
     sentence = refusal(launch(hosts, "-H", "node0:1,node1:1", cwd=folder))
     assert sentence == (
         f"node1: the working folder {folder} is missing. "
-        "Create it there, or launch from a folder that every host has."
+        "Copy it there with mpiddp hosts push, or launch from a folder that every host has."
     )
 
 
@@ -180,7 +180,8 @@ def test_an_interpreter_that_one_host_lacks(hosts: Cluster, linked_environment: 
         launch(hosts, "-H", "node0:1,node1:1", python=linked_environment / "bin" / "python")
     )
     assert sentence == (
-        "node1: /run/env/bin/python is missing. Install it at the same path on every host."
+        "node1: /run/env/bin/python is missing. Install it at the same path on every host, "
+        "or copy it there: mpiddp hosts push"
     )
 
 

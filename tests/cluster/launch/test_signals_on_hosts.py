@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.launch.test_stop import LONG_GRACE
 from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT
 from tests.support.signals import SLOW_SAVE
+from tests.support.stopping import LONG_GRACE
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def pods() -> Iterator[Cluster]:
     with cluster.up_or_skip(3) as standing:
         key = standing.shared / "id"
         command = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-f", key]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, timeout=PATIENCE_S)
         workers = standing.hosts[1:]
         names = "".join(f"{pod.address} {name}\n" for pod, name in zip(workers, JOB, strict=True))
         for pod in standing.hosts:

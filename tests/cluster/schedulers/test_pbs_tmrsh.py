@@ -2,7 +2,7 @@
 
 It starts a program with its arguments, without a shell. The program has no stdin, its output goes to the
 job's files, and pbs_tmrsh ends with its exit code (pbs_tmrsh(8B), src/cmds/pbs_tmrsh.c of OpenPBS).
-Tests docs/allocations.md.
+Tests docs/clusters.md.
 python -m pytest tests/cluster/schedulers/test_pbs_tmrsh.py
 """
 

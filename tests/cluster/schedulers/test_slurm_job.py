@@ -93,6 +93,17 @@ def test_an_option_that_needs_the_preflight_is_refused(batch: Slurm, option: str
     assert done.stdout.startswith(f"{name}: inside a Slurm job, srun starts the ranks")
 
 
+def test_ranks_that_end_by_os_exit_0_lose_no_output(batch: Slurm) -> None:
+    """Slurm kills a rank's output process once the tasks of the step have ended."""
+    script = batch.cluster.shared / "exit.py"
+    script.write_text(
+        "import os\nos.write(1, f\"shown {os.environ['RANK']}\\n\".encode())\nos._exit(0)\n"
+    )
+    done = launch(batch, "--log-ranks=all", "--prefix=never", str(script))
+    assert done.returncode == 0, done.stdout
+    assert shown(done.stdout) == [f"shown {rank}" for rank in range(4)]
+
+
 def test_no_job_waits_for_slurms_hosts(batch: Slurm) -> None:
     """srun needs no ssh, and Slurm starts a job when its nodes are up."""
     folder = batch.cluster.shared / "without_ssh"

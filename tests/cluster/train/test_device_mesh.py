@@ -19,12 +19,7 @@ from tests.support import cluster
 from tests.support.cluster import Cluster
 from tests.support.mesh_groups import Ranks
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import (
-    ALL_OUTPUT,
-    LAUNCH,
-    ROOT,
-    find_mpirun,
-)
+from tests.support.ranks import ALL_OUTPUT, LAUNCH, ROOT, find_mpirun
 
 JOB = str(ROOT / "tests" / "jobs" / "mesh_groups.py")
 EXAMPLE = ROOT / "examples" / "hybrid.py"

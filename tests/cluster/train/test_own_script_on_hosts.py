@@ -11,30 +11,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host
-from tests.support.own_script import (
-    DIES,
-    example,
-    run,
-    steps_kept,
-)
+from tests.support.own_script import DIES, example, launch, model, steps_kept
 from tests.support.ranks import LAUNCH, ROOT
 from tests.support.training import unequal
-
-
-def launch(job: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run([*LAUNCH, *options, str(job)], job.parent)
-
-
-def model(folder: Path) -> dict[str, Any]:
-    weights: dict[str, Any] = torch.load(folder / "model.pt")
-    return weights
 
 
 @pytest.fixture(scope="module")

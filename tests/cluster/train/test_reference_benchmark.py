@@ -17,6 +17,7 @@ from PIL import Image
 from tests.support import cluster
 from tests.support.cluster import cpus
 from tests.support.cluster.links import burst_bytes
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install matplotlib")
@@ -34,6 +35,7 @@ def test_a_rehearsal_with_two_hosts(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     results = json.loads((out / "reference.json").read_text())["results"]

@@ -52,7 +52,7 @@ def train(hosts: Cluster, names: str, *options: str) -> subprocess.CompletedProc
 
 
 def kept(host: Host) -> list[str]:
-    """The checkpoints of a host; each of them is valid."""
+    """The checkpoints of a host; each of them is verified."""
     folders = directory.list_steps(host.path(PRIVATE) / "checkpoints")
     for folder in folders:
         directory.verify(folder)
@@ -111,7 +111,7 @@ def test_a_broken_newest_checkpoint_on_one_host_is_replaced_by_a_copy(hosts: Clu
     assert ran.returncode == 75, ran.stderr
     assert (
         "checkpoint step_00000004: model.pt does not match its SHA-256 (node0); "
-        "another host has an intact copy." in ran.stdout
+        "another host has a verified copy." in ran.stdout
     )
     assert "step_00000004 on node1: step 4" in ran.stdout
     assert kept(node0) == kept(node1) == ["step_00000004", "step_00000006"]

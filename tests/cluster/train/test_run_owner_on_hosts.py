@@ -13,6 +13,7 @@ import pytest
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, Program
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 TRAIN = ("-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=2", "--epochs=1")
@@ -49,6 +50,6 @@ def wait_for_line(program: Program, text: str) -> str:
     assert program.stdout is not None
     printed = ""
     while text not in (line := program.stdout.readline()):
-        assert line, program.communicate()
+        assert line, program.communicate(timeout=PATIENCE_S)
         printed += line
     return printed

@@ -26,7 +26,7 @@ from tests.support.training import records, summary, unequal
 
 PRIVATE = "/run/run-of-a-test"  # each host has its own
 MODEL = ["--arch=resnet20", "--amp=off", "--no-channels-last", "--epochs=1", "--log-every=1"]
-STEPS_50 = [*MODEL, "--use-syn", "--batch-size=4", "--steps-per-epoch=50", "--lr=0.001"]
+STEPS_20 = [*MODEL, "--use-syn", "--batch-size=4", "--steps-per-epoch=20", "--lr=0.001"]
 STEPS_8 = [*MODEL, "--use-syn", "--global-batch-size=24", "--steps-per-epoch=8", "--save-every=2"]
 # Relative. The sums of four ranks are rounded in another order, and a larger learning rate magnifies that.
 TOLERANCE = 1e-5
@@ -58,7 +58,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def shards(host: Host, step: int) -> list[str]:
-    """The files of shards in a checkpoint of a host, which is valid."""
+    """The files of shards in a checkpoint of a host, which is verified."""
     folder = host.path(PRIVATE) / "checkpoints" / f"step_{step:08d}"
     directory.verify(folder)
     return sorted(path.name for path in folder.glob("shard_*"))
@@ -73,7 +73,7 @@ def test_hsdp_shards_within_each_of_two_hosts(hosts: Cluster) -> None:
     for parallel in ("ddp", "hsdp"):
         out = hosts.shared / parallel
         job = ("-m", "tests.jobs.counted_bytes", str(hosts.shared))
-        options = [*STEPS_50, f"--parallel={parallel}", f"--out={out}"]
+        options = [*STEPS_20, f"--parallel={parallel}", f"--out={out}"]
         ran = train(hosts, "node0:2,node1:2", *options, job=job)
         assert ran.returncode == 0, ran.stderr
         shares = [(hosts.shared / f"bytes_{rank}").read_text().split() for rank in range(4)]
@@ -83,7 +83,7 @@ def test_hsdp_shards_within_each_of_two_hosts(hosts: Cluster) -> None:
         for rank in range(4):
             (hosts.shared / f"bytes_{rank}").unlink()
         found[parallel] = losses(out)
-    assert len(found["ddp"]) == 50
+    assert len(found["ddp"]) == 20
     assert found["hsdp"] == pytest.approx(found["ddp"], rel=TOLERANCE)
 
 
@@ -162,7 +162,7 @@ def test_hsdp_resumes_bit_for_bit_and_its_checkpoint_is_read_back(hosts: Cluster
 
 def test_hsdp_refuses_hosts_with_different_numbers_of_ranks(hosts: Cluster) -> None:
     out = hosts.shared / "unequal"
-    ran = train(hosts, "node0:2,node1:1", *STEPS_50, "--parallel=hsdp", f"--out={out}")
+    ran = train(hosts, "node0:2,node1:1", *STEPS_20, "--parallel=hsdp", f"--out={out}")
     assert ran.returncode == 2, ran.stderr
     assert (
         "--parallel hsdp shards the model within a host, so every host needs the same number of "

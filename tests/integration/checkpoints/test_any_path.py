@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.plan import _working_folder
+from mpiddp.launch.plan import working_folder
 from mpiddp.paths import named_by, read_limited
 from mpiddp.train.opening import default_data_dir
 from tests.support.homes import leave_home
@@ -76,7 +76,9 @@ def test_a_dry_run_of_a_script_that_is_not_utf_8(tmp_path: Path) -> None:
 def test_a_working_folder_that_has_been_removed(arguments: tuple[str, ...], tmp_path: Path) -> None:
     code = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, sys.argv[1:])"
     command = [sys.executable, "-c", code, sys.executable, "-m", "mpiddp", *arguments]
-    done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 2
     assert done.stderr == (
         "mpiddp: the working folder has been removed. Change to a folder that exists: cd DIR\n"
@@ -91,7 +93,7 @@ def test_a_working_folder_that_is_removed_before_a_restart(
     monkeypatch.chdir(folder)
     folder.rmdir()
     with pytest.raises(UserError, match=r"^the working folder cannot be used: No such file"):
-        _working_folder({"PWD": str(folder)})
+        working_folder({"PWD": str(folder)})
 
 
 def test_a_working_folder_whose_file_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,12 +104,12 @@ def test_a_working_folder_whose_file_server_is_away(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         JobFailed, match=r"^the working folder cannot be used: Stale file handle\.$"
     ):
-        _working_folder({})
+        working_folder({})
 
 
 def test_a_pwd_that_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _working_folder({"PWD": "/" + "x" * 300}) == str(tmp_path)
+    assert working_folder({"PWD": "/" + "x" * 300}) == str(tmp_path)
 
 
 def test_no_home_folder_for_data(monkeypatch: pytest.MonkeyPatch) -> None:

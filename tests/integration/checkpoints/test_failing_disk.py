@@ -1,6 +1,6 @@
 """What a disk or a file server does to a job that has started is no bad input: the exit code is 1, not 2.
 
-Tests mpiddp/paths.py, mpiddp/checkpoints/find.py and read.py. A link to /proc/self/mem is a file that
+Tests mpiddp/paths.py, mpiddp/checkpoints/find.py and contents.py. A link to /proc/self/mem is a file that
 cannot be read (EIO), as on a bad sector.
 python -m pytest tests/integration/checkpoints/test_failing_disk.py
 """
@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpiddp.checkpoints.read import facts_of, read
+from mpiddp.checkpoints.contents import facts_of, read
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
-from mpiddp.checkpoints.shard_index import Chunk, SavedTensor, ShardIndex
-from mpiddp.checkpoints.shards import ShardFiles
+from mpiddp.checkpoints.shards import Chunk, SavedTensor, ShardFiles
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, read_tensors
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.protocol.variables import RESTART_COUNT
@@ -43,8 +42,7 @@ def test_a_read_error_within_torch_load_is_that_of_the_disk(tmp_path: Path) -> N
 
 
 def _shards(folder: Path) -> object:
-    index = ShardIndex({'["a"]': TENSOR}, {})
-    return ShardFiles(index, {SHARD: folder / SHARD}).read({'["a"]': None})
+    return ShardFiles({'["a"]': TENSOR}, {SHARD: folder / SHARD}).read({'["a"]': None})
 
 
 def _read(folder: Path, broken: str) -> object:

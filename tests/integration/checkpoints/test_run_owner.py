@@ -54,7 +54,7 @@ def test_a_second_run_is_refused_with_owner_host_and_age(run: RunDir) -> None:
 def test_a_killed_owner_of_this_machine_is_replaced_at_once(run: RunDir) -> None:
     with owning(run, "first") as other:
         other.kill()
-        other.wait()
+        other.wait(timeout=PATIENCE_S)
     own(run, "second", on_wait=refuse_to_wait).release()
 
 

@@ -18,14 +18,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mpiddp.checkpoints import directory, save_schedule
-from mpiddp.checkpoints.directory import HashedFile
-from mpiddp.checkpoints.records import save_json
+from mpiddp.checkpoints.run_dir import save_json
 from mpiddp.checkpoints.save import _save_error
 from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
 from mpiddp.checkpoints.state import HostMemory, _layout
+from mpiddp.checkpoints.tensor_file import HashedFile
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
@@ -128,7 +127,7 @@ def test_parse_interval_rejects(text: str) -> None:
 
 def test_timed_saves_are_an_interval_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps are slow, the later ones fast."""
-    coordinator = Coordinator(World(0, 1, 0, 1), dist.HashStore())
+    coordinator = Coordinator(World(0, 1, 0, 1), None)
     now = 0.0
     monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now))
     schedule = SaveSchedule(Interval(seconds=0.5), coordinator, 7, timeout_s=PATIENCE_S)

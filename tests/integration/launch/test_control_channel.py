@@ -1,6 +1,6 @@
 """The control channel: the server drops connections without the job's secret and invalid messages.
 
-Tests mpiddp/runtime/launcher/client.py, mpiddp/launch/supervise/control.py.
+Tests mpiddp/runtime/launcher/client.py, mpiddp/launch/supervise/control.py, mpiddp/protocol/server.py.
 python -m pytest tests/integration/launch/test_control_channel.py
 """
 
@@ -26,11 +26,14 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.supervise import control
-from mpiddp.launch.supervise.control import ControlServer, Message
+from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.signals import AwakeSelector
-from mpiddp.protocol.messages import LINE_LIMIT, dumps, proof
+from mpiddp.protocol.channel import RANK as RANK_ROLE
+from mpiddp.protocol.channel import encode, member_proof
+from mpiddp.protocol.messages import LINE_LIMIT
+from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.few_files import files_left
 from tests.support.patience import PATIENCE_S
@@ -118,7 +121,8 @@ def launcher() -> Iterator[Launcher]:
         ("sys.exit(3)", ("failed", {"code": 3, "error": ""})),
         ("sys.exit('a text')", ("failed", {"code": 1, "error": "a text"})),
         ("1 / 0", ("failed", {"code": 1, "error": "ZeroDivisionError: division by zero"})),
-        ("os._exit(0)", ("lost", {"silent": False})),
+        ("os._exit(0)", ("exited", {})),
+        ("os._exit(3)", ("lost", {"silent": False})),
         ("os.kill(os.getpid(), 9)", ("lost", {"silent": False})),
     ],
 )
@@ -173,7 +177,15 @@ def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher: Laun
     code = "import subprocess; subprocess.run(['env'])"
     with launcher.rank(code) as rank:
         launcher.receive_for(PATIENCE_S, until="lost")
-        assert "MPIDDP_CONTROL" not in rank.communicate()[0]
+        assert "MPIDDP_CONTROL" not in rank.communicate(timeout=PATIENCE_S)[0]
+
+
+def hello(rank: int, proof: str) -> bytes:
+    return encode("hello", rank=rank, challenge="", proof=proof)
+
+
+def proof(secret: str, challenge: str, rank: int) -> str:
+    return member_proof(secret, challenge, RANK_ROLE, rank)
 
 
 BUSY = """
@@ -238,8 +250,8 @@ def test_an_unreachable_launcher_is_named(launcher: Launcher) -> None:
 
 
 IMPATIENT = """
-from mpiddp.runtime.launcher import channel as launcher_connection
-launcher_connection.CONNECT_TIMEOUT_S = launcher_connection._ATTEMPT_S = 0.2
+from mpiddp.runtime.job import connect
+connect.CONNECT_TIMEOUT_S = connect._ATTEMPT_S = 0.2
 """
 
 
@@ -299,15 +311,17 @@ def test_connections_without_a_valid_hello_are_dropped(launcher: Launcher) -> No
             with suppress(OSError):
                 stranger.sendall(
                     {
-                        "no proof": dumps("hello", rank=0, proof=""),
-                        "other rank": dumps("hello", rank=0, proof=proof(secret, challenge, 1)),
-                        "no rank": dumps("hello", rank=7, proof=proof(secret, challenge, 7)),
+                        "no proof": hello(0, ""),
+                        "other rank": hello(0, proof(secret, challenge, 1)),
+                        "no rank": hello(7, proof(secret, challenge, 7)),
                         "garbage": b"\xff\xfe\x00GET / HTTP/1.1\n\n",
-                        "no hello": dumps("done"),
+                        "no hello": encode("done"),
                         "number": b"7\n",
                         "long": b"x" * (LINE_LIMIT + 70_000),
-                        "function": dumps("function", rank=0, proof=""),
-                        "answer": dumps("answer", rank=0, proof=proof(secret, challenge, 1)),
+                        "function": encode("function", rank=0, challenge="", proof=""),
+                        "answer": encode(
+                            "answer", rank=0, challenge="", proof=proof(secret, challenge, 1)
+                        ),
                     }[kind]
                 )
             assert launcher.receive_until(lambda: launcher.connections == 0) == [], kind
@@ -340,7 +354,7 @@ def test_a_rank_that_violates_the_protocol_is_dropped(launcher: Launcher, line: 
     with socket.create_connection(launcher.address) as rank:
         launcher.receive_for(0.05)
         challenge = json.loads(rank.recv(4096))["challenge"]
-        rank.sendall(dumps("hello", rank=0, proof=proof(secret, challenge, 0)) + line + b"\n")
+        rank.sendall(hello(0, proof(secret, challenge, 0)) + line + b"\n")
         assert launcher.receive_for(PATIENCE_S, until="lost") == [(0, "lost")]
 
 
@@ -351,7 +365,7 @@ def test_a_second_connection_cannot_replace_a_connected_rank(launcher: Launcher)
         with socket.create_connection(launcher.address) as other:
             launcher.receive_for(0.05)
             challenge = json.loads(other.recv(4096))["challenge"]
-            other.sendall(dumps("hello", rank=1, proof=proof(secret, challenge, 1)))
+            other.sendall(hello(1, proof(secret, challenge, 1)))
             assert launcher.receive_until(lambda: launcher.connections == 1) == [(1, "started")]
             assert other.recv(1) == b""
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, script
 
 MADE_UP = """
@@ -39,7 +40,9 @@ def test_a_row_of_the_table_is_all_that_a_starter_needs(tmp_path: Path) -> None:
 
     def start(*options: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", MADE_UP, "--mpirun", str(mpirun), "-n", "1", *options, job]
-        return subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+        return subprocess.run(
+            command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+        )
 
     done = start("--mpi-args=--fast")
     assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr

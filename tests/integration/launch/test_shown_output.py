@@ -356,7 +356,12 @@ def test_without_a_launcher_that_asks_for_it_nothing_is_replaced() -> None:
         "    print(os.fstat(1).st_ino == before)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_env(), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == "True\n"
 

@@ -196,6 +196,7 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(
         input=bytes(payload.body),
         env=clean_env(),
         capture_output=True,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == b"[40, 10]\n", done.stderr
     assert cloudpickle.list_registry_pickle_by_value() == set()

@@ -12,18 +12,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from mpiddp.errors import NoAnswer, UserError
 from mpiddp.hosts.interfaces import interfaces
-from mpiddp.hosts.sockets import bind
+from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.rendezvous.address import rendezvous_over_store
+from mpiddp.runtime.rendezvous.address import rendezvous_over_channel
 from mpiddp.world import World
+from tests.support.channels import member, serving
 from tests.support.patience import PATIENCE_S
 
 SENTENCE = "hosts.txt:3: one sentence."
@@ -41,7 +40,7 @@ class End:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Callable[..., list[End]]:
-    """`ranks(n, body)` runs `body` in n processes that share a store, and returns the end of each.
+    """`ranks(n, body)` runs `body` in n processes that share a channel, and returns the end of each.
 
     The processes are forked, so torch is imported only once, and a test can repeat a race often.
     """
@@ -49,16 +48,15 @@ def ranks(tmp_path: Path) -> Callable[..., list[End]]:
     def run(world_size: int, body: Body, *, absent: tuple[int, ...] = ()) -> list[End]:
         fork = multiprocessing.get_context("fork")
         present = [rank for rank in range(world_size) if rank not in absent]
-        with bind("127.0.0.1", 0, "here") as listener:
-            port, fd = listener.getsockname()[1], listener.fileno()
+        with serving(world_size) as server:
             processes = [
-                fork.Process(target=_run_rank, args=(rank, world_size, port, fd, tmp_path, body))
+                fork.Process(target=_run_rank, args=(rank, world_size, server, tmp_path, body))
                 for rank in present
             ]
             for process in processes:
                 process.start()
-        for process in processes:
-            process.join(PATIENCE_S)
+            for process in processes:
+                process.join(PATIENCE_S)
         hanging = [process for process in processes if process.is_alive()]
         for process in hanging:
             process.kill()
@@ -69,19 +67,11 @@ def ranks(tmp_path: Path) -> Callable[..., list[End]]:
     return run
 
 
-def _run_rank(rank: int, world_size: int, port: int, listener: int, logs: Path, body: Body) -> None:
+def _run_rank(rank: int, world_size: int, server: Server, logs: Path, body: Body) -> None:
     os.dup2(os.open(logs / f"{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        world_size,
-        is_master=rank == 0,
-        timeout=timedelta(seconds=PATIENCE_S),
-        wait_for_workers=False,
-        master_listen_fd=listener if rank == 0 else None,
-    )
-    body(Coordinator(World(rank, world_size, rank, world_size), store))
+    channel = member(server, rank, world_size)
+    body(Coordinator(World(rank, world_size, rank, world_size), channel))
 
 
 # --- all_gather_json and broadcast_json ---
@@ -99,20 +89,6 @@ def test_all_gather_json_returns_the_values_of_all_ranks(ranks: Callable[..., li
     assert ranks(4, body) == [End(0, "")] * 4
 
 
-def test_an_answer_carries_what_differs(ranks: Callable[..., list[End]]) -> None:
-    """The usual value once, however many ranks have it."""
-
-    def body(coordinator: Coordinator) -> None:
-        long = "x" * 10_000
-        own = "another" if coordinator.world.rank == 2 else long
-        assert coordinator.all_gather_json(own, timeout_s=60) == [long, long, "another", long]
-        if coordinator.world.rank == 0:
-            assert len(coordinator.store.get("exchange/1/all")) < 11_000
-        coordinator.leave()
-
-    assert ranks(4, body) == [End(0, "")] * 4
-
-
 def test_all_gather_json_of_one_rank(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         assert coordinator.all_gather_json((1, None, True), timeout_s=60) == [[1, None, True]]
@@ -121,30 +97,20 @@ def test_all_gather_json_of_one_rank(ranks: Callable[..., list[End]]) -> None:
     assert ranks(1, body) == [End(0, "")]
 
 
-def test_exchanged_values_are_deleted_from_the_store(ranks: Callable[..., list[End]]) -> None:
-    def body(coordinator: Coordinator) -> None:
-        for _ in range(50):
-            coordinator.all_gather_json("a value", timeout_s=60)
-        assert coordinator.store.num_keys() < 20
-        coordinator.leave()
-
-    assert ranks(4, body) == [End(0, "")] * 4
-
-
 def test_missing_ranks_are_named(ranks: Callable[..., list[End]]) -> None:
     def body(coordinator: Coordinator) -> None:
         if coordinator.world.world_size == 4:
             coordinator.hostnames = ("node0", "node0", "node1", "node1")
-            if coordinator.world.rank == 0:
-                # Rank 1 has joined.
-                coordinator.store.wait(["exchange/1/1"], timedelta(seconds=PATIENCE_S))
+            coordinator.arrive("present")
+            coordinator.wait_for("present", [0, 1], timeout_s=PATIENCE_S)
         try:
             coordinator.all_gather_json("", timeout_s=0.3)
         except NoAnswer as error:
             print(error, file=sys.stderr)
 
-    first, *_ = ranks(4, body, absent=(2, 3))
-    assert first.stderr == "rank 2 on node1, rank 3 on node1 did not answer in 0.3 s.\n"
+    both = ranks(4, body, absent=(2, 3))
+    sentence = "rank 2 on node1, rank 3 on node1 did not answer in 0.3 s.\n"
+    assert [each.stderr for each in both] == [sentence] * 2
     first, *_ = ranks(2, body, absent=(1,))
     assert first.stderr == "only 1 of 2 ranks joined in 0.3 s. Missing: rank 1.\n"
 
@@ -195,14 +161,20 @@ def test_a_body_that_succeeds_on_all_ranks_continues(ranks: Callable[..., list[E
 # --- leave ---
 
 
-def test_rank_0_keeps_the_store_alive_until_all_have_left(ranks: Callable[..., list[End]]) -> None:
+def test_rank_0_stays_until_all_have_left(ranks: Callable[..., list[End]]) -> None:
+    """It serves torch's store."""
+
     def body(coordinator: Coordinator) -> None:
         if coordinator.world.rank > 0:
             time.sleep(0.5 * coordinator.world.rank)
-            coordinator.store.add("a late request", 1)
+            print("leaves", time.monotonic(), file=sys.stderr)
         coordinator.leave()
+        print("has left", time.monotonic(), file=sys.stderr)
 
-    assert ranks(3, body) == [End(0, "")] * 3
+    first, *others = ranks(3, body)
+    left = [float(each.stderr.splitlines()[0].split()[-1]) for each in others]
+    assert float(first.stderr.split()[-1]) > max(left)
+    assert {each.code for each in (first, *others)} == {0}
 
 
 def test_a_requested_interface_overrides_the_one_towards_rank_0(
@@ -214,9 +186,9 @@ def test_a_requested_interface_overrides_the_one_towards_rank_0(
     def body(coordinator: Coordinator) -> None:
         name = f"host{coordinator.world.rank}"
         coordinator.world = replace(coordinator.world, hostname=name, master_addr="127.0.0.1")
-        assert rendezvous_over_store(coordinator, 60).interface == other
+        assert rendezvous_over_channel(coordinator, None, 60).interface == other
         os.environ["MPIDDP_INTERFACE"] = "ib0"
-        rendezvous_over_store(coordinator, 60)
+        rendezvous_over_channel(coordinator, None, 60)
 
     first, second = ranks(2, body)
     assert first.stderr.startswith('interface "ib0" is not on host0, which has lo')

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 LEAVES = """
@@ -35,7 +36,9 @@ def test_a_script_whose_end_raises_does_not_succeed(script: str) -> None:
     """Python itself would print the error of a handler of atexit, and exit with code 0."""
     finish = "def finish():\n    raise ValueError('a bug')\n"
     command = [sys.executable, "-c", f"{script}{finish}print('ends', flush=True)"]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (done.returncode, done.stdout) == (1, "ends\n"), done.stderr
     assert done.stderr.startswith("Traceback (most recent call last):\n")
     assert done.stderr.splitlines()[-1] == "ValueError: a bug"

@@ -10,13 +10,16 @@ import sys
 import time
 
 from tests.integration.launch.test_control_channel import Launcher
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 
 def run(code: str) -> str:
     """The output of a new Python process."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.stderr == ""
     return done.stdout.strip()
 

@@ -18,6 +18,7 @@ from mpiddp.train.config import TrainConfig, changed_options
 from mpiddp.train.option_parser import options_of
 from mpiddp.train.options import TrainOptions, parse
 from mpiddp.train.schedule import SCHEDULES, learning_rate, scaled_lr
+from tests.support.patience import PATIENCE_S
 from tests.support.training import configured
 
 
@@ -69,7 +70,11 @@ def test_help_lists_every_arch_without_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     assert all(arch in shown.stdout for arch in ARCHITECTURES)
 

@@ -19,12 +19,8 @@ from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.train.data.decode import center_crop, random_resized_crop
-from mpiddp.train.data.image_folder import (
-    MEAN,
-    STD,
-    ImageFolder,
-    class_names,
-)
+from mpiddp.train.data.image_folder import MEAN, STD, ImageFolder, class_names
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, script
 
 CPU = torch.device("cpu")
@@ -146,7 +142,12 @@ def test_workers_ignore_sigterm(
     path = script(tmp_path_factory.mktemp("job"), SIGTERM_TO_THE_GROUP)
     command = [sys.executable, path, str(folder), start_method]
     done = subprocess.run(
-        command, env=clean_env(), capture_output=True, text=True, start_new_session=True
+        command,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=PATIENCE_S,
     )
     assert (done.stdout.split(), done.stderr) == (["received", "12"], "")
 
@@ -257,7 +258,9 @@ def test_large_images_cause_no_warnings(tmp_path: Path) -> None:
     for index in range(4):
         Image.new("RGB", (40 + index, 50)).save(tmp_path / "images" / "cat" / f"{index}.png")
     command = [sys.executable, script(tmp_path, LARGE), str(tmp_path / "images")]
-    done = subprocess.run(command, env=clean_env(), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (done.stdout, done.stderr) == ("4\n", "")
 
 
@@ -285,7 +288,11 @@ def test_no_other_program_reads_an_image(
     code += "list(images.batches(torch.arange(12).split(4), epoch=0))"
     env = {**clean_env(), "PATH": f"{programs}:{clean_env()['PATH']}"}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True
+        [sys.executable, "-c", code, str(folder)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert f"dog/{name}: Pillow cannot read this image (cannot identify" in done.stderr
     assert not (programs / "started").exists()

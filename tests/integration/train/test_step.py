@@ -15,9 +15,7 @@ from mpiddp.train.checkpoint import align_momentum
 from mpiddp.train.engine import build_optimizer, computes_in_bf16
 from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
-from tests.support.training import (
-    configured,
-)
+from tests.support.training import configured
 
 
 def test_computes_in_bf16_agrees_with_torch() -> None:

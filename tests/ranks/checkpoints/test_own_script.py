@@ -1,4 +1,4 @@
-"""examples/ddp_with_checkpoints.py resumes exactly: after a kill, a stop, and on hosts that share nothing.
+"""examples/ddp_with_checkpoints.py resumes exactly, after a kill and after a stop.
 
 Tests mpiddp/checkpoints/script.py under launchers.
 python -m pytest tests/ranks/checkpoints/test_own_script.py
@@ -13,19 +13,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mpiddp.hosts.sockets import bind
-from tests.support.own_script import (
-    DIES,
-    STEPS,
-    example,
-    run,
-    steps_kept,
-)
+from tests.support.own_script import DIES, STEPS, example, launch, model, run, steps_kept
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, clean_env, mpirun_command, own_lines, script
 from tests.support.training import unequal
@@ -33,15 +26,6 @@ from tests.support.training import unequal
 SLOW = """
         __import__("time").sleep(0.1)
 """
-
-
-def launch(job: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run([*LAUNCH, *options, str(job)], job.parent)
-
-
-def model(folder: Path) -> dict[str, Any]:
-    weights: dict[str, Any] = torch.load(folder / "model.pt")
-    return weights
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +274,7 @@ def test_variables_that_are_set_by_hand(tmp_path: Path, order: str, code: int) -
     }
     done = subprocess.run(
         [sys.executable, script(tmp_path, BY_HAND), str(tmp_path / "run"), order],
-        env=clean_env(variables), capture_output=True, text=True,
+        env=clean_env(variables), capture_output=True, text=True, timeout=PATIENCE_S
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert ("create mpiddp.Checkpoints before init_process_group" in done.stderr) == bool(code)

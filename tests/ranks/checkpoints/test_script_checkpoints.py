@@ -22,10 +22,10 @@ import torch
 
 import mpiddp
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.read import facts_of
-from mpiddp.checkpoints.resumed import Resumed
+from mpiddp.checkpoints.contents import Resumed, facts_of
 from mpiddp.checkpoints.tensor_file import write_tensors
 from mpiddp.runtime.job.session import current
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
 from tests.support.training import unequal
 
@@ -622,7 +622,7 @@ sys.exit(0)
 def end_of(tmp_path: Path, how: str) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, "-c", SAVES, tmp_path / "run", how],
-        env=clean_env(), capture_output=True, text=True,
+        env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 

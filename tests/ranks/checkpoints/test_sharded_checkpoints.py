@@ -1,6 +1,6 @@
 """Checkpoints of sharded models: exact resume, other numbers of ranks and forms, export, damage, kills.
 
-Tests mpiddp/checkpoints/save_shards.py, shards.py, shard_index.py and export.py.
+Tests mpiddp/checkpoints/save_shards.py, shards.py and contents.py.
 python -m pytest tests/ranks/checkpoints/test_sharded_checkpoints.py
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import MANIFEST
-from mpiddp.checkpoints.hosts import FileSystems
+from mpiddp.checkpoints.ranks import FileSystems
 from mpiddp.cli import main
 from mpiddp.train.resnet import ARCHS
 from tests.support.patience import PATIENCE_S
@@ -250,7 +250,7 @@ def test_a_damaged_shard_makes_the_run_resume_from_the_older_checkpoint(
         f"checkpoint step_00000003: {problem}; resuming from step_00000002 (1 steps lost)."
     ) in ran.stdout
     assert unequal(sharded(run, 2), sharded(stopped[0], 2)) == []
-    if damage is not flip_bit:  # it is valid by itself, so it would count as the newest one
+    if damage is not flip_bit:  # it is verified by itself, so it would count as the newest one
         assert step_folder(run, 3).with_name("step_00000003.old-1").exists()
     directory.verify(step_folder(run, 6))
 

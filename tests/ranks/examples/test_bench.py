@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.ranks.launch.test_launch import running
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp
+from tests.support.running import running
 
 pytest.importorskip("matplotlib", reason="mpiddp bench needs it: pip install matplotlib")
 
@@ -159,7 +159,12 @@ def test_bench_imports_no_torch_in_the_launching_process() -> None:
         "import sys; print({'torch', 'numpy', 'matplotlib', 'mpi4py'} & sys.modules.keys())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_env(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == "set()\n"
 

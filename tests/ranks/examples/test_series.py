@@ -85,7 +85,7 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path, script: str)
         before = ""
         while "epoch 3: " not in before:
             line = process.stdout.readline()
-            assert line, process.communicate()[1]
+            assert line, process.communicate(timeout=PATIENCE_S)[1]
             before += line
         process.send_signal(signal.SIGTERM)
         rest, stderr = process.communicate(timeout=PATIENCE_S)

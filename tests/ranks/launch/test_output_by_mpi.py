@@ -6,21 +6,22 @@ python -m pytest tests/ranks/launch/test_output_by_mpi.py
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 import shlex
-import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch.test_stop import piped
+from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.printing import LAST_WORDS, PARTS, PRINTS, TALKS, check
 from tests.support.ranks import LAUNCH, launch, script
+from tests.support.stopping import piped
 
 MPIS = ("openmpi5", *PACKAGES)
 SHOWN = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}  # the defaults, which other tests leave
@@ -32,7 +33,8 @@ def test_lines_are_whole_and_a_killed_rank_loses_none(mpi: str, tmp_path: Path) 
     options = ["--mpirun", mpirun_of(mpi), "--log-ranks", "all", "--log-dir", str(logs)]
     where = ["-H", "localhost:3", "--prefix", "always"]
     (tmp_path / "done").mkdir()
-    done = launch(*options, *where, script(tmp_path, PRINTS), str(tmp_path / "done"))
+    job = script(tmp_path, PRINTS)
+    done = launch(*options, *where, job, str(tmp_path / "done"), OF_TEST=job)
     assert done.returncode == 1, done.stderr
     check(done.stdout, done.stderr, [os.uname().nodename] * 3)
     assert re.search("^mpiddp: rank 2 on .*", done.stderr, re.MULTILINE)
@@ -42,12 +44,18 @@ def test_lines_are_whole_and_a_killed_rank_loses_none(mpi: str, tmp_path: Path) 
         ).read_text()
         assert text.count(f"<{rank} ") == PARTS
         assert text.count("last words") == (LAST_WORDS if rank == 2 else 0)
-    assert output_processes() == []
+    assert output_processes(job) == []
 
 
-def output_processes() -> list[str]:
-    command = ["pgrep", "-x", "mpiddp-output", "--parent", str(os.getpid())]
-    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+def output_processes(job: str) -> list[int]:
+    """The running output processes whose environment has the variable OF_TEST=JOB. A zombie has none."""
+    found = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            is_output = comm.read_text() == f"{OUTPUT_PROCESS}\n"
+            if is_output and f"OF_TEST={job}".encode() in (comm.parent / "environ").read_bytes():
+                found.append(int(comm.parent.name))
+    return found
 
 
 def test_by_default_stdout_of_rank_0_and_stderr_of_all_ranks_are_shown(tmp_path: Path) -> None:
@@ -142,7 +150,7 @@ def test_of_many_lines_none_is_lost(tmp_path: Path) -> None:
             assert int(number) == lines[rank], line
         status = Path(f"/proc/{job.pid}/status").read_text()
         seen.touch()
-        rest, stderr = job.communicate()
+        rest, stderr = job.communicate(timeout=PATIENCE_S)
         stop.cancel()
     assert (job.returncode, rest) == (0, ""), stderr
     assert lines == [MANY] * 8
@@ -168,10 +176,11 @@ print("never shown")
 
 
 def test_an_output_process_that_hangs_delays_the_end_for_seconds_only(tmp_path: Path) -> None:
-    done = launch("-H", "localhost:1", script(tmp_path, STOPS_ITS_OUTPUT))
+    job = script(tmp_path, STOPS_ITS_OUTPUT)
+    done = launch("-H", "localhost:1", job, OF_TEST=job)
     assert done.returncode == 0, done.stderr
     host = os.uname().nodename
     assert done.stderr == (
         f"mpiddp: the last output of rank 0 on {host} has not arrived; it may be missing here.\n"
     )
-    assert output_processes() == []
+    assert output_processes(job) == []

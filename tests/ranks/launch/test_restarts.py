@@ -35,7 +35,9 @@ def test_max_restarts_limits_the_restarts_of_a_failed_job(
     (tmp_path / "tries").write_text("")
     command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", f"{tmp_path}/script.py"]
     command += [f"{tmp_path}/tries", str(succeeds_at)]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == code, done.stderr
     assert len((tmp_path / "tries").read_text()) == tries
     assert f"(restart {tries - 1} of 2)." in done.stderr
@@ -226,7 +228,9 @@ def test_a_restart_waits_for_the_working_folder_until_a_stop_request(tmp_path: P
 
 def test_bad_input_causes_no_restart(tmp_path: Path) -> None:
     command = [*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", *TRAIN, "--lr", "much"]
-    done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 2
     assert "restart" not in done.stderr
 

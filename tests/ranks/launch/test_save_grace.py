@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 from socket import gethostname
 
-from tests.ranks.launch.test_stop import start
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, script
+from tests.support.stopping import start
 
 # Rank 0 saves for argv[2] seconds: "stopping" after should_stop(), "periodic" in a save that began before.
 SAVES = """

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch.test_stop import LONG_GRACE, SCRIPT, piped, start
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, clean_env, launch, script
+from tests.support.running import descendants
 from tests.support.signals import SLOW_SAVE
+from tests.support.stopping import LONG_GRACE, SCRIPT, piped, start
 
 # --- which signals count ---
 
@@ -149,14 +150,6 @@ def test_a_rank_that_takes_sigterm_as_a_request_ends_when_the_job_fails(tmp_path
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def descendants(ancestor: int) -> list[int]:
-    found = [ancestor]
-    for pid in found:
-        children = Path(f"/proc/{pid}/task").glob("*/children")
-        found += [int(child) for file in children for child in file.read_text().split()]
-    return found[1:]
 
 
 # --- the reader of the output goes away ---

@@ -297,8 +297,9 @@ if __name__ == "__main__":
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs/notebook.md").read_text()
-    code = page.partition("```python\n")[2].partition("```")[0]
+    page = (ROOT / "docs/your-own-script.md").read_text()
+    section = page.partition("\n## From Python, or a notebook\n")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
     assert code.count("node1:4,node2:4") == 1
     code = code.replace("node1:4,node2:4", "localhost:2").replace("range(100)", "range(3)")
     done = run(script(tmp_path, f"{code}print(len(losses))\n"))

@@ -2,12 +2,15 @@
 
 torchrun gives its own stdin to every rank, and rank 0 reads it as here.
 
-Tests mpiddp/runtime/start/, mpiddp/launch/supervise/mpirun.py.
+Tests mpiddp/runtime/launcher/output.py, mpiddp/launch/supervise/input.py.
 python -m pytest tests/ranks/launch/test_stdin.py
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -26,21 +29,7 @@ print(f"rank {os.environ['RANK']}: end\\n", end="", flush=True)
 """
 MPIS = ("openmpi5", "openmpi4", "mpich", "intelmpi")
 HANG_S = 60.0  # a job that has not read an empty stdin by then hangs
-BUGS = {
-    ("mpich", "script"): "Hydra never ends the stdin of a rank other than 0",
-    ("intelmpi", "script"): "Hydra never ends the stdin of a rank other than 0",
-}
-
-
-def ways(bugs: dict[tuple[str, str], str]) -> list[object]:
-    """Every MPI with a script and with a command, and a mark on those that fail today."""
-    found: list[object] = []
-    for mpi in MPIS:
-        for way in ("script", "command"):
-            bug = bugs.get((mpi, way))
-            marks = [pytest.mark.xfail(strict=True, reason=bug)] if bug else []
-            found.append(pytest.param(mpi, way, marks=marks))
-    return found
+WAYS = [(mpi, way) for mpi in MPIS for way in ("script", "command")]
 
 
 def start(folder: Path, mpi: str, way: str, stdin: int) -> subprocess.Popen[str]:
@@ -72,14 +61,14 @@ def finish(job: subprocess.Popen[str], said: str | None = None) -> list[str]:
     return sorted(stdout.splitlines())
 
 
-@pytest.mark.parametrize(("mpi", "way"), ways(BUGS))
+@pytest.mark.parametrize(("mpi", "way"), WAYS)
 def test_dev_null_is_at_its_end_at_once(tmp_path: Path, mpi: str, way: str) -> None:
     """As in cron, nohup and CI."""
     with start(tmp_path, mpi, way, subprocess.DEVNULL) as job:
         assert finish(job) == ["rank 0: end", "rank 1: end"]
 
 
-@pytest.mark.parametrize(("mpi", "way"), ways(BUGS))
+@pytest.mark.parametrize(("mpi", "way"), WAYS)
 def test_rank_0_reads_a_pipe_to_its_end(tmp_path: Path, mpi: str, way: str) -> None:
     with start(tmp_path, mpi, way, subprocess.PIPE) as job:
         assert finish(job, "one\ntwo\n") == [
@@ -90,16 +79,7 @@ def test_rank_0_reads_a_pipe_to_its_end(tmp_path: Path, mpi: str, way: str) -> N
         ]
 
 
-LATE_BUGS = {
-    **BUGS,
-    ("openmpi5", "command"): "prterun forgets a rank's stdin once its stdout and stderr have ended",
-    ("openmpi5", "script"): "prterun forgets a rank's stdin once its stdout and stderr have ended",
-    ("openmpi4", "script"): "mpirun forgets a rank's stdin once its stdout and stderr have ended",
-    ("openmpi4", "command"): "mpirun forgets a rank's stdin once its stdout and stderr have ended",
-}
-
-
-@pytest.mark.parametrize(("mpi", "way"), ways(LATE_BUGS))
+@pytest.mark.parametrize(("mpi", "way"), WAYS)
 def test_a_line_that_comes_late_is_not_lost(tmp_path: Path, mpi: str, way: str) -> None:
     """The second line comes after the job has answered the first, as in a conversation."""
     with start(tmp_path, mpi, way, subprocess.PIPE) as job:
@@ -107,8 +87,34 @@ def test_a_line_that_comes_late_is_not_lost(tmp_path: Path, mpi: str, way: str) 
         assert job.stdout is not None
         job.stdin.write("one\n")
         job.stdin.flush()
-        lines = []
-        while (line := job.stdout.readline().strip()) and line != "rank 0: one":
-            lines.append(line)
-        lines += [line, *finish(job, "two\n")]
-    assert sorted(lines) == ["rank 0: end", "rank 0: one", "rank 0: two", "rank 1: end"]
+        first = sorted(job.stdout.readline().strip() for _ in range(2))
+        assert first == ["rank 0: one", "rank 1: end"]
+        assert finish(job, "two\n") == ["rank 0: end", "rank 0: two"]
+
+
+SHELL = """
+import subprocess, sys
+job = subprocess.run(sys.argv[1:], preexec_fn=__import__("os").setpgrp)
+print("code", job.returncode)
+print("the shell read", sys.stdin.readline(), flush=True)
+"""
+WAIT = "import select, sys; print('rank read', select.select([sys.stdin], [], [], 2.0)[0])"
+
+
+def test_a_job_in_the_background_leaves_the_terminal_to_its_shell(tmp_path: Path) -> None:
+    options = ["--log-ranks", "0", "-H", "localhost:1"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        command = [*LAUNCH, *options, script(tmp_path, WAIT)]
+        os.execve(sys.executable, [sys.executable, "-c", SHELL, *command], clean_env())
+    os.write(terminal, b"what is typed\n")
+    shown = b""
+    with contextlib.suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as file:
+        while chunk := file.read(4096):
+            shown += chunk
+    assert os.waitpid(pid, 0)[1] == 0
+    text = shown.decode()
+    assert "rank read []" in text, text
+    assert "code 0" in text
+    assert "the shell read what is typed" in text

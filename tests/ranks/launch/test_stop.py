@@ -22,23 +22,9 @@ import pytest
 from mpiddp.checkpoints import directory
 from tests.support.mpis import mpirun_of
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, clean_env, find_mpirun, script
+from tests.support.ranks import LAUNCH, clean_env, find_mpirun, script
+from tests.support.stopping import LONG_GRACE, SCRIPT, piped, start
 
-# Print a line and its newline in one piece: Intel's mpirun would mix the pieces of several ranks.
-# Without collectives, only the agreement on a step keeps the ranks together; the others are ten times as
-# fast as rank 0. Call should_stop() before "ready": until then, a request is sent as SIGTERM.
-SCRIPT = """
-import os, sys, time
-import mpiddp
-rank = int(os.environ["RANK"])
-mpiddp.should_stop()
-print("ready\\n", end="", flush=True)
-for step in range(1, 1_000_000):
-    time.sleep(0.001 if rank else 0.01)
-    if mpiddp.should_stop():
-        print(f"saved {step}\\n", end="", flush=True)
-        sys.exit(75)
-"""
 # Each rank asks before every step whether the next call returns True.
 FORETOLD = SCRIPT.replace(
     "import mpiddp\n", "import mpiddp\nfrom mpiddp.runtime.job.session import current\n"
@@ -81,29 +67,6 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(1000)
 """
-LONG_GRACE = ("--grace", "600")  # a slow rank may need minutes to reach the agreed step
-
-
-def start(command: list[str], cwd: Path = ROOT, ranks: int = 2) -> subprocess.Popen[str]:
-    """A job whose ranks have all printed that they are ready."""
-    job = piped(command, cwd)
-    assert job.stdout is not None
-    printed = [job.stdout.readline() for _ in range(ranks)]
-    if printed != ["ready\n"] * ranks:
-        job.kill()  # or it would run on
-    assert printed == ["ready\n"] * ranks
-    return job
-
-
-def piped(command: list[str], cwd: Path = ROOT) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        env=clean_env(),
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.mark.parametrize("attempt", range(3))
@@ -298,6 +261,7 @@ def test_stop_after_stops_a_training_and_the_printed_command_resumes_it(tmp_path
             cwd=folder,
             capture_output=True,
             text=True,
+            timeout=PATIENCE_S,
         )
         if done.returncode != 130:
             break
@@ -315,6 +279,7 @@ def test_stop_after_stops_a_training_and_the_printed_command_resumes_it(tmp_path
         cwd=folder,
         capture_output=True,
         text=True,
+        timeout=PATIENCE_S,
     )
     assert again.returncode == 0, again.stderr
     assert f"step {stopped[1]}" in again.stdout

@@ -1,6 +1,6 @@
 """Any command as a rank: its variables, stdin, end and signals, and the scripts within it.
 
-Tests mpiddp/runtime/start/command.py, command/torch_store.py, command/plain_store.py.
+Tests mpiddp/runtime/start/command.py.
 python -m pytest tests/ranks/runtime/test_command.py
 """
 
@@ -22,20 +22,13 @@ import pytest
 
 from mpiddp.hosts.probe import with_own_folder
 from mpiddp.protocol.messages import OUTPUT_PROCESS
-from mpiddp.protocol.variables import (
-    ANNOUNCED,
-    ERROR_FILE,
-    JOB,
-    MAX_RESTARTS,
-    NETWORKS,
-    RUN_DIR,
-)
+from mpiddp.protocol.variables import ANNOUNCED, ERROR_FILE, JOB, MAX_RESTARTS, NETWORKS, RUN_DIR
 from mpiddp.world import TORCH
-from tests.ranks.launch.test_signals import descendants
-from tests.ranks.launch.test_stop import LONG_GRACE, SCRIPT, piped, start
 from tests.support.mpis import PACKAGES, library_of, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ALL_OUTPUT, LAUNCH, ROOT, clean_env, launch, mpiddp, mpirun, script
+from tests.support.running import descendants
+from tests.support.stopping import LONG_GRACE, SCRIPT, piped, start
 
 MPIS = ("openmpi5", *PACKAGES)
 TWO = ("-H", "localhost:2")
@@ -66,9 +59,8 @@ def launch_with(stdin: str, *arguments: str) -> Done:
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_variables_and_stdin(mpi: str) -> None:
-    """torchrun's variables and none of the MPI's. Only rank 0 has stdin; Open MPI 5 hides its end."""
-    command = "if [ $RANK = 0 ]; then read line; else line=$(cat); fi; "
-    command += "echo \"$RANK $WORLD_SIZE $LOCAL_RANK '$line'\"; env"
+    """torchrun's variables and none of the MPI's. Only rank 0 has stdin, to its end."""
+    command = "line=$(cat); echo \"$RANK $WORLD_SIZE $LOCAL_RANK '$line'\"; env"
     options = ["--mpirun", mpirun_of(mpi), *TWO]
     done = launch_with("from stdin\n", *options, "--", "sh", "-c", command)
     assert done.returncode == 0, done.stderr
@@ -96,8 +88,13 @@ def test_the_page_on_containers_names_what_a_command_gets() -> None:
     assert {ANNOUNCED, RUN_DIR, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"} <= named
 
 
+def sleep(seconds: int) -> str:
+    """A command that no other run of the tests on this machine has."""
+    return f"sleep {seconds}.{os.getpid():08}"
+
+
 # Rank 1 fails while rank 0 would sleep; rank 0's processes are in two process groups.
-FAILS = "if [ $RANK = 0 ]; then setsid sleep 1005 & sleep 1006; fi; sleep 1; {}"
+FAILS = f"if [ $RANK = 0 ]; then setsid {sleep(1005)} & {sleep(1006)}; fi; sleep 1; {{}}"
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -114,7 +111,7 @@ def test_the_end_of_one_command_ends_the_job(mpi: str, end: str, reason: str) ->
         stderr = job.communicate(timeout=PATIENCE_S)[1]
     assert job.returncode == 1, stderr
     assert f"mpiddp: rank 1 on {gethostname()} ended first, with {reason}. {OTHERS}\n" in stderr
-    assert running("sleep 1005", "sleep 1006") == []
+    assert running(sleep(1005), sleep(1006)) == []
 
 
 def running(*commands: str) -> list[str]:
@@ -180,7 +177,7 @@ OPEN_MPI = ("--allow-run-as-root", "--bind-to", "none", "--oversubscribe")
 def test_a_raw_mpirun_returns_the_commands_code(mpi: str, end: str, code: int, reason: str) -> None:
     program = Path(mpirun_of(mpi))
     flags = OPEN_MPI if "openmpi" in mpi else ()
-    command = ["sh", "-c", f"[ $RANK = 0 ] && sleep 1000; {end}"]
+    command = ["sh", "-c", f"[ $RANK = 0 ] && {sleep(1000)}; {end}"]
     done = subprocess.run(
         [program, *flags, "-np", "2", sys.executable, "-m", "mpiddp", "run", "--", *command],
         env=with_own_folder(program, clean_env(library_of(mpi))),
@@ -191,7 +188,7 @@ def test_a_raw_mpirun_returns_the_commands_code(mpi: str, end: str, code: int, r
     )
     assert done.returncode == code, done.stderr
     assert f"rank 1 on {gethostname()} ended with {reason}\n" in done.stderr
-    assert running("sleep 1000") == []
+    assert running(sleep(1000)) == []
 
 
 WRAPPERS = {
@@ -217,7 +214,12 @@ def test_a_wrapper(name: str) -> None:
     command = ["sh", "-c", "echo $RANK of $WORLD_SIZE; exit $RANK"]
     wrapper = WRAPPERS[name]
     is_there = shutil.which(wrapper[0]) is not None
-    if not is_there or subprocess.run([*wrapper, "true"], stderr=subprocess.DEVNULL).returncode:
+    if (
+        not is_there
+        or subprocess.run(
+            [*wrapper, "true"], stderr=subprocess.DEVNULL, timeout=PATIENCE_S
+        ).returncode
+    ):
         pytest.skip(f"{name} does not run here")
     done = launch(*TWO, "--", *wrapper, *command)
     assert sorted(done.stdout.split("\n")) == ["", "0 of 2", "1 of 2"], done.stderr
@@ -235,7 +237,7 @@ def test_a_wrapper_script(tmp_path: Path) -> None:
 
 def test_a_killed_rank_leaves_no_process() -> None:
     """SIGKILL to the process around the command, of which nothing else of the job knows."""
-    text = "echo ready; trap '' TERM; setsid sleep 1007 & sleep 1008; sleep 1009"
+    text = f"echo ready; trap '' TERM; setsid {sleep(1007)} & {sleep(1008)}; {sleep(1009)}"
     with start([*LAUNCH, *TWO, "--", "bash", "-c", text]) as job:
         pids = descendants(job.pid)
         rank = next(pid for pid in pids if parent_of(pid) not in pids or is_rank(pid))
@@ -243,7 +245,7 @@ def test_a_killed_rank_leaves_no_process() -> None:
         stderr = job.communicate(timeout=PATIENCE_S)[1]
     assert job.returncode == 1, stderr
     assert "was killed by SIGKILL" in stderr
-    assert running("sleep 1007", "sleep 1008", "sleep 1009") == []
+    assert running(*map(sleep, (1007, 1008, 1009))) == []
 
 
 def parent_of(pid: int) -> int:

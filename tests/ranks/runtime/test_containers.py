@@ -25,11 +25,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch.test_stop import LONG_GRACE, SCRIPT, start
 from tests.support import frameworks
 from tests.support.mpis import PACKAGES, mpirun_of
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env
+from tests.support.stopping import LONG_GRACE, SCRIPT, start
 
 SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
 _OF_TORCH = ("torch", "functorch")

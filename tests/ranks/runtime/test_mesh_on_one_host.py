@@ -17,13 +17,8 @@ import torch
 from torch import nn
 
 from tests.support.mesh_groups import Ranks
-from tests.support.ranks import (
-    ROOT,
-    clean_env,
-    launch,
-    mpirun,
-    own_lines,
-)
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env, launch, mpirun, own_lines
 
 JOB = str(ROOT / "tests" / "jobs" / "mesh_groups.py")
 
@@ -101,7 +96,11 @@ def plain_losses() -> list[float]:
 
 def test_the_example_in_one_process(plain_losses: list[float]) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], env=clean_env(), capture_output=True, text=True
+        [sys.executable, str(EXAMPLE)],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == pytest.approx(plain_losses, abs=2e-6)

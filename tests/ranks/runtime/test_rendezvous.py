@@ -59,6 +59,11 @@ def test_every_rank_has_its_world_and_the_address_of_rank_0(ranks: int) -> None:
         touched = fact["touched"]
         run_ids.add(touched.pop("MPIDDP_RUN_ID"))
         assert touched.pop("TORCHELASTIC_ERROR_FILE").endswith(f"-{rank}-error.json")
+        address, secret = (
+            touched.pop("MPIDDP_CHANNEL", ""),
+            touched.pop("MPIDDP_CHANNEL_SECRET", ""),
+        )
+        assert address.startswith("127.0.0.1:") is (len(secret) == 32) is (ranks > 1)
         assert touched == {
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),

@@ -26,8 +26,7 @@ NOT_OF_A_SCRIPT = (
     "function",
     "guardian",
     "own_gpu",
-    "plain_store",
-    "torch_store",
+    "store_process",
     "address",
 )
 
@@ -50,6 +49,6 @@ def test_a_script_alone_begins_after_few_modules(tmp_path: Path) -> None:
 
 def test_a_script_under_the_launcher_imports_what_it_needs(tmp_path: Path) -> None:
     found = modules(*LAUNCH, "-H", "localhost:2", "--prefix", "never", script(tmp_path, COUNT))
-    assert len(found) <= 38, found
+    assert len(found) <= 39, found
     assert not [name for name in found if name.rpartition(".")[2] in NOT_OF_A_SCRIPT]
     assert not [name for name in found if name.startswith("mpiddp.runtime.torch")]

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.launch.starters.table import identify
-from tests.support.allocations import (
-    DRY_RUNS,
-    PBS,
-    PE_HOSTFILE,
-    PROGRAMS,
-    Env,
-    documented_dry_runs,
-)
+from tests.support.allocations import DRY_RUNS, PBS, Env, documented_dry_runs, enter_folder
 from tests.support.mpis import mpirun_of
 from tests.support.ranks import launch
 from tests.unit.launch.test_starters import MPIS
@@ -27,32 +20,9 @@ from tests.unit.launch.test_starters import MPIS
 SCRIPT = "examples/message_passing.py"
 
 
-NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
-
-
-MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc slots=2\n"
-
-
-# The same for Intel MPI and MPICH, whose hostfile has `host:slots`.
-INTEL_HOSTFILE = "pi-worker-0.pi.default.svc:2\npi-worker-1.pi.default.svc:2\n"
-
-
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the files that the variables above name, and stand-ins of programs on PATH."""
-    for name, text in (
-        ("node_file", NODE_FILE),
-        ("pe_hostfile", PE_HOSTFILE),
-        ("mpi_hostfile", MPI_HOSTFILE),
-        ("intel_hostfile", INTEL_HOSTFILE),
-        *PROGRAMS.items(),
-    ):
-        (tmp_path / name).write_text(text)
-    for name in PROGRAMS:
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return tmp_path
+    return enter_folder(tmp_path, monkeypatch)
 
 
 def test_a_dry_run_says_where_the_hosts_come_from() -> None:

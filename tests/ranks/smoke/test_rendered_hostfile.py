@@ -14,27 +14,18 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.formats import render
-from mpiddp.hosts.hostfile import Hosts, parse_hostfile
+from mpiddp.hosts.hostfile import parse_hostfile
 from tests.support.patience import PATIENCE_S
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def parse(text: str, *, keep_fqdn: bool = False) -> Hosts:
-    return parse_hostfile(text.encode(), "hosts.txt", keep_fqdn=keep_fqdn)
-
-
-def test_open_mpi_accepts_a_rendered_hostfile() -> None:
+def test_open_mpi_accepts_a_rendered_hostfile(tmp_path: Path) -> None:
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         pytest.skip("no mpirun beside this Python")
-    Path("hosts.txt").write_text(render(parse("localhost:2 # two\n"), "openmpi"))
+    file = tmp_path / "hosts.txt"
+    file.write_text(render(parse_hostfile(b"localhost:2 # two\n", "hosts.txt"), "openmpi"))
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [str(mpirun), "--hostfile", "hosts.txt", "--bind-to", "none", "echo", "here"]
+    command = [str(mpirun), "--hostfile", str(file), "--bind-to", "none", "echo", "here"]
     done = subprocess.run(
         command, env=os.environ | root, capture_output=True, text=True, timeout=PATIENCE_S
     )

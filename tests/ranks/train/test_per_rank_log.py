@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command
 
 TRAINING = (
@@ -36,6 +37,7 @@ def train(launcher: str, out: Path, *options: str) -> list[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

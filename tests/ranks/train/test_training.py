@@ -16,6 +16,7 @@ import torch
 
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpirun
 from tests.support.training import (
     Command,
@@ -300,7 +301,12 @@ def test_a_deterministic_training_without_a_launcher(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", program, "train", *QUICK, "--deterministic"]
     job = subprocess.run(
-        [*command, f"--out={tmp_path}"], env=clean_env(), cwd=ROOT, capture_output=True, text=True
+        [*command, f"--out={tmp_path}"],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert (job.returncode, job.stderr) == (0, "")
     assert "no launcher: training alone, as rank 0 of 1." in job.stdout

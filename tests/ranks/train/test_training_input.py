@@ -19,6 +19,7 @@ from mpiddp.checkpoints import directory
 from mpiddp.train.data import cifar10_files
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpirun, own_lines
 from tests.support.training import Command, Ranks, Turn, records, summary, train, waiting_ranks
 
@@ -188,7 +189,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "resume broken": (
         "--use-syn --resume=P/broken",
-        "rank 0 on .*: P/broken: contains no intact checkpoint.",
+        "rank 0 on .*: P/broken: contains no verified checkpoint.",
     ),
     "resume one broken": (
         "--use-syn --resume=P/broken/checkpoints/step_00000002",
@@ -196,7 +197,7 @@ CASES: dict[str, tuple[str, str]] = {
     ),
     "continue broken": (
         "--use-syn --out=P/broken",
-        "rank 0 on .*: P/broken/checkpoints contains no intact checkpoint. Name another folder.",
+        "rank 0 on .*: P/broken/checkpoints contains no verified checkpoint. Name another folder.",
     ),
     "resume another program's": (
         "--use-syn --resume=P/other/step_00000002",
@@ -285,7 +286,7 @@ def test_an_error_that_only_rank_0_finds_ends_the_job(inputs: Path, tmp_path: Pa
     job = train(2, *QUICK, f"--resume={inputs / 'broken'}", "--out", tmp_path / "out")
     assert job.returncode == 2
     (sentence,) = own_lines(job.stderr)
-    assert sentence.endswith(f"{inputs / 'broken'}: contains no intact checkpoint.")
+    assert sentence.endswith(f"{inputs / 'broken'}: contains no verified checkpoint.")
 
 
 def test_a_broken_image_of_one_rank_during_training(tmp_path: Path) -> None:
@@ -386,5 +387,10 @@ def test_a_full_disk_keeps_the_older_checkpoint(tmp_path: Path) -> None:
 
 def alone(*python_args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *python_args], env=clean_env(), cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *python_args],
+        env=clean_env(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )

@@ -67,6 +67,39 @@ def slow_login(host: Host, command: str) -> Iterator[None]:
 
 
 @contextmanager
+def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
+    """The host's sshd listens on this port alone. The other hosts know its key there."""
+    config = "/etc/ssh/sshd_config"
+    with ExitStack() as stack:
+        for other in cluster.hosts:
+            for user in ("root", USER):
+                path = f"{other.home(user)}/.ssh/known_hosts"
+                known = other.path(path).read_text()
+                (key,) = (line for line in known.splitlines() if line.startswith(f"{host.name},"))
+                there = f"[{host.name}]:{port},[{host.address}]:{port} {key.partition(' ')[2]}\n"
+                stack.enter_context(_replaced(other, path, known + there))
+        stack.enter_context(no_sshd(host))
+        stack.enter_context(
+            _replaced(host, config, f"Port {port}\n{host.path(config).read_text()}")
+        )
+        ssh.start_sshd([host])
+        stack.callback(ssh.stop_sshd, host)
+        yield
+
+
+@contextmanager
+def another_user(host: Host) -> Iterator[None]:
+    """root of any host logs in to this one as `USER`, and not as root."""
+    keys = {user: f"{host.home(user)}/.ssh/authorized_keys" for user in ("root", USER)}
+    texts = {user: host.path(path).read_text() for user, path in keys.items()}
+    with (
+        _replaced(host, keys["root"], ""),
+        _replaced(host, keys[USER], texts[USER] + texts["root"]),
+    ):
+        yield
+
+
+@contextmanager
 def unreachable(host: Host) -> Iterator[None]:
     """The host's link is down, so connections to it time out."""
     host.link("down")

@@ -188,4 +188,5 @@ def configure(pid: int, commands: Sequence[str]) -> None:
         input="\n".join(commands) + "\n",
         text=True,
         check=True,
+        timeout=PATIENCE_S,
     )

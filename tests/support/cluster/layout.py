@@ -23,12 +23,15 @@ class Layout:
         configures it. The other hosts' names resolve to their real addresses.
     decoys: "docker0" and/or "virbr0", with the same address on every host.
     dead_network: a second interface eth1, with an address in 10.78.0.0/24, that loses all packets.
+    apart: all hosts but node0 have a root of their own, in memory, with the system's programs (/usr) and
+        nothing of this machine besides: no repository, no virtual environment, no shared folder.
     """
 
     interfaces: tuple[str, ...] = ("eth0",)
     own_name_is_loopback: bool = False
     decoys: tuple[str, ...] = ()
     dead_network: bool = False
+    apart: bool = False
 
 
 PLAIN = Layout()

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from tests.support.cluster import needs
 from tests.support.cluster.host import Host
+from tests.support.patience import PATIENCE_S
 
 LATENCY = "50ms"  # a packet that would wait longer is dropped, as by a switch
 
@@ -46,4 +47,5 @@ def _tc(pid: int, command: str) -> None:
     subprocess.run(
         [needs.tool("nsenter"), f"--target={pid}", "--net", needs.tool("tc"), *command.split()],
         check=True,
+        timeout=PATIENCE_S,
     )

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from functools import cache
 
+from tests.support.patience import PATIENCE_S
+
 PACKAGES = (
     "openssh-server",  # sshd, one for each host
     "openssh-client",  # ssh, ssh-keygen
@@ -62,6 +64,7 @@ def why_not() -> str | None:
         text=True,
         capture_output=True,
         env={**os.environ, "PATH": PATH},
+        timeout=PATIENCE_S,
     )
     if probe.returncode != 0:
         return f"the test cluster cannot create namespaces here: {probe.stderr.strip()}"

@@ -23,6 +23,8 @@ def main() -> None:
     _own_sys()
     for folder, children in spec["replaced_folders"]:
         _only(Path(folder), children)
+    if spec["apart"]:
+        _own_root(Path(spec["shared"]))
     print("ready", flush=True)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
@@ -81,6 +83,31 @@ def _only(folder: Path, children: list[str]) -> None:
         _mount("--rbind", aside / child, folder / child)
     subprocess.run(["umount", "--no-mtab", "--lazy", aside], check=True)
     aside.rmdir()
+
+
+def _own_root(shared: Path) -> None:
+    """Move to a root in memory that has this machine's /usr and the private folders, and nothing else."""
+    subprocess.run(["umount", "--no-mtab", shared], check=True)
+    root = Path("/mnt")
+    _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", root)
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        folder = Path("/", name)
+        if folder.is_symlink():
+            (root / name).symlink_to(folder.readlink())
+        elif folder.is_dir():
+            (root / name).mkdir()
+            _mount("--rbind", folder, root / name)
+    for name in ("usr", "etc", "dev", "run", "proc", "sys"):
+        (root / name).mkdir()
+        _mount("--rbind", Path("/", name), root / name)
+    for name, mode in (("tmp", 0o1777), ("root", 0o700), ("home", 0o755), ("var", 0o755)):
+        (root / name).mkdir()
+        (root / name).chmod(mode)
+    (root / "old").mkdir()
+    subprocess.run(["pivot_root", root, root / "old"], check=True)
+    os.chdir("/")
+    subprocess.run(["umount", "--no-mtab", "--lazy", "/old"], check=True)
+    Path("/old").rmdir()
 
 
 def _reap() -> None:

@@ -50,7 +50,7 @@ def make_keys(count: int) -> list[Key]:
         files = [Path(folder, str(index)) for index in range(count)]
         command = [needs.tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "mpiddp-test"]
         for process in [subprocess.Popen([*command, "-f", os.fspath(file)]) for file in files]:
-            if process.wait() != 0:
+            if process.wait(timeout=PATIENCE_S) != 0:
                 raise RuntimeError("ssh-keygen failed")
         return [Key(file.read_text(), Path(f"{file}.pub").read_text()) for file in files]
 
@@ -83,7 +83,7 @@ def start_sshd(hosts: Sequence[Host]) -> None:
     starting = [(host, host.popen(sshd, stdout=None, stderr=None)) for host in hosts]
     deadline = time.monotonic() + PATIENCE_S
     for host, process in starting:
-        if process.wait() != 0:
+        if process.wait(timeout=PATIENCE_S) != 0:
             raise RuntimeError(f"sshd on {host.name}: {host.path('/run/sshd.log').read_text()}")
         while not host.path("/run/sshd.pid").exists():  # written once it listens
             if time.monotonic() > deadline:

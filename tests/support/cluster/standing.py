@@ -63,7 +63,10 @@ def stand_up(count: int, *, layout: Layout = PLAIN, name: str, detached: bool = 
     try:
         hub = _spawn(["unshare", "--net", "sleep", "infinity"], detached)
         started.append(hub)
-        started += [_spawn(_node(index, folder / "shared"), detached) for index in range(count)]
+        started += [
+            _spawn(_node(index, folder / "shared", apart=layout.apart and index > 0), detached)
+            for index in range(count)
+        ]
         processes = tuple(identity(pid) for pid, _ in started)
         record(folder, owner=owner, processes=processes)
         hosts = tuple(
@@ -111,11 +114,12 @@ def _spawn(command: list[str], detached: bool) -> tuple[int, int]:
     return pid, output
 
 
-def _node(index: int, shared: Path) -> list[str]:
+def _node(index: int, shared: Path, *, apart: bool) -> list[str]:
     spec = {
         "name": host_name(index),
         "shared": str(shared),
-        "replaced_folders": reach.replaced_folders(),
+        "replaced_folders": [] if apart else reach.replaced_folders(),
+        "apart": apart,
     }
     return ["unshare", *needs.NAMESPACES, sys.executable, "-I", "-S", str(_NODE), json.dumps(spec)]
 

@@ -20,7 +20,9 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
+from mpiddp.checkpoints.find import consequence
 from mpiddp.text import shown
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}
@@ -154,7 +156,9 @@ for step in (1, 2, 3, 4):
     directory.prune(Path(), 2)
 """
     tmp_path.chmod(0o777)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=clean_env(), check=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=clean_env(), check=True, timeout=PATIENCE_S
+    )
     assert list(map(directory.step_of, directory.list_steps(tmp_path))) == [3, 4]
     for left in tmp_path.iterdir():
         left.chmod(0o777)  # for pytest to remove
@@ -221,10 +225,10 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
             writer.send_signal(signal.SIGKILL)
         for folder in directory.list_steps(tmp_path):
             directory.verify(folder)
-        valid, complaints = directory.survey(tmp_path)
-        assert valid is not None
+        newest, complaints = directory.survey(tmp_path)
+        assert newest is not None
         assert complaints == []
-        assert directory.step_of(valid) >= written[-1]
+        assert directory.step_of(newest) >= written[-1]
 
 
 # Reading
@@ -333,7 +337,7 @@ def test_a_crafted_manifest_is_refused(folder: Path, manifest: bytes, message: s
     assert complaint(folder) == message
     assert not directory.is_intact(folder)
     with pytest.raises(BrokenCheckpoint, match=re.escape(message)):
-        directory.parse_manifest(manifest)
+        directory.listed(folder)
 
 
 def test_no_file_outside_of_the_checkpoint_is_touched(folder: Path) -> None:
@@ -383,7 +387,12 @@ except directory.BrokenCheckpoint as error:
         parent.chmod(0o755)
     command = [sys.executable, "-c", code, folder.name]
     done = subprocess.run(
-        command, cwd=folder.parent, env=clean_env(), capture_output=True, text=True
+        command,
+        cwd=folder.parent,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == f"checkpoint {folder.name}: COMPLETE cannot be read: Permission denied\n"
 
@@ -405,11 +414,9 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
 
 
 def survey_sentences(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is valid, and the sentences of `mpiddp train` about the newer ones."""
+    """The newest checkpoint that is verified, and the sentences of `mpiddp train` about the newer ones."""
     newest, complaints = directory.survey(root)
-    return newest, [
-        f"{complaint}; {directory.consequence(step, newest)}." for step, complaint in complaints
-    ]
+    return newest, [f"{complaint}; {consequence(step, newest)}." for step, complaint in complaints]
 
 
 def test_the_newest_valid_checkpoint_is_found_and_the_loss_printed(tmp_path: Path) -> None:
@@ -439,8 +446,8 @@ def test_every_broken_checkpoint_is_named_if_none_is_valid(tmp_path: Path) -> No
     assert survey_sentences(tmp_path) == (
         None,
         [
-            "checkpoint step_00000002: the save was never completed; no older one is valid.",
-            "checkpoint step_00000001: the save was never completed; no older one is valid.",
+            "checkpoint step_00000002: the save was never completed; no older one is verified.",
+            "checkpoint step_00000001: the save was never completed; no older one is verified.",
         ],
     )
 

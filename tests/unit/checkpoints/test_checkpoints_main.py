@@ -13,6 +13,7 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from mpiddp.cli import main
+from tests.support.patience import PATIENCE_S
 
 
 def write_files(folder: Path) -> None:
@@ -142,4 +143,6 @@ def test_the_command_imports_neither_torch_nor_mpi(run: Path) -> None:
         "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
         "sys.exit(code)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, timeout=PATIENCE_S
+    )

@@ -25,12 +25,11 @@ from tests.support.allocations import (
     LSF,
     MPIJOB,
     PBS,
-    PE_HOSTFILE,
-    PROGRAMS,
     SKYPILOT,
     SLURM,
     Env,
     documented_dry_runs,
+    enter_folder,
 )
 
 # Slurm, "Heterogeneous Job Support", "Environment Variables"
@@ -42,14 +41,6 @@ SLURM_HETEROGENEOUS = SLURM | {
     "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
     "SLURM_JOB_NODELIST_HET_GROUP_1": "n[11-14]",
 }
-
-NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
-
-
-MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc slots=2\n"
-# The same for Intel MPI and MPICH, whose hostfile has `host:slots`.
-INTEL_HOSTFILE = "pi-worker-0.pi.default.svc:2\npi-worker-1.pi.default.svc:2\n"
-
 
 AZURE_ML = {"AZ_BATCH_NODE_LIST": "node-0;node-1", "AZ_BATCH_MASTER_NODE": "node-0:6000"}
 
@@ -69,20 +60,7 @@ AWS_BATCH = {
 
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the files that the variables above name, and stand-ins of programs on PATH."""
-    for name, text in (
-        ("node_file", NODE_FILE),
-        ("pe_hostfile", PE_HOSTFILE),
-        ("mpi_hostfile", MPI_HOSTFILE),
-        ("intel_hostfile", INTEL_HOSTFILE),
-        *PROGRAMS.items(),
-    ):
-        (tmp_path / name).write_text(text)
-    for name in PROGRAMS:
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return tmp_path
+    return enter_folder(tmp_path, monkeypatch)
 
 
 def found(env: Env) -> tuple[str, list[str], list[int | None]]:

@@ -247,7 +247,7 @@ def test_check_finds_line_ends_that_an_mpirun_cannot_parse() -> None:
         "my hosts; rm x:1: Windows line endings, which Open MPI's mpirun cannot parse. "
         r"Run: sed -i 's/\r$//' 'my hosts; rm x'"
     )
-    subprocess.run(["bash", "-c", message.partition("Run: ")[2]], check=True)
+    subprocess.run(["bash", "-c", message.partition("Run: ")[2]], check=True, timeout=PATIENCE_S)
     assert main.main(["check", "my hosts; rm x", "--mpi", "openmpi"]) == 0
 
 

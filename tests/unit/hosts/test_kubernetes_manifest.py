@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from tests.support.kubernetes import read_yaml
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 FOLDER = ROOT / "examples" / "kubernetes"
@@ -19,7 +20,7 @@ ENTRY = FOLDER / "entrypoint.sh"
 
 def test_without_a_key_the_entry_point_says_what_is_missing(tmp_path: Path) -> None:
     command = ["env", f"HOME={tmp_path}", f"SSH_KEYS={tmp_path}/none", str(ENTRY), "true"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert done.stderr == (
         f"entrypoint.sh: no key pair in {tmp_path}/none. Set sshAuthMountPath: {tmp_path}/none in the "

@@ -16,6 +16,7 @@ import pytest
 
 from mpiddp.hosts.pidfd import kill_marked, opened
 from mpiddp.launch.orphans import remote_program
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 Start = Callable[[str], subprocess.Popen[bytes]]
@@ -34,7 +35,7 @@ def start() -> Iterator[Start]:
     yield start
     for process in started:
         process.kill()
-        process.wait()
+        process.wait(timeout=PATIENCE_S)
 
 
 @pytest.fixture(params=["pidfd", "no pidfd", "no pidfd in this kernel"])
@@ -54,7 +55,7 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_only_processes_of_the_job_are_killed(start: Start) -> None:
     of_job, other = start("a1"), start("a11")
     assert kill_marked(b"MPIDDP_JOB=a1") == [of_job.pid]
-    assert of_job.wait() == -signal.SIGKILL
+    assert of_job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     assert other.poll() is None
     assert kill_marked(b"MPIDDP_JOB=a1") == []
 
@@ -62,10 +63,14 @@ def test_only_processes_of_the_job_are_killed(start: Start) -> None:
 def test_the_program_for_other_hosts_kills_and_prints(start: Start) -> None:
     of_job, other = start("b2"), start("")
     done = subprocess.run(
-        [sys.executable, "-I"], input=remote_program("b2"), capture_output=True, text=True
+        [sys.executable, "-I"],
+        input=remote_program("b2"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert (done.stdout, done.stderr) == (f"{of_job.pid}\n", "")
-    assert of_job.wait() == -signal.SIGKILL
+    assert of_job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     assert other.poll() is None
 
 
@@ -74,7 +79,7 @@ def test_a_process_that_has_ended(start: Start) -> None:
     process = start("")
     with opened(process.pid) as send:
         process.kill()
-        process.wait()
+        process.wait(timeout=PATIENCE_S)
         with pytest.raises(ProcessLookupError):
             send(signal.SIGKILL)
     with pytest.raises(ProcessLookupError), opened(process.pid) as send:
@@ -103,7 +108,7 @@ with opened(first.pid) as send:
 
 def test_a_stranger_with_the_same_pid_is_not_killed() -> None:
     command = ["unshare", "-rpf", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     if "unshare" in done.stderr or "ns_last_pid" in done.stderr:
         pytest.skip(f"no namespace for pids here: {done.stderr}")
     assert (done.stdout.split(), done.stderr) == (["True", "refused", "None"], "")

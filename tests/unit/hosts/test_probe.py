@@ -15,6 +15,7 @@ import pytest
 from mpiddp.hosts import probe
 from mpiddp.launch import preflight
 from mpiddp.launch.preflight import TRAVELLING, Needs, probe_program
+from tests.support.patience import PATIENCE_S
 
 
 def requirements(folder: Path) -> Needs:
@@ -30,7 +31,9 @@ def requirements(folder: Path) -> Needs:
 def run_bare(program: str, folder: Path) -> CompletedProcess[str]:
     """Run a program without site-packages, user folders and environment, in another folder."""
     command = [sys.executable, "-I", "-S"]
-    return subprocess.run(command, input=program, cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        command, input=program, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def test_the_probe_needs_only_the_standard_library(tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ import pytest
 
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.transport import QRSH, SSH, Transport
+from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, Transport
 from mpiddp.launch.starters import openmpi
 from mpiddp.launch.starters.command import JobNetwork, Request
 from mpiddp.launch.starters.environment import ALLOWED, SECRET, forwarded, is_secret
-from mpiddp.launch.starters.table import compose
 from tests.unit.launch.test_starters import JOB, MPIS
 
 GOLDEN = Path(__file__).parents[2] / "data" / "command_lines.txt"
@@ -57,6 +56,10 @@ SCENARIOS = {
     "as root": Scenario(ONE, JobNetwork(), is_root=True),
     "a container": Scenario(THREE, is_command=True),
     "bound to NUMA nodes": Scenario(ONE, JobNetwork(), bind="numa"),
+    "bound to cores": Scenario(ONE, JobNetwork(), bind="core"),
+    "in a job of LSF": Scenario(
+        THREE, transport=BLAUNCH, env=(("LSB_JOBID", "7"), ("LSB_DJOB_HOSTFILE", "/spool/hosts"))
+    ),
     "arguments of the user": Scenario(
         THREE, mpi_args=("--mca", "pml", "ucx"), env=(("UCX_TLS", "rc"),)
     ),
@@ -77,7 +80,7 @@ def command_line(mpi: str, scenario: Scenario) -> str:
         mpi_args=scenario.mpi_args,
         is_command=scenario.is_command,
     )
-    command = compose(MPIS[mpi], request)
+    command = MPIS[mpi].compose(request)
     assignments = [f"{name}={shlex.quote(value)}" for name, value in command.settings.items()]
     lines = [" ".join([*assignments, shlex.join(command.argv)])]
     for path, text in command.files.items():

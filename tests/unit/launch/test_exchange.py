@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -17,11 +17,12 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.signals import AwakeSelector
+from mpiddp.protocol.channel import decode, encode, server_proof
 from mpiddp.protocol.messages import ANSWER, GO
 from mpiddp.protocol.payload import Payload, send_payload
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.runtime.job.connect import Server, connect_to_launcher
 from mpiddp.runtime.job.ending import Refused
-from mpiddp.runtime.launcher.channel import connect_to_launcher
 from mpiddp.runtime.start.function import Caller
 from mpiddp.world import World
 
@@ -37,8 +38,8 @@ class Launcher:
         self.selector = AwakeSelector()
         self.server = ControlServer(address, 2, self.selector)
         self.exchange = exchange
-        self.address, self.secret = (self.server.settings[name] for name in (ADDRESS, SECRET))
-        exchange.begin(self.secret, 2)
+        self.channel = Server(*(self.server.settings[name] for name in (ADDRESS, SECRET)))
+        exchange.begin(self.channel.key, 2)
         self.is_over = False
 
     def serve(self) -> None:
@@ -68,55 +69,62 @@ def test_the_function_arrives_and_the_answer_is_there_before_the_rank_continues(
 ) -> None:
     exchange = Exchange(FUNCTION, LIMIT)
     with launched(exchange, address) as launcher:
-        caller = Caller(launcher.address, launcher.secret, WORLD)
+        caller = Caller(launcher.channel, WORLD)
         assert caller.function() == FUNCTION
         caller.answer({"kind": "result"}, b"r" * LIMIT)
         assert exchange.answers == {1: Payload({"kind": "result"}, b"r" * LIMIT)}
-        exchange.begin(launcher.secret, 2)  # a restart
+        exchange.begin(launcher.channel.key, 2)  # a restart
         assert exchange.answers == {}
 
 
 def test_an_answer_that_breaks_the_rules_does_not_count() -> None:
     exchange = Exchange(FUNCTION, LIMIT)
     with launched(exchange) as launcher:
-        caller = Caller(launcher.address, launcher.secret, WORLD)
+        caller = Caller(launcher.channel, WORLD)
         with pytest.raises(
             JobFailed, match="has lost the launcher during the transfer of its answer"
         ):
             caller.answer({"kind": "result"}, b"r" * (LIMIT + 1))
         # Whoever has taken over a rank's connection does not have the secret.
-        stranger, _ = connect_to_launcher(launcher.address, launcher.secret, WORLD, ANSWER)
+        stranger, _ = connect_to_launcher(launcher.channel, WORLD, ANSWER)
         with stranger:
             send_payload(stranger, Payload({"kind": "result"}), "another", f"{ANSWER} 1")
             assert stranger.recv(len(GO)) == b""
         assert exchange.answers == {}
 
 
-def test_a_function_from_a_stranger_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("1" * 32, "it is not the server of this job"),
+        ("0" * 32, "its function: a payload with a wrong MAC"),  # it passes the launcher's proof on
+    ],
+)
+def test_a_function_from_a_stranger_is_refused(key: str, reason: str) -> None:
     """A rank that is led to another address than its launcher's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
-        thread = threading.Thread(target=pretend, args=(server,))
+        thread = threading.Thread(target=pretend, args=(server, key))
         thread.start()
-        caller = Caller(f"{host}:{port}", "0" * 32, WORLD)
-        with pytest.raises(JobFailed, match="its function: a payload with a wrong MAC"):
+        caller = Caller(Server(f"{host}:{port}", "0" * 32), WORLD)
+        with pytest.raises(JobFailed, match=reason):
             caller.function()
         thread.join()
 
 
-def pretend(server: socket.socket) -> None:
+def pretend(server: socket.socket, key: str) -> None:
     connection, _ = server.accept()
-    with connection:
-        connection.sendall(b'{"type": "challenge", "challenge": "x"}\n')
-        connection.recv(4096)
-        connection.sendall(b'{"type": "received"}\n')
+    with connection, suppress(ConnectionError):
+        connection.sendall(encode("challenge", challenge="x"))
+        facts, _ = decode(connection.recv(4096).rstrip())
+        connection.sendall(encode("received", proof=server_proof(key, facts["challenge"])))
         connection.recv(len(GO))
         send_payload(connection, Payload({}, b"a pickle"), "1" * 32, "function")
 
 
 def test_a_job_of_a_script_has_no_function() -> None:
     with launched(Exchange()) as launcher:
-        caller = Caller(launcher.address, launcher.secret, WORLD)
+        caller = Caller(launcher.channel, WORLD)
         with pytest.raises(
             JobFailed, match=r"the other end has closed the connection|Connection reset by peer"
         ):
@@ -136,7 +144,7 @@ def test_a_job_of_a_script_has_no_function() -> None:
 def test_the_caller_receives_errors(error: BaseException, kind: str, reason: str) -> None:
     exchange = Exchange(FUNCTION, LIMIT)
     with launched(exchange) as launcher:
-        caller = Caller(launcher.address, launcher.secret, WORLD)
+        caller = Caller(launcher.channel, WORLD)
         caller.function()
         with pytest.raises(type(error)), caller.reporting_errors():
             raise error

@@ -13,7 +13,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.launch.options import parse_mpi_args
 from mpiddp.launch.starters.command import JobNetwork
-from mpiddp.launch.starters.table import check_mpi_args, compose
+from mpiddp.launch.starters.table import check_mpi_args
 from tests.unit.launch.test_starters import JOB, MPIS, UNEQUAL
 
 REQUEST = replace(UNEQUAL, network=JobNetwork(networks=("10.0.0.0/24",)))
@@ -24,7 +24,7 @@ def test_the_arguments_come_last_before_the_job_and_a_dry_run_shows_them(mpi: st
     arguments = parse_mpi_args(["--verbose '--name=a b'", "-q"])
     check_mpi_args(MPIS[mpi].kind, arguments)
     request = replace(REQUEST, mpi_args=arguments)
-    command = compose(MPIS[mpi], request)
+    command = MPIS[mpi].compose(request)
     assert command.argv[-len(JOB) - 3 :] == ["--verbose", "--name=a b", "-q", *JOB]
     assert (
         "\n  --verbose '--name=a b' -q\n      --mpi-args, as you wrote them" in command.explained()
@@ -34,7 +34,7 @@ def test_the_arguments_come_last_before_the_job_and_a_dry_run_shows_them(mpi: st
 def test_a_parameter_of_open_mpi_replaces_the_launchers() -> None:
     arguments = parse_mpi_args(["--mca pml ucx -mca oob_tcp_keepalive_time 9"])
     check_mpi_args(MPIS["openmpi5"].kind, arguments)
-    argv = compose(MPIS["openmpi5"], replace(REQUEST, mpi_args=arguments)).argv
+    argv = MPIS["openmpi5"].compose(replace(REQUEST, mpi_args=arguments)).argv
     assert argv.count("pml") == argv.count("oob_tcp_keepalive_time") == 1
     assert "ob1" not in argv
     assert "btl_tcp_if_include" in argv

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mpiddp.launch import log
-from mpiddp.launch.supervise.control import Message
-from mpiddp.launch.supervise.ranks import Ranks
-from mpiddp.launch.supervise.stacks import hang_sentences, missing_sentence
+from mpiddp.launch.supervise.hang import hang_sentences
+from mpiddp.launch.supervise.ranks import Ranks, missing_sentence
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
+from mpiddp.protocol.server import Message
 
 EVIL = "\x1b[2J\u202e\r\nmpiddp: all is well"
 

@@ -26,7 +26,8 @@ from mpiddp.launch.starters.environment import (
     without_values,
 )
 from mpiddp.launch.starters.shared import can_shield
-from mpiddp.launch.starters.table import STARTERS, compose
+from mpiddp.launch.starters.table import STARTERS
+from tests.support.patience import PATIENCE_S
 
 # What their --version prints.
 VERSIONS = {
@@ -61,7 +62,7 @@ UNEQUAL = Request(hosts(("node1", 2), ("node0", 1)), JOB, "/home/me", variables=
 
 
 def argv_of(mpi: str, request: Request) -> list[str]:
-    return compose(MPIS[mpi], request).argv
+    return MPIS[mpi].compose(request).argv
 
 
 def follows(argv: list[str], *expected: str) -> bool:
@@ -96,7 +97,7 @@ def test_a_host_list_that_is_too_long_for_an_argument_is_a_file(
     mpi: str, flags: str, first_lines: list[str]
 ) -> None:
     many = hosts(*((f"node{number}", 8) for number in range(13_000)))
-    command = compose(MPIS[mpi], replace(UNEQUAL, hosts=many))
+    command = MPIS[mpi].compose(replace(UNEQUAL, hosts=many))
     assert follows(command.argv, *flags.split())
     assert max(map(len, command.argv)) < 128 * 1024
     lines = command.files["mpiddp-hosts"].splitlines()
@@ -106,7 +107,7 @@ def test_a_host_list_that_is_too_long_for_an_argument_is_a_file(
 
 
 def test_intel_mpi_reads_the_counts_from_a_file() -> None:
-    command = compose(MPIS["intelmpi"], replace(UNEQUAL, scratch="/tmp/x"))
+    command = MPIS["intelmpi"].compose(replace(UNEQUAL, scratch="/tmp/x"))
     assert command.files == {"/tmp/x/mpiddp-machines": "node1:2\nnode0:1\n"}
     assert follows(command.argv, "-machinefile", "/tmp/x/mpiddp-machines")
 
@@ -131,7 +132,7 @@ def test_the_job_comes_last_and_no_host_is_oversubscribed(mpi: str) -> None:
 )
 def test_variables_are_passed_by_name_without_their_values(mpi: str, flag: str) -> None:
     request = replace(UNEQUAL, env={"PATH": "/bin", "HOME": "/home/me", "OTHER": "1"})
-    command = compose(MPIS[mpi], request)
+    command = MPIS[mpi].compose(request)
     assert follows(command.argv, *flag.split())
     assert "private-value" not in " ".join(command.argv)
     assert command.settings["TOKEN"] == "private-value"
@@ -208,7 +209,7 @@ def test_names_with_the_same_short_form_are_kept_whole(mpi: str, runtime: str) -
 def test_users_and_ports_reach_ssh_in_a_config_file(mpi: str, where: str) -> None:
     special = (Host("node1", user="me", port=2222, ranks=1), Host("node0", ranks=1))
     request = replace(UNEQUAL, hosts=Hosts("hosts.txt", special), scratch="s")
-    command = compose(MPIS[mpi], request)
+    command = MPIS[mpi].compose(request)
     assert where in command.explained()
     assert command.files["s/mpiddp-ssh_config"] == (
         "Host node1\n  User me\n  Port 2222\n"
@@ -221,7 +222,7 @@ def test_a_dry_run_prints_a_command_to_paste_and_a_reason_for_every_flag(mpi: st
     variables = {"MPIDDP_PLACEMENT": "node1:2,node0:1", "B": "b c"}
     variables |= dict.fromkeys(("A", "API_KEY", "MY_KEY"), "private-value")
     env = {"API_KEY": "private-value", "A": "other"}
-    command = compose(MPIS[mpi], replace(UNEQUAL, variables=variables, env=env))
+    command = MPIS[mpi].compose(replace(UNEQUAL, variables=variables, env=env))
     text = command.explained({"A", "API_KEY"})
     pasted = next(line for line in text.splitlines() if line.startswith("MPIDDP_PLACEMENT="))
     assert "B='b c' A=… MY_KEY=… " in pasted
@@ -303,7 +304,7 @@ def test_a_printed_command_is_one_line_that_bash_reads() -> None:
     assert line.isprintable()
     read = subprocess.run(
         ["bash", "-c", f"printf '%s\\0' {line}"],
-        env={**os.environ, "LC_ALL": "C.UTF-8"}, capture_output=True, text=True,
+        env={**os.environ, "LC_ALL": "C.UTF-8"}, capture_output=True, text=True, timeout=PATIENCE_S
     )  # fmt: skip
     assert read.stdout.split("\0")[:-1] == arguments
 
@@ -343,7 +344,7 @@ def test_an_mpi_does_not_follow_a_scheduler(
     mpi: str, request_: Request, flags: str | list[str]
 ) -> None:
     expected = flags.split() if isinstance(flags, str) else flags
-    command = compose(MPIS[mpi], request_)
+    command = MPIS[mpi].compose(request_)
     assert follows(command.argv, *expected)
     if mpi == "intelmpi" and request_ is not UNEQUAL:
         # "Job Schedulers Support" in the developer reference.
@@ -352,9 +353,9 @@ def test_an_mpi_does_not_follow_a_scheduler(
 
 @pytest.mark.parametrize("mpi", [mpi for mpi in MPIS if mpi != "slurm"])
 def test_the_reason_names_the_scheduler(mpi: str) -> None:
-    text = compose(MPIS[mpi], IN_SLURM).explained()
+    text = MPIS[mpi].compose(IN_SLURM).explained()
     assert "those of this command; mpirun would follow Slurm" in text
-    assert "would follow" not in compose(MPIS[mpi], UNEQUAL).explained()
+    assert "would follow" not in MPIS[mpi].compose(UNEQUAL).explained()
 
 
 def test_a_choice_of_the_user_is_kept() -> None:

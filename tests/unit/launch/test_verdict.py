@@ -1,6 +1,6 @@
 """The verdict on an attempt, from a record of what happened: who failed first, the sentence, the exit code.
 
-Tests mpiddp/launch/supervise/{verdict,ranks,stacks}.py. No process starts here.
+Tests mpiddp/launch/supervise/{verdict,ranks}.py. No process starts here.
 python -m pytest tests/unit/launch/test_verdict.py
 """
 
@@ -13,10 +13,9 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.supervise.attempt import Attempt
-from mpiddp.launch.supervise.control import Message
+from mpiddp.launch.supervise.hang import hang_sentences
 from mpiddp.launch.supervise.phases import Event, Phase
-from mpiddp.launch.supervise.ranks import Ranks
-from mpiddp.launch.supervise.stacks import hang_sentences, missing_sentence
+from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import (
     FirstFailure,
     History,
@@ -27,6 +26,7 @@ from mpiddp.launch.supervise.verdict import (
     first_failure,
     verdict,
 )
+from mpiddp.protocol.server import Message
 
 HOSTS = ("a", "b", "b")
 OTHERS = " The other ranks were stopped."
@@ -34,6 +34,7 @@ SILENTLY = (
     "ended first, without an error: it was killed, crashed in native code, or called os._exit."
     + OTHERS
 )
+EARLY = "rank 1 on b ended early, with exit code 0 (os._exit). Then "
 NO_STOP = StopRecord()
 RESET = "RuntimeError: [gloo] Connection closed by peer"
 
@@ -331,6 +332,50 @@ CASES = [
         of_rank(1, f"rank 1 on b ended first, with exit code 1.{OTHERS}"),
         [failed(1, script=True), failed(1, "", at=40.0, traceback="")],
     ),
+    Case("all ended by os._exit(0)", Verdict(DONE), from_all("exited"), (0, "")),
+    Case(
+        "one ended by os._exit(0), then another failed",
+        of_rank(0, f"{EARLY}rank 0 on a failed first: {RESET}.{OTHERS}", RESET),
+        [message(1, "exited"), lost(1, 1.5), failed(0, RESET, at=2.0)],
+    ),
+    Case(
+        "one ended by os._exit(0), then another by an exit code",
+        of_rank(0, f"{EARLY}rank 0 on a ended first, with exit code 3.{OTHERS}"),
+        [message(1, "exited"), failed(0, "", at=2.0, code=3, traceback="")],
+    ),
+    Case(
+        "one ended by os._exit(0), then another was killed",
+        of_rank(0, f"{EARLY}rank 0 on a was killed by SIGABRT.{OTHERS}"),
+        [message(1, "exited"), lost(0, 2.0)],
+        (134, "SIGABRT"),
+    ),
+    Case(
+        "two ended by os._exit(0), then the job hung",
+        Verdict(
+            FAILED,
+            "rank 1 on b, rank 2 on b ended early, with exit code 0 (os._exit). "
+            "Then the job hung and was stopped.",
+        ),
+        [message(2, "exited"), message(1, "exited", 2.0)],
+        ended_because="the job hung and was stopped.",
+        was_ended=True,
+    ),
+    Case(
+        "one failed, then another ended by os._exit(0)",
+        of_rank(0, f"rank 0 on a failed first: ValueError: x.{OTHERS}", "ValueError: x"),
+        [failed(0), message(1, "exited", 2.0)],
+    ),
+    Case(
+        "one ended by os._exit(0), then another refused",
+        of_rank(0, "", "no data", BAD_INPUT),
+        [message(1, "exited"), failed(0, "no data", at=2.0, code=2, traceback="")],
+        (2, ""),
+    ),
+    Case(
+        "one ended by os._exit(0), then a host was lost",
+        of_rank(0, f"lost a (rank 0): the host stopped answering.{OTHERS}"),
+        [message(1, "exited"), lost(0, 2.0, silent=True)],
+    ),
     Case(
         "a command that started its script again",
         Verdict(DONE),
@@ -437,3 +482,38 @@ def test_a_stack_without_a_frame_has_no_last_words(text: str) -> None:
         "only 0 of 1 ranks joined in 60 s. Missing: rank 0 on a. "
         "Its last words: none; its Python stack shows no line of a script."
     )
+
+
+def test_the_last_words_of_a_rank_that_has_ended_before_it_joined() -> None:
+    ranks = noted(message(0, "started", host="a", pid=5), message(0, "exited"), hosts=("a", "b"))
+    assert missing_sentence(ranks, 60) == (
+        "only 0 of 2 ranks joined in 60 s. Missing: rank 0 on a, rank 1 on b. "
+        "The last words of rank 0: none; it has ended, with exit code 0."
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "clause"),
+    [
+        (
+            [*started(0, 1, 2), message(0, "done")],
+            "rank 1 on b, rank 2 on b had not stopped 30 s after the request (--grace)",
+        ),
+        (
+            [*started(0, 1), message(1, "saving", active=True)],
+            "rank 1 on b was still saving 30 s after the request (--save-grace)",
+        ),
+        (
+            [message(1, "stopped"), message(2, "stopped")],
+            "rank 1 on b, rank 2 on b were still saving 30 s after the request (--save-grace)",
+        ),
+    ],
+)
+def test_the_ranks_that_exceed_a_limit_of_a_stop(messages: list[Message], clause: str) -> None:
+    assert late_clause(noted(*messages), 30.0) == clause
+
+
+def test_the_last_words_are_in_the_script_and_not_in_pythons_import_system() -> None:
+    inner = '  File "<frozen importlib._bootstrap>", line 241, in _call_with_frames_removed\n'
+    ranks = noted(message(0, "started", host="a", pid=5), stacks(0, 0, WORKS + inner), hosts=("a",))
+    assert missing_sentence(ranks, 60).endswith("in /x/train.py, line 3, in main: work()")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.runtime.log import log, log_to_file
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
 
 LOGS_MESSAGES = """
@@ -26,7 +27,7 @@ def log_messages(
 ) -> tuple[int, str, str]:
     command = [sys.executable, "-c", LOGS_MESSAGES, str(rank), str(file)]
     with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
@@ -62,7 +63,7 @@ def test_a_message_may_contain_any_character(encoding: str, tmp_path: Path) -> N
     code = LOGS_MESSAGES.replace("a line", "a \\udcff… line")
     command = [sys.executable, "-c", code, "0", str(tmp_path / "log")]
     env = clean_env({"PYTHONIOENCODING": encoding})
-    done = subprocess.run(command, env=env, capture_output=True, check=True)
+    done = subprocess.run(command, env=env, capture_output=True, check=True, timeout=PATIENCE_S)
     assert done.stdout.startswith(b"a \\udcff")
     assert "a \\udcff… line" in (tmp_path / "log").read_text()
 

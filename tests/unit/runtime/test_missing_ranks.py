@@ -6,9 +6,8 @@ python -m pytest tests/unit/runtime/test_missing_ranks.py
 
 from __future__ import annotations
 
-from mpiddp.launch.supervise.control import Message
-from mpiddp.launch.supervise.ranks import Ranks
-from mpiddp.launch.supervise.stacks import missing_sentence
+from mpiddp.launch.supervise.ranks import Ranks, missing_sentence
+from mpiddp.protocol.server import Message
 
 
 def test_several_missing_ranks_are_all_named() -> None:

@@ -27,7 +27,7 @@ def test_a_forked_child_is_not_a_rank() -> None:
     child = os.fork()
     if child == 0:
         is_new = current() is not session and not current().stop.is_requested
-        os._exit(0 if is_new and not session.is_of_this_process and session.channel is None else 1)
+        os._exit(0 if is_new and not session.is_of_this_process and session.launcher is None else 1)
     session.stop.is_requested = False
     assert os.waitpid(child, 0)[1] == 0
     assert current() is session

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 BEFORE = """
@@ -40,5 +41,7 @@ def main():
 )
 def test_observe_exit(ending: str, expected: str) -> None:
     command = [sys.executable, "-c", f"{BEFORE}{ending}"]
-    done = subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.stdout == f"{expected}\n", done.stderr

@@ -14,6 +14,7 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.world import World, likely_ranks
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
 
 Env = dict[str, str]
@@ -287,5 +288,7 @@ def test_values_that_contradict_each_other_are_refused(change: Env, sentence: st
 def test_from_env_reads_os_environ() -> None:
     code = "import mpiddp; w = mpiddp.World.from_env(); print(w.rank, w.launcher.name)"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=clean_env(MVAPICH2), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_env(MVAPICH2), capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.stdout.split() == ["3", "mvapich2"], done.stderr

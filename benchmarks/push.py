@@ -1,0 +1,63 @@
+"""Seconds and bytes of a push to hosts whose links are shaped, tree against star, and of a second push.
+
+    python -m benchmarks.push --hosts 16 --mbit 1000 --megabytes 200
+
+It needs root: the hosts are those of tests/support/cluster, on this machine, and share its processors. The
+star is the way of a push where hosts cannot log in to each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.support import cluster
+from tests.support.cluster import Cluster, Layout, links
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.push",
+        description="Seconds and bytes of a push to hosts with limited links, tree against star.",
+    )
+    parser.add_argument("--hosts", type=int, default=3, help="besides the first one")
+    parser.add_argument("--mbit", type=float, default=1000.0, help="of each link")
+    parser.add_argument("--megabytes", type=int, default=200, help="of the folder, in 100 files")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as parent:
+        folder = Path(parent, "folder")
+        folder.mkdir()
+        for number in range(100):
+            (folder / f"{number:02}").write_bytes(os.urandom(options.megabytes * 10_000))
+        for name in ("tree", "star"):
+            with cluster.up(options.hosts + 1, layout=Layout(apart=True)) as hosts:
+                if name == "star":
+                    for host in hosts.hosts[1:]:
+                        host.path("/root/.ssh/known_hosts").unlink()
+                with links.limited(hosts.hosts, mbit=options.mbit):
+                    for push in ("first", "second"):
+                        seconds, sent = _push(hosts, folder)
+                        print(
+                            f"{name}, {push} push to {options.hosts} hosts: {seconds:.2f} s, "
+                            f"{sent / 1e6:.1f} MB from the first host",
+                            flush=True,
+                        )
+
+
+def _push(hosts: Cluster, folder: Path) -> tuple[float, int]:
+    """Seconds, and the bytes over the first host's link."""
+    file = hosts.shared / "hosts"
+    file.write_text("".join(f"{host.name}\n" for host in hosts.hosts))
+    first = hosts.hosts[0]
+    before, began = links.sent_bytes(first), time.monotonic()
+    command = [sys.executable, "-m", "mpiddp", "hosts", "push", str(file), str(folder)]
+    first.run(command, cwd=Path(__file__).parents[1], check=True)
+    return time.monotonic() - began, links.sent_bytes(first) - before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""`mpiddp hosts push`: this folder, and the environment that runs this, to the same path on every host.
+
+    mpiddp hosts push hostfiles/two_nodes
+    mpiddp hosts push hostfiles/two_nodes --dry-run ~/project ~/miniconda3/envs/project
+
+Files that a host has already are not sent. What was there stays until all has arrived and every checksum is
+right; a push that broke off continues where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpiddp.arguments import OneSentenceParser, whole
+from mpiddp.errors import DONE, JobFailed, UserError
+from mpiddp.hosts.cluster import stands_on
+from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target
+from mpiddp.hosts.cluster.receive import this_platform
+from mpiddp.hosts.cluster.transfer import Failed
+from mpiddp.hosts.cluster.tree import COMPILED, PRIVATE, Row, digest, list_tree
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import is_this_host, resolve_all
+from mpiddp.hosts.slurm import compress_names
+from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.text import counted, size_text
+
+LEFT_OUT = (".git", "runs", "data", ".venv.lock")
+SAME = -1  # instead of the bytes that a host lacked
+_VERB = {True: "would be sent", False: "sent"}
+_FILES_PER_HOST = 6  # three of the connection, and three of one that passes on
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is pushed. `folders` are absolute. `left_out` are names in each of them that no push touches."""
+
+    folders: tuple[str, ...]
+    left_out: tuple[str, ...] = LEFT_OUT
+    with_python: bool = False
+    force: bool = False
+    dry_run: bool = False
+    min_hosts: int | None = None  # of those that have the folders in the end, this one included
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The result: what each host lacked, and why some did not get it."""
+
+    lacked: Mapping[Host, int]  # bytes, or SAME
+    failures: Mapping[Host, str]
+    sent: int
+    seconds: float
+
+
+def add_arguments(parser: OneSentenceParser) -> None:
+    parser.add_argument("file", help="the hostfile")
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        metavar="FOLDER",
+        help="the folders to push (default: this one, and the environment that runs this command)",
+    )
+    parser.add_argument("--with-data", metavar="DIR", help="push the data set in this folder too")
+    parser.add_argument(
+        "--with-python",
+        action="store_true",
+        help="push the interpreter on which an environment stands too (uv's, pyenv's)",
+    )
+    parser.add_argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"push this entry of a folder too; left out are {', '.join(LEFT_OUT[:3])} (repeatable)",
+    )
+    parser.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out this entry of a folder (repeatable)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite a folder that is no copy of this one"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what each host lacks; send nothing"
+    )
+    parser.add_argument(
+        "--min-hosts",
+        type=whole(1),
+        metavar="H",
+        help="go on without hosts that cannot take it, as long as H hosts remain",
+    )
+
+
+def main(options: argparse.Namespace, hosts: Hosts) -> int:
+    """Push, and print the result.
+
+    Raises:
+        UserError: bad input, or a host cannot take the folders. Nothing was sent.
+        JobFailed: too few hosts have got them.
+    """
+    folders = options.folders or default_folders(str(Path.cwd()))
+    folders = [*folders, *([options.with_data] if options.with_data is not None else ())]
+    left_out = {*LEFT_OUT, *options.leave_out} - set(options.include)
+    wanted = Options(
+        tuple(dict.fromkeys(map(os.path.abspath, folders))),  # a link stays one
+        tuple(sorted(left_out)),
+        options.with_python,
+        options.force,
+        options.dry_run,
+        options.min_hosts,
+    )
+    pushed = push(hosts.hosts, wanted)
+    for host, failure in pushed.failures.items():
+        print(f"{host.name}: {failure}", file=sys.stderr)
+    for line in summary(pushed, options.dry_run):
+        print(line)
+    return DONE
+
+
+def default_folders(here: str) -> list[str]:
+    """`here`, and the environment of this Python where that is elsewhere."""
+    is_environment = sys.prefix != sys.base_prefix or Path(sys.prefix, "conda-meta").is_dir()
+    is_inside = Path(sys.prefix).is_relative_to(here)
+    return [here, sys.prefix] if is_environment and not is_inside else [here]
+
+
+def summary(pushed: Pushed, dry_run: bool) -> list[str]:
+    """What each host lacked, the same amounts together."""
+    if not pushed.lacked and not pushed.failures:
+        return ["there is no other host"]
+    groups: dict[int, list[str]] = {}
+    for host, lacked in pushed.lacked.items():
+        groups.setdefault(lacked, []).append(host.name)
+    lines = [
+        f"{compress_names(names)}: "
+        + ("nothing has changed" if lacked == SAME else f"{size_text(lacked)} {_VERB[dry_run]}")
+        for lacked, names in sorted(groups.items())
+    ]
+    if not dry_run and pushed.sent:
+        lines.append(f"{size_text(pushed.sent)} in {pushed.seconds:.1f} s")
+    return lines
+
+
+def push(hosts: Sequence[Host], options: Options) -> Pushed:
+    """Make the folders of all other hosts as they are here. Hosts that already are cost one login.
+
+    Raises:
+        UserError, JobFailed: as `main`.
+    """
+    began = time.monotonic()
+    resolve_all([host.name for host in hosts])
+    others = [host for host in hosts if not is_this_host(host.name)]
+    least = len(hosts) if options.min_hosts is None else options.min_hosts
+    if least > len(hosts):
+        raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
+    if not others:
+        return Pushed({}, {}, 0, 0.0)
+    allow_open(_FILES_PER_HOST * len(others) + OPEN_BESIDES)
+    refusals: dict[Host, str] = {}
+    targets: list[Target] = []
+    try:
+        targets += [Target.connect(host) for host in others]  # the logins take their time meanwhile
+        content = read_content(options)
+        with ThreadPoolExecutor(len(targets)) as pool:
+            for target, refusal in zip(
+                targets, pool.map(lambda each: _refusal(each, content), targets), strict=True
+            ):
+                if refusal:
+                    refusals[target.host] = refusal
+        if len(hosts) - len(refusals) < least:
+            raise UserError(
+                "\n".join(f"{host.name}: {refusal}" for host, refusal in refusals.items())
+            )
+        accepted = [target for target in targets if target.host not in refusals]
+        lacked = {target.host: target.bytes(content) for target in accepted}
+        changing = [target for target in accepted if target.differs]
+        lacked |= {target.host: SAME for target in accepted if not target.differs}
+        if options.dry_run or not changing:
+            return Pushed(lacked, refusals, 0, time.monotonic() - began)
+        fan_out = FanOut(content, changing)
+        fan_out.run(_Progress(sum(target.bytes(content) for target in changing)))
+        failures = {**refusals, **fan_out.failures}
+        if len(hosts) - len(failures) < least:
+            raise JobFailed(
+                "\n".join(f"{host.name}: {failure}" for host, failure in failures.items())
+            )
+        return Pushed(lacked, failures, fan_out.sent, time.monotonic() - began)
+    finally:
+        for target in targets:
+            target.peer.close()
+
+
+def _refusal(target: Target, content: Content) -> str:
+    try:
+        target.ask(content)
+    except Failed as failure:
+        return str(failure)
+    return ""
+
+
+def read_content(options: Options) -> Content:
+    """The files of the folders.
+
+    Raises:
+        UserError: one cannot be pushed.
+    """
+    trees = [_read_tree(folder, options.left_out) for folder in options.folders]
+    outside = stands_on.needs([(tree["folder"], rows) for tree, rows in trees])
+    if options.with_python and (pythons := stands_on.pythons(outside)):
+        trees += [_read_tree(folder, ()) for folder in pythons]
+        outside = stands_on.needs([(tree["folder"], rows) for tree, rows in trees])
+    header = {
+        "origin": socket.gethostname(),
+        "trees": [tree for tree, _ in trees],
+        "needs": outside,
+        "has_programs": any(stands_on.has_programs(rows) for _, rows in trees),
+        "platform": this_platform(),
+        "force": options.force,
+    }
+    return Content(header, [rows for _, rows in trees])
+
+
+def _read_tree(folder: str, left_out: Sequence[str]) -> tuple[dict[str, Any], list[Row]]:
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder} is no folder of this host. Name the folder to push.")
+    if Path.home().is_relative_to(folder):
+        raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
+    try:
+        names = sorted(
+            {path.name for path in Path(folder).iterdir()} - {*left_out, PRIVATE, COMPILED}
+        )
+        rows = list_tree(folder, names)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}.") from None
+    if not rows:
+        raise UserError(f"{folder} has nothing to push.")
+    tree = {"folder": folder, "names": names, "left_out": left_out, "digest": digest(rows)}
+    return tree, rows
+
+
+class _Progress:
+    """A line with bytes and hosts, where stderr is a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._is_shown = sys.stderr.isatty()
+
+    def __call__(self, fan_out: FanOut) -> None:
+        if self._is_shown:
+            hosts = counted(len(fan_out.done), "host")
+            line = f"{size_text(fan_out.sent)} of {size_text(self._total)}, {hosts} done"
+            end = "\n" if fan_out.is_over else ""
+            print(f"\r{line}\x1b[K", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,306 @@
+"""The receiving end of a push. `mpiddp hosts push` sends this source to each host.
+
+Everything arrives in a private folder inside the copy. It takes its place by renames, once it is complete
+and every SHA-256 is right, so that a push that breaks off leaves what was there, and the next one
+continues. It needs Python 3.8 and the standard library.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+from typing import Any, BinaryIO
+
+from mpiddp.hosts.cluster.transfer import CHUNK, Failed, listen, pass_on, tell
+from mpiddp.hosts.cluster.tree import (
+    COMPILED,
+    FILE,
+    FOLDER,
+    KIND,
+    LINK,
+    MODE,
+    PATH,
+    PRIVATE,
+    SIZE,
+    TARGET,
+    TIME,
+    Row,
+    by_name,
+    digest,
+    list_tree,
+)
+
+_BLOCK = 4096  # what a file takes at least
+
+
+def main(program: bytes) -> None:
+    """Serve one sender on stdin and stdout."""
+    try:
+        message = listen()
+        if "pass_on" in message:
+            pass_on(program, message)
+        else:
+            _receive(message)
+    except Failed as failure:
+        tell({"failed": str(failure)})
+    except OSError as error:
+        about = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        tell({"failed": f"{about}{error.strerror}."})
+
+
+def _receive(header: dict[str, Any]) -> None:
+    copies = [Copy(tree, header["origin"]) for tree in header["trees"]]
+    differing = [index for index, copy in enumerate(copies) if not copy.is_same()]
+    if differing:
+        _check_platform(header)
+        for index in differing:
+            copies[index].check_place(force=header["force"])
+    _check_needs(header["needs"])
+    tell({"differs": differing})
+    if not differing:
+        return
+    changing = [copies[index] for index in differing]
+    lacks = []
+    for copy, rows in zip(changing, listen()["rows"]):
+        copy.rows = rows
+        lacks.append(copy.lacks())
+    _check_space(changing, lacks)
+    tell({"lacks": lacks})
+    listen()  # the end of a dry run, or of a push that another host has refused, ends this process
+    for copy, indices in zip(changing, lacks):
+        copy.begin()
+        for index in indices:
+            copy.take(copy.rows[index], sys.stdin.buffer)
+    for copy in changing:
+        copy.complete()
+    for copy in changing:
+        copy.replace()
+    tell({"done": True})
+
+
+def _check_platform(header: dict[str, Any]) -> None:
+    """Raise Failed where the sender's programs cannot run."""
+    theirs, own = header["platform"], this_platform()
+    if not header["has_programs"] or theirs == own:
+        return
+    if theirs["machine"] != own["machine"]:
+        raise Failed(
+            f"its CPU is {own['machine']}, and the programs of the folder are for "
+            f"{theirs['machine']}. Set the folder up there by itself."
+        )
+    if own["glibc"] < theirs["glibc"]:
+        here, there = (".".join(map(str, each["glibc"])) for each in (own, theirs))
+        raise Failed(
+            f"its glibc is {here or 'another library'}, older than {there} here. "
+            "Set the folder up on the host with the oldest system, and push from there."
+        )
+
+
+def this_platform() -> dict[str, Any]:
+    """The machine's architecture, and the version of glibc: [] for another library."""
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+        glibc = [int(part) for part in version.split(".")] if name == "glibc" else []
+    except (OSError, ValueError):
+        glibc = []
+    return {"machine": platform.machine(), "glibc": glibc}
+
+
+def _check_needs(needs: list[list[str]]) -> None:
+    """Raise Failed where a path outside of the folders, to which they lead, is missing."""
+    missing = [each for each in needs if not os.path.exists(each[0])]
+    if missing:
+        path, user = missing[0]
+        more = f" ({len(missing)} such paths)" if len(missing) > 1 else ""
+        raise Failed(
+            f"{path} is missing there, and {user} leads to it{more}. "
+            "Install it there, push it too, or, if it is a Python, add --with-python."
+        )
+
+
+def _check_space(copies: list[Copy], lacks: list[list[int]]) -> None:
+    needed: dict[int, int] = {}
+    free: dict[int, int] = {}
+    place: dict[int, str] = {}
+    for copy, indices in zip(copies, lacks):
+        above = _nearest(copy.folder)
+        device = os.stat(above).st_dev
+        status = os.statvfs(above)
+        free[device] = status.f_bavail * status.f_frsize
+        place.setdefault(device, copy.folder)
+        sizes = (copy.rows[index][SIZE] for index in indices)
+        needed[device] = needed.get(device, 0) + sum(size + _BLOCK for size in sizes)
+    for device, size in needed.items():
+        if size > free[device]:
+            raise Failed(
+                f"{place[device]} needs {size / 1e6:.1f} MB there, and {free[device] / 1e6:.1f} MB are free."
+            )
+
+
+def _nearest(folder: str) -> str:
+    """The folder, or the nearest above it that exists."""
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+class Copy:
+    """A folder of this host that is to become as the sender's. `rows` are what the sender has in it."""
+
+    def __init__(self, tree: dict[str, Any], origin: str) -> None:
+        self.folder: str = tree["folder"]
+        self.names: list[str] = tree["names"]
+        self._digest: str = tree["digest"]
+        self._left_out: list[str] = [*tree["left_out"], PRIVATE]
+        self._origin = f"{origin}:{self.folder}"
+        self._private = os.path.join(self.folder, PRIVATE)
+        self._new = os.path.join(self._private, "new")
+        self._old = os.path.join(self._private, "old")
+        self._record = self._read_record()
+        before = set(self._record.get("names", ())) - set(self._left_out)
+        self.has = list_tree(self.folder, before | set(self.names))
+        self.rows: list[Row] = []
+
+    def _read_record(self) -> dict[str, Any]:
+        try:
+            with open(os.path.join(self._private, "copy.json"), encoding="utf-8") as file:
+                record: dict[str, Any] = json.load(file)
+        except (OSError, ValueError):
+            return {}
+        return record
+
+    def _write_record(self, names: list[str]) -> None:
+        path = os.path.join(self._private, "copy.json")
+        with open(path + ".new", "w", encoding="utf-8") as file:
+            json.dump({"origin": self._origin, "names": names}, file)
+        os.replace(path + ".new", path)
+
+    def is_same(self) -> bool:
+        return digest(self.has) == self._digest
+
+    def check_place(self, *, force: bool) -> None:
+        """Raise Failed where the folder cannot be written, or is no copy of the sender's."""
+        above = _nearest(self.folder)
+        if not os.path.isdir(above):
+            raise Failed(f"{above} is a file there; expected a folder.")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise Failed(f"{above} may not be written there. Give it to the user of ssh: chown.")
+        if above != self.folder or force or self._record.get("origin") == self._origin:
+            return
+        if foreign := sorted(set(os.listdir(self.folder)) - set(self._left_out)):
+            other = self._record.get("origin")
+            what = f"a copy of {other}" if other else f"no copy of this one (it has {foreign[0]})"
+            raise Failed(f"{self.folder} is {what}. To overwrite it: --force")
+
+    def lacks(self) -> list[int]:
+        """The rows of the files that are neither here nor have arrived in an earlier push."""
+        here = {tuple(row) for row in self.has}
+        here |= {tuple(row) for row in self._arrived()}
+        return [
+            index
+            for index, row in enumerate(self.rows)
+            if row[KIND] == FILE and tuple(row) not in here
+        ]
+
+    def _arrived(self) -> list[Row]:
+        return list_tree(self._new, os.listdir(self._new)) if os.path.isdir(self._new) else []
+
+    def begin(self) -> None:
+        """Make the private folder. From here on this is a copy of the sender's folder, whatever happens."""
+        os.makedirs(self._new, exist_ok=True)
+        self._lock = os.open(self._private, os.O_RDONLY)  # held until this process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Failed(f"another push to {self.folder} is running there.") from None
+        wanted = {row[PATH]: row for row in self.rows}
+        for row in self._arrived():  # of another state of the sender, or not whole
+            is_right = row[KIND] == FOLDER and wanted.get(row[PATH], row)[KIND] == FOLDER
+            if not is_right and wanted.get(row[PATH]) != row:
+                _remove(os.path.join(self._new, row[PATH]))
+        self._write_record(sorted({*self._record.get("names", ()), *self.names}))
+
+    def take(self, row: Row, stream: BinaryIO) -> None:
+        """Write one file from the stream. Its time is set at the end, so only a whole file counts as here."""
+        path = os.path.join(self._new, row[PATH])
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        checksum, left = hashlib.sha256(), row[SIZE]
+        with open(path, "wb") as file:
+            while left:
+                content = stream.read(min(left, CHUNK))
+                if not content:
+                    sys.exit(1)
+                checksum.update(content)
+                file.write(content)
+                left -= len(content)
+        if stream.read(checksum.digest_size) != checksum.digest():
+            raise Failed(f"{path} arrived damaged. Push again.")
+        os.chmod(path, row[MODE])
+        os.utime(path, ns=(row[TIME], row[TIME]))
+
+    def complete(self) -> None:
+        """Make the entries that change complete, with links to the files that stay as they are."""
+        has, wanted = by_name(self.has), by_name(self.rows)
+        self._changed = {name for name in wanted if wanted[name] != has.get(name)}
+        rows = [row for row in self.rows if row[PATH].partition("/")[0] in self._changed]
+        for row in rows:
+            path, old = os.path.join(self._new, row[PATH]), os.path.join(self.folder, row[PATH])
+            if row[KIND] == FOLDER:
+                os.makedirs(path, exist_ok=True)
+                os.chmod(path, 0o700)
+                self._keep_compiled(path, os.path.join(old, COMPILED))
+            elif not os.path.lexists(path):
+                os.symlink(row[TARGET], path) if row[KIND] == LINK else _link(old, path)
+        for row in reversed(rows):
+            if row[KIND] == FOLDER:
+                os.chmod(os.path.join(self._new, row[PATH]), row[MODE])
+        arrived = [row for row in self._arrived() if row[PATH].partition("/")[0] in self._changed]
+        if arrived != rows:
+            raise Failed(f"{self.folder} changed there while it was pushed. Push again.")
+
+    def _keep_compiled(self, path: str, compiled: str) -> None:
+        if os.path.isdir(compiled) and not os.path.lexists(os.path.join(path, COMPILED)):
+            os.mkdir(os.path.join(path, COMPILED))
+            for name in os.listdir(compiled):
+                if os.path.isfile(os.path.join(compiled, name)):
+                    _link(os.path.join(compiled, name), os.path.join(path, COMPILED, name))
+
+    def replace(self) -> None:
+        """Put the new entries in the place of the old ones."""
+        _remove(self._old)
+        os.mkdir(self._old)
+        gone = set(by_name(self.has)) - set(self.names)
+        for name in sorted(self._changed | gone):
+            here = os.path.join(self.folder, name)
+            if os.path.lexists(here):
+                os.rename(here, os.path.join(self._old, name))
+            if name in self._changed:
+                os.rename(os.path.join(self._new, name), here)
+        self._write_record(self.names)
+        _remove(self._old)
+        _remove(self._new)
+
+
+def _link(old: str, new: str) -> None:
+    try:
+        os.link(old, new)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK):
+            raise
+        shutil.copy2(old, new)
+
+
+def _remove(path: str) -> None:
+    """Remove a file or a folder with all in it, also where folders may not be written."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        for folder, _, _ in os.walk(path):
+            os.chmod(folder, 0o700)
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)

@@ -1,0 +1,212 @@
+"""The sender's end of a push: one connection to a host, what it lacks, and the bytes of that.
+
+The first host uses it, and each host that passes the folder on; `mpiddp hosts push` sends this source there.
+It needs Python 3.8 and the standard library. Both ends speak lines of JSON; the contents of files follow
+in the order of their rows, each with its SHA-256.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpiddp.hosts.cluster.tree import PATH, SIZE, Row, digest, list_tree
+
+# The command of the shell on each host. It holds no input: the program follows on stdin, after its length.
+START = (
+    "command -v python3 >/dev/null 2>&1 || exit 96; exec python3 -I -c "
+    "'import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))'"
+)
+PROOF = "mpiddp-push"  # begins the first line of a login; the start-up files of a shell may print before it
+CHUNK = 1 << 20
+REPORT_S = 0.2
+
+
+class Lost(Exception):
+    """The connection ended. `stderr` is ssh's, and `has_begun` is whether the program ran on the host."""
+
+    def __init__(self, exit_code: int, stderr: str, has_begun: bool) -> None:
+        super().__init__(exit_code, stderr, has_begun)
+        self.exit_code, self.stderr, self.has_begun = exit_code, stderr, has_begun
+
+
+class Failed(Exception):
+    """One of both ends cannot go on. The text is a sentence."""
+
+
+class Peer:
+    """The program of a push on another host, at the end of `command`, which runs `START` there."""
+
+    def __init__(self, command: list[str], program: bytes) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
+        self._has_begun = False
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            bufsize=CHUNK,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._in, self._out = self.process.stdin, self.process.stdout
+        self.write(b"%d\n" % len(program) + program)
+        self._flush()
+
+    def ask(self, message: dict[str, Any]) -> None:
+        self.write(json.dumps(message).encode() + b"\n")
+        self._flush()
+
+    def write(self, content: bytes) -> None:
+        try:
+            self._in.write(content)
+        except OSError:
+            self._raise_lost()
+
+    def _flush(self) -> None:
+        try:
+            self._in.flush()
+        except OSError:
+            self._raise_lost()
+
+    def answer(self) -> dict[str, Any]:
+        """The next message of the other end.
+
+        Raises:
+            Failed: it says so.
+            Lost: it has ended.
+        """
+        while not self._has_begun:
+            line = self._out.readline()
+            if not line:
+                self._raise_lost()
+            if line.startswith(PROOF.encode()):
+                self._has_begun = True
+        line = self._out.readline()
+        if not line.endswith(b"\n"):
+            self._raise_lost()
+        message: dict[str, Any] = json.loads(line)
+        if "failed" in message:
+            raise Failed(message["failed"])
+        return message
+
+    def _raise_lost(self) -> None:
+        for line in self._out:  # it may have said why it ended
+            if line.startswith(b'{"failed": '):
+                raise Failed(json.loads(line)["failed"])
+        code = self.process.wait()
+        self._stderr.seek(0)
+        raise Lost(code, self._stderr.read().decode(errors="replace"), self._has_begun)
+
+    def close(self) -> None:
+        """End the connection. Calling it again has no effect."""
+        self.process.kill()
+        self.process.wait()
+        for file in (self._in, self._out):
+            with contextlib.suppress(OSError):  # for what was not sent yet
+                file.close()
+        self._stderr.close()
+
+
+def offer(peer: Peer, header: dict[str, Any], rows: list[list[Row]]) -> list[list[int]] | None:
+    """Which rows of each tree the host lacks. None where all is the same.
+
+    Raises:
+        Failed: the host cannot take the folders; the sentence says why.
+        Lost: the connection ended.
+    """
+    peer.ask(header)
+    differing = peer.answer()["differs"]
+    if not differing:
+        return None
+    peer.ask({"rows": [rows[index] for index in differing]})
+    lacking = dict(zip(differing, peer.answer()["lacks"]))
+    return [lacking.get(index, []) for index in range(len(rows))]
+
+
+def send(
+    peer: Peer,
+    header: dict[str, Any],
+    rows: list[list[Row]],
+    lacks: list[list[int]],
+    report: Callable[[int], None],
+) -> None:
+    """Send what the host lacks, and wait until it has replaced the folders. `report` gets counts of bytes.
+
+    Raises:
+        Failed, Lost: as `offer`. The host keeps what it had.
+    """
+    peer.ask({"go": True})
+    for tree, own, indices in zip(header["trees"], rows, lacks):
+        for index in indices:
+            path, left = os.path.join(tree["folder"], own[index][PATH]), own[index][SIZE]
+            checksum = hashlib.sha256()
+            try:
+                with open(path, "rb") as file:
+                    while left:
+                        content = file.read(min(left, CHUNK))
+                        if not content:
+                            raise Failed(f"{path} has become shorter. Push again.")
+                        checksum.update(content)
+                        peer.write(content)
+                        left -= len(content)
+                        report(len(content))
+            except OSError as error:
+                raise Failed(f"{path} cannot be read: {error.strerror}.") from None
+            peer.write(checksum.digest())
+    peer._flush()
+    while "done" not in peer.answer():
+        pass
+
+
+def pass_on(program: bytes, message: dict[str, Any]) -> None:
+    """Push this host's copies to another host, and report to stdout. It runs on a host that has them all."""
+    header = message["header"]
+    rows = [list_tree(tree["folder"], tree["names"]) for tree in header["trees"]]
+    for own, tree in zip(rows, header["trees"]):
+        if digest(own) != tree["digest"]:
+            tell({"failed": f"{tree['folder']} has changed. Push again."})
+            return
+    peer = Peer(message["pass_on"], program)
+    reported, unreported = time.monotonic(), 0
+
+    def report(count: int) -> None:
+        nonlocal reported, unreported
+        unreported += count
+        if time.monotonic() - reported > REPORT_S:
+            tell({"sent": unreported})
+            reported, unreported = time.monotonic(), 0
+
+    try:
+        lacks = offer(peer, header, rows)
+        if lacks is not None:
+            send(peer, header, rows, lacks, report)
+        tell({"done": True, "sent": unreported})
+    except Failed as failure:
+        tell({"failed": str(failure)})
+    except Lost:
+        tell({"lost": True})
+    finally:
+        peer.close()
+
+
+def tell(message: dict[str, Any]) -> None:
+    """Send a message to the sender, from a host."""
+    print(json.dumps(message), flush=True)
+
+
+def listen() -> dict[str, Any]:
+    """The sender's next message. Exits where it is gone."""
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        sys.exit(1)
+    message: dict[str, Any] = json.loads(line)
+    return message

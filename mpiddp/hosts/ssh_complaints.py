@@ -1,0 +1,52 @@
+"""The sentences for ssh's own errors, each with the command that fixes it."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.ssh import CONNECT_TIMEOUT_S
+
+
+def ssh_complaint(host: Host, errors: str) -> str:
+    """The sentence for ssh's own error, with the command that fixes it."""
+    name, here = host.name, socket.gethostname()
+    if "Could not resolve hostname" in errors:
+        return f"{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts."
+    if "IDENTIFICATION HAS CHANGED" in errors:
+        return (
+            f"ssh {name}: its host key has changed. Check that it is the same host, "
+            f"then run: ssh-keygen -R {name}"
+        )
+    if "Host key verification failed" in errors:
+        return (
+            f"ssh {name}: its host key is unknown. "
+            f"Check it, then: ssh-keyscan {_port(host)}{name} >> ~/.ssh/known_hosts"
+        )
+    if denied := re.search(r"Permission denied \(([^)]*)\)", errors):
+        return f"ssh {name}: permission denied ({denied[1]}). Run: ssh-copy-id {_port(host)}{host.ssh_target}"
+    if "Connection refused" in errors:
+        return (
+            f"ssh {name}: connection refused. "
+            f"Start sshd there, or give its port in the hostfile: {name} port=N"
+        )
+    if "No route to host" in errors or "Network is unreachable" in errors:
+        return f"ssh {name}: no route from {here}. Check that the host is on and the network is up."
+    if "timed out" in errors:
+        return (
+            f"ssh {name}: no answer in {CONNECT_TIMEOUT_S} s. "
+            "Check that the host is on and the network is up."
+        )
+    last = errors.strip().splitlines()[-1:] or ["no output"]
+    return f"ssh {name} failed: {last[0]}. Try: {ssh_line(host)} true"
+
+
+def ssh_line(host: Host) -> str:
+    """The command that a person types to log in."""
+    return f"ssh {_port(host)}{host.ssh_target}"
+
+
+def _port(host: Host) -> str:
+    """The port option of ssh, ssh-copy-id and ssh-keyscan."""
+    return f"-p {host.port} " if host.port else ""

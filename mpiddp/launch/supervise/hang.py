@@ -1,0 +1,231 @@
+"""Ranks that hang: when the launcher looks at their stacks, whether they hang, and who holds the others up.
+
+A job that is quiet for long may evaluate, save, or make a slow first step. So there are two looks. In between
+the ranks may move on. Each look costs a rank a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from mpiddp.launch.supervise.ranks import Ranks, main_frames
+
+QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
+BETWEEN_LOOKS_S = 10.0
+BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
+_BUSY = 0.2  # of a core
+_CHECK_S = 2.0  # more than between two calls of `is_due`
+_STEPS = 50  # whose median counts
+_NAMED = 4  # ranks of one place
+_LONGEST_CODE = 60  # characters
+
+# The innermost frame of a rank that waits for others: torch, inside a collective or a backward pass, and not
+# where it loads data.
+_WAITS = re.compile(r"/torch/(?!utils/data/)")
+_OF_LIBRARIES = re.compile(r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/")
+_LINE = re.compile(r"line (\d+), in (.*)")
+_WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the main thread of a rank is. Without frames, the rank does not answer."""
+
+    frames: tuple[tuple[str, str, str], ...] = ()
+    cpu_s: float = 0.0  # that the rank and the processes below it have used
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is inside torch, where ranks wait for each other."""
+        return bool(self.frames) and bool(_WAITS.search(self.frames[-1][0]))
+
+    @property
+    def text(self) -> str:
+        """For a sentence: "all_reduce (train.py:88)", or "load (data.py:40): f = open(path)"."""
+        own = [n for n, frame in enumerate(self.frames) if not _OF_LIBRARIES.search(frame[0])]
+        at = own[-1] if own else len(self.frames) - 1
+        file, where, code = self.frames[at]
+        line, function = _line_of(where)
+        called = [_line_of(frame[1])[1] for frame in self.frames[at + 1 :]]
+        if self.waits:
+            function = next((name for name in called if name not in _WRAPPERS), function)
+        what = f"{function} ({file.rpartition('/')[2]}:{line})"
+        return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':')}"
+
+
+@dataclass(frozen=True)
+class _Look:
+    at: float
+    places: Mapping[int, _Place]  # of the ranks that have not ended
+
+
+class HangWatch:
+    """Decides when to look at the stacks, and what to say of them. It ends nothing.
+
+    Times are those of the caller's clock, in seconds.
+    """
+
+    def __init__(self, ranks: Ranks, now: float) -> None:
+        self._ranks = ranks
+        self._signs: tuple[object, ...] = ()
+        self._quiet_since = self._look_at = now
+        self._step, self._step_at = 0, now  # the newest, and when it was reported
+        self._step_s: deque[float] = deque(maxlen=_STEPS)
+        self._first: _Look | None = None  # the look before
+
+    def is_due(self, now: float, silent_s: float) -> bool:
+        """Whether to request the stacks of all ranks. Call this about once a second.
+
+        Args:
+            silent_s: for how long no rank has printed anything. It counts until there are steps.
+        """
+        self._note_steps()
+        ranks = self._ranks
+        signs: tuple[object, ...] = (
+            self._step,
+            len(ranks.done),
+            len(ranks.saving),
+            ranks.last_saved_at,
+        )
+        has_printed = silent_s + _CHECK_S < now - self._quiet_since
+        if signs != self._signs or (has_printed and not self._step):
+            self._signs, self._first = signs, None
+            self._quiet_since = now if self._step else now - silent_s
+            self._look_at = self._quiet_since + self._patience_s
+        return now >= self._look_at
+
+    def look(self, now: float) -> str:
+        """Compare the stacks, which are there, with those of the look before.
+
+        Returns:
+            Who waits where, if the ranks hang; else "".
+        """
+        ranks = self._ranks
+        left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
+        places = {rank: _place(ranks.stacks.get(rank)) for rank in left}
+        first, last = self._first, _Look(now, places)
+        if first is None:
+            self._first, self._look_at = last, now + BETWEEN_LOOKS_S
+            return ""
+        self._first = None
+        if not self._hang(first, last):
+            self._look_at = now + self._patience_s
+            return ""
+        self._look_at = float("inf")  # until there is a sign of life
+        step = (
+            "no rank has made a step"
+            if self._step
+            else "no rank has made a step or printed anything"
+        )
+        return f"{step} for {now - self._quiet_since:.0f} s: {_sentence(ranks, places)}"
+
+    @property
+    def _patience_s(self) -> float:
+        return max(QUIET_S, QUIET_STEPS * median(self._step_s)) if self._step_s else QUIET_S
+
+    def _note_steps(self) -> None:
+        step, at = max(self._ranks.steps.values(), default=(0, 0.0))
+        if step > self._step:
+            if self._step:
+                self._step_s.append((at - self._step_at) / (step - self._step))
+            self._step, self._step_at = step, at
+
+    def _hang(self, first: _Look, last: _Look) -> bool:
+        """Whether no rank has moved, and one that the others may wait for does nothing."""
+        if any(
+            first.places.get(rank, _Place()).frames != at.frames for rank, at in last.places.items()
+        ):
+            return False
+        outside = {rank: at for rank, at in last.places.items() if not at.waits}
+        if not (self._step or len(outside) < len(last.places)):
+            return (
+                False  # a program that makes no steps, and in which nobody waits for another rank
+            )
+        if last.at - self._quiet_since >= BUSY_FACTOR * self._patience_s:
+            return True
+        idle_s = _BUSY * (last.at - first.at)
+        is_idle = [at.cpu_s - first.places[rank].cpu_s < idle_s for rank, at in outside.items()]
+        return not self._ranks.saving and (any(is_idle) or not is_idle)
+
+
+def _place(stacks: Mapping[str, object] | None) -> _Place:
+    if stacks is None:
+        return _Place()
+    return _Place(tuple(main_frames(str(stacks["text"]))), float(str(stacks["cpu_s"])))
+
+
+def _line_of(where: str) -> tuple[str, str]:
+    """The number and the function of "line 3, in work"."""
+    found = _LINE.match(where)
+    return (found[1], found[2]) if found else ("?", where)
+
+
+def _sentence(ranks: Ranks, places: Mapping[int, _Place]) -> str:
+    """ "15 ranks wait in all_reduce (train.py:88); rank 11 on gpu03 is in load (data.py:40): open(path)."."""
+    groups: dict[tuple[bool, bool, str], list[int]] = {}
+    for rank, place in places.items():
+        key = (not place.waits, bool(place.frames), place.text if place.frames else "")
+        groups.setdefault(key, []).append(rank)
+    clauses = []
+    for (is_outside, answers, text), members in sorted(
+        groups.items(), key=lambda group: (group[0][0], -len(group[1]))
+    ):
+        is_one = len(members) == 1
+        who = (
+            f"{len(members)} ranks"
+            if len(members) > _NAMED
+            else ", ".join(map(ranks.name, members))
+        )
+        if not answers:
+            do = "does not answer" if is_one else "do not answer"
+            clauses.append(f"{who} {do}: stopped, or stuck in native code")
+        elif is_outside:
+            clauses.append(f"{who} {'is' if is_one else 'are'} in {text}")
+        else:
+            clauses.append(f"{who} {'waits' if is_one else 'wait'} in {text}")
+    return "; ".join(clauses) + "."
+
+
+def hang_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
+    """A sentence for each stuck rank, followed by its stack.
+
+    The stuck ranks are those that do not answer; else those that are behind; else those that are outside
+    of torch, where the others wait.
+    """
+    left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
+    steps = {rank: ranks.stacks[rank]["step"] for rank in left if rank in ranks.stacks}
+    furthest = max(steps.values(), default=0)
+    mute = [rank for rank in left if rank not in steps]
+    behind = [rank for rank, step in steps.items() if step < furthest]
+    outside = [rank for rank in steps if not _waits(ranks.stacks[rank]["text"])]
+    # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
+    others = f"the others wait at step {furthest}" if steps and len(left) > 1 else ""
+    found = []
+    for rank in mute or behind or outside or left:
+        what = f"{ranks.name(rank)} has made no step for {timeout_s:g} s"
+        if rank in mute:
+            found.append(f"{what}{_mute(ranks, rank, f' The{others[3:]}.' if others else '')}")
+        else:
+            text = ranks.stacks[rank]["text"].rstrip()
+            beside = f" while {others}" if others else ""
+            found.append(f"{what}{beside}. Its Python stack follows.\n{text}")
+    return found
+
+
+def _mute(ranks: Ranks, rank: int, others: str) -> str:
+    """Of a rank that does not answer."""
+    if rank not in ranks.frames:
+        return f" and does not answer: it is stopped, or stuck in native code.{others}"
+    return (
+        f": native code holds its Python interpreter.{others} Its Python stack follows, innermost call "
+        f"first.\n{ranks.frames[rank].rstrip()}"
+    )
+
+
+def _waits(text: str) -> bool:
+    """Whether the main thread is inside torch."""
+    return _Place(tuple(main_frames(text))).waits

@@ -1,0 +1,76 @@
+"""Send this process's stdin to rank 0, over a connection of its own, to its end.
+
+mpirun gets none of it. Open MPI 5 never passes its end on, Open MPI forgets it once a rank's own stdout and
+stderr have ended, and Slurm gives it to every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+
+from mpiddp.protocol.messages import GO, notice_silence
+
+_STDIN = 0
+_CHUNK = 1 << 16  # bytes
+_BACKGROUND_S = 0.5  # until the next look at whose the terminal is
+
+
+class Input:
+    """The stdin of an attempt. A thread copies it to the latest connection."""
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+
+    def add(self, connection: socket.socket) -> None:
+        """Rank 0 reads this connection. A script that has started itself again brings another."""
+        self.close()
+        self._connection = connection
+        threading.Thread(target=_copy, args=(connection,), daemon=True).start()
+
+    def close(self) -> None:
+        """The attempt is over. The next one continues where this one has stopped reading."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _copy(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(OSError):  # the rank has ended
+        connection.setblocking(True)
+        notice_silence(connection, is_read_slowly=True)
+        if connection.recv(len(GO)) != GO:
+            return
+        while _waits(connection) and (chunk := _read()):
+            connection.sendall(chunk)
+
+
+def _waits(connection: socket.socket) -> bool:
+    """Wait until there is something to read. False once the rank has ended."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.register(_STDIN, select.POLLIN)
+    while connection.fileno() not in (ready := dict(poll.poll())):
+        if _STDIN in ready and not _is_in_background():
+            return True
+        time.sleep(_BACKGROUND_S)
+    return False
+
+
+def _read() -> bytes:
+    try:
+        return os.read(_STDIN, _CHUNK)
+    except OSError:  # a terminal that is gone
+        return b""
+
+
+def _is_in_background() -> bool:
+    """Whether a shell runs this process by `&`. A process that reads its terminal's input then is stopped."""
+    try:
+        return os.tcgetpgrp(_STDIN) != os.getpgrp()
+    except OSError:  # no terminal
+        return False

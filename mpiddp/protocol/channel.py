@@ -1,0 +1,132 @@
+"""The job channel: what a rank and the server of its job send each other, over one connection.
+
+`mpiddp launch` serves it. Where no launcher listens (a raw mpirun, srun, torchrun), a process beside rank 0
+does, see `mpiddp.runtime.rendezvous.channel_process`. A message is a line: a JSON object with its type, and,
+after a TAB, a value that only ranks read. The server passes values on as they are, and parses none. It pushes
+all news, so nobody polls.
+
+    server -> member   challenge, received, taken, entered, called, gathered, collected, no_answer, claimed,
+                        failed, lost
+    member -> server   hello, enter, gather, put, collect, forget, claim, fail, leave
+
+`mpiddp.protocol.messages` has the messages between a rank and a launcher alone, which use the same lines.
+
+Both ends prove that they have the job's key, which is never sent: the member by the server's challenge, the
+server by the member's. A MAC covers who speaks, so that no proof passes for another one.
+"""
+
+from __future__ import annotations
+
+import json
+from _blake2 import blake2b  # hashlib would load OpenSSL, see `_mac`
+from collections.abc import Mapping
+from typing import Any
+
+from mpiddp.protocol.messages import LINE_LIMIT, URGENT
+
+# Who a member is. A child is a process that a rank has started and that joins the children of the other
+# ranks. A script is the child of a rank whose command the launcher watches.
+RANK, SCRIPT, CHILD = "rank", "script", "child"
+ROLES = (RANK, SCRIPT, CHILD)
+_SERVER = "server"
+
+VALUE_LIMIT = 64 << 20  # bytes of a line with a value
+CHUNK = 1 << 16  # bytes that are read at once
+_TAB, _LINE_END = b"\t", b"\n"
+_PARSER = json.JSONDecoder()
+
+
+def encode(kind: str, value: bytes = b"", **facts: object) -> bytes:
+    """The line of a message. `value` is JSON without line ends, see `encode_value`."""
+    head = json.dumps({"type": kind, **facts}).encode()
+    return head + _TAB + value + _LINE_END if value else head + _LINE_END
+
+
+def encode_value(value: object) -> bytes:
+    """The JSON of a value. It contains no urgent byte, which a rank drops from what it receives."""
+    return json.dumps(value).encode().replace(URGENT, b"\\u0021")
+
+
+def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
+    """The facts of a message, with its type, and its value, b"" if it has none.
+
+    Raises:
+        ValueError, RecursionError: it is not a message.
+    """
+    head, _, value = line.partition(_TAB)
+    if len(head) > LINE_LIMIT:
+        raise ValueError("too long")
+    text = head.decode()
+    facts, end = _PARSER.raw_decode(text)  # json.loads takes twice as long: it guesses the encoding
+    if end != len(text) or type(facts) is not dict or type(facts.get("type")) is not str:
+        raise ValueError("not a message")
+    return facts, value
+
+
+def child_key(key: str) -> str:
+    """The key of the processes that ranks start."""
+    return blake2b(b"child", key=key.encode(), digest_size=16).hexdigest()
+
+
+def public_key(text: str) -> str:
+    """A key that keeps two jobs apart, but no stranger out."""
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
+    return _mac(key, f"{role} {rank} {challenge}")
+
+
+def server_proof(key: str, challenge: str) -> str:
+    return _mac(key, f"{_SERVER} {challenge}")
+
+
+def _mac(key: str, text: str) -> str:
+    # A keyed BLAKE2 is a MAC. Python's own is in `_blake2`; hashlib would also load OpenSSL, 3.7 MB
+    # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. test_still_needed.py checks this.
+    return blake2b(text.encode(), key=key.encode(), digest_size=32).hexdigest()
+
+
+def listed(values: Mapping[int, bytes]) -> bytes:
+    """The JSON of the values of all ranks: the most frequent one once, and the others by rank.
+
+    Most values are equal on all ranks, and the answer goes to every rank.
+    """
+    counts: dict[bytes, int] = {}
+    for value in values.values():
+        counts[value] = counts.get(value, 0) + 1
+    usual = max(counts, key=counts.__getitem__)
+    others = [
+        b'"%d": %b' % (rank, values[rank]) for rank in sorted(values) if values[rank] != usual
+    ]
+    return b'{"usual": %b, "others": {%b}}' % (usual, b", ".join(others))
+
+
+def unlisted(value: bytes, world_size: int) -> list[Any]:
+    """The values of all ranks, by rank: [world_size]."""
+    values = json.loads(value)
+    usual, others = values["usual"], values["others"]
+    return [others.get(str(rank), usual) for rank in range(world_size)]
+
+
+class Lines:
+    """Splits a stream into lines, each at most `limit` bytes long. Its time is linear in their bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._open = bytearray()  # the line that has not ended yet
+
+    def split(self, chunk: bytes) -> list[bytes]:
+        """The lines that end in this chunk.
+
+        Raises:
+            ValueError: a line is too long.
+        """
+        *lines, rest = chunk.split(_LINE_END)
+        if lines and self._open:
+            lines[0] = bytes(self._open) + lines[0]
+            self._open.clear()
+        self._open += rest
+        if len(self._open) > self.limit or any(len(line) > self.limit for line in lines):
+            raise ValueError("a line that is too long")
+        return lines

@@ -1,0 +1,402 @@
+"""The server of the job channel: who is connected, what they agree on, and their messages for its owner.
+
+The launcher has one in its event loop, and so has the process beside rank 0 (`mpiddp.protocol.channel`). It
+drops a connection that does not prove in time that it belongs to the job, or that violates the protocol,
+without any other effect. It never waits for a connection: what one does not take yet is queued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mpiddp.protocol.channel import (
+    CHILD,
+    CHUNK,
+    RANK,
+    ROLES,
+    SCRIPT,
+    VALUE_LIMIT,
+    Lines,
+    child_key,
+    decode,
+    encode,
+    member_proof,
+    server_proof,
+)
+from mpiddp.protocol.group import Group, Reply
+from mpiddp.protocol.messages import (
+    HANDED_OVER,
+    LINE_LIMIT,
+    MESSAGES,
+    STREAMS,
+    UNPROVED_LINE_LIMIT,
+    is_valid,
+    notice_silence,
+)
+
+PROOF_TIMEOUT_S = 10.0
+PER_RANK = 3  # connections: its messages and its two streams
+STRANGERS = 64  # connections without a proof, beyond those of the ranks
+_ACCEPTED_AT_ONCE = 64
+# What accept() reports while this machine has no file or no memory left. The connection then waits.
+_NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+# What a member has not read yet. One that does not read waits for few answers, so it never gets near.
+_UNREAD_LIMIT = 2 * VALUE_LIMIT
+_WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message from a rank, with its time by the server's clock, in seconds.
+
+    `kind` is one of the protocol's messages, "leave", "lost", "frames", "full", or one of HANDED_OVER.
+    "lost": the connection ended, and facts["silent"] is whether the host stopped answering. "frames": a line
+    of the stacks that a rank writes from native code. HANDED_OVER: facts["connection"] belongs to the
+    receiver of this message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
+    "full", of no rank (-1): for want of facts["error"], connections wait until `accept_again`.
+    `from_script`: from the script of a command, a process of its own.
+    """
+
+    rank: int
+    kind: str
+    facts: dict[str, Any]
+    at: float
+    from_script: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A connection. `rank` is None until it has proved that it belongs to the job."""
+
+    connection: socket.socket
+    challenge: str
+    since: float
+    lines: Lines
+    unsent: list[bytes | memoryview]  # seldom more than one
+    unsent_bytes: int = 0
+    rank: int | None = None
+    role: str = RANK
+    group: int | None = None  # its number; None for a script or a child that has not entered one
+    is_open: bool = True
+    is_written: bool = False  # the selector reports when it takes more
+    was_interrupted: bool = False
+
+
+class ChannelServer:
+    """The server for `world_size` ranks, on `listener`. Its selector's data are this object and its peers.
+
+    Args:
+        listener: a socket that listens, and that this object does not close.
+        key: the job's, which only its members have.
+        now: its clock.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: str,
+        world_size: int,
+        selector: selectors.BaseSelector,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.world_size = world_size
+        self._listener = listener
+        self._key, self._child_key = key, child_key(key)
+        self._selector = selector
+        self._now = now
+        self._peers: set[Peer] = set()
+        self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
+        self._ranks: dict[int, Peer] = {}
+        self._scripts: dict[int, Peer] = {}  # of ranks whose command is a process of its own
+        # By number: the ranks' group is 0, that of their n-th children n. Members by rank.
+        self._groups: dict[int, tuple[Group, dict[int, Peer]]] = {
+            0: (Group(world_size), self._ranks)
+        }
+        self._children = [0] * world_size  # of each rank that have entered a group
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self._drop(peer)
+        self._selector.unregister(self._listener)
+
+    @property
+    def connected(self) -> set[int]:
+        """The ranks that are connected."""
+        return set(self._ranks)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether any rank is connected."""
+        return bool(self._ranks)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether any process that belongs to the job is connected."""
+        return len(self._peers) > len(self._strangers)
+
+    @property
+    def next_deadline(self) -> float:
+        """When to call `expire`, by the server's clock; infinite if nothing waits."""
+        return min(group.next_deadline for group, _ in self._groups.values())
+
+    def expire(self) -> None:
+        """Answer what has waited for too long."""
+        now = self._now()
+        for number, (group, _) in list(self._groups.items()):
+            self._reply(number, group.expire(now))
+
+    def send(self, rank: int, kind: str, *, to_script: bool = False, **facts: object) -> None:
+        """Send a message to a rank, or to the script of its command, if that is connected."""
+        peer = (self._scripts if to_script else self._ranks).get(rank)
+        if peer is not None:
+            self._queue(peer, encode(kind, b"", **facts))
+
+    def send_all(self, kind: str, **facts: object) -> None:
+        """Send a message to all ranks and their scripts."""
+        line = encode(kind, b"", **facts)
+        for peer in [*self._scripts.values(), *self._ranks.values()]:
+            self._queue(peer, line)
+
+    def accept_again(self) -> None:
+        """Accept the connections that wait since a message "full"."""
+        self._selector.modify(self._listener, selectors.EVENT_READ, self)
+
+    def receive(self, data: object) -> list[Message]:
+        """The new messages for the owner, of a ready socket. `data` is its data in the selector."""
+        if data is self:
+            return self._accept()
+        assert isinstance(data, Peer)
+        if not data.is_open:  # dropped since the selector returned it
+            return []
+        if data.unsent:
+            self._flush(data)
+        try:
+            chunk = data.connection.recv(CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            return self.lose(data, silent=not isinstance(error, ConnectionError))
+        if not chunk:
+            return self.lose(data)
+        messages: list[Message] = []
+        try:
+            for line in data.lines.split(chunk):
+                if data not in self._peers:  # it brings a rank's output, and has been handed over
+                    break
+                if (message := self._take(data, line)) is not None:
+                    messages.append(message)
+        except _WRONG:
+            messages += self.lose(data)
+        return messages
+
+    def lose(self, peer: Peer, *, silent: bool = False) -> list[Message]:
+        """Drop a connection that has ended."""
+        self._drop(peer)
+        if peer.rank is None:
+            return []
+        if peer.group is not None:
+            self._reply(peer.group, self._groups[peer.group][0].lose(peer.rank))
+        if peer.role == CHILD:
+            return []
+        return [self._message(peer, "lost", {"silent": silent})]
+
+    # --- connections ---
+
+    def _accept(self) -> list[Message]:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno not in _NOTHING_LEFT:  # nobody waits, or it has already closed
+                    return []
+                # The selector would report the socket without end. Now it may report only its errors.
+                self._selector.modify(self._listener, selectors.EVENT_WRITE, self)
+                return [Message(-1, "full", {"error": error.strerror}, self._now())]
+            self._make_room()
+            connection.setblocking(False)
+            notice_silence(connection)
+            peer = Peer(
+                connection,
+                os.urandom(16).hex(),
+                self._now(),
+                Lines(UNPROVED_LINE_LIMIT),
+                [],
+            )
+            self._peers.add(peer)
+            self._strangers[peer] = None
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._queue(peer, encode("challenge", challenge=peer.challenge))
+        return []
+
+    def _make_room(self) -> None:
+        """Drop strangers that are late or too many, the oldest first."""
+        now = self._now()
+        while self._strangers:
+            oldest = next(iter(self._strangers))
+            is_late = now - oldest.since > PROOF_TIMEOUT_S
+            # A rank answers at once, so the oldest is none. A rank that is dropped all the same comes again.
+            most = PER_RANK * self.world_size + STRANGERS
+            if not is_late and len(self._strangers) < most:
+                return
+            self._drop(oldest)
+
+    def _take(self, peer: Peer, line: bytes) -> Message | None:
+        """Take a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
+        if peer.was_interrupted and peer.rank is not None and not _is_message(line):
+            # A line of its stack, maybe in the middle of a message that it was sending.
+            return self._message(peer, "frames", {"text": line.decode()})
+        facts, value = decode(line)
+        if peer.rank is None:
+            return self._introduce(peer, facts)
+        kind = facts["type"]
+        if peer.group is not None:
+            group, _ = self._groups[peer.group]
+            if kind in group.kinds:
+                self._reply(peer.group, group.receive(peer.rank, facts, value, self._now()))
+                return None
+        if kind == "enter" and peer.role != RANK and peer.group is None:
+            self._enter(peer, peer.rank)
+            return None
+        if value or peer.role == CHILD:
+            raise ValueError(kind)
+        del facts["type"]
+        if kind == "leave":
+            facts["is_over"] = facts["is_over"] is True
+        elif kind not in MESSAGES or not is_valid(kind, facts):
+            raise ValueError(kind)
+        return self._message(peer, kind, facts)
+
+    def _introduce(self, peer: Peer, facts: dict[str, Any]) -> Message | None:
+        """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
+        kind, rank = facts["type"], facts["rank"]
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            raise ValueError(rank)
+        role = facts.get("role", RANK) if kind == "hello" else RANK
+        if role not in ROLES or kind not in ("hello", *HANDED_OVER):
+            raise ValueError(kind)
+        key = self._key if role == RANK else self._child_key
+        # The time of this comparison reveals nothing: every connection has another challenge.
+        if facts["proof"] != member_proof(key, peer.challenge, role, rank):
+            raise ValueError("no proof")
+        received = encode("received", b"", proof=server_proof(key, facts["challenge"]))
+        if kind != "hello":
+            handed = _of_output(facts) if kind == "output" else {}
+            self._queue(peer, received)  # at once: only the challenge was sent before
+            self._forget(peer)
+            return Message(rank, kind, {**handed, "connection": peer.connection}, self._now())
+        if facts.get("again") is True and role == RANK and rank in self._ranks:
+            self._drop(self._ranks[rank])  # the rank has closed it, see `JobChannel`
+        self._admit(peer, rank, role)
+        self._queue(peer, received)
+        if role == RANK:
+            self._reply(0, self._groups[0][0].enter(rank))
+        return None
+
+    def _admit(self, peer: Peer, rank: int, role: str) -> None:
+        if (rank in self._ranks) is (role == RANK):  # a second rank, or a child without its rank
+            raise ValueError(rank)
+        if role == SCRIPT:
+            if rank in self._scripts:
+                self._queue(peer, encode("taken"))
+                raise ValueError("a second script")
+            self._scripts[rank] = peer
+        elif role == RANK:
+            self._ranks[rank] = peer
+            peer.group = 0
+        peer.rank, peer.role = rank, role
+        peer.lines.limit = VALUE_LIMIT + LINE_LIMIT
+        del self._strangers[peer]
+
+    def _enter(self, peer: Peer, rank: int) -> None:
+        """A rank's n-th child that enters gets into the group of the n-th children."""
+        self._children[rank] += 1
+        number = self._children[rank]
+        group, members = self._groups.setdefault(number, (Group(self.world_size), {}))
+        peer.group = number
+        members[rank] = peer
+        self._queue(peer, encode("entered", number=number))
+        self._reply(number, group.enter(rank))
+
+    def _message(self, peer: Peer, kind: str, facts: dict[str, Any]) -> Message:
+        assert peer.rank is not None
+        return Message(peer.rank, kind, facts, self._now(), peer.role == SCRIPT)
+
+    # --- what is sent ---
+
+    def _reply(self, number: int, replies: Iterable[Reply]) -> None:
+        _, members = self._groups[number]
+        for ranks, line in replies:
+            for rank in ranks:
+                if (peer := members.get(rank)) is not None:
+                    self._queue(peer, line)
+
+    def _queue(self, peer: Peer, line: bytes) -> None:
+        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
+        peer.unsent.append(line)
+        peer.unsent_bytes += len(line)
+        if peer.unsent_bytes > _UNREAD_LIMIT:
+            peer.unsent.clear()
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
+        elif len(peer.unsent) == 1:
+            self._flush(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        try:
+            while peer.unsent:
+                first = peer.unsent[0]
+                sent = peer.connection.send(first)
+                peer.unsent_bytes -= sent
+                if sent < len(first):
+                    peer.unsent[0] = memoryview(first)[sent:]
+                    break
+                del peer.unsent[0]
+        except BlockingIOError:
+            pass
+        except OSError:  # the next read fails too
+            peer.unsent.clear()
+            peer.unsent_bytes = 0
+        if bool(peer.unsent) is not peer.is_written:
+            peer.is_written = not peer.is_written
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.is_written else 0)
+            self._selector.modify(peer.connection, events, peer)
+
+    def _drop(self, peer: Peer) -> None:
+        self._forget(peer)
+        peer.connection.close()
+
+    def _forget(self, peer: Peer) -> None:
+        peer.is_open = False
+        self._peers.discard(peer)
+        self._strangers.pop(peer, None)
+        if peer.rank is not None:
+            if peer.role == SCRIPT:
+                del self._scripts[peer.rank]
+            if peer.group is not None:
+                del self._groups[peer.group][1][peer.rank]
+        self._selector.unregister(peer.connection)
+
+
+def _of_output(facts: dict[str, Any]) -> dict[str, Any]:
+    handed = {"stream": facts["stream"], "host": facts["host"]}
+    if handed["stream"] not in STREAMS or not isinstance(handed["host"], str):
+        raise ValueError(handed)
+    return handed
+
+
+def _is_message(line: bytes) -> bool:
+    try:
+        decode(line)
+    except ValueError:
+        return False
+    return True

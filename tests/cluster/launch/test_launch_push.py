@@ -1,0 +1,78 @@
+"""A job on hosts that have nothing but sshd and python3: `mpiddp launch --push`.
+
+Tests mpiddp/launch/main.py and mpiddp/hosts/cluster/.
+python -m pytest tests/cluster/launch/test_launch_push.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import cluster
+from tests.support.cluster import Cluster, Layout
+from tests.support.ranks import ROOT
+
+MPIDDP = [sys.executable, "-m", "mpiddp"]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(2, layout=Layout(apart=True)) as standing:
+        yield standing
+
+
+@pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI
+def test_from_bare_hosts_to_a_finished_training(hosts: Cluster, tmp_path: Path) -> None:
+    """Checkpoints on both hosts at the end; then one line changes, and the next launch brings it along."""
+    node0, node1 = hosts.hosts
+    file = hosts.shared / "hosts"
+    file.write_text("node0 slots=1\nnode1 slots=1\n")
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "whose.py").write_text("import os\nprint('first', os.environ['RANK'])\n")
+    train = ["-m", "mpiddp", "train", "--use-syn", "--arch", "resnet20", "--batch-size", "4"]
+    train += ["--epochs", "1", "--steps-per-epoch", "2", "--save-every", "1", "--out", "runs/x"]
+    launch = [*MPIDDP, "launch", "--hostfile", str(file)]
+
+    done = node0.run([*launch, *train], cwd=project)
+    assert done.returncode == 2
+    assert "node1: " in done.stderr
+    assert "mpiddp hosts push" in done.stderr
+
+    # The environment leads to the repository (an editable install) and to its interpreter.
+    leave_out = [option for name in (".git", ".frameworks") for option in ("--leave-out", name)]
+    push = [*MPIDDP, "hosts", "push", str(file), "--with-python", *leave_out]
+    done = node0.run([*push, str(project), str(ROOT)], cwd=project)
+    assert done.returncode == 0, done.stderr
+
+    done = node0.run([*launch, *train], cwd=project)
+    assert done.returncode == 0, done.stderr
+    for host in hosts.hosts:
+        assert host.path(project / "runs/x/checkpoints/step_00000002/COMPLETE").exists()
+
+    (project / "whose.py").write_text("import os\nprint('second', os.environ['RANK'])\n")
+    done = node0.run([*launch, "--push", "--log-ranks", "all", "whose.py"], cwd=project)
+    assert "second 1" in done.stdout, done.stderr
+    assert (node1.path(project) / "runs/x").is_dir()
+
+
+def test_launch_pushes_first(hosts: Cluster) -> None:
+    """A host that cannot take the folder ends the launch with code 2, before anything has started."""
+    folder = Path("/run/project")
+    for host in hosts.hosts:
+        host.run(["mkdir", "-p", str(folder)], check=True)
+    hosts["node0"].path(folder / "job.py").write_text("print('started')\n")
+    hosts["node1"].path(folder / "other.py").write_text("print('another project')\n")
+    launch = [*MPIDDP, "launch", "-H", "node0:1,node1:1", "--push"]
+    done = hosts["node0"].run([*launch, "job.py"], cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"node1: {folder} is no copy of this one (it has other.py). To overwrite it: --force\n"
+    )
+    done = hosts["node0"].run([*launch, "--wait-for-hosts", "1m", "job.py"], cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("--push does not wait for hosts.")

@@ -1,0 +1,355 @@
+"""README.md and docs/ say what the program does: their links, options, defaults, exit codes and names.
+
+tests/docs/test_page_commands.py runs their commands.
+python -m pytest tests/docs/test_pages.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import mpiddp
+from mpiddp import errors
+from mpiddp.arguments import duration
+from mpiddp.launch.option_parser import option_parser
+from mpiddp.protocol.messages import DEFAULT_RANKS
+from mpiddp.train.option_parser import add_options
+from mpiddp.train.options import TrainOptions
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env
+
+USER_PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "hostfiles/README.md",
+]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("hostfiles", "tests", "benchmarks")),
+]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+class Block(NamedTuple):
+    """What stands between ``` and ```."""
+
+    kind: str  # "console", "sh", "python", …
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [Block(*each) for each in found]
+
+
+def prose(page: Path) -> str:
+    """The text without blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+# ---- links
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    plain = [re.sub(r"[`*]", "", re.sub(r"\[([^]]*)]\([^)]*\)", r"\1", each)) for each in headings]
+    return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = prose(page)
+    links = re.findall(r"]\(([^)\s]+)\)", text) + re.findall(
+        r"^\[[^]]+]: (\S+)", text, re.MULTILINE
+    )
+    for link in links:
+        if re.match("https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
+
+
+def test_files_name_only_pages_that_exist() -> None:
+    """In docstrings, error sentences and comments."""
+    done = subprocess.run(
+        ["git", "grep", "-IohE", r"docs/[a-z/-]+\.(md|svg|png)"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    found = set(done.stdout.split())
+    assert "docs/troubleshooting.md" in found
+    assert [each for each in sorted(found) if not (ROOT / each).exists()] == []
+
+
+def test_every_page_is_in_the_table_of_the_readme_and_of_the_index() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        if page.name not in ("index.md", "architecture.md"):
+            assert f"(docs/{page.name})" in (ROOT / "README.md").read_text(), page.name
+            assert f"({page.name})" in (ROOT / "docs/index.md").read_text(), page.name
+    for page in (ROOT / "docs/evidence").glob("*.md"):
+        assert (
+            page.name == "README.md"
+            or f"({page.name})" in (ROOT / "docs/evidence/README.md").read_text()
+        )
+
+
+# ---- English
+
+LONGEST_SENTENCE = 30  # words
+LONGEST_PARAGRAPH = 5  # lines
+
+
+def paragraphs(text: str) -> Iterator[list[str]]:
+    """The paragraphs and items of a page, without tables, headings, pictures and indented commands."""
+    lines: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        is_other = not line.strip() or bool(re.match(r"\s*([|#<]|!\[|\[[^]]+]: )", line))
+        is_command = line.startswith("    ") and not lines
+        if is_other or is_command or re.match(r"\s*([-*]|\d+\.) ", line):
+            if lines:
+                yield lines
+            lines = []
+        if not is_other and not is_command:
+            lines.append(line)
+
+
+def sentences(paragraph: list[str]) -> list[str]:
+    text = " ".join(line.strip() for line in paragraph)
+    text = re.sub(r"]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+    return re.split(r"(?<=[.!?:;])[*_)\"]*\s+(?=[\"(*\[]*(?:[A-Z0-9]|code|mpi|torch|numpy))", text)
+
+
+@pytest.mark.parametrize("page", [*USER_PAGES, *(ROOT / "docs/evidence").glob("*.md")], ids=named)
+def test_sentences_and_paragraphs_are_short(page: Path) -> None:
+    for paragraph in paragraphs(prose(page)):
+        assert len(paragraph) <= LONGEST_PARAGRAPH, paragraph[0]
+        for sentence in sentences(paragraph):
+            assert len(sentence.split()) <= LONGEST_SENTENCE, sentence
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+# ---- options, defaults, exit codes, names
+
+
+def rows(page: str, header: str) -> list[list[str]]:
+    """The cells of the table below `header`, without the marks of code."""
+    table = (ROOT / page).read_text().partition(f"{header}\n")[2].partition("\n\n")[0]
+    assert table, header
+    cells = [re.split(r"(?<!\\)\|", line.strip().strip("|")) for line in table.splitlines()[1:]]
+    return [[cell.strip() for cell in row] for row in cells]
+
+
+def flags(cell: str) -> list[str]:
+    return re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", " ".join(re.findall(r"`([^`]*)`", cell)))
+
+
+def defaults(parser: argparse.ArgumentParser) -> dict[str, object]:
+    return {flag: action.default for action in parser._actions for flag in action.option_strings}
+
+
+def numbers_of_help(parser: argparse.ArgumentParser) -> dict[str, float]:
+    """The defaults that only the help says, because the ranks fill them in."""
+    found = {
+        flag: re.search(r"\(default: (\d+)\)", action.help or "")
+        for action in parser._actions
+        for flag in action.option_strings
+    }
+    return {flag: float(match[1]) for flag, match in found.items() if match is not None}
+
+
+def train_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_options(parser, TrainOptions)
+    return parser
+
+
+def is_default(written: str, actual: object) -> bool:
+    """Whether a cell says the default. A text without a number describes what is done without the option."""
+    written = written.strip("` ")
+    if actual is None or isinstance(actual, bool) or actual in ("", [], DEFAULT_RANKS):
+        return not re.fullmatch(r"[\d.]+( \w+)?", written)
+    if isinstance(actual, int | float):
+        found = re.match(r"([\d.]+)(?: (s|min))?", written)
+        return found is not None and float(found[1]) * (60 if found[2] == "min" else 1) == actual
+    return written.split(":")[0].strip("`") == str(actual)
+
+
+def test_the_table_of_launch_has_every_option_with_its_default() -> None:
+    actual = defaults(option_parser()) | numbers_of_help(option_parser())
+    left_out = {"-h", "--help", "-m", "--verbose"}
+    written: dict[str, str] = {}
+    for cell, default, *_ in rows("docs/launch.md", "| option | default | meaning |"):
+        options = flags(cell)
+        each = (
+            default.split(", ")
+            if len(options) > 1 and default.count(", ") == len(options) - 1
+            else []
+        )
+        written |= dict(zip(options, each or [default] * len(options), strict=True))
+    assert written.keys() == actual.keys() - left_out
+    assert [flag for flag, text in written.items() if not is_default(text, actual[flag])] == []
+
+
+def test_the_tables_of_train_have_no_other_option() -> None:
+    actual = defaults(train_parser())
+    table = rows("docs/train.md", "| option | default | meaning |")
+    table += rows("docs/parallelism.md", "| option | under fsdp and hsdp |")
+    for cell, default, *_ in table:
+        options = flags(cell)
+        assert set(options) <= actual.keys(), cell
+        each = [part.strip() for part in default.split(", ")]
+        if len(options) == len(each) and re.fullmatch(r"[\w.`]+", "".join(each)):
+            wrong = [
+                flag
+                for flag, text in zip(options, each, strict=True)
+                if not says(text, actual[flag])
+            ]
+            assert wrong == [], cell
+
+
+def says(text: str, actual: object) -> bool:
+    off = actual is None or actual is False
+    return text.strip("`") in (("off", "none") if off else (str(actual),))
+
+
+def test_the_exit_codes_are_those_of_the_program() -> None:
+    written = {
+        int(code): name
+        for code, name, *_ in rows("docs/reference.md", "| code | name | means | what to do |")
+    }
+    codes = (errors.DONE, errors.FAILED, errors.BAD_INPUT, errors.STOPPED, errors.INTERRUPTED)
+    assert tuple(written) == codes
+    epilog = option_parser().epilog
+    assert epilog is not None
+    assert epilog == f"Exit codes: {', '.join(f'{code} {name}' for code, name in written.items())}."
+
+
+def test_the_limits_of_the_failures_page_are_the_defaults() -> None:
+    actual = defaults(option_parser())
+    for flag, default, *_ in rows(
+        "docs/failures.md", "| limit | default | applies to | afterwards |"
+    ):
+        assert duration(default.replace(" min", "m").replace(" ", "")) == actual[flag.strip("`")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_of_the_pages_is_python_and_its_names_exist(page: Path) -> None:
+    code = [block.text for block in blocks(page) if block.kind == "python"]
+    for text in code:
+        ast.parse(text if not text.startswith(" ") else f"if True:\n{text}")
+    inline = re.findall(r"`([^`\n]+)`", prose(page))
+    used = set(re.findall(r"\bmpiddp\.([a-z]\w*|[A-Z]\w*)\b(?!\.py)", "\n".join([*code, *inline])))
+    modules = {path.stem for path in (ROOT / "mpiddp").iterdir()}
+    assert used - modules - set(mpiddp.__all__) - {"init_process_group"} == set()
+
+
+# ---- commands
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each `mpiddp …` of a page, without what stands before it and after the command."""
+    lines = [
+        line
+        for block in blocks(page)
+        if block.kind in ("sh", "console")
+        for line in joined(block.text)
+    ]
+    lines += re.findall(r"^    +(.*\bmpiddp .*)$", prose(page), re.MULTILINE)
+    lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if " -" in code]
+    for line in lines:
+        if found := re.search(
+            r"(?:^|\s)mpiddp ((?:launch|run|train|hosts|mesh|explain|checkpoints|bench) .*)", line
+        ):
+            lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|&;><")
+            lexer.whitespace_split = True
+            try:
+                words = list(lexer)
+            except ValueError:  # a quotation mark of prose
+                continue
+            ends = [words.index(mark) for mark in ("|", ";", "&&", ">", "2>&1") if mark in words]
+            yield words[: min(ends, default=len(words))]
+
+
+def joined(text: str) -> list[str]:
+    return [line.removeprefix("$ ") for line in text.replace("\\\n", " ").splitlines()]
+
+
+@cache
+def help_of(*verb: str) -> frozenset[str]:
+    """The options of a verb, and whether each takes a value: `--n N` and `-v`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mpiddp", *verb, "--help"],
+        env=clean_env({"COLUMNS": "200"}), capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return frozenset(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", done.stdout))
+
+
+def wrong_options(words: list[str]) -> list[str]:
+    """Those that the verb does not have."""
+    verb, *rest = words
+    if verb == "hosts" and "--" in rest:
+        rest = rest[: rest.index("--")]  # the command is another program's
+    if verb in ("hosts", "checkpoints", "bench") and rest and not rest[0].startswith("-"):
+        known = help_of(verb, rest[0]) if rest[0].islower() else frozenset(rest)
+        is_training = rest[0] in ("scaling", "step", "loader")
+        return unknown(
+            rest[1:], known | (frozenset(defaults(train_parser())) if is_training else frozenset())
+        )
+    if verb not in ("launch", "run"):
+        return unknown(rest, help_of(verb))
+    actual = defaults(option_parser()) if verb == "launch" else dict.fromkeys(help_of("run"), True)
+    takes_none = {
+        flag
+        for action in option_parser()._actions
+        if action.nargs == 0
+        for flag in action.option_strings
+    } | {"--keep-mpi"}
+    own: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--"):
+        flag, is_whole, _ = rest.pop(0).partition("=")
+        own.append(flag)
+        if not is_whole and flag not in takes_none and rest:
+            rest.pop(0)
+    wrong = unknown(own, frozenset(actual) | {"-h", "--help"})
+    return wrong + (wrong_options(rest[2:]) if rest[:3] == ["-m", "mpiddp", "train"] else [])
+
+
+def unknown(words: list[str], known: frozenset[str]) -> list[str]:
+    found = [word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)]
+    return [flag for flag in found if flag.replace("_", "-") not in known and flag not in known]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_have_options_that_exist(page: Path) -> None:
+    assert [(words, wrong) for words in commands(page) if (wrong := wrong_options(words))] == []
+
+
+def test_a_wrong_option_would_be_found() -> None:
+    assert wrong_options(["launch", "--max-restart", "3", "train.py"]) == ["--max-restart"]
+    assert wrong_options(["launch", "-n", "2", "-m", "mpiddp", "train", "--epoch", "1"]) == [
+        "--epoch"
+    ]
+    assert wrong_options(["checkpoints", "list", "runs/a", "--kept"]) == ["--kept"]
+    assert wrong_options(["launch", "-n", "2", "train.py", "--whatever"]) == []

@@ -1,0 +1,148 @@
+"""The process beside rank 0 that serves the job channel: rank 0's native code and its end do not disturb it.
+
+Tests mpiddp/runtime/rendezvous/channel_process.py.
+python -m pytest tests/test_channel_process.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from mpiddp.runtime.job.channel import JobChannel
+from mpiddp.runtime.job.connect import Server
+from tests.support.channels import member
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env
+
+KEY = "a key of the job"
+RANK_0 = """
+import os, socket, sys, threading, time
+from mpiddp.runtime.job.connect import Server
+from mpiddp.runtime.rendezvous.channel_process import ChannelProcess
+from tests.support.channels import member
+listener = socket.create_server(("127.0.0.1", 0))
+port = listener.getsockname()[1]
+ChannelProcess().serve(listener, "a key of the job", 2)
+channel = member(Server(f"127.0.0.1:{port}", "a key of the job"), 0, 2)
+print(port, flush=True)
+exec(sys.argv[1])
+"""
+HOLDS_THE_LOCK = """
+print("holds", flush=True)
+sum(range(10**12))
+"""
+
+
+@contextmanager
+def job(code: str) -> Iterator[tuple[subprocess.Popen[str], JobChannel]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK_0, code],
+        env=clean_env(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as rank_0:
+        try:
+            assert rank_0.stdout is not None
+            port = rank_0.stdout.readline().strip()
+            yield rank_0, member(Server(f"127.0.0.1:{port}", KEY), 1, 2)
+        finally:
+            rank_0.kill()
+
+
+def until_lost(rank_1: JobChannel) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not rank_1.is_lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def server_of(rank_1: JobChannel) -> int:
+    """The process at the other end of the connection of rank 1."""
+    host, port = rank_1.connection.getsockname()
+    table = Path("/proc/net/tcp").read_text().splitlines()
+    own = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
+    inode = next(line.split()[9] for line in table if line.split()[2] == own)
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if str(file.readlink()) == f"socket:[{inode}]":
+                return int(file.parts[2])
+    raise AssertionError("nobody has it open")
+
+
+def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpreter() -> None:
+    """A failure has to end the others at once, however long rank 0 computes."""
+    code = f"channel.send('gather', b'0', key='a', timeout_s=60)\n{HOLDS_THE_LOCK}"
+    with job(code) as (rank_0, rank_1):
+        assert rank_0.stdout is not None
+        assert rank_0.stdout.readline() == "holds\n"
+        since = time.monotonic()
+        assert rank_1.gather("a", 1, timeout_s=60) == [0, 1]
+        assert rank_1.claim_first_failure(1)
+        assert time.monotonic() - since < 10
+        assert rank_0.poll() is None
+
+
+@pytest.mark.parametrize("holds", ["time.sleep(600)", HOLDS_THE_LOCK])
+def test_the_end_of_rank_0_ends_the_job(holds: str) -> None:
+    with job(f"print(flush=True)\n{holds}") as (rank_0, rank_1):
+        assert rank_0.stdout is not None
+        rank_0.stdout.readline()
+        rank_0.send_signal(signal.SIGKILL)
+        until_lost(rank_1)
+
+
+def test_rank_0_that_has_left_may_end_before_the_others() -> None:
+    with job("channel.leave(is_over=True); channel.gather('a', 0, timeout_s=60)") as (
+        rank_0,
+        rank_1,
+    ):
+        assert rank_1.gather("a", 1, timeout_s=60) == [0, 1]
+        assert rank_0.wait(PATIENCE_S) == 0
+        rank_1.put("b", 5)
+        assert rank_1.collect("b", [1], timeout_s=60) == [5]
+        assert not rank_1.is_lost
+        server = server_of(rank_1)
+        rank_1.connection.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + PATIENCE_S
+        while Path(f"/proc/{server}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_child_of_rank_0_that_lives_on_does_not_hide_its_end() -> None:
+    code = "child = os.fork()\nif not child: time.sleep(600)\nprint(child, flush=True)\ntime.sleep(600)"
+    with job(code) as (rank_0, rank_1):
+        assert rank_0.stdout is not None
+        child = int(rank_0.stdout.readline())
+        try:
+            rank_0.kill()
+            until_lost(rank_1)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_script_that_waits_for_all_of_its_children_does_not_wait_for_the_server() -> None:
+    code = "try:\n    while os.wait(): pass\nexcept ChildProcessError: print('none', flush=True)"
+    with job(code) as (rank_0, _):
+        assert rank_0.stdout is not None
+        assert rank_0.stdout.readline() == "none\n"
+
+
+def test_signals_to_all_processes_of_the_job_leave_the_server() -> None:
+    with job("time.sleep(600)") as (_, rank_1):
+        server = server_of(rank_1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(server, number)
+        rank_1.put("b", 5)
+        assert rank_1.collect("b", [1], timeout_s=60) == [5]

@@ -1,0 +1,547 @@
+"""The job channel: what ranks agree on, how long they wait, and what a stranger can do to them.
+
+Tests mpiddp/protocol/channel.py, server.py, group.py, mpiddp/runtime/job/channel.py.
+python -m pytest tests/test_job_channel.py
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from mpiddp.errors import JobFailed
+from mpiddp.protocol import server as channel_server
+from mpiddp.protocol.channel import (
+    CHILD,
+    RANK,
+    SCRIPT,
+    Lines,
+    child_key,
+    decode,
+    encode,
+    encode_value,
+    listed,
+    member_proof,
+    unlisted,
+)
+from mpiddp.protocol.group import Group
+from mpiddp.protocol.messages import LINE_LIMIT
+from mpiddp.protocol.server import ChannelServer, Message
+from mpiddp.runtime.job.channel import (
+    WHOLE_JOB,
+    AnotherFailed,
+    ChannelLost,
+    JobChannel,
+    Silent,
+    connect,
+)
+from mpiddp.runtime.job.connect import AnotherScript, Server
+from mpiddp.world import World
+from tests.support.few_files import files_left
+from tests.support.patience import PATIENCE_S
+
+KEY = "a key of the job"
+RANKS = 3
+STAY = 1
+
+
+class Job:
+    """A server for RANKS ranks, which a thread runs, and the members that have connected."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port: int = self.listener.getsockname()[1]
+        self.selector = selectors.DefaultSelector()
+        self.server = ChannelServer(self.listener, KEY, RANKS, self.selector)
+        self.messages: list[Message] = []
+        self.news: dict[JobChannel, list[dict[str, Any]]] = {}
+        self._pool = ThreadPoolExecutor(16)
+        self._runs = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.start()
+
+    def start(self) -> None:
+        self._runs.set()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def pause(self) -> None:
+        """As Ctrl-Z does to a launcher."""
+        self._runs.clear()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._runs.is_set():
+            for key, _ in self.selector.select(0.01):
+                self.messages += self.server.receive(key.data)
+            self.server.expire()
+
+    def connect(self, rank: int, role: str = RANK) -> JobChannel:
+        server = Server(f"127.0.0.1:{self.port}", KEY)
+        if role != RANK:
+            server = server.for_children()
+        channel = connect(server, World(rank, RANKS, rank, RANKS), SimpleQueue(), role=role)
+        heard = self.news[channel] = []
+        threading.Thread(target=lambda: heard.extend(channel.news()), daemon=True).start()
+        return channel
+
+    def all(self) -> list[JobChannel]:
+        return [self.connect(rank) for rank in range(RANKS)]
+
+    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+        return self._pool.submit(function, *args, **options)
+
+    def hears(self, channel: JobChannel, kind: str) -> dict[str, Any]:
+        """The first news of a kind, once it is there."""
+        return until(lambda: [each for each in self.news[channel] if each["type"] == kind])[0]
+
+    def receives(self, kind: str) -> Message:
+        return until(lambda: [each for each in self.messages if each.kind == kind])[0]
+
+    @contextmanager
+    def stranger(self) -> Iterator[tuple[socket.socket, str]]:
+        """A connection, and the challenge that it got."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as connection:
+            facts, _ = decode(connection.recv(4096).rstrip(b"\n"))
+            yield connection, facts["challenge"]
+
+    def close(self) -> None:
+        self.pause()
+        self.server.close()
+        self.selector.close()
+        self.listener.close()
+        self._pool.shutdown()
+
+
+def until(look: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+def is_dropped(connection: socket.socket) -> bool:
+    with suppress(ConnectionError):
+        while connection.recv(1 << 16):
+            pass
+    return True
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.close()
+
+
+# --- what ranks agree on ---
+
+
+def test_a_gather_gives_all_values_to_all_ranks(job: Job) -> None:
+    values: list[Any] = [{"a": [1, None]}, "é! \t\n", 2.5]
+    calls = [job.call(each.gather, "key", values[each.rank], timeout_s=60) for each in job.all()]
+    assert [call.result(PATIENCE_S) for call in calls] == [values] * RANKS
+
+
+def test_large_values_arrive(job: Job) -> None:
+    values = [str(rank) * 3_000_000 for rank in range(RANKS)]
+    calls = [job.call(each.gather, "key", values[each.rank], timeout_s=600) for each in job.all()]
+    assert [call.result(PATIENCE_S) for call in calls] == [values] * RANKS
+
+
+def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_come_late(
+    job: Job,
+) -> None:
+    first, second, late = job.all()
+    calls = [job.call(each.gather, "key", 1, timeout_s=0.2) for each in (first, second)]
+    for call in calls:
+        with pytest.raises(Silent) as error:
+            call.result(PATIENCE_S)
+        assert error.value.ranks == [2]
+    with pytest.raises(Silent) as error:
+        late.gather("key", 1, timeout_s=600)
+    assert error.value.ranks == [2]
+
+
+def test_a_gather_calls_the_others_also_those_that_connect_later(job: Job) -> None:
+    first, second = job.connect(0), job.connect(1)
+    first.give("stop", 5, calls=False)  # as a rank that leaves
+    second.give("stop", 4, calls=True)
+    third = job.connect(2)
+    until(lambda: third.is_called("stop"))
+    assert third.given("stop") is None
+    third.give("stop", 3, calls=True)
+    for each in (first, second, third):
+        assert until(partial(each.given, "stop")) == [5, 4, 3]
+    assert not first.is_called("stop")
+
+
+def test_values_of_some_ranks_are_collected_once_they_are_there(job: Job) -> None:
+    first, second, third = job.all()
+    first.put("a/part", 10)
+    waits = job.call(third.collect, "a/part", [1, 0], timeout_s=60)
+    also = job.call(third.collect, "a/other", [1], timeout_s=60)
+    second.put("a/part", {"of": 1})
+    second.put("a/other", None)
+    assert waits.result(PATIENCE_S) == [{"of": 1}, 10]
+    assert also.result(PATIENCE_S) == [None]
+    second.forget("a/")
+    assert third.collect("a/part", [0], timeout_s=60) == [10]
+    with pytest.raises(Silent):
+        second.collect("a/part", [1], timeout_s=0)
+
+
+def test_a_rank_that_waits_itself_is_not_named_as_silent(job: Job) -> None:
+    first, second, _ = job.all()
+    second_waits = job.call(second.collect, "b", [2], timeout_s=1)
+    until(lambda: job.server.next_deadline < float("inf"))
+    with pytest.raises(Silent) as error:
+        first.collect("a", [1], timeout_s=0.1)
+    assert error.value.ranks == [2]
+    assert isinstance(second_waits.exception(PATIENCE_S), Silent)
+
+
+def test_a_rank_that_has_given_up_a_wait_is_not_named_as_silent(job: Job) -> None:
+    first, second, third = job.all()
+    with pytest.raises(Silent):
+        second.collect("save/b", [2], timeout_s=0)
+    with pytest.raises(Silent) as error:
+        first.collect("save/a", [1], timeout_s=0)
+    assert error.value.ranks == [2]
+    third.put("save/b", 1)
+    assert third.collect("save/b", [2], timeout_s=60) == [1]
+    with pytest.raises(Silent) as error:
+        first.collect("save/a", [1], timeout_s=0)
+    assert error.value.ranks == [1]
+
+
+def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job: Job) -> None:
+    first, second, third = job.all()
+    second.put("left", None)
+    waits = job.call(first.collect, "left", range(3), timeout_s=600, or_gone=True)
+    until(lambda: job.server.next_deadline < float("inf"))
+    third.connection.shutdown(socket.SHUT_RDWR)
+    first.put("left", None)
+    assert waits.result(PATIENCE_S) == [None] * 3
+    assert second.collect("left", range(3), timeout_s=600, or_gone=True) == [None] * 3
+
+
+def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job: Job) -> None:
+    channels = job.all()
+    never = partial(channels[0].collect, "never", [1], timeout_s=600, unless_failed=STAY)
+    waits = job.call(never)
+    until(lambda: job.server.next_deadline < float("inf"))
+    claims = [job.call(each.claim_first_failure, STAY) for each in channels]
+    assert sorted(claim.result(PATIENCE_S) for claim in claims) == [False, False, True]
+    assert isinstance(waits.exception(PATIENCE_S), AnotherFailed)
+    with pytest.raises(AnotherFailed):
+        never()
+    later = [job.call(each.claim_first_failure, STAY + 1) for each in reversed(channels)]
+    assert sorted(claim.result(PATIENCE_S) for claim in later) == [False, False, True]
+
+
+def test_a_failure_reaches_the_others_with_the_first_code(job: Job) -> None:
+    first, second = job.connect(0), job.connect(1)
+    first.fail(3, WHOLE_JOB)
+    assert until(lambda: second.code_of_failure(WHOLE_JOB)) == 3
+    second.fail(4, WHOLE_JOB)
+    third = job.connect(2)
+    assert until(lambda: third.code_of_failure(WHOLE_JOB)) == 3
+    third.fail(5, STAY)
+    assert until(lambda: first.code_of_failure(STAY)) == 5
+    assert first.code_of_failure(WHOLE_JOB) == 0  # its own
+
+
+def test_the_n_th_children_are_a_group_of_their_own(job: Job) -> None:
+    ranks = job.all()
+    children = [job.connect(rank, CHILD) for rank in range(RANKS)]
+    assert [each.enter() for each in children] == [1] * RANKS
+    second = job.connect(1, CHILD)
+    assert second.enter() == 2
+    calls = [job.call(each.gather, "key", each.rank, timeout_s=60) for each in children]
+    assert [call.result(PATIENCE_S) for call in calls] == [[0, 1, 2]] * RANKS
+    assert all(each.claim_first_failure(STAY) is (each is children[0]) for each in children)
+    children[0].fail(9, WHOLE_JOB)
+    assert until(lambda: children[1].code_of_failure(WHOLE_JOB)) == 9
+    assert not any(each.code_of_failure(WHOLE_JOB) for each in ranks)
+    assert ranks[1].claim_first_failure(STAY)
+
+
+def test_a_script_reports_besides_its_rank_and_there_is_one(job: Job) -> None:
+    job.connect(1)
+    script = job.connect(1, SCRIPT)
+    script.send("progress", step=7)
+    message = job.receives("progress")
+    assert (message.rank, message.facts, message.from_script) == (1, {"step": 7}, True)
+    with pytest.raises(AnotherScript):
+        job.connect(1, SCRIPT)
+    job.server.send(1, "stop", to_script=True)
+    assert job.hears(script, "stop")
+
+
+# --- how long they wait ---
+
+
+def test_a_server_that_is_stopped_ends_no_wait(job: Job) -> None:
+    """What has arrived meanwhile counts before the time does."""
+    first, second, third = job.all()
+    early = job.call(first.gather, "key", 0, timeout_s=0.5)
+    until(lambda: job.server.next_deadline < float("inf"))
+    job.pause()
+    others = [job.call(each.gather, "key", each.rank, timeout_s=0.5) for each in (second, third)]
+    time.sleep(1)
+    job.start()
+    assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
+
+
+def test_the_end_of_the_server_ends_every_wait() -> None:
+    job = Job()
+    first, *_ = job.all()
+    waits = [
+        job.call(first.gather, "key", 0, timeout_s=600),
+        job.call(first.collect, "key", [1], timeout_s=600),
+    ]
+    until(lambda: job.server.next_deadline < float("inf"))
+    job.close()
+    assert all(isinstance(each.exception(PATIENCE_S), ChannelLost) for each in waits)
+    for ask in (lambda: first.claim_first_failure(STAY), lambda: first.gather("b", 0, timeout_s=1)):
+        with pytest.raises(ChannelLost):
+            ask()
+
+
+def test_a_rank_that_ends_is_reported(job: Job) -> None:
+    rank = job.connect(2)
+    rank.leave(is_over=True)
+    rank.connection.shutdown(socket.SHUT_RDWR)
+    assert job.receives("leave").facts == {"is_over": True}
+    assert job.receives("lost").facts == {"silent": False}
+    assert not job.server.has_ranks
+
+
+# --- strangers ---
+
+
+INTRODUCTIONS = {
+    "no proof": lambda challenge: encode("hello", rank=0, challenge="", proof=""),
+    "other rank": lambda challenge: hello(0, member_proof(KEY, challenge, RANK, 1)),
+    "no rank": lambda challenge: hello(7, member_proof(KEY, challenge, RANK, 7)),
+    "another key": lambda challenge: hello(0, member_proof("x", challenge, RANK, 0)),
+    "a child's key": lambda challenge: hello(0, member_proof(child_key(KEY), challenge, RANK, 0)),
+    "a child without its rank": lambda challenge: hello(
+        0, member_proof(child_key(KEY), challenge, CHILD, 0), role=CHILD
+    ),
+    "no role": lambda challenge: hello(0, member_proof(KEY, challenge, "x", 0), role="x"),
+    "garbage": lambda challenge: b"\xff\xfe\x00GET / HTTP/1.1\n\n",
+    "no hello": lambda challenge: encode("done"),
+    "a value": lambda challenge: encode("gather", b"1", key="a", timeout_s=1),
+    "number": lambda challenge: b"7\n",
+    "deep": lambda challenge: b"[" * 1000 + b"\n",
+    "long": lambda challenge: b"x" * (LINE_LIMIT + 70_000),
+    "function": lambda challenge: encode("function", rank=0, challenge="", proof=""),
+    "output": lambda challenge: encode(
+        "output",
+        rank=0,
+        challenge="",
+        proof=member_proof(KEY, challenge, RANK, 0),
+        stream=3,
+        host="a",
+    ),
+}
+
+
+def hello(rank: int, proof: str, **facts: object) -> bytes:
+    return encode("hello", b"", rank=rank, challenge="", proof=proof, **facts)
+
+
+@pytest.mark.parametrize("kind", INTRODUCTIONS)
+def test_a_connection_without_a_valid_hello_is_dropped(job: Job, kind: str) -> None:
+    with job.stranger() as (connection, challenge):
+        with suppress(OSError):
+            connection.sendall(INTRODUCTIONS[kind](challenge))
+        assert is_dropped(connection)
+    assert not job.messages
+    assert not job.server.has_members
+
+
+def test_a_proof_counts_on_its_own_connection_alone(job: Job) -> None:
+    with job.stranger() as (_, challenge), job.stranger() as (other, _):
+        other.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
+        assert is_dropped(other)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{]",
+        b"7",
+        b'{"type": "dance"}',
+        b'{"type": "progress", "step": "x"}',
+        b'{"type": "progress", "step": 1}\t1',
+        b'{"type": "gather"}\t1',
+        b'{"type": "gather", "key": "a", "timeout_s": 1}',
+        b'{"type": "gather", "key": 1, "timeout_s": 1}\t1',
+        b'{"type": "gather", "key": "", "timeout_s": 1}\t1',
+        b'{"type": "gather", "key": "a", "timeout_s": NaN}\t1',
+        b'{"type": "gather", "key": "a", "timeout_s": "1"}\t1',
+        b'{"type": "gather", "key": "%s", "timeout_s": 1}\t1' % (b"a" * 2000),
+        b'{"type": "put", "key": "a"}',
+        b'{"type": "collect", "number": 1, "key": "a", "ranks": [], "timeout_s": 1}',
+        b'{"type": "collect", "number": 1, "key": "a", "ranks": [7], "timeout_s": 1}',
+        b'{"type": "collect", "number": 1, "key": "a", "ranks": [true], "timeout_s": 1}',
+        b'{"type": "fail", "code": 0, "stay": 1}',
+        b'{"type": "fail", "code": 256, "stay": 1}',
+        b'{"type": "fail", "code": 1, "stay": -1}',
+        b'{"type": "claim"}',
+        b'{"type": "enter"}',
+        b'{"type": "leave"}',
+        b"[" * 100_000,
+        b'{"type": "log", "path": "%s"}' % (b"x" * LINE_LIMIT),
+    ],
+)
+def test_a_rank_that_violates_the_protocol_is_dropped(job: Job, line: bytes) -> None:
+    with job.stranger() as (connection, challenge):
+        proof = member_proof(KEY, challenge, RANK, 0)
+        connection.sendall(hello(0, proof))
+        assert b"received" in connection.recv(4096)
+        with suppress(OSError):
+            connection.sendall(line + b"\n")
+        assert is_dropped(connection)
+    assert job.receives("lost").rank == 0
+
+
+def test_a_second_value_of_a_rank_is_refused(job: Job) -> None:
+    rank = job.connect(0)
+    for _ in range(2):
+        rank.send("gather", b"1", key="a", timeout_s=60)
+    assert job.receives("lost")
+
+
+def test_a_second_connection_cannot_replace_a_connected_rank(job: Job) -> None:
+    job.connect(0)
+    with job.stranger() as (connection, challenge):
+        connection.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
+        assert is_dropped(connection)
+    assert job.server.connected == {0}
+    assert not job.messages
+
+
+def test_a_flood_of_strangers_is_bounded_and_keeps_no_rank_out(job: Job) -> None:
+    strangers = [
+        socket.create_connection(("127.0.0.1", job.port), timeout=PATIENCE_S) for _ in range(300)
+    ]
+    rank = job.connect(0)
+    assert len(job.selector.get_map()) < 100
+    rank.fail(1, WHOLE_JOB)
+    for stranger in strangers:
+        stranger.close()
+    until(lambda: len(job.selector.get_map()) == 2)
+
+
+def test_strangers_that_say_nothing_are_dropped_when_others_come(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_server, "PROOF_TIMEOUT_S", 0.1)
+    with job.stranger() as (connection, _):
+        time.sleep(0.2)
+        job.connect(0)
+        assert is_dropped(connection)
+
+
+def test_a_server_of_another_job_is_not_believed() -> None:
+    """Two steps of Slurm may compute the same port."""
+
+    def pretend(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connection.sendall(encode("challenge", challenge="x"))
+                connection.recv(4096)
+                connection.sendall(encode("received", proof="") + encode("end", code=3))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=pretend, args=(listener,), daemon=True).start()
+        server = Server(f"127.0.0.1:{listener.getsockname()[1]}", KEY)
+        with pytest.raises(JobFailed, match="it is not the server of this job"):
+            connect(server, World(0, 1, 0, 1), SimpleQueue())
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_member_that_never_reads_delays_nobody_and_is_dropped(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_server, "_UNREAD_LIMIT", 8 << 20)
+    others = [job.connect(1), job.connect(2)]
+    with job.stranger() as (connection, challenge):
+        connection.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
+        for number in range(5):
+            line = encode("gather", b"1", key=str(number), timeout_s=60)
+            connection.sendall(line)
+            large = "x" * 3_000_000
+            calls = [job.call(each.gather, str(number), large, timeout_s=60) for each in others]
+            assert all(call.result(PATIENCE_S)[1:] == [large] * 2 for call in calls)
+            if job.messages:
+                break
+        assert job.receives("lost").rank == 0
+
+
+def test_a_server_without_files_waits_instead_of_spinning(job: Job) -> None:
+    channel = job.connect(0)
+    job.pause()
+    with files_left(1), socket.socket() as waiting:
+        waiting.connect(("127.0.0.1", job.port))
+        for _ in range(3):
+            for key, _ in job.selector.select(0.1):
+                job.server.receive(key.data)
+        assert not job.selector.select(0.05)
+    job.server.accept_again()
+    job.start()
+    assert job.connect(1).world_size == RANKS
+    assert channel.gather is not None
+
+
+# --- the lines ---
+
+
+def test_a_line_of_any_parts_is_split_in_linear_time() -> None:
+    lines = Lines(1 << 30)
+    since = time.process_time()
+    for _ in range(1000):
+        assert lines.split(b"x" * 65536) == []
+    assert [len(line) for line in lines.split(b"\na\n\nb")] == [65_536_000, 1, 0]
+    assert lines.split(b"c\n") == [b"bc"]
+    assert time.process_time() - since < 5
+    with pytest.raises(ValueError, match="too long"):
+        Lines(3).split(b"abcd")
+
+
+def test_listed_values_keep_their_ranks() -> None:
+    values = {rank: json.dumps(rank if rank == 3 else "usual").encode() for rank in range(9)}
+    assert unlisted(listed(values), 9) == [3 if rank == 3 else "usual" for rank in range(9)]
+    assert len(listed(dict.fromkeys(range(10_000), b"7"))) < 100
+
+
+def test_an_answer_for_all_is_encoded_once() -> None:
+    group = Group(100)
+    facts = {"type": "gather", "key": "a", "timeout_s": 1}
+    for rank in range(99):
+        assert group.receive(rank, dict(facts), b"1", 0.0) == []
+    (reply,) = group.receive(99, dict(facts), b"2", 0.0)
+    assert list(reply.ranks) == list(range(100))
+    assert encode_value("!") not in reply.line
+
+
+def test_a_value_has_no_urgent_byte() -> None:
+    assert b"!" not in encode_value({"a!": "!"})
+    assert json.loads(encode_value({"a!": "!"})) == {"a!": "!"}

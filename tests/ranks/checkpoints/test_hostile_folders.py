@@ -1,0 +1,267 @@
+"""A run's folder with what another program, another person or an accident has left there.
+
+Tests mpiddp/checkpoints/contents.py, directory.py, owner.py, run.py, script.py and shards.py. Half-written
+checkpoints are in test_checkpoint_directory.py, foreign ones in test_earlier_checkpoints.py, full disks in
+test_faulty_disks.py, owners in test_run_owner.py.
+python -m pytest tests/ranks/checkpoints/test_hostile_folders.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import pytest
+import torch
+
+import mpiddp
+from mpiddp.checkpoints import contents, directory
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.runtime.job.session import current
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import mpirun, script
+
+HOST = gethostname()
+NAME = '["model", "weight"]'
+
+
+# A crafted checkpoint whose hashes are right
+
+
+def sharded(root: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A checkpoint with one sharded tensor, whose shards.json is changed before it is hashed."""
+
+    def write_files(new: Path) -> None:
+        torch.save({"weight": None}, new / "model.pt")
+        torch.save([{"rng": {}, "state": {}}], new / "ranks.pt")
+        (new / "state.json").write_text(contents.facts_of(1, 1, ["model"], {}))
+        torch.save({NAME: torch.arange(4.0)}, new / "shard_00000.pt")
+        shard = (new / "shard_00000.pt").read_bytes()
+        entry = {"bytes": len(shard), "sha256": sha256(shard).hexdigest()}
+        chunk = {"offsets": [0], "sizes": [4], "rank": 0}
+        tensor = {"shape": [4], "dtype": "float32", "chunks": [chunk]}
+        index = {"tensors": {NAME: tensor}, "files": {"shard_00000.pt": entry}}
+        change(index)
+        (new / "shards.json").write_text(json.dumps(index))
+
+    return directory.write(root, 1, write_files)
+
+
+def tensor(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda index: index["tensors"][NAME].update(values)
+
+
+def chunk(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda index: index["tensors"][NAME]["chunks"][0].update(values)
+
+
+def test_a_sharded_checkpoint_that_is_as_it_should_be(tmp_path: Path) -> None:
+    assert contents.export(sharded(tmp_path, lambda _: None), tmp_path / "whole") == ["model"]
+    weight = torch.load(tmp_path / "whole/model.pt")["weight"]
+    assert weight.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        tensor(chunks=[]),
+        tensor(shape=[5]),
+        tensor(shape=[10**13]),
+        tensor(shape=[-4]),
+        tensor(shape="4"),
+        tensor(dtype="load"),
+        tensor(dtype="float33"),
+        tensor(dtype=32),
+        chunk(offsets=[1]),
+        chunk(offsets=[-1]),
+        chunk(sizes=[3]),
+        chunk(sizes=[2, 2]),
+        chunk(rank=-1),
+        chunk(rank="../0"),
+        lambda index: index["tensors"][NAME]["chunks"].append(
+            dict(index["tensors"][NAME]["chunks"][0])
+        ),
+        lambda index: index.update(tensors=[]),
+    ],
+)
+def test_shards_that_do_not_fill_their_tensor_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    """What no shard fills would be whatever was in the memory."""
+    folder = sharded(tmp_path, change)
+    with pytest.raises(mpiddp.UserError) as refused:
+        contents.export(folder, tmp_path / "whole")
+    assert str(refused.value) == f"{folder}: shards.json is not a table of shards."
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_file_of_shards_that_nothing_lists(tmp_path: Path) -> None:
+    folder = sharded(tmp_path, chunk(rank=5))
+    with pytest.raises(mpiddp.UserError) as refused:
+        contents.export(folder, tmp_path / "whole")
+    sentence = f"{folder} has no shard_00005.pt, which its shards.json names."
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("change", [{"keys": ["\ud800"]}, {"step": -5}, {"step": 10**30}])
+def test_facts_of_no_save_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    def write_files(new: Path) -> None:
+        torch.save({}, new / "model.pt")
+        torch.save([{"rng": {}, "state": {}}], new / "ranks.pt")
+        facts = json.loads(contents.facts_of(1, 1, ["model"], {}))
+        (new / "state.json").write_text(json.dumps({**facts, **change}))
+
+    folder = directory.write(tmp_path, 1, write_files)
+    with pytest.raises(mpiddp.UserError) as refused:
+        contents.export(folder, tmp_path / "whole")
+    sentence = f"{folder} was not written by mpiddp: its files have other contents."
+    assert str(refused.value) == sentence
+
+
+# The folder of a run
+
+
+def saved(run: Path, *steps: int) -> None:
+    checkpoints = mpiddp.Checkpoints(run, keep=9)
+    checkpoints.resume()
+    for step in steps:
+        checkpoints.save(step, {"step": step})
+    checkpoints.close()
+    current().run = None
+
+
+@pytest.mark.parametrize("name", ["step_00000001", "step_00000009"])
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    """As step 9 it would stay the newest one, and the run would repeat the same steps at each resume."""
+    saved(tmp_path / "run", 5)
+    root = tmp_path / "run/checkpoints"
+    (root / "step_00000005").rename(root / name)
+    with pytest.raises(mpiddp.UserError) as refused:
+        saved(tmp_path / "run", 6)
+    sentence = f"{root / name} is the checkpoint of step 5: rename it to step_00000005."
+    assert str(refused.value) == sentence
+    assert [each.name for each in root.iterdir()] == [name]
+
+
+def test_pruning_removes_a_link_and_not_what_it_names(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    saved(run, 1)
+    root = run / "checkpoints"
+    shutil.move(root / "step_00000001", elsewhere)
+    (root / "step_00000001").symlink_to(elsewhere)
+    saved(run, 2, 3)
+    assert directory.prune(root, keep=1) == [root / f"step_0000000{step}" for step in (2, 1)]
+    directory.verify(elsewhere)
+    assert [each.name for each in root.iterdir()] == ["step_00000003"]
+
+
+def test_an_owner_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+    """The file can neither be created nor read."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.owner.symlink_to(tmp_path / "gone")
+    with pytest.raises(mpiddp.UserError) as refused:
+        saved(run.path, 1)
+    sentence = f"{run.owner} is a link to a file that does not exist. Remove it."
+    assert str(refused.value) == sentence
+    assert not (tmp_path / "gone").exists()
+
+
+def test_records_are_not_written_through_a_link(tmp_path: Path) -> None:
+    """A run that resumes drops the records of later steps, in a file beside the old one."""
+    saved(tmp_path / "run", 1)
+    run = RunDir(tmp_path / "run")
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (run.path / ".metrics.jsonl.part").symlink_to(mine)
+    saved(run.path)
+    assert run.metrics.read_text() == '{"step": 1}\n'
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_config_that_equals_no_other_is_refused(tmp_path: Path, value: float) -> None:
+    """NaN differs from itself, so no later run could resume."""
+    with pytest.raises(TypeError, match="config: expected numbers, strings, lists and dicts"):
+        mpiddp.Checkpoints(tmp_path / "run", config={"lr": value})
+
+
+# Hosts that share nothing
+
+BRINGS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from mpiddp.checkpoints.ranks import FileSystems, form_ranks
+from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.runtime.start.join import join
+from mpiddp.runtime.torch.process_group import default_group
+cpu = torch.device("cpu")
+with join() as coordinator, default_group(coordinator, "gloo", cpu, timeout_s=float(sys.argv[2])):
+    rank = coordinator.world.rank
+    # Two hosts that share nothing, as the search sees them.
+    coordinator.world = replace(coordinator.world, local_rank=0, node_rank=rank, num_nodes=2)
+    ranks = form_ranks(coordinator, float(sys.argv[2]))
+    run = Run(RunDir(Path(sys.argv[1]) / f"host{rank}"), ranks, FileSystems((0, 1)), None)
+    found = run.newest()
+    if rank == 0 and sys.argv[3:]:
+        (found.folder / sys.argv[3]).unlink()
+    run.bring(found)
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> list[RunDir]:
+    """Two hosts. The first has a checkpoint and newer records than the second."""
+    hosts = [RunDir(tmp_path / f"host{rank}") for rank in (0, 1)]
+    for host in hosts:
+        host.path.mkdir()
+
+    def write_files(new: Path) -> None:
+        (new / "model.pt").write_text("model")
+        (new / "state.json").write_text("{}")
+
+    directory.write(hosts[0].checkpoints, 1, write_files)
+    hosts[0].metrics.write_text('{"step": 1}\n')
+    return hosts
+
+
+def test_a_file_that_vanishes_after_the_search_is_an_error_of_all_ranks(
+    hosts: list[RunDir], tmp_path: Path
+) -> None:
+    ran = mpirun(2, script(tmp_path, BRINGS), str(tmp_path), str(PATIENCE_S), "model.pt")
+    assert ran.returncode == 1
+    sentence = (
+        f"rank 0 on {HOST}: {hosts[0].checkpoints}/step_00000001: cannot send its files: "
+        "No such file or directory."
+    )
+    assert ran.stderr.count(sentence) == 1, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert re.search(r"rank 1 on .*model.pt arrived damaged: its SHA-256 differs", ran.stderr)
+    assert list(hosts[1].checkpoints.iterdir()) == []
+
+
+def test_the_records_of_another_host_replace_the_own_ones_as_a_whole(
+    hosts: list[RunDir], tmp_path: Path
+) -> None:
+    """A host that is lost in the middle of the copy keeps its own."""
+    hosts[1].metrics.write_text('{"step": 0}\n')
+    before = tmp_path / "before"
+    os.link(hosts[1].metrics, before)
+    ran = mpirun(2, script(tmp_path, BRINGS), str(tmp_path), str(PATIENCE_S))
+    assert ran.returncode == 0, ran.stderr
+    assert hosts[1].metrics.read_text() == '{"step": 1}\n'
+    assert before.read_text() == '{"step": 0}\n'
+    assert hosts[0].metrics.read_text() == '{"step": 1}\n'
+    directory.verify(hosts[1].checkpoints / "step_00000001")

@@ -1,0 +1,51 @@
+"""A server of the job channel for tests, and members of it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from mpiddp.protocol.server import ChannelServer
+from mpiddp.runtime.job.channel import JobChannel, connect
+from mpiddp.runtime.job.connect import Server
+from mpiddp.world import World
+
+
+def member(server: Server, rank: int, world_size: int) -> JobChannel:
+    """A rank, whose messages a thread reads."""
+    world = World(rank, world_size, rank, world_size)
+    channel = connect(server, world, SimpleQueue())
+    threading.Thread(target=channel.listen, daemon=True).start()
+    return channel
+
+
+@contextmanager
+def serving(world_size: int) -> Iterator[Server]:
+    """A server that a thread runs."""
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=64) as listener,
+        selectors.DefaultSelector() as selector,
+    ):
+        key = os.urandom(16).hex()
+        server = ChannelServer(listener, key, world_size, selector)
+        is_over = threading.Event()
+
+        def run() -> None:
+            while not is_over.is_set():
+                for ready, _ in selector.select(0.01):
+                    server.receive(ready.data)
+                server.expire()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield Server(f"127.0.0.1:{listener.getsockname()[1]}", key)
+        finally:
+            is_over.set()
+            thread.join()
+            server.close()

@@ -1,0 +1,128 @@
+"""Ports, names, and which addresses answer, on this machine's loopback.
+
+Tests mpiddp/hosts/{sockets,interfaces}.py.
+python -m pytest tests/unit/hosts/test_sockets.py
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts import sockets
+from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
+
+
+@pytest.mark.parametrize(("text", "port"), [(None, 0), ("", 0), ("0", 0), ("65535", 65535)])
+def test_the_port_of_the_environment(text: str | None, port: int) -> None:
+    assert sockets.port_in({} if text is None else {"MASTER_PORT": text}) == port
+
+
+@pytest.mark.parametrize("text", ["-1", "65537", "ssh", "1.5"])
+def test_a_port_that_is_none(text: str) -> None:
+    with pytest.raises(UserError, match=r"is not a port\. Expected 1 to 65535"):
+        sockets.port_in({"MASTER_PORT": text})
+
+
+def test_an_address_is_its_own_resolution() -> None:
+    assert sockets.resolve("127.0.0.1") == "127.0.0.1"
+    assert sockets.resolve("::1") == "::1"
+    assert sockets.resolve("localhost") == "127.0.0.1"  # IPv4 takes precedence
+
+
+def test_a_name_that_cannot_be_one() -> None:
+    with pytest.raises(UserError, match=r"a\.\.b: cannot be resolved from"):
+        sockets.resolve("a..b")
+
+
+def test_the_own_address_is_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has(*found: Interface) -> None:
+        monkeypatch.setattr(sockets, "interfaces", lambda: list(found))
+
+    loopback = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+    bridge = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
+    has(loopback, bridge, Interface("eth0", "10.0.0.5", "10.0.0.0/24"))
+    assert sockets.resolve_own("localhost") == "10.0.0.5"
+    assert sockets.resolve_own("10.0.0.9") == "10.0.0.9"
+    has(loopback, bridge)
+    with pytest.raises(UserError, match="localhost resolves to 127"):
+        sockets.resolve_own("localhost")
+
+
+def test_one_process_listens_on_a_port() -> None:
+    with sockets.bind("127.0.0.1", 0, "a") as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(UserError, match=f"MASTER_PORT={port} is in use on a "):
+            sockets.bind("127.0.0.1", port, "a")
+        with pytest.raises(
+            UserError, match=r"192\.0\.2\.1 is not an address of a, where rank 0 runs"
+        ):
+            sockets.bind("192.0.2.1", 0, "a")
+        assert sockets.reachable(["127.0.0.1"], [port]) == ["127.0.0.1"]
+        assert sockets.wait_for("127.0.0.1", port, 60.0)
+
+
+def test_an_address_that_refuses_is_not_reached() -> None:
+    with socket.socket() as taken, sockets.bind("127.0.0.2", 0, "a") as listener:
+        taken.bind(("127.0.0.1", 0))  # it does not listen
+        ports = [taken.getsockname()[1], listener.getsockname()[1]]
+        since = time.monotonic()
+        assert sockets.reachable(["127.0.0.1", "127.0.0.2"], ports) == ["127.0.0.2"]
+        assert time.monotonic() - since < sockets.PROBE_TIMEOUT_S
+        assert not sockets.wait_for("127.0.0.1", ports[0], 0.05)
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
+        assert sockets.allow_open(200) == 200
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 200
+        assert sockets.allow_open(150) == 150
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 200  # never lowered
+        if before[1] != resource.RLIM_INFINITY:
+            assert sockets.allow_open(before[1] + 1) == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("requested", "is_meant"),
+    [
+        ("eth0", True),
+        ("10.0.0.5", True),
+        ("10.0.0.0/24", True),
+        ("10.0.0.9/16", True),
+        ("10.1.0.0/24", False),
+        ("eth1", False),
+        ("eth1,10.0.0.0/8", True),
+        ("eth0/24", False),
+        ("", False),
+    ],
+)
+def test_what_means_an_interface(requested: str, is_meant: bool) -> None:
+    assert Interface("eth0", "10.0.0.5", "10.0.0.0/24").matches(requested) is is_meant
+
+
+@pytest.mark.parametrize(
+    ("name", "is_virtual"),
+    [
+        *((f"{name}0", True) for name in ("docker", "virbr", "br-", "cni", "flannel", "podman")),
+        *((f"{name}0", True) for name in ("lxcbr", "lxdbr")),
+        *((name, False) for name in ("eth0", "bridge0", "ib0")),
+    ],
+)
+def test_the_bridges_of_containers(name: str, is_virtual: bool) -> None:
+    assert Interface(name, "172.17.0.1", "172.17.0.0/16").is_virtual is is_virtual
+
+
+def test_the_loopback_of_this_machine() -> None:
+    (loopback,) = (each for each in interfaces() if each.name == "lo")
+    assert (loopback.address, loopback.network) == ("127.0.0.1", "127.0.0.0/8")
+    assert loopback.is_loopback
+    assert not Interface("eth0", "10.0.0.5", "10.0.0.0/24").is_loopback
+    assert "127.0.0.1" in own_addresses()

@@ -1,0 +1,279 @@
+"""What an attempt does about messages, signals and timers. Its mpirun is `sleep`, its ranks are messages.
+
+Tests mpiddp/launch/supervise/attempt.py.
+python -m pytest tests/unit/launch/test_attempt.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpiddp.launch.options import When, parse_options
+from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.supervise.attempt import Attempt, Terms
+from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.mpirun import MpirunProcess
+from mpiddp.launch.supervise.output import Outputs
+from mpiddp.launch.supervise.phases import Event
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.supervise.signals import AwakeSelector
+from mpiddp.launch.supervise.verdict import Stop, StopRecord
+from mpiddp.protocol.channel import RANK, encode, member_proof
+from mpiddp.protocol.messages import UNIX
+from mpiddp.protocol.server import Message
+from mpiddp.protocol.variables import ADDRESS, SECRET
+
+LIMIT_S = 60.0
+NO_LIMITS = When(0, None, None, 1000.0, 1000.0, None)
+
+
+class Job:
+    """An attempt at a job of two ranks."""
+
+    def __init__(self, when: When = NO_LIMITS, **terms: Any) -> None:
+        self.selector = AwakeSelector()
+        self.server = ControlServer(None, 2, self.selector)
+        self.outputs = Outputs("none", 2)
+        mpirun = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
+        self.mpirun = MpirunProcess(["sleep", "1000"], os.environ, self.outputs, mpirun)
+        options = replace(parse_options(["-m", "train"]), when=when)
+        self.connections: list[socket.socket] = []
+        self.ranks = Ranks(("a", "b"))
+        self.attempt = Attempt(Terms(options, **terms), self.ranks, self.server, self.mpirun)
+
+    def say(self, rank: int, kind: str, **facts: Any) -> None:
+        self.attempt.on_message(Message(rank, kind, facts, self.selector.now()))
+
+    def connect(self, rank: int) -> None:
+        """Connect a rank that never says anything."""
+        connection = socket.socket(socket.AF_UNIX)
+        self.connections.append(connection)
+        connection.connect(self.server.settings[ADDRESS].removeprefix(UNIX))
+        self.turn()
+        challenge = json.loads(connection.recv(4096))["challenge"]
+        own = member_proof(self.server.settings[SECRET], challenge, RANK, rank)
+        connection.sendall(encode("hello", b"", rank=rank, challenge="", proof=own))
+        self.turn()
+        assert rank in self.server.connected
+
+    def turn(self) -> None:
+        for key, _ in self.selector.select(LIMIT_S):
+            self.server.receive(key.data)
+
+    def start(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.say(rank, "started", host="ab"[rank], pid=rank + 1)
+
+    def join(self) -> None:
+        self.start(0, 1)
+        for rank in (0, 1):
+            self.say(rank, "joining", timeout_s=1000)
+
+    @property
+    def timers(self) -> list[Event]:
+        return [event for _, event in self.selector._timers]
+
+    def until(self, event: Event) -> None:
+        """Wait for the timers, until this event is over."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            assert time.monotonic() < deadline
+            time.sleep(max(0.0, min(1.0, self.selector.next_in_s)))
+            for due in self.selector.due():
+                self.attempt.on(due)
+                if due is event:
+                    return
+
+    @property
+    def end(self) -> int:
+        """How mpirun ended: -N for signal N."""
+        return self.mpirun._process.wait(LIMIT_S)
+
+    def close(self) -> None:
+        self.mpirun.kill_all()
+        self.mpirun._process.wait(LIMIT_S)
+        self.outputs.finish()
+        assert self.outputs.is_finished(LIMIT_S)
+        self.outputs.settle(is_said=True)
+        for connection in self.connections:
+            connection.close()
+        self.server.close()
+        self.selector.close()
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    made: list[Job] = []
+    yield made
+    for job in made:
+        job.close()
+
+
+def started(jobs: list[Job], when: When = NO_LIMITS, **terms: Any) -> Job:
+    jobs.append(Job(when, **terms))
+    return jobs[-1]
+
+
+def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
+    job = started(jobs, start_timeout_s=0.01)
+    job.until(Event.START_TIMEOUT)
+    assert job.attempt.ended_because.startswith("no rank has started in 0.01 s: mpirun or one of")
+    assert Event.END_MPIRUN in job.timers
+    job.attempt.on(Event.END_MPIRUN)
+    assert job.end == -signal.SIGHUP  # Open MPI's stop signal
+    assert job.mpirun.end.was_ended
+
+
+def test_a_rank_that_starts_ends_the_limit_of_the_start(jobs: list[Job]) -> None:
+    job = started(jobs, start_timeout_s=0.01)
+    job.start(0)
+    job.until(Event.START_TIMEOUT)
+    assert job.attempt.ended_because == ""
+    assert job.mpirun.code is None
+
+
+def test_a_rank_that_does_not_join_is_named(jobs: list[Job]) -> None:
+    job = started(jobs)
+    job.start(0, 1)
+    job.say(1, "joining", timeout_s=0.01)
+    job.until(Event.JOIN_TIMEOUT)
+    assert job.attempt.ended_because.startswith(
+        "only 1 of 2 ranks joined in 0.01 s. Missing: rank 0 on a. Its last words: none; it started"
+    )
+
+
+def test_ranks_that_have_joined_may_run_for_long(jobs: list[Job]) -> None:
+    job = started(jobs)
+    job.start(0, 1)
+    job.say(0, "joining", timeout_s=0.01)
+    job.say(1, "joining", timeout_s=0.01)
+    job.until(Event.JOIN_TIMEOUT)
+    assert job.attempt.ended_because == ""
+
+
+def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
+    job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.2))
+    job.join()
+    job.say(0, "progress", step=1)
+    job.say(1, "exited")
+    while not job.attempt.ended_because:
+        job.until(Event.SEE_STEPS)
+    assert job.attempt.ended_because == "the job hung and was stopped."
+    assert "rank 0 on a has made no step for 0.2 s" in capfd.readouterr().err
+
+
+def test_a_job_that_never_made_a_step_does_not_hang(jobs: list[Job]) -> None:
+    job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.01))
+    job.join()
+    for _ in range(3):
+        job.until(Event.SEE_STEPS)
+    assert job.attempt.ended_because == ""
+
+
+@pytest.mark.parametrize(("silent", "seconds"), [(False, 3), (True, 0)])
+def test_a_failure_has_time_to_reach_the_others(
+    jobs: list[Job], silent: bool, seconds: int
+) -> None:
+    job = started(jobs)
+    job.join()
+    job.say(1, "lost", silent=silent)
+    now = job.selector.now()
+    times = {event: round(at - now) for at, event in job.selector._timers}
+    assert times[Event.END_RANKS] == seconds
+    assert times[Event.END_MPIRUN] == seconds + 1
+    job.attempt.on(Event.END_RANKS)
+    job.attempt.on(Event.END_MPIRUN)
+    assert job.end == -signal.SIGHUP
+    assert job.attempt.ended_because == ""
+    assert job.attempt.stop == StopRecord()
+
+
+def test_an_early_end_with_code_0_ends_nothing(jobs: list[Job]) -> None:
+    job = started(jobs)
+    job.join()
+    before = job.timers
+    job.say(1, "exited")
+    job.say(1, "lost", silent=False)
+    assert Event.END_RANKS not in job.timers
+    assert job.ranks.failures == {}
+    assert job.mpirun.code is None
+    assert set(before) <= set(job.timers)
+
+
+def test_a_stop_without_ranks_ends_mpirun(jobs: list[Job]) -> None:
+    job = started(jobs)
+    job.attempt.on_signal(signal.SIGINT)
+    assert job.attempt.stop == StopRecord(Stop.BY_USER)
+    assert job.end == -signal.SIGHUP
+
+
+def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) -> None:
+    job = started(jobs)
+    job.connect(0)
+    job.attempt.request_stop("SIGINT")
+    job.attempt.request_stop("--stop-after")  # only the first one counts
+    job.attempt.on_signal(signal.SIGHUP)
+    assert job.attempt.stop.by is Stop.BY_USER
+    assert job.mpirun.code is None
+    job.attempt.on_signal(signal.SIGTERM)
+    assert job.attempt.stop.by is Stop.AT_ONCE
+    assert job.end == -signal.SIGKILL
+
+
+def test_a_rank_that_does_not_stop_in_time_is_named(
+    jobs: list[Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = started(jobs, replace(NO_LIMITS, grace_s=0.01, save_grace_s=0.2))
+    job.join()
+    job.say(0, "supports_stop")
+    job.say(0, "saving", active=True)
+    job.connect(0)
+    job.attempt.on_signal(signal.SIGUSR1)
+    job.until(Event.SEE_GRACE)
+    assert job.mpirun.code is None
+    job.until(Event.SEE_GRACE)
+    late = "rank 0 on a was still saving 0.2 s after the request (--save-grace)"
+    assert job.attempt.stop == StopRecord(Stop.BY_USER, late)
+    assert job.end == -signal.SIGHUP
+    said = capfd.readouterr().err
+    assert "SIGUSR1: the ranks are saving and stopping; another signal kills them at once." in said
+    assert said.count("rank 0 on a is still saving; waiting for at most 0.2 s") == 1
+
+
+def test_a_failure_after_the_request_is_remembered(jobs: list[Job]) -> None:
+    job = started(jobs)
+    job.connect(0)
+    job.join()
+    job.attempt.on_signal(signal.SIGTERM)
+    failure = {"code": 1, "error": "E", "traceback": "", "first": None, "is_verdict": False}
+    job.say(1, "failed", **failure)
+    assert job.attempt.stop == StopRecord(Stop.BY_USER, rank_failed=True)
+
+
+def test_mpirun_has_some_time_once_no_rank_is_left(jobs: list[Job]) -> None:
+    job = started(jobs)
+    job.join()
+    job.say(0, "done")
+    assert Event.END_MPIRUN in job.timers
+    assert job.mpirun.code is None
+
+
+def test_ranks_that_cannot_connect_are_accepted_again(
+    jobs: list[Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = started(jobs)
+    for _ in range(2):
+        job.attempt.on_full("Too many open files")
+    assert capfd.readouterr().err.count("ranks cannot connect: Too many open files.") == 1
+    job.until(Event.ACCEPT_AGAIN)

@@ -1,0 +1,356 @@
+"""The launcher's end of the job channel: who is admitted, what passes, and what ends a connection.
+
+Tests mpiddp/launch/supervise/control.py, mpiddp/protocol/server.py, from sockets of this process.
+python -m pytest tests/unit/launch/test_control_server.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.signals import AwakeSelector
+from mpiddp.protocol import server as protocol_server
+from mpiddp.protocol.channel import (
+    RANK,
+    SCRIPT,
+    child_key,
+    encode,
+    member_proof,
+    server_proof,
+)
+from mpiddp.protocol.messages import LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT, URGENT
+from mpiddp.protocol.server import Message
+from mpiddp.protocol.variables import ADDRESS, SECRET
+
+LIMIT_S = 60.0
+
+
+class Server:
+    """A control server for three ranks, and the messages that it has received."""
+
+    def __init__(self, address: str | None) -> None:
+        self.selector = AwakeSelector()
+        self.server = ControlServer(address, 3, self.selector)
+        self.messages: list[Message] = []
+
+    @property
+    def secret(self) -> str:
+        return self.server.settings[SECRET]
+
+    @property
+    def connections(self) -> int:
+        return len(self.selector.get_map()) - 1  # without the listening socket
+
+    def turn(self) -> None:
+        for key, _ in self.selector.select(0.01):
+            self.messages += self.server.receive(key.data)
+
+    def await_messages(self, count: int) -> list[Message]:
+        deadline = time.monotonic() + LIMIT_S
+        while len(self.messages) < count:
+            assert time.monotonic() < deadline, self.messages
+            self.turn()
+        found, self.messages = self.messages[:count], self.messages[count:]
+        return found
+
+    def await_connections(self, count: int) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while self.connections != count:
+            assert time.monotonic() < deadline
+            self.turn()
+
+
+class Client:
+    """The other end of a connection."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        address = server.server.settings[ADDRESS]
+        if address.startswith(UNIX):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.connect(address.removeprefix(UNIX))
+        else:
+            host, _, port = address.rpartition(":")
+            self.socket = socket.create_connection((host, int(port)))
+        self.socket.setblocking(False)
+        self.buffer = b""
+        self.challenge = self.receive()["challenge"]
+
+    def receive(self) -> dict[str, Any]:
+        """The next message of the server; {} at the end of the connection."""
+        deadline = time.monotonic() + LIMIT_S
+        while b"\n" not in self.buffer:
+            assert time.monotonic() < deadline
+            self.server.turn()
+            try:
+                chunk = self.socket.recv(4096)
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                chunk = b""
+            if not chunk:
+                return {}
+            self.buffer += chunk
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def send(self, kind: str, **facts: object) -> None:
+        self.socket.sendall(encode(kind, b"", **facts))
+
+    def introduce(
+        self, rank: int, /, kind: str = "hello", key: str = "", **facts: Any
+    ) -> dict[str, Any]:
+        """Say who this is. The answer without the server's proof, which must be right."""
+        key, role = key or self.server.secret, facts.get("role", RANK)
+        own = member_proof(key, self.challenge, role, facts.get("rank", rank))
+        self.send(kind, **{"rank": rank, "challenge": "own", "proof": own, **facts})
+        answer = self.receive()
+        if answer.get("type") == "received":
+            assert answer.pop("proof") == server_proof(key, "own")
+        return answer
+
+
+@pytest.fixture(params=["127.0.0.1", None], ids=["TCP", "Unix"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = Server(request.param)
+    yield made
+    made.server.close()
+    made.selector.close()
+
+
+@pytest.fixture
+def rank(server: Server) -> Client:
+    """Rank 1, which has been admitted."""
+    client = Client(server)
+    assert client.introduce(1) == {"type": "received"}
+    return client
+
+
+def test_a_rank_reports_and_is_lost(server: Server, rank: Client) -> None:
+    assert server.server.connected == {1}
+    assert server.server.has_ranks
+    rank.send("started", host="a", pid=5)
+    rank.socket.sendall(encode("progress", b"", step=3)[:5])
+    (started,) = server.await_messages(1)
+    assert (started.rank, started.kind, started.facts) == (1, "started", {"host": "a", "pid": 5})
+    assert not started.from_script
+    assert abs(started.at - server.selector.now()) < LIMIT_S
+    rank.socket.sendall(encode("progress", b"", step=3)[5:] + encode("done"))
+    assert [each.kind for each in server.await_messages(2)] == ["progress", "done"]
+    rank.socket.close()
+    (lost,) = server.await_messages(1)
+    assert (lost.rank, lost.kind, lost.facts) == (1, "lost", {"silent": False})
+    assert not server.server.has_ranks
+    assert server.connections == 0
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"proof": "0" * 128},
+        {"rank": 3},
+        {"rank": -1},
+        {"rank": True},
+        {"rank": "1"},
+        {"role": SCRIPT},  # of a rank that is not there
+    ],
+)
+def test_who_does_not_belong_to_the_job_is_dropped(server: Server, facts: dict[str, Any]) -> None:
+    assert Client(server).introduce(1, **facts) == {}
+    assert not server.server.has_ranks
+    assert server.messages == []
+
+
+def test_a_second_process_of_a_rank_is_dropped(server: Server, rank: Client) -> None:
+    assert Client(server).introduce(1) == {}
+    assert server.server.connected == {1}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no message\n",
+        b"[]\n",
+        b'{"kind": "started"}\n',
+        encode("started", b"", host="a", pid=5),  # before the proof
+        b"x" * (UNPROVED_LINE_LIMIT + 1),
+        b"x" * (UNPROVED_LINE_LIMIT + 1) + b"\n",
+    ],
+)
+def test_a_stranger_that_sends_anything_else_is_dropped(server: Server, line: bytes) -> None:
+    stranger = Client(server)
+    stranger.socket.sendall(line)
+    assert stranger.receive() == {}
+    assert server.messages == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no message\n",
+        encode("hello", b"", rank=1),
+        encode("output", b"", rank=1),
+        encode("unknown"),
+        encode("started", b"", host=1, pid=5),
+        encode("progress"),
+        b"x" * (LINE_LIMIT + 1) + b"\n",
+    ],
+)
+def test_a_rank_that_breaks_the_protocol_is_lost(server: Server, rank: Client, line: bytes) -> None:
+    rank.socket.setblocking(True)
+    rank.socket.settimeout(LIMIT_S)
+    import threading
+
+    thread = threading.Thread(target=rank.socket.sendall, args=(encode("done") + line,))
+    thread.start()
+    assert [each.kind for each in server.await_messages(2)] == ["done", "lost"]
+    thread.join(LIMIT_S)
+    assert not server.server.has_ranks
+
+
+def test_a_line_may_be_long_once_the_rank_is_known(server: Server, rank: Client) -> None:
+    text = "x" * (4 * UNPROVED_LINE_LIMIT)
+    rank.send("stacks", text=text, step=1, cpu_s=0.5)
+    assert server.await_messages(1)[0].facts == {"text": text, "step": 1, "cpu_s": 0.5}
+
+
+def test_what_the_launcher_asks_of_a_rank(server: Server, rank: Client) -> None:
+    server.server.request_stop(1)
+    server.server.request_stop(2)  # it is not connected
+    server.server.request_stacks()
+    server.server.confirm(Message(1, "progress", {}, 0.0))
+    server.server.confirm(Message(2, "progress", {}, 0.0))
+    server.server.end_all(code=3)
+    assert [rank.receive() for _ in range(4)] == [
+        {"type": "stop"},
+        {"type": "stacks"},
+        {"type": "received"},
+        {"type": "end", "code": 3},
+    ]
+
+
+def test_the_script_of_a_rank_gets_what_concerns_it(server: Server, rank: Client) -> None:
+    key = child_key(server.secret)
+    script = Client(server)
+    assert script.introduce(1, key=key, role=SCRIPT) == {"type": "received"}
+    assert Client(server).introduce(1, key=key, role=SCRIPT) == {"type": "taken"}
+    server.server.request_stop(1)
+    server.server.request_stacks()
+    server.server.confirm(Message(1, "progress", {}, 0.0, from_script=True))
+    server.server.end_all(code=1)
+    expected = ["stop", "stacks", "received", "end"]
+    assert [script.receive()["type"] for _ in range(4)] == expected
+    assert [rank.receive()["type"] for _ in range(2)] == ["stopping", "end"]
+    script.send("progress", step=1)
+    (progress,) = server.await_messages(1)
+    assert (progress.rank, progress.from_script) == (1, True)
+    script.socket.close()
+    (lost,) = server.await_messages(1)
+    assert (lost.kind, lost.from_script) == ("lost", True)
+    assert server.server.connected == {1}
+
+
+def test_a_script_needs_the_secret_of_scripts(server: Server, rank: Client) -> None:
+    assert Client(server).introduce(1, role=SCRIPT) == {}
+
+
+def test_a_stream_of_output_is_handed_over(server: Server) -> None:
+    stream = Client(server)
+    assert stream.introduce(2, "output", stream=2, host="b") == {"type": "received"}
+    (output,) = server.await_messages(1)
+    connection = output.facts.pop("connection")
+    assert (output.rank, output.kind, output.facts) == (2, "output", {"stream": 2, "host": "b"})
+    stream.socket.sendall(b"text")
+    connection.settimeout(LIMIT_S)
+    assert connection.recv(4) == b"text"
+    assert server.connections == 0
+    connection.close()
+
+
+@pytest.mark.parametrize("kind", ["function", "answer"])
+def test_a_function_and_its_answer_are_handed_over(server: Server, kind: str) -> None:
+    assert Client(server).introduce(0, kind) == {"type": "received"}
+    (handed,) = server.await_messages(1)
+    assert (handed.rank, handed.kind, list(handed.facts)) == (0, kind, ["connection"])
+    handed.facts["connection"].close()
+
+
+@pytest.mark.parametrize(
+    "facts", [{"stream": 3, "host": "b"}, {"stream": 1, "host": 5}, {"host": "b"}, {"proof": ""}]
+)
+def test_output_of_a_stranger_is_dropped(server: Server, facts: dict[str, object]) -> None:
+    assert Client(server).introduce(2, "output", **facts) == {}
+    assert server.messages == []
+
+
+def test_the_oldest_stranger_makes_room(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol_server, "STRANGERS", 0)
+    clients = [Client(server) for _ in range(9)]  # three for each of three ranks
+    server.await_connections(9)
+    newest = Client(server)
+    assert clients[0].receive() == {}
+    assert server.connections == 9
+    assert newest.introduce(0) == {"type": "received"}
+    assert clients[1].introduce(1) == {"type": "received"}
+
+
+def test_a_stranger_that_proves_nothing_in_time_is_dropped(
+    server: Server, rank: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = Client(server)
+    monkeypatch.setattr(protocol_server, "PROOF_TIMEOUT_S", 0.0)
+    Client(server)
+    assert stranger.receive() == {}
+    assert server.server.connected == {1}
+
+
+def test_a_rank_that_does_not_answer_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP by an urgent byte, on this host by a signal. Its stack then comes in lines of its own."""
+    over_tcp = Server("127.0.0.1")
+    rank = Client(over_tcp)
+    rank.introduce(1)
+    rank.send("progress", step=1)
+    rank.socket.sendall(b"Stack (most recent call first):\n")
+    over_tcp.server.interrupt(1)
+    progress, frames = over_tcp.await_messages(2)
+    assert (progress.kind, frames.kind) == ("progress", "frames")
+    assert frames.facts == {"text": "Stack (most recent call first):"}
+    assert rank.socket.recv(1, socket.MSG_OOB) == URGENT
+    over_tcp.server.close()
+    over_tcp.selector.close()
+
+    on_this_host = Server(None)
+    Client(on_this_host).introduce(1)
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
+    on_this_host.server.interrupt(1)
+    assert signals == [(os.getpid(), signal.SIGURG)]
+    on_this_host.server.close()
+    on_this_host.selector.close()
+
+
+def test_a_host_that_acknowledges_is_not_silent(server: Server, rank: Client) -> None:
+    rank.send("done")  # and acknowledges what it has got
+    server.await_messages(1)
+    assert server.server.drop_silent_hosts() == []
+    assert server.server.connected == {1}
+
+
+def test_the_socket_on_this_host_is_this_users_alone() -> None:
+    server = Server(None)
+    path = Path(server.server.settings[ADDRESS].removeprefix(UNIX))
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    server.server.close()
+    assert not path.parent.exists()
+    server.selector.close()

@@ -1,0 +1,223 @@
+"""When the launcher looks at the stacks of a quiet job, when the ranks hang, and who is named.
+
+Tests mpiddp/launch/supervise/hang.py.
+python -m pytest tests/unit/launch/test_hang_watch.py
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mpiddp.launch.supervise.hang import HangWatch
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.protocol.server import Message
+
+SITE = "/venv/lib/python3.11/site-packages"
+ALL_REDUCE = [
+    ("/home/me/train.py", 88, "step", "dist.all_reduce(loss)"),
+    (f"{SITE}/torch/distributed/c10d_logger.py", 83, "wrapper", "return func(*args, **kwargs)"),
+    (f"{SITE}/torch/distributed/distributed_c10d.py", 2806, "all_reduce", "work.wait()"),
+]
+BACKWARD = [
+    ("/home/me/train.py", 60, "step", "loss.backward()"),
+    (f"{SITE}/torch/_tensor.py", 630, "backward", "torch.autograd.backward("),
+    (f"{SITE}/torch/autograd/graph.py", 825, "_engine_run_backward", "return Variable._execution"),
+]
+OPENS = [
+    ("/home/me/train.py", 70, "main", "batch = next(batches)"),
+    ("/home/me/data.py", 40, "load", "with open(path) as file:"),
+]
+LOADS = [
+    ("/home/me/train.py", 70, "main", "batch = next(batches)"),
+    (f"{SITE}/torch/utils/data/dataloader.py", 1140, "_try_get_data", "data = self._queue.get()"),
+    ("/usr/lib/python3.11/multiprocessing/queues.py", 113, "get", "if not self._poll(timeout):"),
+]
+Frames = list[tuple[str, int, str, str]]
+
+
+def stack(frames: Frames) -> str:
+    lines = [
+        f'  File "{file}", line {line}, in {name}\n    {code}\n'
+        for file, line, name, code in frames
+    ]
+    return f'thread watch:\n  File "x.py", line 1, in run\n    pass\n\nthread MainThread:\n{"".join(lines)}'
+
+
+class Job:
+    """Ranks on hosts a, b, c, …, a clock, and the looks of the watch at their stacks."""
+
+    def __init__(self, ranks: int = 3) -> None:
+        self.ranks = Ranks([chr(ord("a") + rank) for rank in range(ranks)])
+        self.now = 1000.0
+        self.watch = HangWatch(self.ranks, self.now)
+        self.printed_at = self.now
+        self.stacks: dict[int, Frames] = {}
+        self.cpu_s = dict.fromkeys(range(ranks), 0.0)
+        self.busy: set[int] = set()
+        self.looks = 0
+
+    def note(self, rank: int, kind: str, **facts: object) -> None:
+        self.ranks.note(Message(rank, kind, dict(facts), self.now))
+
+    def steps(self, count: int, every_s: float) -> None:
+        """All ranks make steps, at most two of which are reported in a second."""
+        first = max(self.ranks.steps.values(), default=(0, 0.0))[0]
+        reported_at = 0.0
+        for step in range(first + 1, first + count + 1):
+            assert self.after(every_s) == ""
+            if self.now - reported_at >= 0.5:
+                reported_at = self.now
+                for rank in self.cpu_s:
+                    self.note(rank, "progress", step=step)
+
+    def after(self, seconds: float) -> str:
+        """What is said within the next seconds."""
+        end, said = self.now + seconds, ""
+        while self.now < end:
+            passed = min(1.0, end - self.now)
+            self.now += passed
+            for rank in self.busy:
+                self.cpu_s[rank] += passed
+            if self.watch.is_due(self.now, self.now - self.printed_at):
+                self.looks += 1
+                self.ranks.forget_stacks()
+                for rank, frames in self.stacks.items():
+                    self.note(rank, "stacks", text=stack(frames), step=0, cpu_s=self.cpu_s[rank])
+                said += self.watch.look(self.now)
+        return said
+
+
+def test_one_rank_holds_the_others_up() -> None:
+    job = Job(16)
+    job.steps(50, every_s=0.2)
+    job.stacks = dict.fromkeys(range(16), ALL_REDUCE) | {11: OPENS}
+    assert job.after(59) == ""
+    assert job.after(30) == (
+        "no rank has made a step for 70 s: 15 ranks wait in all_reduce (train.py:88); rank 11 on l is in "
+        "load (data.py:40): with open(path) as file."
+    )
+    assert job.after(3600) == ""  # it is said once
+
+
+def test_steps_end_a_hang_and_the_next_one_is_named_again() -> None:
+    job = Job(2)
+    job.steps(5, every_s=1)
+    job.stacks = {0: BACKWARD, 1: OPENS}
+    said = "rank 0 on a waits in backward (train.py:60); rank 1 on b is in load (data.py:40)"
+    assert said in job.after(100)
+    job.steps(1, every_s=1)
+    assert said in job.after(100)
+
+
+def test_ranks_in_different_collectives_wait_for_each_other() -> None:
+    job = Job(2)
+    job.steps(5, every_s=1)
+    job.stacks = {0: BACKWARD, 1: ALL_REDUCE}
+    assert job.after(100).endswith(
+        "rank 0 on a waits in backward (train.py:60); rank 1 on b waits in all_reduce (train.py:88)."
+    )
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    job = Job(3)
+    job.steps(5, every_s=1)
+    job.stacks = {0: ALL_REDUCE, 2: ALL_REDUCE}
+    assert job.after(100).endswith(
+        "rank 0 on a, rank 2 on c wait in all_reduce (train.py:88); "
+        "rank 1 on b does not answer: stopped, or stuck in native code."
+    )
+
+
+def test_a_dead_loader_of_data_is_named() -> None:
+    job = Job(2)
+    job.steps(5, every_s=1)
+    job.stacks = {0: LOADS, 1: BACKWARD}
+    assert "rank 0 on a is in main (train.py:70): batch = next(batches)" in job.after(100)
+
+
+def test_slow_steps_have_longer() -> None:
+    job = Job(2)
+    job.steps(5, every_s=30)
+    job.stacks = {0: BACKWARD, 1: OPENS}
+    assert job.after(590) == ""
+    assert "for 610 s" in job.after(30)
+
+
+@pytest.mark.parametrize("cause", ["moves", "computes", "saves"])
+def test_a_job_that_works_between_its_steps_does_not_hang(cause: str) -> None:
+    """One rank evaluates, compiles or saves for four minutes, and the others wait for it."""
+    job = Job(2)
+    job.steps(50, every_s=0.5)
+    job.stacks = {0: OPENS, 1: ALL_REDUCE}
+    if cause == "computes":
+        job.busy = {0}
+    elif cause == "saves":
+        job.note(0, "saving", active=True)
+    for line in range(240):
+        if cause == "moves":
+            job.stacks[0] = [("/home/me/train.py", line, "evaluate", "predict(batch)")]
+        assert job.after(1) == ""
+    assert job.looks >= 4
+    if cause == "saves":
+        job.note(0, "saving", active=False)
+    job.steps(50, every_s=0.5)
+
+
+def test_a_rank_that_computes_for_ever_in_one_line_is_named_later() -> None:
+    job = Job(2)
+    job.steps(50, every_s=0.5)
+    job.stacks, job.busy = {0: OPENS, 1: ALL_REDUCE}, {0}
+    assert job.after(290) == ""
+    assert "rank 0 on a is in load" in job.after(100)
+
+
+def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed() -> None:
+    job = Job(2)
+    job.stacks = {0: ALL_REDUCE, 1: OPENS}
+    for _ in range(10):  # a slow start that prints
+        assert job.after(50) == ""
+        job.printed_at = job.now
+    assert job.after(100) == (
+        "no rank has made a step or printed anything for 70 s: "
+        "rank 0 on a waits in all_reduce (train.py:88); "
+        "rank 1 on b is in load (data.py:40): with open(path) as file."
+    )
+
+
+def test_a_program_without_steps_may_be_idle() -> None:
+    """As a server that waits for requests."""
+    job = Job(2)
+    job.stacks = {0: OPENS, 1: OPENS}
+    assert job.after(3600) == ""
+
+
+def test_ranks_that_have_ended_are_not_waited_for() -> None:
+    job = Job(2)
+    job.steps(5, every_s=1)
+    job.stacks = {0: ALL_REDUCE}
+    job.note(1, "done")
+    assert job.after(100).endswith(": rank 0 on a waits in all_reduce (train.py:88).")
+
+
+def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
+    """Steps of 5 ms to 20 s, a slow first one, evaluations and recompilations of up to four minutes."""
+    job, random_ = Job(4), random.Random(1)
+    job.stacks = {0: LOADS, 1: BACKWARD, 2: BACKWARD, 3: BACKWARD}
+    job.busy = {0}
+    assert job.after(200) == ""  # the first step compiles
+    made = 0
+    while made < 100_000:
+        job.stacks[0] = LOADS
+        count = random_.choice([500, 2000, 5000])
+        job.steps(count, every_s=random_.choice([0.005, 0.02, 0.3]))
+        made += count
+        job.steps(3, every_s=random_.choice([1.0, 20.0]))
+        job.stacks[0] = [("/home/me/train.py", made, "evaluate", "predict(batch)")]
+        for _ in range(random_.randrange(240)):
+            if random_.random() < 0.5:
+                job.stacks[0] = [
+                    ("/home/me/train.py", random_.randrange(500), "evaluate", "predict(batch)")
+                ]
+            assert job.after(1) == ""

@@ -1,0 +1,294 @@
+"""Every option of `mpiddp launch`: what it becomes, its default, and what it contradicts.
+
+Tests mpiddp/launch/{options,option_parser}.py.
+python -m pytest tests/unit/launch/test_options.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.launch.option_parser import option_parser
+from mpiddp.launch.options import (
+    How,
+    Job,
+    LaunchOptions,
+    Output,
+    When,
+    Where,
+    parse_mpi_args,
+    parse_options,
+)
+
+DEFAULTS = LaunchOptions(
+    job=Job(("train", "--lr", "1"), is_module=True),
+    backend=None,
+    where=Where(
+        hostfile=None,
+        host_list=None,
+        local=False,
+        n=None,
+        npernode=None,
+        exclude=None,
+        min_hosts=None,
+        min_ranks=None,
+        spares=0,
+        check=True,
+        wait_s=None,
+        share_gpus=False,
+        push=False,
+    ),
+    how=How(
+        mpirun=None,
+        bind="none",
+        master_addr=None,
+        interface=None,
+        exports=(),
+        file_exports=(),
+        mpi_args=(),
+        timeout_s=None,
+    ),
+    when=When(
+        max_restarts=0,
+        grow_s=None,
+        stop_after_s=None,
+        grace_s=30.0,
+        save_grace_s=600.0,
+        hang_timeout_s=None,
+    ),
+    output=Output(log_ranks="default", prefix="auto", log_dir=None),
+    dry_run=False,
+    report=False,
+    verbose=False,
+)
+JOB = ("-m", "train", "--lr", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MPIDDP_LOG_RANKS", "MPIDDP_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_defaults() -> None:
+    assert parse_options([*JOB]) == DEFAULTS
+
+
+def where(**fields: object) -> LaunchOptions:
+    return replace(DEFAULTS, where=replace(DEFAULTS.where, **fields))  # type: ignore[arg-type]
+
+
+def how(**fields: object) -> LaunchOptions:
+    return replace(DEFAULTS, how=replace(DEFAULTS.how, **fields))  # type: ignore[arg-type]
+
+
+def when(**fields: object) -> LaunchOptions:
+    return replace(DEFAULTS, when=replace(DEFAULTS.when, **fields))  # type: ignore[arg-type]
+
+
+def output(**fields: object) -> LaunchOptions:
+    return replace(DEFAULTS, output=replace(DEFAULTS.output, **fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--hostfile f", where(hostfile="f")),
+        ("-H a:2,b", where(host_list="a:2,b")),
+        ("--local", where(local=True)),
+        ("-n 1", where(n=1)),
+        ("--npernode 1", where(npernode=1)),
+        ("--exclude a,b", where(exclude="a,b")),
+        ("--share-gpus", where(share_gpus=True)),
+        ("--min-hosts 1", where(min_hosts=1)),
+        ("--min-ranks 1", where(min_ranks=1)),
+        ("--spares 0", where(spares=0)),
+        ("--spares 2", where(spares=2)),
+        ("--no-check", where(check=False)),
+        ("--wait-for-hosts 10m", where(wait_s=600.0)),
+        *((f"--bind {each}", how(bind=each)) for each in ("none", "numa", "core", "gpu")),
+        ("--mpirun /mpi", how(mpirun="/mpi")),
+        ("--master-addr a", how(master_addr="a")),
+        ("--interface eth0", how(interface="eth0")),
+        ("-x A -x B=1", how(exports=("A", "B=1"))),
+        ("--mpi-args=-v --mpi-args=--a_b", how(mpi_args=("-v", "--a_b"))),
+        ("--timeout 1", how(timeout_s=1)),
+        ("--max-restarts 0", when(max_restarts=0)),
+        ("--max-restarts 3", when(max_restarts=3)),
+        ("--grow 10m", when(grow_s=600.0)),
+        ("--stop-after 55m", when(stop_after_s=3300.0)),
+        ("--grace 5", when(grace_s=5.0)),
+        ("--save-grace 1h", when(save_grace_s=3600.0)),
+        ("--hang-timeout 30", when(hang_timeout_s=30.0)),
+        *((f"--log-ranks {each}", output(log_ranks=each)) for each in ("all", "none", "0,5")),
+        *((f"--prefix {each}", output(prefix=each)) for each in ("auto", "always", "never")),
+        ("--log-dir d", output(log_dir="d")),
+        ("--dry-run", replace(DEFAULTS, dry_run=True)),
+        ("--report", replace(DEFAULTS, report=True)),
+        ("-v", replace(DEFAULTS, verbose=True)),
+        ("--verbose", replace(DEFAULTS, verbose=True)),
+    ],
+)
+def test_what_an_option_becomes(options: str, expected: LaunchOptions) -> None:
+    assert parse_options([*options.split(), *JOB]) == expected
+
+
+def test_variables_are_other_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIDDP_LOG_RANKS", "all")
+    monkeypatch.setenv("MPIDDP_PREFIX", "never")
+    assert parse_options([*JOB]) == output(log_ranks="all", prefix="never")
+
+
+def test_the_variables_of_a_file(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(f"{name.upper()}=1\n")
+    files = [each for name in "ab" for each in ("--env-file", str(tmp_path / name))]
+    found = parse_options([*files, "-x", "C", *JOB]).how
+    assert found == how(exports=("C",), file_exports=("A=1", "B=1")).how
+    assert found.all_exports == ("A=1", "B=1", "C")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "-n 0",
+        "--npernode 0",
+        "--min-hosts 0",
+        "--min-ranks 0",
+        "--spares -1",
+        "--max-restarts -1",
+        "--timeout 0",
+        "--bind gpus",
+        "--log-ranks first",
+        "--log-ranks 0,",
+        "--prefix yes",
+        "--log-dir=",
+        "--hostfile f -H a",
+        "-H a --local",
+        "--spares 1 --no-check",
+        "--wait-for-hosts 1m --no-check",
+        "--grow 1m --local",
+        "--grow 1m --no-check",
+        "--grow 1m -H a,b",
+        "--no-such-option",
+        "--mpi-args=program",
+        '--mpi-args="',
+    ],
+)
+def test_what_is_refused(options: str) -> None:
+    with pytest.raises((UserError, SystemExit)):
+        parse_options([*options.split(), *JOB])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--grow 1m -H a,b --min-hosts 1",
+        "--grow 1m -H a,b --min-ranks 1",
+        "--grow 1m --hostfile f",
+        "--spares 1 --wait-for-hosts 1m",
+        "--no-check -H a",
+    ],
+)
+def test_what_fits_together(options: str) -> None:
+    parse_options([*options.split(), *JOB])
+
+
+@pytest.mark.parametrize("argv", [[], ["-n", "2"], ["--"], ["-m"], ["gone.py"]])
+def test_nothing_to_launch(argv: list[str]) -> None:
+    with pytest.raises(UserError, match=r"nothing to launch|not found"):
+        parse_options(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "job", "rank"),
+    [
+        (JOB, DEFAULTS.job, "mpiddp run -m train --lr 1"),
+        (("--", "prog", "-v"), Job(("prog", "-v"), is_command=True), "mpiddp run -- prog -v"),
+        (("-m", "mpiddp", "run", "s"), Job(("mpiddp", "run", "s"), True), "mpiddp run s"),
+        (("-m", "mpiddp"), Job(("mpiddp",), True), "mpiddp run -m mpiddp"),
+        (("-m", "mpiddp", "hosts"), Job(("mpiddp", "hosts"), True), "mpiddp run -m mpiddp hosts"),
+    ],
+)
+def test_the_command_of_a_rank(argv: tuple[str, ...], job: Job, rank: str) -> None:
+    found = parse_options([*argv]).job
+    assert found == job
+    assert found.rank_command(Path("/python")) == ("/python", "-m", *rank.split())
+
+
+def test_the_command_of_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    job = parse_options([str(script), "-n", "3"]).job  # what follows is the script's own
+    assert job == Job((str(script), "-n", "3"))
+    assert job.rank_command(Path("/p")) == ("/p", "-m", "mpiddp", "run", str(script), "-n", "3")
+    other = tmp_path / "train.txt"
+    other.write_bytes(b"\x7fELF\0")
+    for path in (other, tmp_path):
+        with pytest.raises(UserError, match="is not a"):
+            parse_options([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "world_size", "has"),
+    [
+        ("auto", 1, False),
+        ("auto", 2, True),
+        ("always", 1, True),
+        ("never", 2, False),
+    ],
+)
+def test_when_lines_have_a_prefix(prefix: str, world_size: int, has: bool) -> None:
+    assert Output("all", prefix, None).has_prefix(world_size) is has
+
+
+def test_the_ranks_that_are_shown_are_there() -> None:
+    for fine in ("all", "none", "default", "0,3"):
+        Output(fine, "auto", None).check_ranks(4)
+    with pytest.raises(UserError) as error:
+        Output("0,4,9", "auto", None).check_ranks(4)
+    assert str(error.value) == (
+        "--log-ranks 0,4,9: there is no rank 4, 9; the job has ranks 0 to 3."
+    )
+    with pytest.raises(UserError, match="there is no rank 1; the job has rank 0 only"):
+        Output("1", "auto", None).check_ranks(1)
+
+
+def test_what_names_hosts_and_ranks() -> None:
+    plain = DEFAULTS.where
+    assert (plain.names_hosts, plain.names_ranks, plain.can_shrink) == (False, False, False)
+    assert replace(plain, hostfile="f").names_hosts
+    assert replace(plain, host_list="a").names_hosts
+    assert replace(plain, n=1).names_ranks
+    assert replace(plain, npernode=1).names_ranks
+    assert replace(plain, min_hosts=1).can_shrink
+    assert replace(plain, min_ranks=1).can_shrink
+
+
+def test_mpi_args_are_split_as_a_shell_does() -> None:
+    assert parse_mpi_args(["--mca pml 'u c x'", "", "-v"]) == ("--mca", "pml", "u c x", "-v")
+    with pytest.raises(UserError, match=r"--mpi-args=\"a: no closing quotation\."):
+        parse_mpi_args(['"a'])
+    with pytest.raises(UserError, match='"true" is not an option'):
+        parse_mpi_args(["true"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--hostfile FILE", "-H H1:2,H2:4", "-n N", "--npernode K", "--exclude HOST,HOST"),
+        *("--bind {none,numa,core,gpu}", "--mpirun PATH", "--master-addr ADDR", "--interface NAME"),
+        *("-x VAR[=VALUE]", "--env-file FILE", "--mpi-args ='ARGS'", "--wait-for-hosts 10m"),
+        *("--timeout S", "--max-restarts K", "--min-hosts H", "--min-ranks N", "--spares K"),
+        *("--grow 10m", "--stop-after 55m", "--grace S", "--save-grace S", "--hang-timeout S"),
+        *("--log-ranks 0,5", "--prefix auto|always|never", "--log-dir DIR", "-v, --verbose"),
+        *("where (default", "\nhow:", "when something fails:", "when to stop:", "\noutput:"),
+    ],
+)
+def test_the_help_has_every_option(words: str) -> None:
+    assert re.search(rf"{re.escape(words)}(?!\w)", option_parser().format_help())

@@ -1,0 +1,299 @@
+"""What many sources write on one terminal, file or pipe, and what waits for the verdict.
+
+Tests mpiddp/launch/supervise/{screen,output}.py.
+python -m pytest tests/unit/launch/test_screen.py
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpiddp.launch.supervise import screen as screens
+from mpiddp.launch.supervise.output import EndMessage, Outputs
+from mpiddp.launch.supervise.screen import Screen, Source
+from mpiddp.protocol.messages import FRAME, LONGEST_LINE
+
+
+class Reader:
+    """A screen on one end of a pipe, or of a terminal, and what arrives at the other."""
+
+    def __init__(self, *, is_shared: bool, is_terminal: bool = False) -> None:
+        self.reader, writer = os.openpty() if is_terminal else os.pipe()
+        if is_terminal:
+            import tty
+
+            tty.setraw(writer)
+        os.set_blocking(self.reader, False)
+        self.screen = Screen(writer, "stdout", is_shared=is_shared)
+        os.close(writer)
+
+    def seen(self) -> bytes:
+        try:
+            return os.read(self.reader, 1 << 20)
+        except (BlockingIOError, OSError):
+            return b""
+
+
+@pytest.fixture
+def alone() -> Iterator[Reader]:
+    reader = Reader(is_shared=False)
+    yield reader
+    reader.screen.close()
+    os.close(reader.reader)
+
+
+@pytest.fixture
+def shared() -> Iterator[Reader]:
+    reader = Reader(is_shared=True)
+    yield reader
+    reader.screen.close()
+    os.close(reader.reader)
+
+
+ZERO, ONE = b"[rank 0 a] ", b"[rank 1 b] "
+
+
+def test_the_only_rank_is_shown_as_it_writes(alone: Reader) -> None:
+    rank = Source(0)
+    alone.screen.show(rank, b"a\nb")
+    assert alone.seen() == b"a\nb"
+    alone.screen.show(rank, b"c\rd\n")
+    assert alone.seen() == b"c\rd\n"
+    assert not alone.screen.has_open_lines
+
+
+def test_the_two_streams_of_one_rank_mix(alone: Reader) -> None:
+    alone.screen.show(Source(0), b"a")
+    alone.screen.show(Source(0), b"b")
+    assert alone.seen() == b"ab"
+
+
+def test_another_source_begins_a_line(alone: Reader) -> None:
+    alone.screen.show(Source(0), b"a")
+    alone.screen.show(Source(-1), b"b\n")
+    alone.screen.show(Source(0), b"c")
+    assert alone.seen() == b"a\nb\nc"
+
+
+def test_each_line_of_the_only_rank_has_its_prefix(alone: Reader) -> None:
+    rank = Source(0, ZERO)
+    alone.screen.show(rank, b"a\nb\n\nc")
+    assert alone.seen() == ZERO + b"a\n" + ZERO + b"b\n" + ZERO + b"\n" + ZERO + b"c"
+    alone.screen.show(rank, b"d\re\r\n")
+    assert alone.seen() == b"d\r" + ZERO + b"e\r\n"
+    alone.screen.show(Source(0, ZERO), b"f\n")
+    assert alone.seen() == ZERO + b"f\n"
+
+
+def test_the_launchers_line_ends_an_open_one(alone: Reader) -> None:
+    alone.screen.show(Source(0), b"a")
+    alone.screen.log("a sentence.")
+    assert alone.seen() == b"a\nmpiddp: a sentence.\n"
+    alone.screen.log("another.")
+    assert alone.seen() == b"mpiddp: another.\n"
+
+
+def test_several_ranks_show_whole_lines(shared: Reader) -> None:
+    zero, one = Source(0, ZERO), Source(1, ONE)
+    shared.screen.show(zero, b"a")
+    shared.screen.show(one, b"b\nc")
+    assert shared.seen() == ONE + b"b\n"
+    shared.screen.show(zero, b"a\nd\n")
+    assert shared.seen() == ZERO + b"aa\n" + ZERO + b"d\n"
+    shared.screen.end(zero)
+    assert shared.seen() == b""
+    shared.screen.end(one)
+    assert shared.seen() == ONE + b"c\n"
+    shared.screen.end(one)
+    assert shared.seen() == b""
+
+
+def test_a_redrawn_line_is_shown_as_it_looks_in_the_end(shared: Reader) -> None:
+    shared.screen.show(Source(0, ZERO), b"1%\r2%\r3%\r\nnext\n")
+    assert shared.seen() == ZERO + b"3%\n" + ZERO + b"next\n"
+
+
+def test_torchs_prefix_of_this_rank_is_left_out(shared: Reader) -> None:
+    shared.screen.show(Source(0, ZERO), b"[rank0]: a\n[rank0]:b\n[rank1]: c\n")
+    assert shared.seen() == ZERO + b"a\n" + ZERO + b"b\n" + ZERO + b"[rank1]: c\n"
+    shared.screen.show(Source(0), b"[rank0]: a\n")
+    assert shared.seen() == b"[rank0]: a\n"
+
+
+def test_torchs_prefix_is_left_out_at_the_beginning_of_lines_only(alone: Reader) -> None:
+    rank = Source(0, ZERO)
+    alone.screen.show(rank, b"see ")
+    alone.screen.show(rank, b"[rank0]: a\n[rank0]: b\n")
+    assert alone.seen() == ZERO + b"see [rank0]: a\n" + ZERO + b"b\n"
+
+
+def test_a_line_that_is_too_long_is_cut(shared: Reader) -> None:
+    os.set_blocking(shared.reader, True)
+    source = Source(0)
+    shared.screen.show(source, b"x" * (LONGEST_LINE - 1))
+    assert shared.screen.has_open_lines
+    read: list[bytes] = []
+
+    import threading
+
+    def read_all() -> None:
+        while sum(map(len, read)) < LONGEST_LINE + 1:
+            read.append(os.read(shared.reader, 1 << 20))
+
+    thread = threading.Thread(target=read_all)
+    thread.start()
+    shared.screen.show(source, b"y")
+    thread.join(60)
+    assert b"".join(read) == b"x" * (LONGEST_LINE - 1) + b"y\n"
+    assert not shared.screen.has_open_lines
+
+
+def test_a_quiet_line_is_shown_once(shared: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(0, ZERO)
+    shared.screen.show(source, b"password: ")
+    shared.screen.show_quiet_lines()
+    assert shared.seen() == b""
+    monkeypatch.setattr(screens, "_QUIET_S", 0.0)
+    shared.screen.show_quiet_lines()
+    shared.screen.show_quiet_lines()
+    assert shared.seen() == ZERO + b"password: \n"
+    shared.screen.show(source, b"done\n")
+    assert shared.seen() == ZERO + b"password: done\n"
+    shared.screen.show(source, b"1%\r2%")
+    shared.screen.show_quiet_lines()
+    assert shared.seen() == b""
+
+
+def test_an_open_line_stays_below_the_others_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Reader(is_shared=True, is_terminal=True)
+    zero, one = Source(0, ZERO), Source(1, ONE)
+    terminal.screen.show(one, b"1%\r2%\r")
+    drawn = b"\x1b[?7l" + ONE + b"2%\x1b[0m\x1b[?7h"
+    assert terminal.seen() == drawn
+    assert not terminal.screen.has_open_lines
+    terminal.screen.show(zero, b"a\n")
+    assert terminal.seen() == b"\r\x1b[K" + ZERO + b"a\n" + drawn
+    terminal.screen.show(zero, b"3%")
+    assert terminal.seen() == b"\r\x1b[K\x1b[?7l" + ZERO + b"3%\x1b[0m\x1b[?7h"
+    terminal.screen.close()
+    os.close(terminal.reader)
+
+
+def test_a_reader_that_goes_away_loses_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+    reader = Reader(is_shared=False)
+    os.close(reader.reader)
+    reader.screen.show(Source(0), b"a\n")
+    reader.screen.show(Source(0), b"b\n")
+    reader.screen.close()
+    assert capfd.readouterr().err == (
+        "mpiddp: stdout: its reader went away. The job continues, and its output there is lost.\n"
+    )
+
+
+# --- what mpirun says about the end ---
+
+RULE = b"-" * 60 + b"\n"
+SAID = RULE + b"prterun detected that one or more processes exited with non-zero status\n" + RULE
+HYDRA = (
+    b"\n" + b"=" * 60 + b"\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n" + b"=" * 60
+)
+ADDED = b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+OTHER = RULE + b"There are not enough slots available.\n" + RULE
+
+
+@pytest.mark.parametrize(
+    ("text", "passes", "shown"),
+    [
+        (b"a\nb\n", b"a\nb\n", b""),
+        (OTHER, OTHER, b""),
+        (SAID, b"", b""),
+        (b"a\n" + SAID + b"b\n", b"a\n", b"b\n"),
+        (HYDRA + b"\n" + ADDED + b"b\n", b"", b"b\n"),
+        (b"open", b"open", b""),
+        (b"\na\n", b"\na\n", b""),
+    ],
+)
+def test_what_the_verdict_says_is_left_out(text: bytes, passes: bytes, shown: bytes) -> None:
+    message = EndMessage()
+    assert b"".join(message.add(bytes([each])) for each in text) == passes
+    rest, left_out = message.settle(is_said=True)
+    assert rest == shown
+    assert passes + left_out + shown == text or shown == b"b\n"
+    message = EndMessage()
+    assert message.add(text) + message.settle(is_said=False)[0] == text
+
+
+def test_a_rule_waits_for_the_second_one_and_is_released() -> None:
+    message = EndMessage()
+    assert message.add(RULE + b"no end of") == b""
+    assert message.is_open
+    assert message.release() == RULE + b"no end of"
+    assert not message.is_open
+    assert message.add(b" this line\n") == b" this line\n"
+
+
+def test_a_long_text_below_a_rule_passes() -> None:
+    message = EndMessage()
+    assert message.add(RULE + 28 * b"x\n") == b""
+    assert message.add(b"y\n") == RULE + 28 * b"x\n" + b"y\n"
+
+
+# --- the threads that copy ---
+
+
+@pytest.mark.parametrize("shows_end", [False, True])
+def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
+    shows_end: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outputs = Outputs("all", 2, has_prefix=True, shows_end=shows_end)
+    out, err = outputs.copies
+    ours = [os.dup(out.pipe), os.dup(err.pipe)]
+    for copy in outputs.copies:
+        copy.started()
+    pairs = [socket.socketpair() for _ in range(3)]
+    for (_, theirs), (stream, rank) in zip(pairs, [(1, 0), (2, 1), (1, 1)], strict=True):
+        outputs.add(stream, rank, f"host{rank}", theirs)
+    for (each, _), text in zip(pairs, [b"a\n", b"b\n", b"c"], strict=True):
+        each.sendall(FRAME.pack(len(text))[:2])
+        each.sendall(FRAME.pack(len(text))[2:] + text)
+    os.write(ours[1], SAID)
+    deadline = time.monotonic() + 60
+    for number, (each, _) in enumerate(pairs[:2]):
+        each.close()
+        while number == 0 and outputs.open_ranks != [1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+    pairs[2][0].close()
+    while outputs.open_ranks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    outputs.log("a sentence.")
+    for pipe in ours:
+        os.close(pipe)
+    outputs.finish()
+    while not outputs.is_finished(0.01) and time.monotonic() < deadline:
+        pass
+    assert outputs.settle(is_said=True) == (b"" if shows_end else SAID)
+    seen = capfd.readouterr()
+    assert sorted(seen.out.splitlines()) == ["[rank 0 host0] a", "[rank 1 host1] c"]
+    assert sorted(seen.err.splitlines()) == sorted(
+        ["[rank 1 host1] b", "mpiddp: a sentence.", *(SAID.decode().splitlines() * shows_end)]
+    )
+
+
+def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
+    outputs = Outputs("all", 1)
+    for copy in outputs.copies:
+        copy.started()
+    ours, theirs = socket.socketpair()
+    outputs.add(1, 0, "a", theirs)
+    ours.sendall(FRAME.pack(LONGEST_LINE + (1 << 18)))
+    ours.settimeout(60)
+    assert ours.recv(1) == b""
+    outputs.finish()
+    assert outputs.is_finished(60)
+    outputs.settle(is_said=True)

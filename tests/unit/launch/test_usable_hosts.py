@@ -1,0 +1,124 @@
+"""Which hosts a job takes: spares, hosts that fail the preflight, options that contradict each other.
+
+Tests mpiddp/launch/plan.py. No host is contacted here.
+python -m pytest tests/unit/launch/test_usable_hosts.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import THIS_MACHINE, _wanted, keep_usable, read_hosts, working_folder
+
+A, B, C = Host("a"), Host("b"), Host("c")
+ALL = Hosts("file", (A, B, C))
+NO_RANK = Host("d", slots=0)
+
+
+def where(*options: str):  # type: ignore[no-untyped-def]
+    return parse_options([*options, "-m", "train"]).where
+
+
+def kept(*options: str, hosts: Hosts = ALL, complaints: dict[Host, str] | None = None) -> str:
+    found = keep_usable(hosts, complaints or {}, where(*options), len(hosts.usable))
+    return "".join(host.name for host in found.hosts)
+
+
+def test_without_a_problem_all_hosts_are_kept() -> None:
+    assert kept() == "abc"
+    assert kept(hosts=Hosts("file", (A, NO_RANK, B))) == "adb"  # a host without a rank is no spare
+
+
+def test_the_last_hosts_are_spares(capfd: pytest.CaptureFixture[str]) -> None:
+    assert kept("--spares", "1") == "ab"
+    assert capfd.readouterr().err == "mpiddp: kept in reserve: c\n"
+    assert kept("--spares", "2") == "a"
+    assert capfd.readouterr().err == "mpiddp: kept in reserve: b, c\n"
+
+
+def test_a_spare_takes_the_place_of_a_host_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    found = keep_usable(ALL, {B: "b is broken."}, where("--spares", "1"), 2)
+    assert [host.name for host in found.hosts] == ["a", "c"]
+    assert capfd.readouterr().err == "mpiddp: leaving out a host: b is broken.\n"
+
+
+def test_a_host_that_fails_ends_the_start() -> None:
+    with pytest.raises(UserError) as error:
+        kept(complaints={A: "a is broken.", C: "c is broken."})
+    assert str(error.value) == "a is broken.\nc is broken."
+
+
+@pytest.mark.parametrize(
+    ("options", "complaints", "expected"),
+    [
+        (("--min-hosts", "2"), {A: "x"}, "bc"),
+        (("--min-hosts", "2"), {A: "x", B: "y"}, None),
+        (("--min-ranks", "1"), {A: "x", B: "y"}, "c"),
+        (("--min-ranks", "1"), {A: "x", B: "y", C: "z"}, None),
+    ],
+)
+def test_a_job_may_be_smaller(
+    options: tuple[str, ...], complaints: dict[Host, str], expected: str | None
+) -> None:
+    if expected is not None:
+        assert kept(*options, complaints=complaints) == expected
+        return
+    with pytest.raises(UserError):
+        kept(*options, complaints=complaints)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--spares", "3"), "--spares 3 leaves no host for the ranks: file has 3 hosts."),
+        (("--min-hosts", "4"), "only 3 hosts given, but --min-hosts is 4."),
+        (
+            ("--spares", "1", "--min-hosts", "3"),
+            "only 2 hosts given beside 1 spare, but --min-hosts is 3.",
+        ),
+    ],
+)
+def test_hosts_that_cannot_be_enough(options: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        _wanted(where(*options), ALL)
+    assert str(error.value) == sentence
+
+
+def test_hosts_that_are_just_enough() -> None:
+    assert _wanted(where("--spares", "1", "--min-hosts", "2"), ALL) == 2
+    assert _wanted(where("--spares", "2"), ALL) == 1
+
+
+def test_where_the_hosts_come_from(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a.x slots=2\na.y\nb\n")
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+
+    def names(*options: str, env: dict[str, str] | None = None) -> list[str]:
+        return [host.name for host in read_hosts(where(*options), env or {}).hosts]
+
+    assert names("--hostfile", str(file)) == ["a.x", "a.y", "b"]
+    assert names("--hostfile", str(file), "--exclude", "b", env=slurm) == ["a.x", "a.y"]
+    assert names("-H", "c:2,d", env=slurm) == ["c", "d"]
+    assert names("--local", env=slurm) == ["localhost"]
+    assert names() == ["localhost"]
+    assert read_hosts(where(), {}) is THIS_MACHINE
+
+
+def test_the_working_folder_has_the_shells_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "other").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    monkeypatch.chdir(link)
+    assert working_folder({"PWD": str(link)}) == str(link)
+    for pwd in ("", "link", str(tmp_path / "other"), str(tmp_path / "gone")):
+        assert working_folder({"PWD": pwd}) == str(tmp_path / "real")
+    assert working_folder({}) == str(tmp_path / "real")
