@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
+from mpiddp.checkpoints.run_dir import replacing
 from mpiddp.errors import DONE, UserError
 from mpiddp.paths import named_by
-from mpiddp.report.read import check_run, read_run
+from mpiddp.report.html import MAX_RUNS
+from mpiddp.report.read import read_run
 from mpiddp.text import counted, escaped
-
-MAX_RUNS = 8  # more curves in one chart cannot be told apart
 
 
 def main(argv: list[str]) -> int:
@@ -40,28 +40,13 @@ def main(argv: list[str]) -> int:
     if len(folders) > MAX_RUNS:
         raise UserError(f"mpiddp report: at most {MAX_RUNS} runs fit a page, not {len(folders)}.")
     with named_by(""):
-        for folder in folders:
-            check_run(folder)
+        runs = [read_run(each) for each in folders]
     from mpiddp.report.page import page  # needs bokeh
 
-    with named_by(""):
-        found = [read_run(each) for each in folders]
-    content = page(found).encode(errors="replace")
-    with named_by("--out"):
-        _write(Path(options.out), content)
-    for run in found:
-        for note in run.notes:
-            print(escaped(note), file=sys.stderr)
-    print(escaped(f"{options.out}: {counted(len(found), 'run')}, {len(content) / 1e6:.1f} MB"))
+    content = page(runs).encode(errors="replace")
+    with named_by("--out"), replacing(Path(options.out)) as file:
+        file.write(content)
+    for note in (note for run in runs for note in run.notes):
+        print(escaped(note), file=sys.stderr)
+    print(escaped(f"{options.out}: {counted(len(runs), 'run')}, {len(content) / 1e6:.1f} MB"))
     return DONE
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace the file, or on an error leave the existing one. Raises OSError."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

@@ -1,4 +1,4 @@
-"""What each rank left in a run's logs/: its log, its output, and how each start of it ended.
+"""What each rank left in a run's logs/: its starts, how each ended, and its step times.
 
 rank_00003.log    of `mpiddp train`: "started: rank 3 of 8, … host gpu01, …", "failed" and a traceback
 rank_00003.err    all that the rank printed on stderr: the traceback of any script
@@ -8,8 +8,8 @@ rank_00003.out    stdout, with the step times of each epoch if --per-rank-log wa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.text import counted
 
 _MAX_BYTES = 8 << 20  # the end of a longer file; a failure stands there
-_NAME = re.compile(r"rank_([0-9]{5,9})\.(log|err|out)")
+_NAME = re.compile(r"rank_([0-9]{5,9})\.(?:log|err|out)")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (.*)")
 _STARTED = re.compile(r"started: rank \d+ of (\d+), .*?host (\S+), .*?(python \S+, torch [^\s,]+)")
 _STEP_TIME = re.compile(r"num_steps_per_gpu: \d+, avg_step_time: (\d+\.?\d*)")
@@ -25,106 +25,137 @@ _TRACEBACK = "Traceback (most recent call last)"
 _MOST_CHARACTERS = 600
 
 
-@dataclass
+@dataclass(frozen=True)
 class Attempt:
-    """One start of a rank, as its log has it. It is filled in line by line."""
+    """One start of a rank, as its log has it. The times are in seconds since 1970."""
 
-    begins: float  # seconds since 1970
+    begins: float
+    num_ranks: int
+    host: str
+    versions: str
     ends: float | None = None  # None if the process was killed
     outcome: str = ""  # "done", "failed", or "" if the process was killed
+    failure: str = ""  # the exception with which it failed
 
 
-@dataclass
-class RankFile:
+@dataclass(frozen=True)
+class Failure:
+    """The sentence with which a rank ended. `at` is None where only its stderr tells."""
+
+    at: float | None
+    rank: int
+    host: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class RankFiles:
     """One rank of a run."""
 
     rank: int
-    world_size: int | None = None
-    host: str = ""
-    versions: str = ""
-    attempts: list[Attempt] = field(default_factory=list)
-    failure: str = ""  # the last line of its last traceback
-    step_times_s: list[float] = field(default_factory=list)  # the mean of each epoch
+    attempts: list[Attempt]
+    printed: str  # the exception of the last traceback on stderr
+    step_times_s: list[float]  # the mean of each epoch
+
+    @property
+    def host(self) -> str:
+        return self.attempts[-1].host if self.attempts else ""
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Those of its log. What it printed counts where the log does not tell how it ended."""
+        found = [
+            Failure(each.ends, self.rank, each.host, each.failure)
+            for each in self.attempts
+            if each.failure
+        ]
+        has_no_end = not self.attempts or not self.attempts[-1].outcome
+        if has_no_end and self.printed:
+            found.append(Failure(None, self.rank, self.host, self.printed))
+        return found
 
 
-def read_ranks(run: RunDir, notes: list[str], *, only_logs: bool) -> list[RankFile]:
+def read_ranks(run: RunDir, notes: list[str], *, only_logs: bool) -> list[RankFiles]:
     """The ranks whose files lie in the run's logs/, by number. `only_logs`: not what they printed."""
-    names = sorted(path.name for path in run.logs.iterdir()) if run.logs.is_dir() else []
-    ranks: dict[int, RankFile] = {}
+    names = [path.name for path in run.logs.iterdir()] if run.logs.is_dir() else []
+    numbers = {int(found[1]) for found in map(_NAME.fullmatch, names) if found}
     unreadable: list[str] = []
-    for match in filter(None, map(_NAME.fullmatch, names)):
-        rank, kind = int(match[1]), match[2]
-        if only_logs and kind != "log":
-            continue
-        each = ranks.setdefault(rank, RankFile(rank))
+
+    def lines(path: Path) -> list[str]:
         try:
-            _READ[kind](each, _lines(run.logs / match[0]))
+            found = () if only_logs and path.suffix != ".log" else end_of_file(path, _MAX_BYTES)
+            return [line.decode(errors="replace").rstrip("\r\n") for line in found]
         except OSError:
-            unreadable.append(match[0])
+            unreadable.append(path.name)
+            return []
+
+    ranks = []
+    for rank in sorted(numbers):
+        log = run.rank_log(rank)
+        ranks.append(
+            RankFiles(
+                rank,
+                _attempts(lines(log)),
+                _printed(lines(log.with_suffix(".err"))),
+                _step_times(lines(log.with_suffix(".out"))),
+            )
+        )
     if unreadable:
         what = counted(len(unreadable), "file")
         notes.append(f"{run.logs}: {what} cannot be read, {unreadable[0]} first; left out.")
-    return [ranks[rank] for rank in sorted(ranks)]
+    return ranks
 
 
-def _read_log(rank: RankFile, lines: Iterator[str]) -> None:
-    failing: list[str] = []
-    for line in lines:
-        timed = _TIME.fullmatch(line)
-        if timed is None:
-            failing.append(line)
-            continue
-        at, sentence = _seconds(timed[1], timed[2]), timed[3]
+def _attempts(lines: Iterable[str]) -> list[Attempt]:
+    found: list[Attempt] = []
+    for at, sentence, rest in _entries(lines):
         if started := _STARTED.match(sentence):
-            rank.world_size, rank.host = int(started[1]), started[2]
-            rank.versions = started[3]
-            rank.attempts.append(Attempt(at))
-        elif sentence in ("done", "failed") and rank.attempts:
-            rank.attempts[-1].ends, rank.attempts[-1].outcome = at, sentence
-            failing = []
-    outcome = rank.attempts[-1].outcome if rank.attempts else ""
-    if outcome:  # else it was killed, and stderr may say more
-        rank.failure = _end_of_traceback(failing) if outcome == "failed" else ""
+            found.append(Attempt(at, int(started[1]), started[2], started[3]))
+        elif found and sentence in ("done", "failed"):
+            failure = _exception(rest) if sentence == "failed" else ""
+            found[-1] = replace(found[-1], ends=at, outcome=sentence, failure=failure)
+    return found
 
 
-def _read_err(rank: RankFile, lines: Iterator[str]) -> None:
-    """The failure of any script. The log of `mpiddp train`, read after it, knows of later starts."""
-    found: list[str] = []
+def _entries(lines: Iterable[str]) -> list[tuple[float, str, list[str]]]:
+    """The log's entries: the time, the first line, the lines below it."""
+    found: list[tuple[float, str, list[str]]] = []
     for line in lines:
-        if _TRACEBACK in line:
-            found = []
-        found.append(line)
-    if found and _TRACEBACK in found[0]:
-        rank.failure = _end_of_traceback(found)
+        if timed := _TIME.fullmatch(line):
+            found.append((_seconds(timed[1], timed[2]), timed[3], []))
+        elif found:
+            found[-1][2].append(line)
+    return found
 
 
-def _read_out(rank: RankFile, lines: Iterator[str]) -> None:
-    rank.step_times_s = [float(found[1]) for found in map(_STEP_TIME.search, lines) if found]
+def _printed(lines: list[str]) -> str:
+    begins = [index for index, line in enumerate(lines) if _TRACEBACK in line]
+    return _exception(lines[begins[-1] :]) if begins else ""
 
 
-# Files are read in the order of their names: .err before .log before .out.
-_READ = {"log": _read_log, "err": _read_err, "out": _read_out}
+def _step_times(lines: Iterable[str]) -> list[float]:
+    return [float(found[1]) for found in map(_STEP_TIME.search, lines) if found]
 
 
-def _end_of_traceback(lines: list[str]) -> str:
-    """The exception's own line: the first after the frames that is not indented."""
+def _exception(lines: list[str]) -> str:
+    """The exception's own line in a traceback: the first after the frames that is not indented."""
     frames = [index for index, line in enumerate(lines) if line.startswith("  File ")]
     after = lines[frames[-1] + 1 :] if frames else lines
     sentence = next((line for line in after if line and not line.startswith(" ")), "")
     return sentence[:_MOST_CHARACTERS]
 
 
-def _lines(path: Path) -> Iterator[str]:
+def end_of_file(path: Path, most: int | None) -> Iterator[bytes]:
+    """The lines of a file, or of its last `most` bytes the whole lines; none of what is no file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
-        if file.seek(0, 2) > _MAX_BYTES:
-            file.seek(-_MAX_BYTES, 2)
-            file.readline()
+        if most is not None and file.seek(0, 2) > most:
+            file.seek(-most, 2)
+            file.readline()  # the rest of a line
         else:
             file.seek(0)
-        for line in file:
-            yield line.decode(errors="replace").rstrip("\r\n")
+        yield from file
 
 
 def _seconds(until_second: str, milliseconds: str) -> float:

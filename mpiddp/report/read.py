@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from mpiddp.checkpoints.owner import STALE_S
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import UserError
 from mpiddp.paths import read_limited
-from mpiddp.report.rank_files import Attempt, RankFile, read_ranks
+from mpiddp.report.history import Save, Start, starts_of
+from mpiddp.report.rank_files import RankFiles, end_of_file, read_ranks
 from mpiddp.report.thinning import Curve
 from mpiddp.text import counted
 
@@ -28,19 +28,7 @@ _MAX_JSON_BYTES = 16 << 20
 _TAIL_BYTES = 1 << 20
 _MAX_CURVES = 40
 _NOT_CURVES = ("step", "epoch")
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of the run's rank 0. The times are in seconds since 1970, None where nothing tells them.
-
-    `step` is the newest save's before the start: there its records begin. None if that save is gone.
-    """
-
-    begins: float
-    ends: float | None
-    step: int | None
-    repeated_s: float | None  # what the start before had worked after that save
+UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
@@ -52,10 +40,14 @@ class Run:
     config: dict[str, Any]
     summary: dict[str, Any]
     curves: dict[str, Curve]
-    saves: list[int]
+    saves: list[Save]
     starts: list[Start]
-    ranks: list[RankFile]
-    notes: list[str] = field(default_factory=list)
+    ranks: list[RankFiles]
+    notes: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
 
     @property
     def seconds(self) -> float | None:
@@ -63,16 +55,21 @@ class Run:
         known = [start.ends - start.begins for start in self.starts if start.ends is not None]
         return sum(known) if known else number(self.summary, "wall_s")
 
-    def last(self, name: str) -> float | None:
-        """The last value of a curve."""
-        curve = self.curves.get(name)
-        return curve.values[-1] if curve else None
-
     @property
     def step(self) -> int | None:
         """The last step that it recorded or saved."""
-        recorded = [curve.steps[-1] for curve in self.curves.values()]
-        return max((int(step) for step in [*recorded, *self.saves]), default=None)
+        recorded = [int(curve.steps[-1]) for curve in self.curves.values()]
+        return max([*recorded, *(save.step for save in self.saves)], default=None)
+
+    def shown(self, form: str, *names: str) -> str:
+        """The last value of the first name that has one: the summary's at the run's end, else a record's."""
+        for name in names:
+            curve = self.curves.get(name)
+            values = [number(self.summary, name), curve.values[-1] if curve else None]
+            known = [value for value in values if value is not None]
+            if known:
+                return form.format(known[0 if self.state == "done" else -1])
+        return UNKNOWN
 
 
 def number(values: dict[str, Any], name: str) -> float | None:
@@ -91,101 +88,39 @@ def is_run(folder: Path) -> bool:
     return run.metrics.is_file() or run.checkpoints.is_dir()
 
 
-def check_run(folder: Path) -> None:
-    """Raise UserError if the folder is not one of a run."""
+def read_run(folder: Path, *, only_end: bool = False) -> Run:
+    """Read the folder of a run.
+
+    Args:
+        only_end: read the end of the records only, and nothing that ranks printed: enough for one line.
+
+    Raises:
+        UserError: the folder is not one of a run.
+        OSError: its records cannot be read.
+    """
     if not folder.exists():
         raise UserError(f"{folder} does not exist. Expected the folder of a run.")
     if not is_run(folder):
         raise UserError(
             f"{folder} is not the folder of a run: it has neither metrics.jsonl nor checkpoints/."
         )
-
-
-def read_run(folder: Path, *, tail_only: bool = False) -> Run:
-    """Read the folder of a run.
-
-    Args:
-        tail_only: read the end of the records only, and nothing that ranks printed: enough for one line.
-
-    Raises:
-        UserError: the folder is not one of a run.
-        OSError: its records cannot be read.
-    """
-    check_run(folder)
     run, notes = RunDir(folder), list[str]()
-    summary, config = _json(run.summary, notes), _json(run.config, notes)
-    curves = _curves(run.metrics, notes, tail_only=tail_only)
-    ranks = read_ranks(run, notes, only_logs=tail_only)
-    checkpoints = [(step_of(each), _mtime(each)) for each in list_steps(run.checkpoints)]
-    attempts = _attempts(ranks)
-    state = _state(run, attempts)
-    return Run(
-        path=folder,
-        state=state,
-        config=config,
-        summary=summary,
-        curves=curves,
-        saves=[step for step, _ in checkpoints],
-        starts=_starts(attempts, checkpoints, last_sign=_last_sign(run, state)),
-        ranks=ranks,
-        notes=notes,
-    )
-
-
-def _attempts(ranks: list[RankFile]) -> list[Attempt]:
-    """The starts of rank 0. One that was killed ended when the first other rank failed, if one did."""
-    own = next((each.attempts for each in ranks if each.rank == 0), [])
-    failed = sorted(
-        each.ends
-        for rank in ranks
-        for each in rank.attempts
-        if each.outcome == "failed" and each.ends is not None
-    )
-    begins = [each.begins for each in own] + [float("inf")]
-    whole = []
-    for attempt, next_begins in zip(own, begins[1:], strict=True):
-        within = [at for at in failed if attempt.begins <= at < next_begins]
-        killed = attempt.ends is None and within
-        whole.append(Attempt(attempt.begins, within[0], "failed") if killed else attempt)
-    return whole
-
-
-def _state(run: RunDir, attempts: list[Attempt]) -> str:
-    if run.owner.exists():
-        return "running" if time.time() - _mtime(run.owner) < STALE_S else "died"
-    # Each start writes config.json anew, the last one summary.json after it.
-    if run.summary.exists() and _mtime(run.summary) >= _mtime(run.config):
-        return "done"
-    if not attempts:
-        return "ended"
-    return {"done": "stopped", "failed": "failed"}.get(attempts[-1].outcome, "died")
-
-
-def _last_sign(run: RunDir, state: str) -> float:
-    """When the run last wrote, for a start whose end nothing tells."""
-    return time.time() if state == "running" else _mtime(run.metrics)
-
-
-def _starts(
-    attempts: list[Attempt], checkpoints: list[tuple[int, float]], *, last_sign: float
-) -> list[Start]:
-    """The starts, each with the save from which it went on."""
-    starts: list[Start] = []
-    for number_of_start, attempt in enumerate(attempts):
-        ends = attempt.ends
-        if ends is None and number_of_start == len(attempts) - 1:
-            ends = max(last_sign, attempt.begins)
-        earlier = [(step, saved) for step, saved in checkpoints if saved < attempt.begins]
-        before = starts[-1] if starts else None
-        step = repeated = None
-        if before is None:
-            step = 0
-        elif earlier:
-            step, saved = earlier[-1]
-            if before.ends is not None and saved >= before.begins:
-                repeated = max(0.0, before.ends - saved)
-        starts.append(Start(attempt.begins, ends, step, repeated))
-    return starts
+    config, summary = _json(run.config, notes), _json(run.summary, notes)
+    curves = _curves(run.metrics, notes, only_end=only_end)
+    ranks = read_ranks(run, notes, only_logs=only_end)
+    saves = [Save(step_of(each), _mtime(each)) for each in list_steps(run.checkpoints)]
+    is_owned, is_running = run.owner.exists(), time.time() - _mtime(run.owner) < STALE_S
+    starts = starts_of(ranks, saves, time.time() if is_running else _mtime(run.metrics))
+    # Each start writes config.json anew, and the last one summary.json after it.
+    if is_owned:
+        state = "running" if is_running else "died"
+    elif run.summary.exists() and _mtime(run.summary) >= _mtime(run.config):
+        state = "done"
+    elif starts:
+        state = {"done": "stopped", "failed": "failed"}.get(starts[-1].outcome, "died")
+    else:
+        state = "ended"
+    return Run(folder, state, config, summary, curves, saves, starts, ranks, notes)
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -206,18 +141,15 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
     return found
 
 
-def _curves(path: Path, notes: list[str], *, tail_only: bool) -> dict[str, Curve]:
+def _curves(path: Path, notes: list[str], *, only_end: bool) -> dict[str, Curve]:
     """The numbers of metrics.jsonl by name. A line that is no record is skipped, and named in a note."""
     curves: dict[str, Curve] = {}
     broken: list[int] = []
     left_out: set[str] = set()
-    last, is_torn = 0, False
-    for line_number, line in _lines(path, tail_only=tail_only):
-        record, last = _record(line), line_number
-        is_torn = record is None and not line.endswith(b"\n")
-        if record is None:
-            broken.append(line_number)
-            continue
+    line_number, line = 0, b"\n"
+    lines = end_of_file(path, _TAIL_BYTES if only_end else None)
+    for line_number, line in enumerate(lines, start=1):
+        record = _record(line)
         step = number(record, "step")
         if step is None:
             broken.append(line_number)
@@ -226,39 +158,30 @@ def _curves(path: Path, notes: list[str], *, tail_only: bool) -> dict[str, Curve
             value = None if name in _NOT_CURVES else number(record, name)
             if value is None:
                 continue
-            if name not in curves and len(curves) == _MAX_CURVES:
+            if name in curves or len(curves) < _MAX_CURVES:
+                curves.setdefault(name, Curve()).add(step, value)
+            else:
                 left_out.add(name)
-                continue
-            curves.setdefault(name, Curve()).add(step, value)
-    if is_torn:
+    if broken[-1:] == [line_number] and not line.endswith(b"\n"):
         broken.pop()
-        notes.append(f"{path}: the last line, {last}, is torn; skipped.")
+        notes.append(f"{path}: the last line, {line_number}, is torn; skipped.")
     if broken:
-        lines = counted(len(broken), "line")
-        notes.append(f"{path}: {lines} without a record; skipped. The first is line {broken[0]}.")
+        how_many = counted(len(broken), "line")
+        notes.append(
+            f"{path}: {how_many} without a record; skipped. The first is line {broken[0]}."
+        )
     if left_out:
         notes.append(f"{path} has more than {_MAX_CURVES} curves; {len(left_out)} are left out.")
     return curves
 
 
-def _lines(path: Path, *, tail_only: bool) -> Iterator[tuple[int, bytes]]:
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        if tail_only and file.seek(0, 2) > _TAIL_BYTES:
-            file.seek(-_TAIL_BYTES, 2)
-            file.readline()  # the rest of a line
-        else:
-            file.seek(0)
-        yield from enumerate(file, start=1)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
+def _record(line: bytes) -> dict[str, Any]:
+    """The object in a line, empty for any other line."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _mtime(path: Path) -> float:

@@ -7,13 +7,12 @@ The standard library is enough, and of the records only the end is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.paths import named_by
-from mpiddp.report.read import Run, is_run, number, read_run
+from mpiddp.report.read import UNKNOWN, Run, is_run, read_run
 from mpiddp.text import align_columns, duration, escaped
 
 _HEAD = ("RUN", "STATE", "STEP", "ACCURACY", "LOSS", "RATE", "DURATION")
@@ -34,8 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("dir", metavar="DIR", nargs="?", default="runs", help="(default: runs)")
     folder = Path(parser.parse_args(argv).dir)
     with named_by(""):
-        found = [read_run(each, tail_only=True) for each in _find(folder)]
-    rows = [_HEAD, *(_row(run) for run in found)]
+        rows = [_HEAD, *(_row(read_run(each, only_end=True)) for each in _find(folder))]
     print(align_columns(rows, right=range(2, len(_HEAD))))
     return DONE
 
@@ -53,21 +51,13 @@ def _find(folder: Path) -> list[Path]:
     return found
 
 
-def _row(run: Run) -> Sequence[str]:
-    """A line of the list. What the end of the records does not tell is taken from the summary."""
-    accuracy = _first(number(run.summary, "test_accuracy"), run.last("test_accuracy"))
-    loss = _first(run.last("train_loss"), run.last("loss"), number(run.summary, "train_loss"))
-    rate = _first(number(run.summary, "images_per_s"), run.last("images_per_s"))
+def _row(run: Run) -> tuple[str, ...]:
     return (
-        escaped(run.path.name or str(run.path)),
+        escaped(run.name),
         run.state,
-        "-" if run.step is None else f"{run.step:,}",
-        "-" if accuracy is None else f"{accuracy:.2%}",
-        "-" if loss is None else f"{loss:.4f}",
-        "-" if rate is None else f"{rate:,.0f} images/s",
-        "-" if run.seconds is None else duration(run.seconds),
+        UNKNOWN if run.step is None else f"{run.step:,}",
+        run.shown("{:.2%}", "test_accuracy"),
+        run.shown("{:.4f}", "train_loss", "loss"),
+        run.shown("{:,.0f} images/s", "images_per_s"),
+        UNKNOWN if run.seconds is None else duration(run.seconds),
     )
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
