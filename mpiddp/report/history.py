@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from mpiddp.report.rank_files import Failure, RankFiles
 
@@ -41,9 +42,8 @@ def starts_of(ranks: Sequence[RankFiles], saves: Sequence[Save], last_sign: floa
     """
     own = next((each.attempts for each in ranks if each.rank == 0), [])
     failures = sorted((each for rank in ranks for each in rank.failures), key=failed_at)
-    begins = [attempt.begins for attempt in own]
     starts: list[Start] = []
-    for attempt, until in zip(own, [*begins[1:], None], strict=True):
+    for attempt, until in zip_longest(own, [each.begins for each in own[1:]]):
         first = next((each for each in failures if _is_within(each, attempt.begins, until)), None)
         # A rank 0 that was killed ended when the first other rank failed, if one did.
         ends = attempt.ends or (first.at if first else None)

@@ -39,6 +39,7 @@ th, td { text-align: left; vertical-align: top; padding: 5px 18px 5px 0; }
 tr { border-bottom: 1px solid var(--line); }
 th[scope=row] { font-weight: 400; color: var(--quiet); }
 td { overflow-wrap: anywhere; min-width: 5em; }
+td.long { min-width: 14em; }
 @media (max-width: 600px) { body { font-size: 14px; } th, td { padding-right: 10px; } }
 li { overflow-wrap: anywhere; }
 ul { padding-left: 20px; }
@@ -67,11 +68,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return ""
     top = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
     lines = "".join(
-        f'<tr><th scope="row">{text(name)}</th>{"".join(f"<td>{text(cell)}</td>" for cell in cells)}</tr>'
+        f'<tr><th scope="row">{text(name)}</th>{"".join(map(_cell, cells))}</tr>'
         for name, *cells in rows
     )
     thead = f"<thead><tr>{top}</tr></thead>" if head else ""
     return f'<div class="scroll"><table>{thead}<tbody>{lines}</tbody></table></div>'
+
+
+def _cell(content: str) -> str:
+    return f"<td{' class=long' * (len(content) > 30)}>{text(content)}</td>"
 
 
 def items(sentences: Iterable[str]) -> str:

@@ -122,11 +122,13 @@ def _placement(run: Run) -> str:
         (rank.attempts[-1].num_ranks for rank in run.ranks[:1] if rank.attempts), default=0
     )
     counts = Counter(rank.host for rank in run.ranks if rank.host and rank.rank < num_ranks)
-    of_hosts: object = counts or run.summary.get("hosts")
-    if not isinstance(of_hosts, dict) or not of_hosts:
+    found = {} if counts else run.summary.get("hosts")
+    if isinstance(found, dict):
+        counts.update({host: count for host, count in found.items() if isinstance(count, int)})
+    if not counts:
         return UNKNOWN
-    names = listed([f"{name} {count}" for name, count in of_hosts.items()])
-    return f"{names} ({counted(len(of_hosts), 'host')})"
+    names = listed([f"{host} {count}" for host, count in counts.items()])
+    return f"{counts.total()} on {counted(len(counts), 'host')} ({names})"
 
 
 def _versions(run: Run) -> str:

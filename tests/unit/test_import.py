@@ -36,6 +36,8 @@ LIGHT_MODULES = (
     "mpiddp.launch.main",
     "mpiddp.meshes.main",
     "mpiddp.doctor.main",
+    "mpiddp.report.main",
+    "mpiddp.report.runs",
     "mpiddp.runtime.rendezvous.mpi",
     "mpiddp.runtime.start.script",
     "mpiddp.runtime.start.function",
