@@ -5,11 +5,11 @@ The charts get numbers alone: a run is a letter there, and the names of curves s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
 from bokeh.embed import components
 from bokeh.models import BasicTickFormatter, DataRange1d, NumeralTickFormatter
 from bokeh.plotting import figure
@@ -68,7 +68,7 @@ def _curves(runs: Sequence[Run]) -> list[tuple[str, Any]]:
 
 def _draw_curve(chart: Any, run: Run, name: str, pixels: int, index: int) -> None:
     colour, steps = COLOURS[index], [save.step for save in run.saves]
-    x, y = map(np.array, thinned(run.curves[name], pixels))
+    x, y = thinned(run.curves[name], pixels)
     chart.line(x, y, color=colour, line_width=1.5, name=letter(index))
     if len(x) <= _MAX_DOTS:
         chart.scatter(x, y, color=colour, size=4, name=letter(index))
@@ -99,12 +99,12 @@ def _rank_charts(runs: Sequence[Run]) -> list[tuple[str, Any]]:
             continue
         is_known = True
         look = {"color": COLOURS[index], "name": letter(index)}
-        means = np.array([mean(each) for each in times.values()])
-        by_rank.scatter(np.array(list(times), dtype=float), means, size=4, **look)
+        means = array("d", map(mean, times.values()))
+        by_rank.scatter(array("d", times), means, size=4, **look)
         epochs = list(zip(*times.values(), strict=False))  # those that all ranks finished
         excess = [100 * (max(each) / (median(each) or 1) - 1) for each in epochs]
-        kept = [int(each) for each in some_of(range(len(excess)), 2 * _PIXELS)]
-        x, y = np.array(kept, dtype=float) + 1, np.array([excess[each] for each in kept])
+        x = array("d", some_of(range(1, len(excess) + 1), 2 * _PIXELS))
+        y = array("d", some_of(excess, 2 * _PIXELS))
         skew.line(x, y, line_width=1.5, **look)
         if len(x) <= _MAX_DOTS:
             skew.scatter(x, y, size=4, **look)

@@ -163,6 +163,7 @@ def test_ranks_without_torch_are_bad_input(bare: Path, tmp_path: Path) -> None:
         (["train"], "torch", "train"),
         (["run", "script.py"], "torch", "train"),
         (["bench", "scaling"], "matplotlib", "bench"),
+        (["report", str(ROOT / "tests/data/before_one_form/script")], "bokeh", "report"),
     ],
 )
 def test_a_verb_names_the_extra_that_it_lacks(
