@@ -26,7 +26,7 @@ class Start:
     begins: float
     ends: float | None
     outcome: str  # "done", "failed" or ""
-    failure: str  # that of the first rank to fail
+    failure: str  # that of the first rank to fail; "" if it left no sentence
     step: int | None  # of the newest save before it: there its records begin
     cause: str | None  # why the start before ended
     repeated_s: float | None  # the work of the start before since that save
@@ -41,7 +41,7 @@ def starts_of(ranks: Sequence[RankFiles], saves: Sequence[Save], last_sign: floa
         last_sign: when the run last wrote. The last start ended there, if nothing else tells.
     """
     own = next((each.attempts for each in ranks if each.rank == 0), [])
-    failures = sorted((each for rank in ranks for each in rank.failures), key=failed_at)
+    failures = sorted((each for rank in ranks for each in rank.failures), key=nearest_first)
     starts: list[Start] = []
     for attempt, until in zip_longest(own, [each.begins for each in own[1:]]):
         first = next((each for each in failures if _is_within(each, attempt.begins, until)), None)
@@ -50,7 +50,7 @@ def starts_of(ranks: Sequence[RankFiles], saves: Sequence[Save], last_sign: floa
         if ends is None and until is None:
             ends = max(last_sign, attempt.begins)
         outcome = attempt.outcome or ("failed" if first else "")
-        failure = first.sentence if first else ""
+        failure = first.sentence if first and not first.is_consequence else ""
         earlier = [save for save in saves if save.at < attempt.begins]
         step = earlier[-1].step if earlier else None if starts else 0
         lost = _lost(starts[-1], earlier, attempt.begins) if starts else (None, None, None)
@@ -58,8 +58,9 @@ def starts_of(ranks: Sequence[RankFiles], saves: Sequence[Save], last_sign: floa
     return starts
 
 
-def failed_at(failure: Failure) -> float:
-    return float("inf") if failure.at is None else failure.at
+def nearest_first(failure: Failure) -> tuple[bool, float]:
+    """A key that sorts the nearest to the root cause first: by time, consequences last."""
+    return failure.is_consequence, float("inf") if failure.at is None else failure.at
 
 
 def _is_within(failure: Failure, begins: float, until: float | None) -> bool:
@@ -70,7 +71,8 @@ def _lost(
     before: Start, saves: Sequence[Save], begins: float
 ) -> tuple[str, float | None, float | None]:
     """Why a start ended, the work that the next one repeats, and the time until it begins."""
-    cause = before.failure or {"done": "a stop"}.get(before.outcome, "not known")
+    told = {"done": "a stop", "failed": "a rank ended without a word", "": "not known"}
+    cause = before.failure or told[before.outcome]
     if before.ends is None:
         return cause, None, None
     saved = saves[-1].at if saves and saves[-1].at >= before.begins else None

@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 
 from mpiddp.checkpoints.run_dir import RunDir
+from mpiddp.doctor.explanations import explain
+from mpiddp.doctor.failures import Weight
 from mpiddp.text import counted
 
 _MAX_BYTES = 8 << 20  # the end of a longer file; a failure stands there
@@ -46,6 +48,12 @@ class Failure:
     rank: int
     host: str
     sentence: str
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank had failed before, where the table of known failures has the sentence."""
+        found = explain([self.sentence])
+        return found is not None and found.failure.weight == Weight.CONSEQUENCE
 
 
 @dataclass(frozen=True)

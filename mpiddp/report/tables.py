@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import mean, median
 
-from mpiddp.report.history import failed_at
+from mpiddp.report.history import nearest_first
 from mpiddp.report.html import items, letter, table
 from mpiddp.report.rank_files import Failure
 from mpiddp.report.read import UNKNOWN, Run
@@ -44,7 +44,7 @@ def failures(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         of_sentence: dict[str, list[Failure]] = defaultdict(list)
         for failure in sorted(
-            (each for rank in run.ranks for each in rank.failures), key=failed_at
+            (each for rank in run.ranks for each in rank.failures), key=nearest_first
         ):
             of_sentence[failure.sentence].append(failure)
         for sentence, found in list(of_sentence.items())[:_MAX_ROWS]:
@@ -52,7 +52,8 @@ def failures(runs: Sequence[Run]) -> str:
             who = f"rank {first.rank}{f' on {first.host}' if first.host else ''}"
             also = f" and {counted(others, 'other')}" if others else ""
             when = "" if first.at is None else f", {date(first.at)}"
-            sentences.append(f"{_of(index, runs)}{who}{also}{when}: {sentence}")
+            why = " (another rank had ended before)" if first.is_consequence else ""
+            sentences.append(f"{_of(index, runs)}{who}{also}{when}: {sentence}{why}")
         if len(of_sentence) > _MAX_ROWS:
             sentences.append(f"{_of(index, runs)}{len(of_sentence) - _MAX_ROWS} more sentences")
     return items(sentences)

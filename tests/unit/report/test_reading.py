@@ -63,6 +63,15 @@ def test_a_rank_0_that_was_killed_ended_with_the_first_failure(tmp_path: Path) -
     assert [(start.ends, start.failure) for start in run.starts] == [(BEGAN + 100, ILLEGAL)]
 
 
+def test_the_error_of_a_broken_connection_is_no_cause(tmp_path: Path) -> None:
+    closed = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:7"
+    killed = read_run(write_run(tmp_path / "a", restarts_at=[50], failures={0: closed}))
+    assert killed.ranks[0].failures[0].is_consequence
+    assert killed.starts[1].cause == "a rank ended without a word"
+    raised = write_run(tmp_path / "b", restarts_at=[50], failures={0: closed, 1: ILLEGAL})
+    assert read_run(raised).starts[1].cause == ILLEGAL
+
+
 def test_ranks_that_were_killed_leave_no_sentence(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", restarts_at=[50], ends=False)
     os.utime(folder / "metrics.jsonl", times=(BEGAN + 3700,) * 2)
