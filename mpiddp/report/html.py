@@ -76,7 +76,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(content: str) -> str:
-    return f"<td{' class=long' * (len(content) > 30)}>{text(content)}</td>"
+    return f"<td{' class=long' * (len(content) > 60)}>{text(content)}</td>"
 
 
 def items(sentences: Iterable[str]) -> str:
