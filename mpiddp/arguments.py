@@ -30,6 +30,8 @@ VERBS = {
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
     "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),
+    "runs": ("mpiddp.report.runs", "list runs with state, accuracy, rate and duration"),
+    "report": ("mpiddp.report.main", "write a page about runs: curves, settings, failures"),
     "bench": (
         "mpiddp.bench.main",
         "measure scaling, all-reduce, steps, data, start-up, rendezvous",

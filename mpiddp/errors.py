@@ -25,6 +25,7 @@ EXTRA_OF = {
     "mpi4py": "train",
     "PIL": "train",
     "cloudpickle": "spawn",
+    "bokeh": "report",
 }
 
 

@@ -20,7 +20,7 @@ LONGEST_FIRST = """
     restarts restarts_on_hosts growth own_script script_checkpoints command output_on_hosts spawn
     signals gpu_kit resume training_input exactly_once launch_hosts users_and_ports slurm_example
     slurm_job network_of_a_job replicas joining failing_rank bench rendezvous run_sh faulty_disks
-    grid_engine_job local_ranks device_mesh pitfalls per_rank_log gpt_sharded preflight
+    grid_engine_job report local_ranks device_mesh pitfalls per_rank_log gpt_sharded preflight
     cifar10_fetch shown_output saver first_jobs test_hosts launch_options control_channel
 """
 

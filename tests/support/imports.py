@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
 
-HEAVY = ("torch", "mpi4py", "numpy", "PIL")
+HEAVY = ("torch", "mpi4py", "numpy", "PIL", "bokeh")
 
 
 def loaded(statement: str, *, path: Path | None = None) -> set[str]:

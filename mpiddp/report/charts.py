@@ -1,0 +1,140 @@
+"""The records of runs as charts of bokeh. Only this module imports bokeh.
+
+The charts get numbers alone: a run is a letter there, and the names of curves stand above them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import Any
+
+from bokeh.embed import components
+from bokeh.models import BasicTickFormatter, DataRange1d, NumeralTickFormatter
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+
+from mpiddp.report.html import COLOURS, letter, text
+from mpiddp.report.read import Run
+from mpiddp.report.thinning import some_of, thinned
+
+_PIXELS = 1000  # of a chart on a wide screen
+_MAX_POINTS = 60_000  # over all charts, of 22 bytes each in the page
+_MAX_MARKS = 200
+_MAX_DOTS = 60  # a curve of more values is a line alone
+# The curves that people look at first; others follow by name.
+_FIRST = ("train_loss", "loss", "test_loss", "test_accuracy", "accuracy", "lr", "images_per_s")
+
+
+class Charts:
+    """All charts of a page: the curves, and the step times of ranks."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        curves, of_ranks = _curves(runs), _rank_charts(runs)
+        named = [*curves, *of_ranks]
+        scripts, drawn = components([chart for _, chart in named]) if named else ("", ())
+        figures = [
+            f'<figure><figcaption>{text(name)}</figcaption><div class="chart">{div}</div></figure>'
+            for (name, _), div in zip(named, drawn, strict=True)
+        ]
+        self.curves = _grid(figures[: len(curves)])
+        self.ranks = _grid(figures[len(curves) :])
+        self.script = scripts
+        # bokeh's script for charts, without its widgets, tables, WebGL and TeX.
+        inline = Resources(mode="inline", components=["bokeh"])
+        self.library: str = inline.render_js() if named else ""
+
+
+def _grid(figures: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+
+
+def _curves(runs: Sequence[Run]) -> list[tuple[str, Any]]:
+    """A chart for each name of a curve, with all runs in it, over the same range of steps."""
+    names = sorted({name for run in runs for name in run.curves}, key=_order)
+    num_curves = sum(len(run.curves) for run in runs)
+    pixels = min(_PIXELS, _MAX_POINTS // (2 * max(1, num_curves)))
+    steps = DataRange1d()
+    charts = []
+    for name in names:
+        chart = _chart("step", x_range=steps, y_range=_y_range(runs, name))
+        for index, run in enumerate(runs):
+            if name in run.curves:
+                _draw_curve(chart, run, name, pixels, index)
+        charts.append((name, chart))
+    return charts
+
+
+def _draw_curve(chart: Any, run: Run, name: str, pixels: int, index: int) -> None:
+    colour, steps = COLOURS[index], [save.step for save in run.saves]
+    x, y = thinned(run.curves[name], pixels)
+    chart.line(x, y, color=colour, line_width=1.5, name=letter(index))
+    if len(x) <= _MAX_DOTS:
+        chart.scatter(x, y, color=colour, size=4, name=letter(index))
+    if saves := some_of(steps, _MAX_MARKS):
+        chart.vspan(x=saves, line_color=colour, line_alpha=0.6, line_dash="dotted")
+    resumed = [start.step for start in run.starts[1:] if start.step is not None]
+    if resumed:
+        chart.vspan(x=some_of(resumed, _MAX_MARKS), line_color=colour, line_alpha=0.6, line_width=2)
+
+
+def _y_range(runs: Sequence[Run], name: str) -> DataRange1d:
+    """The range of the values. bokeh would show a curve that is flat within 2 around it, as if it were 0."""
+    value = next(run.curves[name].values[0] for run in runs if name in run.curves)
+    return DataRange1d(default_span=abs(value) / 5 or 1.0)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)
+
+
+def _rank_charts(runs: Sequence[Run]) -> list[tuple[str, Any]]:
+    """The mean step time of each rank, and over the epochs the slowest rank's share above the median."""
+    by_rank, skew = _chart("rank"), _chart("epoch")
+    is_known = False
+    for index, run in enumerate(runs):
+        times = {rank.rank: rank.step_times_s for rank in run.ranks if rank.step_times_s}
+        if not times:
+            continue
+        is_known = True
+        look = {"color": COLOURS[index], "name": letter(index)}
+        means = array("d", map(mean, times.values()))
+        by_rank.scatter(array("d", times), means, size=4, **look)
+        epochs = list(zip(*times.values(), strict=False))  # those that all ranks finished
+        excess = [100 * (max(each) / (median(each) or 1) - 1) for each in epochs]
+        x = array("d", some_of(range(1, len(excess) + 1), 2 * _PIXELS))
+        y = array("d", some_of(excess, 2 * _PIXELS))
+        skew.line(x, y, line_width=1.5, **look)
+        if len(x) <= _MAX_DOTS:
+            skew.scatter(x, y, size=4, **look)
+    if not is_known:
+        return []
+    return [
+        ("mean step time of each rank, s", by_rank),
+        ("slowest rank above the median, %", skew),
+    ]
+
+
+def _chart(x_label: str, **ranges: Any) -> Any:
+    chart = figure(
+        height=240,
+        sizing_mode="stretch_width",
+        tools="pan,box_zoom,xwheel_zoom,reset,save",
+        active_drag=None,  # so that a finger scrolls the page
+        active_scroll=None,
+        tooltips=[("run", "$name"), (x_label, "$x{0,0}"), ("value", "$y{0.0000}")],
+        x_axis_label=x_label,
+        background_fill_alpha=0,
+        border_fill_alpha=0,
+        outline_line_color=None,
+        **ranges,
+    )
+    chart.toolbar.logo = None
+    chart.toolbar.autohide = True
+    chart.xaxis.formatter = NumeralTickFormatter(format="0,0[.]0")
+    chart.yaxis.formatter = BasicTickFormatter(power_limit_high=6)
+    chart.axis.axis_line_color = chart.axis.major_tick_line_color = "#999999"
+    chart.axis.minor_tick_line_color = None
+    chart.grid.grid_line_color = "#e6e6e6"
+    return chart

@@ -1,0 +1,106 @@
+"""Folders of runs as `mpiddp train` writes them, without a training: for the tests of mpiddp/report/."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGAN = 1_700_000_000.0
+FAILED = """\
+{time} failed
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+    step()
+{sentence}
+"""
+
+
+def write_run(
+    folder: Path,
+    *,
+    steps: int = 100,
+    every: int = 1,
+    restarts_at: Sequence[int] = (),
+    saves: Sequence[int] = (50, 100),
+    num_ranks: int = 2,
+    ranks_per_host: int = 2,
+    epochs: int = 0,
+    config: dict[str, Any] | None = None,
+    failures: dict[int, str] | None = None,
+    ends: bool = True,
+) -> Path:
+    """Write the folder of a run whose steps take a second each, with an hour between its starts.
+
+    Args:
+        restarts_at: the steps of the saves that later starts resumed from, 10 s after each save.
+        epochs: how many each rank has printed the step time of, as with --per-rank-log.
+        failures: the exceptions with which these ranks ended, in this order, a second apart. The first
+            start ends so too, if there are several.
+        ends: whether it came to its summary.
+    """
+    failures = failures or {}
+    logs, checkpoints = folder / "logs", folder / "checkpoints"
+    logs.mkdir(parents=True)
+    starts = [BEGAN + 3600 * number for number in range(len(restarts_at) + 1)]
+    ended = [begun + 10 + step for begun, step in zip(starts, restarts_at, strict=False)]
+    for step in saves:
+        save = checkpoints / f"step_{step:08d}"
+        save.mkdir(parents=True)
+        earlier = sum(step > restart for restart in restarts_at)
+        os.utime(save, times=(starts[earlier] + step,) * 2)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(every, steps + 1, every):
+            record = {
+                "step": step,
+                "epoch": 0,
+                "lr": 0.1 * (1 - step / steps),
+                "train_loss": 2.3 * math.exp(-3 * step / steps) + 0.1 * math.sin(step),
+                "images_per_s": 1000 + 50 * math.sin(step / 7),
+                "step_time_s": 0.02,
+            }
+            file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({"step": steps, "epoch": 0, "test_accuracy": 0.91}) + "\n")
+    for rank in range(num_ranks):
+        lines = []
+        for number, begun in enumerate(starts):
+            node, local_rank = divmod(rank, ranks_per_host)
+            lines.append(
+                f"{stamp(begun)} started: rank {rank} of {num_ranks}, local rank {local_rank}, "
+                f"node {node}, host gpu{node:03d}, pid 7, python 3.11.7, torch 2.13.0, by openmpi\n"
+            )
+            is_last = number == len(starts) - 1
+            late = list(failures).index(rank) if rank in failures else 0
+            at = stamp((begun + steps if is_last else ended[number]) + late)
+            if is_last and ends:
+                lines.append(f"{at} done\n")
+            elif rank in failures:
+                lines.append(FAILED.format(time=at, sentence=failures[rank]))
+        (logs / f"rank_{rank:05d}.log").write_text("".join(lines))
+        if epochs:
+            times = (
+                0.02 * (1.3 if rank == num_ranks // 2 else 1 + rank % 7 / 100)
+                for _ in range(epochs)
+            )
+            printed = (f"num_steps_per_gpu: 20, avg_step_time: {each:.4f}\n" for each in times)
+            (logs / f"rank_{rank:05d}.out").write_text("".join(printed))
+    (folder / "config.json").write_text(
+        json.dumps({"arch": "resnet20", "lr": 0.4, **(config or {})})
+    )
+    if ends:
+        summary = {
+            "dataset": "cifar10",
+            "arch": "resnet20",
+            "test_accuracy": 0.91,
+            "images_per_s": 1000.0,
+        }
+        (folder / "summary.json").write_text(json.dumps({**summary, "wall_s": 100.0}))
+    return folder
+
+
+def stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S,000", time.localtime(seconds))

@@ -1,0 +1,72 @@
+"""`mpiddp runs DIR` prints a line for each run, with what the end of its records tells.
+
+Tests mpiddp/report/runs.py.
+python -m pytest tests/unit/report/test_runs.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mpiddp import cli
+from tests.support.run_folders import write_run
+
+
+def test_the_runs_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs/a", steps=1000, every=10, restarts_at=[300], saves=[300, 1000])
+    write_run(tmp_path / "runs/b", failures={1: "OSError: gone"}, ends=False)
+    script = tmp_path / "runs/c\x1b[31m"
+    (script / "checkpoints").mkdir(parents=True)
+    (script / "metrics.jsonl").write_text('{"step": 7, "loss": 0.5}\n{"st')
+    (tmp_path / "runs/notes").mkdir()
+    assert cli.main(["runs"]) == 0
+    assert capsys.readouterr().out == (
+        "RUN        STATE    STEP  ACCURACY    LOSS            RATE  DURATION\n"
+        "a          done    1,000    91.00%  0.1972  1,000 images/s    17 min\n"
+        "b          failed    100    91.00%  0.0639  1,049 images/s     100 s\n"
+        "c\\x1b[31m  ended       7         -  0.5000               -         -\n"
+    )
+
+
+def test_one_run_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a")
+    assert cli.main(["runs", str(tmp_path / "a")]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["RUN", "a"]
+
+
+def test_only_the_end_of_long_records_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "a", steps=10)
+    record = json.dumps({"step": 111, "loss": 0.25}).encode() + b"\n"
+    size = 1 << 40  # as a file with a hole, which a read from its beginning would not end
+    with (folder / "metrics.jsonl").open("r+b") as file:
+        file.seek(size)
+        file.write(b"\n" + record)
+    os.utime(folder / "metrics.jsonl")
+    assert cli.main(["runs", str(folder)]) == 0
+    assert "111" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nothing", "{} does not exist. Expected a folder of runs."),
+        ("file", "{} is not a folder. Expected a folder of runs."),
+        ("empty", "{} contains no run. Expected a folder of runs, or of one run."),
+    ],
+)
+def test_what_is_no_folder_of_runs_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, sentence: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["runs", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err == sentence.format(tmp_path / name) + "\n"
