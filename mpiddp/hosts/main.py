@@ -3,6 +3,7 @@
     mpiddp hosts check hostfiles/two_nodes --mpi openmpi
     mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
     mpiddp hosts diff old_hosts new_hosts
+    mpiddp hosts keys hostfiles/two_nodes
     mpiddp hosts push hostfiles/two_nodes
     mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
 
@@ -17,13 +18,14 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.hosts.cluster import push, run
+from mpiddp.hosts.cluster import keys, push, run
 from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
 from mpiddp.text import counted
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
 OVER_SSH = {
+    "keys": (keys, "Make ssh reach every host without a password"),
     "push": (push, "Make a folder, with its environment, the same on every host"),
     "run": (run, "Run a command on every host"),
 }
