@@ -21,7 +21,7 @@ VERBS = {
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
     "hosts": (
         "mpiddp.hosts.main",
-        "check and convert hostfiles; push a folder to the hosts, run a command there",
+        "check hostfiles; log in to hosts, push a folder, run a command, pull a run",
     ),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
