@@ -19,6 +19,7 @@ from mpiddp.hosts.cluster.keys import parse_jump, summary
 from tests.support import cluster
 from tests.support.cluster import Cluster, Layout, faults, ssh
 from tests.support.cluster.host import Host
+from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
@@ -78,7 +79,7 @@ def at_terminal(hosts: Cluster, answers: dict[str, str], *arguments: str) -> tup
             running.stdin.write(f"{answer}\n")
             running.stdin.flush()
         shown += running.stdout.read()
-        running.wait()
+        running.wait(PATIENCE_S)
     return running.returncode, shown.replace("\r\n", "\n")
 
 
