@@ -21,7 +21,7 @@ VERBS = {
     "train": ("mpiddp.train.main", "train a ResNet, as one rank of a job or alone"),
     "hosts": (
         "mpiddp.hosts.main",
-        "check and convert hostfiles; push a folder to the hosts, run a command there",
+        "check hostfiles; log in to hosts, push a folder, run a command, pull a run",
     ),
     "ps": ("mpiddp.watch.ps", "list your jobs on this machine"),
     "top": ("mpiddp.watch.top", "watch the ranks of a job"),

@@ -3,10 +3,12 @@
     mpiddp hosts check hostfiles/two_nodes --mpi openmpi
     mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
     mpiddp hosts diff old_hosts new_hosts
+    mpiddp hosts keys hostfiles/two_nodes
     mpiddp hosts push hostfiles/two_nodes
+    mpiddp hosts pull hostfiles/two_nodes runs/x
     mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
 
-The verbs of `OVER_SSH` connect to the hosts; the others do not.
+The verbs of `OVER_SSH` and `check --network` connect to the hosts; the others do not.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.hosts.cluster import push, run
+from mpiddp.hosts.cluster import keys, network, pull, push, run
 from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
 from mpiddp.text import counted
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
 OVER_SSH = {
+    "keys": (keys, "Make ssh reach every host without a password"),
     "push": (push, "Make a folder, with its environment, the same on every host"),
+    "pull": (pull, "Bring the folder of a run home from every host"),
     "run": (run, "Run a command on every host"),
 }
 
@@ -40,7 +44,7 @@ def main(argv: list[str]) -> int:
         code: int = OVER_SSH[options.verb][0].main(options, _read(options, options.file))
         return code
     if options.verb == "check":
-        return _check(_read(options, options.file), options.mpi)
+        return _check(_read(options, options.file), options.mpi, with_network=options.network)
     if options.verb == "convert":
         return _convert(_read(options, options.file), options.to)
     return _diff(_read(options, options.a), _read(options, options.b))
@@ -76,6 +80,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         choices=list(MPI_NAMES),
         help="also reject lines that this MPI's own mpirun cannot read",
     )
+    check.add_argument(
+        "--network",
+        action="store_true",
+        help="also print each host's links, what NCCL and gloo would use of them, and what differs",
+    )
     convert = verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm")
     convert.add_argument("file", help="the hostfile, in Open MPI's or MPICH's syntax")
     convert.add_argument(
@@ -106,11 +115,13 @@ def _read(options: argparse.Namespace, file: str) -> Hosts:
     return read_hostfile(file, keep_fqdn=options.keep_fqdn)
 
 
-def _check(hosts: Hosts, mpi: MpiName | None) -> int:
+def _check(hosts: Hosts, mpi: MpiName | None, *, with_network: bool) -> int:
     if mpi is not None:
         for host in hosts.hosts:
             refuse_foreign_syntax(hosts, host, mpi)
     print(table(hosts))
+    if with_network:
+        print(network.report(network.ask(hosts.hosts)))
     return 0
 
 

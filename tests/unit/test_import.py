@@ -43,12 +43,9 @@ LIGHT_MODULES = (
     "mpiddp.launch.main",
     "mpiddp.meshes.main",
     "mpiddp.doctor.main",
-<<<<<<< HEAD
     "mpiddp.watch.top",
-=======
     "mpiddp.report.main",
     "mpiddp.report.runs",
->>>>>>> s29report
     "mpiddp.runtime.rendezvous.mpi",
     "mpiddp.runtime.start.script",
     "mpiddp.runtime.start.function",

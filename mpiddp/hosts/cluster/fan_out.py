@@ -100,7 +100,7 @@ def sentences(host: Host) -> Iterator[None]:
 def _why_lost(host: Host, lost: Lost) -> str:
     if lost.has_begun:
         last = lost.stderr.strip().splitlines()[-1:] or [f"exit code {lost.exit_code}"]
-        return f"the connection was lost ({last[0].rstrip('.')}). Push again: it continues."
+        return f"the connection was lost ({last[0].rstrip('.')}). Run it again: it continues."
     if lost.exit_code == NO_PROGRAM:
         return "python3 is missing there. Install it: a push needs no more."
     return ssh_complaint(host, lost.stderr)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import platform
 import shutil
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
-from mpiddp.hosts.cluster.transfer import CHUNK, Failed, listen, pass_on, tell
+from mpiddp.hosts.cluster.transfer import Failed, give, listen, pass_on, take_file, tell
 from mpiddp.hosts.cluster.tree import (
     COMPILED,
     FILE,
@@ -29,7 +28,6 @@ from mpiddp.hosts.cluster.tree import (
     PRIVATE,
     SIZE,
     TARGET,
-    TIME,
     Row,
     by_name,
     digest,
@@ -45,8 +43,12 @@ def main(program: bytes) -> None:
         message = listen()
         if "pass_on" in message:
             pass_on(program, message)
+        elif "give" in message:
+            give(message["give"])
         else:
             _receive(message)
+    except EOFError:  # the sender is gone
+        sys.exit(1)
     except Failed as failure:
         tell({"failed": str(failure)})
     except OSError as error:
@@ -76,7 +78,8 @@ def _receive(header: dict[str, Any]) -> None:
     for copy, indices in zip(changing, lacks):
         copy.begin()
         for index in indices:
-            copy.take(copy.rows[index], sys.stdin.buffer)
+            row = copy.rows[index]
+            take_file(copy.place_of(row), row, sys.stdin.buffer)
     for copy in changing:
         copy.complete()
     for copy in changing:
@@ -226,23 +229,9 @@ class Copy:
                 _remove(os.path.join(self._new, row[PATH]))
         self._write_record(sorted({*self._record.get("names", ()), *self.names}))
 
-    def take(self, row: Row, stream: BinaryIO) -> None:
-        """Write one file from the stream. Its time is set at the end, so only a whole file counts as here."""
-        path = os.path.join(self._new, row[PATH])
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        checksum, left = hashlib.sha256(), row[SIZE]
-        with open(path, "wb") as file:
-            while left:
-                content = stream.read(min(left, CHUNK))
-                if not content:
-                    sys.exit(1)
-                checksum.update(content)
-                file.write(content)
-                left -= len(content)
-        if stream.read(checksum.digest_size) != checksum.digest():
-            raise Failed(f"{path} arrived damaged. Push again.")
-        os.chmod(path, row[MODE])
-        os.utime(path, ns=(row[TIME], row[TIME]))
+    def place_of(self, row: Row) -> str:
+        """Where a file arrives."""
+        return os.path.join(self._new, row[PATH])
 
     def complete(self) -> None:
         """Make the entries that change complete, with links to the files that stay as they are."""

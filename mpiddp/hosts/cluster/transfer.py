@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any, NoReturn
 
-from mpiddp.hosts.cluster.tree import PATH, SIZE, Row, digest, list_tree
+from mpiddp.hosts.cluster.tree import MODE, PATH, SIZE, TIME, Row, digest, list_tree
 
 # The command of the shell on each host. It holds no input: the program follows on stdin, after its length.
 START = (
@@ -98,13 +98,23 @@ class Peer:
             raise Failed(message["failed"])
         return message
 
-    def _raise_lost(self) -> None:
+    def _raise_lost(self) -> NoReturn:
         for line in self._out:  # it may have said why it ended
             if line.startswith(b'{"failed": '):
                 raise Failed(json.loads(line)["failed"])
+        raise self._lost()
+
+    def _lost(self) -> Lost:
         code = self.process.wait()
         self._stderr.seek(0)
-        raise Lost(code, self._stderr.read().decode(errors="replace"), self._has_begun)
+        return Lost(code, self._stderr.read().decode(errors="replace"), self._has_begun)
+
+    def take(self, path: str, row: Row) -> None:
+        """Write the next file of the other end. Raises Failed, Lost."""
+        try:
+            take_file(path, row, self._out)
+        except EOFError:
+            raise self._lost() from None
 
     def close(self) -> None:
         """End the connection. Calling it again has no effect."""
@@ -147,24 +157,78 @@ def send(
     peer.ask({"go": True})
     for tree, own, indices in zip(header["trees"], rows, lacks):
         for index in indices:
-            path, left = os.path.join(tree["folder"], own[index][PATH]), own[index][SIZE]
-            checksum = hashlib.sha256()
-            try:
-                with open(path, "rb") as file:
-                    while left:
-                        content = file.read(min(left, CHUNK))
-                        if not content:
-                            raise Failed(f"{path} has become shorter. Push again.")
-                        checksum.update(content)
-                        peer.write(content)
-                        left -= len(content)
-                        report(len(content))
-            except OSError as error:
-                raise Failed(f"{path} cannot be read: {error.strerror}.") from None
-            peer.write(checksum.digest())
+            send_file(tree["folder"], own[index], peer.write, report)
     peer._flush()
     while "done" not in peer.answer():
         pass
+
+
+def send_file(
+    folder: str, row: Row, write: Callable[[bytes], object], report: Callable[[int], None]
+) -> None:
+    """Write the contents of a file of `folder`, then its SHA-256. Raises Failed."""
+    path, left, checksum = os.path.join(folder, row[PATH]), row[SIZE], hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while left:
+                content = file.read(min(left, CHUNK))
+                if not content:
+                    raise Failed(f"{path} has become shorter. Run it again.")
+                checksum.update(content)
+                write(content)
+                left -= len(content)
+                report(len(content))
+    except OSError as error:
+        raise Failed(f"{path} cannot be read: {error.strerror}.") from None
+    write(checksum.digest())
+
+
+def take_file(path: str, row: Row, stream: IO[bytes]) -> None:
+    """Write what `send_file` sends to `path`. Its time is set at the end, so only a whole file has it.
+
+    Raises:
+        EOFError: the stream has ended.
+        Failed: the file arrived damaged.
+    """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    checksum, left = hashlib.sha256(), row[SIZE]
+    with open(path, "wb") as file:
+        while left:
+            content = stream.read(min(left, CHUNK))
+            if not content:
+                raise EOFError
+            checksum.update(content)
+            file.write(content)
+            left -= len(content)
+    if stream.read(checksum.digest_size) != checksum.digest():
+        raise Failed(f"{path} arrived damaged. Run it again.")
+    os.chmod(path, row[MODE])
+    os.utime(path, ns=(row[TIME], row[TIME]))
+
+
+def digest_of_file(path: str, size: int) -> str:
+    """The SHA-256 of the first `size` bytes."""
+    checksum = hashlib.sha256()
+    with open(path, "rb") as file:
+        while size and (content := file.read(min(size, CHUNK))):
+            checksum.update(content)
+            size -= len(content)
+    return checksum.hexdigest()
+
+
+def give(folder: str) -> None:
+    """Send what another host wants of `folder`: its rows, digests of some files, the contents of some.
+
+    Entries that begin with a dot are left out: they are not complete yet.
+    """
+    names = os.listdir(folder) if os.path.lexists(folder) else []
+    rows = {row[PATH]: row for row in list_tree(folder, names) if "/." not in "/" + row[PATH]}
+    tell({"rows": list(rows.values())})
+    asked = listen()["digests"]
+    tell({"digests": [digest_of_file(os.path.join(folder, path), size) for path, size in asked]})
+    for path in listen()["files"]:
+        send_file(folder, rows[path], sys.stdout.buffer.write, lambda count: None)
+    sys.stdout.buffer.flush()
 
 
 def pass_on(program: bytes, message: dict[str, Any]) -> None:

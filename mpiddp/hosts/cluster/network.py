@@ -1,0 +1,117 @@
+"""`mpiddp hosts check --network`: the links of every host, who would use which, and what differs.
+
+mpiddp hosts check hostfiles/two_nodes --network
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpiddp.errors import UserError
+from mpiddp.hosts import fabric, interfaces
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.names import resolve_all
+from mpiddp.hosts.slurm import compress_names
+from mpiddp.hosts.ssh import NO_PROGRAM, run_on_hosts
+from mpiddp.hosts.ssh_complaints import ssh_complaint
+from mpiddp.text import align_columns, escaped
+
+_ANSWER_S = 30.0
+_PROOF = (
+    "mpiddp-network"  # begins the line of facts; the start-up files of a shell may print before it
+)
+_PROGRAM = """
+import json, sys, types
+for name, source in {sources!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+print({proof!r} + json.dumps(module.facts({names!r})))
+"""
+
+Facts = Mapping[str, Any]
+
+
+def ask(hosts: Sequence[Host]) -> dict[str, Facts]:
+    """The facts of each host, by its name. Raises UserError with a sentence for each that does not answer."""
+    modules = (interfaces, fabric)
+    sources = [(each.__name__, Path(str(each.__file__)).read_text()) for each in modules]
+    names = [host.name for host in hosts]
+    resolve_all(names)
+    program = _PROGRAM.format(sources=sources, proof=_PROOF, names=names)
+    found: dict[str, Facts] = {}
+    complaints = []
+    for host, answer in run_on_hosts(hosts, "python3", program, timeout_s=_ANSWER_S).items():
+        _, proof, text = answer.stdout.partition(_PROOF)
+        if proof and answer.exit_code == 0:
+            found[host.name] = json.loads(text)
+        elif answer.exit_code == NO_PROGRAM:
+            complaints.append(f"{host.name}: python3 is missing there.")
+        else:
+            complaints.append(ssh_complaint(host, answer.stderr))
+    if complaints:
+        raise UserError("\n".join(complaints))
+    return found
+
+
+def report(found: Mapping[str, Facts]) -> str:
+    """The links of each host, who takes which, and what differs."""
+    rows = [("host", "link", "address", "speed", "MTU", "state")]
+    choices: dict[str, list[str]] = {}
+    for host, facts in found.items():
+        rows += [
+            (
+                host,
+                each["name"],
+                each["address"] or "-",
+                _speed(each["speed"]),
+                str(each["mtu"] or "-"),
+                each["state"] or "-",
+            )
+            for each in facts["links"]
+        ]
+        rows += [
+            (host, each["name"], each["interface"] or "-", each["rate"] or "-", "-", _state(each))
+            for each in facts["devices"]
+        ]
+        text = "NCCL would take {nccl}, gloo {gloo}; mpiddp sets {mpiddp}".format(**facts)
+        choices.setdefault(text, []).append(host)
+    lines = [
+        align_columns(rows),
+        *(f"{compress_names(names)}: {text}" for text, names in choices.items()),
+    ]
+    return escaped("\n".join([*lines, *differences(found)]), keep="\n")
+
+
+def differences(found: Mapping[str, Facts]) -> list[str]:
+    """A line for each property of a link that is not the same on all hosts. Bridges do not count."""
+    properties: dict[str, dict[str, str]] = {}
+    for host, facts in found.items():
+        for each in facts["links"]:
+            if not interfaces.Interface(each["name"], "", "").is_virtual:
+                properties.setdefault(f"{each['name']}, speed", {})[host] = _speed(each["speed"])
+                properties.setdefault(f"{each['name']}, MTU", {})[host] = str(each["mtu"] or "-")
+                properties.setdefault(f"{each['name']}, state", {})[host] = each["state"] or "-"
+        for each in facts["devices"]:
+            properties.setdefault(f"{each['name']}, rate", {})[host] = each["rate"] or "-"
+            properties.setdefault(f"{each['name']}, state", {})[host] = _state(each)
+    lines = []
+    for name, values in properties.items():
+        groups: dict[str, list[str]] = {}
+        # Its state says on which hosts it is missing.
+        for host in found if name.endswith("state") else values:
+            groups.setdefault(values.get(host, "missing"), []).append(host)
+        if len(groups) > 1:
+            each_group = [f"{value} on {compress_names(hosts)}" for value, hosts in groups.items()]
+            lines.append(f"differs: {name}: {', '.join(each_group)}")
+    return lines or ["nothing differs between the hosts"]
+
+
+def _speed(mbit: int | None) -> str:
+    return "-" if mbit is None else f"{mbit / 1000:g} Gbit/s"
+
+
+def _state(device: Mapping[str, str]) -> str:
+    return f"{device['state'] or '-'}, {device['kind']}"
