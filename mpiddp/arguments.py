@@ -24,6 +24,7 @@ VERBS = {
         "check and convert hostfiles; push a folder to the hosts, run a command there",
     ),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
+    "doctor": ("mpiddp.checks.main", "find what will break on the hosts of a job, before it does"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
     "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),
     "bench": (
