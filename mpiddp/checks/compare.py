@@ -216,7 +216,7 @@ def _limit(kind: str, value: int) -> str:
 
 
 def folders(facts: Facts, marks: Mapping[str, int]) -> list[Line]:
-    """Whether each folder is there, readable, the same, with space; `marks`: of how many hosts each sees one."""
+    """Whether each folder can be used. `marks`: of how many hosts each sees one in the folder of runs."""
     lines = list(_folders(facts))
     is_shared = bool(marks) and set(marks.values()) == {len(marks)}
     shared = "the folder of runs is shared" if is_shared else "the folder of runs is not shared"

@@ -90,7 +90,7 @@ class Agents:
     def ask_each(
         self, question: str, arguments: Mapping[Host, Any], *, limit_s: float
     ) -> dict[Host, Any]:
-        """The same with an argument for each host. An answer is a `Failed` where the question failed there."""
+        """The same with an argument for each host. An answer is a `Failed` where the question failed."""
         asked = [host for host in arguments if host not in self.failures]
         if not asked:
             return {}
