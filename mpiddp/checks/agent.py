@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -147,7 +148,7 @@ def process_facts() -> dict[str, Any]:
     return {
         "limits": limits,
         "cores": os.cpu_count(),
-        "affinity": len(os.sched_getaffinity(0)),
+        "cores for a process": len(os.sched_getaffinity(0)),
         "shm": memory,
         "infiniband": os.path.isdir("/sys/class/infiniband"),
     }
@@ -218,7 +219,7 @@ def _hash(path: str) -> str:
         with open(path, "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()[:12]
     except OSError as error:
-        return f"{error.strerror}"
+        return "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
 
 
 def _gpus(path: str) -> dict[str, Any] | None:
@@ -297,7 +298,7 @@ def speed(folder: str | None) -> dict[str, float]:
     return found
 
 
-def _best(work: Any, rounds: int, clock: Any) -> float:
+def _best(work: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
     times = []
     for _ in range(rounds):
         began, count = clock(), 0

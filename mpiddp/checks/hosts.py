@@ -54,6 +54,7 @@ class Agents:
 
     Attributes:
         failures: a sentence for each host whose agent does not answer.
+        refusals: each question that failed on a host whose agent goes on, and a sentence.
         skews: the seconds by which each host's clock is ahead of this one's.
     """
 
@@ -62,6 +63,7 @@ class Agents:
         program = agent_program()
         self._peers: dict[Host, Peer] = {}
         self.failures: dict[Host, str] = {}
+        self.refusals: list[tuple[str, str]] = []
         self.skews: dict[Host, float] = {}
         for host in hosts:
             self._peers[host] = Peer(shell_command(host, START, transport), program)
@@ -84,39 +86,36 @@ class Agents:
         return {host: peer.greeting.decode(errors="replace") for host, peer in self._peers.items()}
 
     def ask(self, question: str, argument: Any, *, limit_s: float) -> dict[Host, Any]:
-        """Ask all hosts the same. A host that does not answer gets a sentence in `failures`."""
+        """Ask all hosts the same. Returns the answers; `failures` and `refusals` say why one has none."""
         return self.ask_each(question, dict.fromkeys(self.hosts, argument), limit_s=limit_s)
 
     def ask_each(
         self, question: str, arguments: Mapping[Host, Any], *, limit_s: float
     ) -> dict[Host, Any]:
-        """The same with an argument for each host. An answer is a `Failed` where the question failed."""
+        """The same with an argument for each host."""
         asked = [host for host in arguments if host not in self.failures]
-        if not asked:
-            return {}
-        with ThreadPoolExecutor(len(asked)) as threads:
+        with ThreadPoolExecutor(max(1, len(asked))) as threads:
             answers = threads.map(
                 lambda host: self._ask(host, question, arguments[host], limit_s), asked
             )
-            return {
-                host: answer
-                for host, answer in zip(asked, answers, strict=True)
-                if host not in self.failures
-            }
+            found = zip(asked, answers, strict=True)
+            return {host: message["answer"] for host, message in found if message is not None}
 
-    def _ask(self, host: Host, question: str, argument: Any, limit_s: float) -> Any:
+    def _ask(
+        self, host: Host, question: str, argument: Any, limit_s: float
+    ) -> dict[str, Any] | None:
         peer = self._peers[host]
         try:
             with _killed_after(limit_s, peer.process.kill):
                 peer.ask([question, argument])
                 message = peer.answer()
                 self.skews[host] = message["clock"] - time.time()
-                return message["answer"]
+                return message
         except Failed as failure:
-            return failure
+            self.refusals.append((question, f"{host.name}: {failure}"))
         except (Lost, ValueError, LookupError) as error:
             self.failures[host] = _why_lost(host, question, error)
-            return None
+        return None
 
 
 @contextlib.contextmanager

@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.checks import compare
-from mpiddp.checks.examine import Wanted, examine, lost, split
+from mpiddp.checks.examine import Wanted, examine
 from mpiddp.checks.hosts import Agents
 from mpiddp.checks.job import PROOF
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, Line, as_json, text
@@ -35,19 +36,19 @@ from mpiddp.launch.network import find_network
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import find_starter
+from mpiddp.text import all_of, counted
 from mpiddp.world import leave_enclosing_job
 
 _JOB_S = 90.0
 _PACKAGES = ("torch", "mpi4py")  # that the preflight compares
 
 
-@dataclass
-class _Quick:
-    """The preflight's results as lines."""
+class _Quick(NamedTuple):
+    """The preflight's results, and as lines."""
 
-    infos: dict[Host, preflight.HostInfo] = field(default_factory=dict)
-    complaints: dict[Host, str] = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
+    infos: Mapping[Host, preflight.HostInfo]
+    complaints: Mapping[Host, str]
+    lines: list[Line]
 
 
 def main(argv: list[str]) -> int:
@@ -64,8 +65,7 @@ def main(argv: list[str]) -> int:
     hosts = plan.read_hosts(launch.where, os.environ)
     python = Path(sys.executable).absolute()
     starter = find_starter(hosts.starter, launch.how.mpirun, python, os.environ)
-    if not options.quick and not hosts.transport.is_installed:
-        hosts.transport.check_installed()
+    hosts.transport.check_installed()
     resolve_all([host.name for host in hosts.usable])
     if options.quick:
         lines = _quick(launch, hosts, starter).lines
@@ -117,14 +117,14 @@ def _where(options: argparse.Namespace) -> list[str]:
 def _quick(launch: LaunchOptions, hosts: Hosts, starter: RankStarter) -> _Quick:
     """The preflight, and its comparison of versions."""
     infos, complaints = plan.run_preflight(launch, hosts, starter, os.environ, None, {})
-    lines = [Line("preflight", FAIL, *split(complaint)) for complaint in complaints.values()]
+    lines = [Line("preflight", FAIL, *_split(complaint)) for complaint in complaints.values()]
     differing = preflight.disagreements(infos.values(), str(starter.program))
-    lines += [Line("versions", FAIL, *split(sentence)) for sentence in differing]
+    lines += [Line("versions", FAIL, *_split(sentence)) for sentence in differing]
     if not lines:
         names = [host.name for host in infos]
         said = f"{len(names)} hosts can start ranks" if names else "no other host was to be asked"
         lines = [Line("preflight", OK, f"{said}, with {starter.name}")]
-    return _Quick(dict(infos), dict(complaints), lines)
+    return _Quick(infos, complaints, lines)
 
 
 def _full(
@@ -136,10 +136,13 @@ def _full(
 ) -> list[Line]:
     with Agents(hosts.usable, hosts.transport) as agents:  # they log in meanwhile
         quick = _quick(launch, hosts, starter)
-        network = find_network(hosts, quick.infos.values(), launch.how.interface, dry_run=True)
-        known = _PACKAGES if quick.infos else ()
-        lines, facts = examine(agents, network, _wanted(options, launch, starter), known)
-        lines = [*quick.lines, *lost(agents, quick.complaints), *lines]
+        lines, facts = examine(agents, _wanted(options, launch, hosts, starter, quick.infos))
+        lost = {h: each for h, each in agents.failures.items() if h not in quick.complaints}
+    lines = [
+        *quick.lines,
+        *(Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()),
+        *lines,
+    ]
     if any(line.check in ("preflight", "versions") and line.status == FAIL for line in lines):
         why = "not run: the preflight or the versions of a host have failed"
         return [*lines, Line("job", UNKNOWN, why), *_processes(facts, {})]
@@ -147,7 +150,13 @@ def _full(
     return [*lines, line, *_processes(facts, ranks)]
 
 
-def _wanted(options: argparse.Namespace, launch: LaunchOptions, starter: RankStarter) -> Wanted:
+def _wanted(
+    options: argparse.Namespace,
+    launch: LaunchOptions,
+    hosts: Hosts,
+    starter: RankStarter,
+    infos: Mapping[Host, preflight.HostInfo],
+) -> Wanted:
     folder = plan.working_folder(os.environ)
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
@@ -161,6 +170,8 @@ def _wanted(options: argparse.Namespace, launch: LaunchOptions, starter: RankSta
         folders=folders,
         files=_files(Path(folder), options.script),
         port=port_in(os.environ),
+        known=_PACKAGES if infos else (),
+        networks=find_network(hosts, infos.values(), launch.how.interface, dry_run=True).networks,
     )
 
 
@@ -177,30 +188,24 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
 def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, object]]]:
     """The small job's line, and what its ranks say of their processes by the name of their host."""
     command = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "never", *job]
+    mend = shlex.join(["mpiddp", "launch", *job])
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_JOB_S
         )
     except subprocess.TimeoutExpired:
-        return Line(
-            "job", FAIL, f"no end in {_JOB_S:g} s", "run it: mpiddp launch " + " ".join(job)
-        ), {}
+        return Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {}
     proof = [line for line in done.stdout.splitlines() if line.startswith(PROOF)]
     if done.returncode != DONE or not proof:
         said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
         last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
-        return Line(
-            "job", FAIL, f"exit code {done.returncode}: {last}", "mpiddp launch " + " ".join(job)
-        ), {}
-    ranks = json.loads(proof[-1].removeprefix(PROOF))
-    by_host = {rank["hostname"]: rank for rank in ranks}
-    if wrong := [rank["hostname"] for rank in ranks if rank["wrong"]]:
-        return Line(
-            "job", FAIL, f"the all-reduce has a wrong sum on {', '.join(wrong)}", ""
-        ), by_host
-    slowest = max(rank["seconds"] for rank in ranks)
-    fact = f"{len(ranks)} ranks, an all-reduce of 16 MB is right on all, {slowest:.2f} s"
-    return Line("job", OK, fact), by_host
+        return Line("job", FAIL, f"exit code {done.returncode}: {last}", mend), {}
+    ranks = {rank["hostname"]: rank for rank in json.loads(proof[-1].removeprefix(PROOF))}
+    if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
+        return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", mend), ranks
+    slowest = max(rank["seconds"] for rank in ranks.values())
+    fact = f"an all-reduce of 16 MB is right on all {counted(len(ranks), 'host')}, {slowest:.2f} s"
+    return Line("job", OK, fact), ranks
 
 
 def _processes(facts: compare.Facts, ranks: dict[str, dict[str, object]]) -> list[Line]:
@@ -210,3 +215,9 @@ def _processes(facts: compare.Facts, ranks: dict[str, dict[str, object]]) -> lis
         ranked = {name: found for name, found in named.items() if found}
         return compare.processes(ranked, "in a launched process")
     return compare.processes(facts, "in a login over ssh") if facts else []
+
+
+def _split(sentence: str) -> tuple[str, str]:
+    """A sentence of the preflight into the fact, and what mends it."""
+    fact, _, mend = sentence.partition(". ")
+    return fact.rstrip("."), mend.rstrip(".")

@@ -7,6 +7,7 @@ It needs Python 3.8 and the standard library.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -131,5 +132,8 @@ def _some(connection: socket.socket, most: int) -> bytes:
 
 
 def _reason(error: OSError) -> str:
-    is_late = isinstance(error, socket.timeout)
-    return f"no answer in {CONNECT_S:g} s" if is_late else error.strerror or str(error)
+    if isinstance(error, socket.timeout):
+        return f"no answer in {CONNECT_S:g} s"
+    # A route of the kind "blackhole" is an invalid argument to connect(2).
+    is_routed = error.errno not in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH)
+    return error.strerror or str(error) if is_routed else "no route"

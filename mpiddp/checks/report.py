@@ -11,10 +11,12 @@ from mpiddp.text import counted, escaped
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 _ORDER = (FAIL, WARN, UNKNOWN, OK)
 
+Found = tuple[str, str, str]  # one of the four words, the fact, and what mends it ("" for nothing)
+
 
 @dataclass(frozen=True)
 class Line:
-    """One result: the check, one of the four words, the fact, and what mends it ("" for nothing)."""
+    """One result of a check."""
 
     check: str
     status: str
@@ -22,9 +24,9 @@ class Line:
     mend: str = ""
 
 
-def or_ok(check: str, lines: Iterable[Line], fact: str) -> list[Line]:
-    """The lines of a check; if there is none, that all is well."""
-    return list(lines) or [Line(check, OK, fact)]
+def lines(check: str, found: Iterable[Found], well: str) -> list[Line]:
+    """The lines of a check; `well` is the fact where it has found nothing."""
+    return [Line(check, *each) for each in found] or [Line(check, OK, well)]
 
 
 def text(lines: Sequence[Line], hosts: int, seconds: float) -> str:
@@ -41,12 +43,8 @@ def text(lines: Sequence[Line], hosts: int, seconds: float) -> str:
 
 
 def as_json(lines: Sequence[Line], hosts: Sequence[str], seconds: float) -> str:
-    """The same for programs: {"hosts", "seconds", "status", "lines": [{check, status, fact, mend}]}."""
+    """The same for programs: hosts, seconds, status (the worst), lines."""
     worst = min((line.status for line in lines), key=_ORDER.index, default=OK)
-    content = {
-        "hosts": hosts,
-        "seconds": round(seconds, 2),
-        "status": worst,
-        "lines": [asdict(line) for line in lines],
-    }
+    rows = [asdict(line) for line in lines]
+    content = {"hosts": hosts, "seconds": round(seconds, 2), "status": worst, "lines": rows}
     return json.dumps(content, indent=1)

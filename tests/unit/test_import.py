@@ -21,9 +21,16 @@ PACKAGE = ROOT / "mpiddp"
 # The launcher's modules. import-linter checks that they import no other module of mpiddp.
 LAUNCHER = sorted(
     path
-    for part in ("launch/**/*.py", "hosts/**/*.py", "meshes/**/*.py", "doctor/**/*.py", "*.py")
+    for part in (
+        "launch/**/*.py",
+        "hosts/**/*.py",
+        "meshes/**/*.py",
+        "doctor/**/*.py",
+        "checks/**/*.py",
+        "*.py",
+    )
     for path in PACKAGE.glob(part)
-    if path.name not in ("__init__.py", "__main__.py", "cli.py")
+    if path.name not in ("__init__.py", "__main__.py", "cli.py", "job.py")
 )
 LIGHT_MODULES = (
     "mpiddp",
@@ -36,6 +43,7 @@ LIGHT_MODULES = (
     "mpiddp.launch.main",
     "mpiddp.meshes.main",
     "mpiddp.doctor.main",
+    "mpiddp.checks.main",
     "mpiddp.runtime.rendezvous.mpi",
     "mpiddp.runtime.start.script",
     "mpiddp.runtime.start.function",

@@ -35,8 +35,8 @@ case "$*" in
   *query-compute*) {users} ;;
 esac
 """
-# As a firewall does that forgets a connection's direction: byte 47 of a frame has TCP's flags, and 30 to 33 the
-# target. A SYN alone to 10.77.0.2 is dropped (2), all else passes (0).
+# As a firewall does: byte 47 of a frame has TCP's flags, and 30 to 33 the target.
+# A SYN alone to 10.77.0.2 is dropped (2), all else passes (0).
 NO_SYN_TO_NODE1 = "6,48 0 0 47,21 0 3 2,32 0 0 30,21 0 1 172818434,6 0 0 2,6 0 0 0"
 
 
@@ -155,19 +155,19 @@ EVERYWHERE = {
     "another mpiddp": "versions fail mpiddp is [0-9a-f]+ on node3, [0-9a-f]+ on the other 3 hosts",
     "another driver": r"GPUs fail driver_version of the GPUs is 535\.2 on node1, 570\.1 on the other 3",
     "memory errors of a GPU": "GPUs fail uncorrected memory errors on node2: GPU 0: 3",
-    "another user of a GPU": r"GPUs warn 1 process on the GPUs of node2 \(pid, MiB\): 4711, 90000",
+    "another user of a GPU": r"GPUs warn the GPUs of node2 are in use \(pid, MiB\): 4711, 90000",
     "script changed": f"files fail {WORK}/train.py is [0-9a-f]+ on node2, [0-9a-f]+ on the other 3",
-    "module missing": f"files fail {WORK}/model.py is No such file or directory on node1",
+    "module missing": f"files fail {WORK}/model.py is missing on node1",
     "data missing": f"folders fail the data folder {WORK}/data cannot be used on node2: No such file",
     "run folder read-only": f"folders fail the run folder {WORK}/runs cannot be used on node1: Read-only",
     "run folder nearly full": f"folders fail the run folder {WORK}/runs has .* MB left on node2",
     "port blocked one way": r"network fail node2 → node1 \(10.77.0.2\) fails: no answer in 3 s; "
-    "node1 → node2 is open: a firewall",
-    "blackholed route": r"network fail (node3 → node2|node2 → node3) \(.*\) fails: ",
+    "node1 → node2 is open",
+    "blackholed route": r"network fail (node3 → node2 .*: no route|node2 → node3 .*: no answer)",
     "small MTU": "network warn the MTU is 1400 on node3, 1500 on the other 3 hosts",
     "slow link": r"bandwidth warn node3 → node[01] carries .*/s, the middle pair .*/s → see the cable",
     "low nofile": "limits fail a process may open 256 files on node3 ",
-    "low memlock": r"limits warn the limit of locked memory is 65.5 kB on node1, .* on the other 3",
+    "low memlock": r"limits warn the limit of locked memory is 65536 on node1, .* on the other 3",
     "small /dev/shm": "limits warn /dev/shm holds 16.8 MB on node3 → mount -o remount",
     "no job after that": "job unknown not run: the preflight or the versions",
     "Xids cannot be read": "GPUs unknown the kernel's log on node. may not be read",
