@@ -16,7 +16,7 @@ from mpiddp.checks.report import UNKNOWN, Line
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 
-_FACTS_S, _STACK_S, _NETWORK_S, _SPEED_S = 60.0, 70.0, 20.0, 30.0
+_FACTS_S, _STACK_S, _NETWORK_S, _SPEED_S = 40.0, 70.0, 20.0, 30.0
 _AGAIN = 2  # measurements of a host that was slow
 
 

@@ -1,18 +1,19 @@
 """The agents of `mpiddp doctor`: one connection to each host, asked all at once.
 
 with Agents(hosts, transport) as agents:
-    facts, failures = agents.ask("facts", {...}, limit_s=30)
+    answers = agents.ask("facts", {...}, limit_s=30)
 """
 
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from mpiddp.checks import agent, network
 from mpiddp.hosts import interfaces
@@ -24,6 +25,7 @@ from mpiddp.hosts.ssh_complaints import ssh_complaint
 from mpiddp.hosts.transport import Transport
 
 _FILES_PER_HOST = 3
+_END_S = 3.0
 _BEGIN = f"""
 import sys, types
 print({PROOF!r}, flush=True)
@@ -66,13 +68,22 @@ class Agents:
         self.refusals: list[tuple[str, str]] = []
         self.skews: dict[Host, float] = {}
         for host in hosts:
-            self._peers[host] = Peer(shell_command(host, START, transport), program)
+            try:
+                self._peers[host] = Peer(shell_command(host, START, transport), program)
+            except Lost as error:  # ssh has ended at once
+                self.failures[host] = _why_lost(host, "", error)
 
     def __enter__(self) -> Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for peer in self._peers.values():  # each agent then removes what it has written
+            with contextlib.suppress(OSError):
+                cast(IO[bytes], peer.process.stdin).close()
+        deadline = time.monotonic() + _END_S
         for peer in self._peers.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                peer.process.wait(max(0.0, deadline - time.monotonic()))
             peer.close()
 
     @property
