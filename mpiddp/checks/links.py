@@ -74,6 +74,12 @@ def _reach(found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str])
             yield WARN, fact, f"see: ssh {here} ip route"
 
 
+def slow_pairs(rates: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """The directions that carry less than half of the middle one."""
+    usual = median(rates.values()) if rates else 0.0
+    return {pair: rate for pair, rate in rates.items() if rate < usual / 2}
+
+
 def rates(found: Mapping[tuple[str, str], float]) -> list[Line]:
     """The bytes a second of each direction; the slow ones against the others."""
     if not found:
@@ -85,7 +91,6 @@ def rates(found: Mapping[tuple[str, str], float]) -> list[Line]:
             f"{here} → {there} carries {size_text(rate)}/s, the middle pair {usual}",
             f"see the cable and the port: ssh {here} ip -s link",
         )
-        for (here, there), rate in found.items()
-        if rate < median(found.values()) / 2
+        for (here, there), rate in slow_pairs(found).items()
     ]
     return lines("bandwidth", slow, f"{low} to {high} in each direction")

@@ -38,6 +38,7 @@ esac
 # As a firewall does: byte 47 of a frame has TCP's flags, and 30 to 33 the target.
 # A SYN alone to 10.77.0.2 is dropped (2), all else passes (0).
 NO_SYN_TO_NODE1 = "6,48 0 0 47,21 0 3 2,32 0 0 30,21 0 1 172818434,6 0 0 2,6 0 0 0"
+AFTERWARDS = {"no job after that": "job unknown not run: the preflight or the versions"}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,9 @@ def doctor(hosts: Cluster, *arguments: str, names: str = NAMES) -> tuple[int, li
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)
     print(f"{result['seconds']} s")
-    return done.returncode, [line for line in result["lines"] if line["status"] != "ok"]
+    # Whether the kernel's log may be read depends on this machine.
+    lines = [line for line in result["lines"] if "no Xid was sought" not in line["fact"]]
+    return done.returncode, [line for line in lines if line["status"] != "ok"]
 
 
 def check(lines: Sequence[Mapping[str, str]], expected: Mapping[str, str]) -> None:
@@ -90,11 +93,11 @@ def matching(pattern: str, said: Sequence[str]) -> list[str]:
 
 def test_a_healthy_cluster_has_no_false_alarm(hosts: Cluster) -> None:
     code, lines = doctor(hosts, "--script", "train.py", "--data", "data")
-    xids = [line for line in lines if line["status"] == "unknown" and "Xid" in line["fact"]]
-    assert [
-        line for line in lines if line not in xids
-    ] == []  # namespaces may hide the kernel's log
+    assert lines == []
     assert code == 0
+    for host in hosts.hosts:  # nothing of the doctor stays
+        assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
+        assert "mpiddp" not in str(host.processes())
 
 
 def test_hosts_that_ssh_does_not_reach(hosts: Cluster) -> None:
@@ -103,12 +106,15 @@ def test_hosts_that_ssh_does_not_reach(hosts: Cluster) -> None:
         faults.unknown_key(hosts, hosts["node2"]),
         faults.no_sshd(hosts["node3"]),
     ):
-        code, lines = doctor(hosts, "--quick", names=f"{NAMES},nowhere")
+        code, lines = doctor(
+            hosts, names=f"{NAMES},nowhere"
+        )  # the other host is checked all the same
     expected = {
         "wrong key": r"preflight fail ssh node1: permission denied \(publickey\) → Run: ssh-copy-id node1",
         "unknown host key": r"preflight fail ssh node2: its host key is unknown → .*ssh-keyscan node2",
         "stopped sshd": "preflight fail ssh node3: connection refused → Start sshd there",
         "unresolvable name": "preflight fail nowhere: cannot be resolved from node0 → Add it to DNS",
+        **AFTERWARDS,
     }
     check(lines, expected)
     assert code == 1
@@ -169,8 +175,7 @@ EVERYWHERE = {
     "low nofile": "limits fail a process may open 256 files on node3 ",
     "low memlock": r"limits warn the limit of locked memory is 65536 on node1, .* on the other 3",
     "small /dev/shm": "limits warn /dev/shm holds 16.8 MB on node3 → mount -o remount",
-    "no job after that": "job unknown not run: the preflight or the versions",
-    "Xids cannot be read": "GPUs unknown the kernel's log on node. may not be read",
+    **AFTERWARDS,
 }
 
 
@@ -210,10 +215,7 @@ def test_faults_everywhere_at_once(hosts: Cluster) -> None:
         tc(node3, "qdisc add dev eth0 root tbf rate 20mbit burst 64kb latency 50ms")
         shell(node3, "ip link set dev eth0 mtu 1400; ip route add blackhole 10.77.0.3/32")
         code, lines = doctor(hosts, "--script", "train.py", "--data", "data")
-    expected = dict(EVERYWHERE)
-    if not any("Xid" in line["fact"] for line in lines):  # a machine whose log can be read
-        del expected["Xids cannot be read"]
-    check(lines, expected)
+    check(lines, EVERYWHERE)
     assert code == 1
 
 
