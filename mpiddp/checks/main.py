@@ -122,7 +122,11 @@ def _quick(launch: LaunchOptions, hosts: Hosts, starter: RankStarter) -> _Quick:
     lines += [Line("versions", FAIL, *_split(sentence)) for sentence in differing]
     if not lines:
         names = [host.name for host in infos]
-        said = f"{len(names)} hosts can start ranks" if names else "no other host was to be asked"
+        said = (
+            f"{counted(len(names), 'host')} can start ranks"
+            if names
+            else "no other host was to be asked"
+        )
         lines = [Line("preflight", OK, f"{said}, with {starter.name}")]
     return _Quick(infos, complaints, lines)
 
@@ -204,7 +208,7 @@ def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, object]]]:
     if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
         return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", mend), ranks
     slowest = max(rank["seconds"] for rank in ranks.values())
-    fact = f"an all-reduce of 16 MB is right on all {counted(len(ranks), 'host')}, {slowest:.2f} s"
+    fact = f"an all-reduce of 16 MB is right on {counted(len(ranks), 'host')}, {slowest:.2f} s"
     return Line("job", OK, fact), ranks
 
 
