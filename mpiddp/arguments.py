@@ -28,6 +28,7 @@ VERBS = {
     "stacks": ("mpiddp.watch.stacks", "say in which line each rank of a job is"),
     "stop": ("mpiddp.watch.stop", "stop a job, as Ctrl-C does"),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
+    "doctor": ("mpiddp.checks.main", "find what will break on the hosts of a job, before it does"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
     "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),
     "runs": ("mpiddp.report.runs", "list runs with state, accuracy, rate and duration"),

@@ -228,17 +228,15 @@ def disagreements(infos: Iterable[HostInfo], mpirun: str) -> list[str]:
         versions = {info.host.name: getattr(info, package) or "missing" for info in infos}
         if len(set(versions.values())) > 1:
             found.append(
-                f"{package} differs: {_by_value(versions)}. Install the same version on every host."
+                f"{package} differs: {by_value(versions)}. Install the same version on every host."
             )
     versions = {info.host.name: info.mpirun or "" for info in infos}
     if len(set(versions.values())) > 1:
-        found.append(
-            f"{mpirun} differs: {_by_value(versions)}. Install the same MPI on every host."
-        )
+        found.append(f"{mpirun} differs: {by_value(versions)}. Install the same MPI on every host.")
     return found
 
 
-def _by_value(values: Mapping[str, str]) -> str:
+def by_value(values: Mapping[str, str]) -> str:
     """{"a": "1", "b": "1", "c": "2"} to "1 on a and b, 2 on c"."""
     groups: dict[str, list[str]] = {}
     for name, value in values.items():

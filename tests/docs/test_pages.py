@@ -279,7 +279,8 @@ def commands(page: Path) -> Iterator[list[str]]:
     lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if " -" in code]
     for line in lines:
         if found := re.search(
-            r"(?:^|\s)mpiddp ((?:launch|run|train|hosts|mesh|explain|checkpoints|bench) .*)", line
+            r"(?:^|\s)mpiddp ((?:launch|run|train|hosts|mesh|doctor|explain|checkpoints|bench) .*)",
+            line,
         ):
             lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|&;><")
             lexer.whitespace_split = True

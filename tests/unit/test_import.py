@@ -27,10 +27,11 @@ LAUNCHER = sorted(
         "meshes/**/*.py",
         "doctor/**/*.py",
         "watch/**/*.py",
+        "checks/**/*.py",
         "*.py",
     )
     for path in PACKAGE.glob(part)
-    if path.name not in ("__init__.py", "__main__.py", "cli.py")
+    if path.name not in ("__init__.py", "__main__.py", "cli.py", "job.py")
 )
 LIGHT_MODULES = (
     "mpiddp",
@@ -46,6 +47,7 @@ LIGHT_MODULES = (
     "mpiddp.watch.top",
     "mpiddp.report.main",
     "mpiddp.report.runs",
+    "mpiddp.checks.main",
     "mpiddp.runtime.rendezvous.mpi",
     "mpiddp.runtime.start.script",
     "mpiddp.runtime.start.function",

@@ -48,6 +48,7 @@ class Peer:
     def __init__(self, command: list[str], program: bytes) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the connection
         self._has_begun = False
+        self.greeting = b""  # what the start-up files of a shell have printed
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -61,7 +62,7 @@ class Peer:
         self.write(b"%d\n" % len(program) + program)
         self._flush()
 
-    def ask(self, message: dict[str, Any]) -> None:
+    def ask(self, message: Any) -> None:
         self.write(json.dumps(message).encode() + b"\n")
         self._flush()
 
@@ -90,6 +91,8 @@ class Peer:
                 self._raise_lost()
             if line.startswith(PROOF.encode()):
                 self._has_begun = True
+            else:
+                self.greeting += line
         line = self._out.readline()
         if not line.endswith(b"\n"):
             self._raise_lost()

@@ -1,0 +1,1 @@
+"""`mpiddp doctor`: what will break on these hosts, before a job does."""

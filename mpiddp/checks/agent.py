@@ -1,0 +1,309 @@
+"""What a host says of itself for `mpiddp doctor`, which sends this source there.
+
+It needs Python 3.8 and the standard library. It reads a JSON question a line, and answers each with one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from mpiddp.checks import network
+from mpiddp.hosts.interfaces import interfaces, own_addresses
+
+STACK_S = 60.0  # for a cold import of torch
+TOOL_S = 25.0  # nvidia-smi takes about 10 s to wake eight GPUs
+LIMITS = {"open files": "NOFILE", "locked memory": "MEMLOCK", "processes": "NPROC"}
+GPU_FIELDS = (
+    *("index", "name", "memory.total", "memory.used", "driver_version"),
+    *("clocks.max.sm", "ecc.errors.uncorrected.volatile.total"),
+)
+_SIOCGIFMTU = 0x8921  # linux/sockios.h
+_MARK = ".mpiddp-doctor-"
+_MOST_ENTRIES = 10_000  # of a data folder
+_ROUND_S = 0.03
+
+# Run by the interpreter of the ranks, which may lack what it imports. The last line is the answer.
+_STACK = """
+import hashlib, importlib.util, json, os, platform
+found = {"python": platform.python_version()}
+def loaded(part):
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(None, 5)[5].strip() for line in maps if line.count("/")}
+    return ", ".join(sorted(path for path in paths if part in os.path.basename(path)))
+def attempt(name, read):
+    try:
+        found.update(read())
+    except ModuleNotFoundError as error:
+        is_itself = error.name == name
+        found[name] = "missing" if is_itself else "broken: %s" % error
+    except BaseException as error:
+        found[name] = "broken: %s" % (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def mpi():
+    import mpi4py
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+    version = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\\0 ")
+    return {"mpi4py": mpi4py.__version__, "mpi4py's MPI": version, "libmpi": loaded("libmpi.so")}
+def torch():
+    import torch
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+    return {"torch": torch.__version__, "CUDA of torch": torch.version.cuda or "none",
+            "NCCL": ".".join(map(str, nccl)) or "not loaded", "libnccl": loaded("libnccl")}
+def package():
+    spec = importlib.util.find_spec("mpiddp")
+    if spec is None:
+        return {"mpiddp": "missing"}
+    digest, (folder,) = hashlib.sha256(), spec.submodule_search_locations
+    for at, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".ini")):
+                with open(os.path.join(at, name), "rb") as file:
+                    digest.update(name.encode() + b"\\0" + file.read())
+    return {"mpiddp": digest.hexdigest()[:12]}
+attempt("mpi4py", mpi)
+attempt("torch", torch)
+attempt("mpiddp", package)
+print(json.dumps(found))
+"""
+
+
+def main() -> None:
+    """Answer questions until the connection ends."""
+    listener = network.Listener()
+    marks: list[str] = []
+    answers: dict[str, Any] = {
+        "facts": lambda wanted: facts(wanted, marks),
+        "stack": stack,
+        "marks": lambda wanted: sum(wanted["token"] in each for each in os.listdir(wanted["path"])),
+        "listen": lambda wanted: listener.listen(**wanted),
+        "reach": network.reach,
+        "rate": network.rate,
+        "speed": speed,
+    }
+    try:
+        for line in sys.stdin.buffer:
+            question, argument = json.loads(line)
+            try:
+                answer = {"answer": answers[question](argument), "clock": time.time()}
+            except Exception as error:
+                answer = {"failed": f"{question}: {type(error).__name__}: {error}"}
+            print(json.dumps(answer), flush=True)
+    finally:
+        for mark in marks:
+            os.unlink(mark)
+
+
+def facts(wanted: dict[str, Any], marks: list[str]) -> dict[str, Any]:
+    """All that the host knows without another. `wanted` has names, folders, files, a token and a PATH."""
+    folders = {label: _folder(path, label) for label, path in wanted["folders"].items()}
+    for each in folders.values():
+        if each["keeps"]:
+            marks += _leave_mark(each, wanted["token"])
+    names = {*wanted["names"], socket.gethostname()}
+    with ThreadPoolExecutor(64) as threads:
+        resolved = dict(zip(names, threads.map(_resolve, names)))
+    return {
+        "hostname": socket.gethostname(),
+        "addresses": list(own_addresses()),
+        "interfaces": [{**asdict(each), "mtu": _mtu(each.name)} for each in interfaces()],
+        "names": resolved,
+        "kernel": os.uname().release,
+        **process_facts(),
+        "folders": folders,
+        "files": {path: _hash(path) for path in wanted["files"]},
+        "gpus": _gpus(wanted["path"]),
+    }
+
+
+def process_facts() -> dict[str, Any]:
+    """The limits of this process, its cores, and the shared memory that it sees."""
+    limits = {}
+    for name, kind in LIMITS.items():
+        value = resource.getrlimit(getattr(resource, f"RLIMIT_{kind}"))[1]
+        limits[name] = -1 if value == resource.RLIM_INFINITY else value
+    try:
+        shared = os.statvfs("/dev/shm")
+        memory = {
+            "total": shared.f_blocks * shared.f_frsize,
+            "free": shared.f_bavail * shared.f_frsize,
+        }
+    except OSError:
+        memory = {"total": 0, "free": 0}
+    return {
+        "limits": limits,
+        "cores": os.cpu_count(),
+        "cores for a process": len(os.sched_getaffinity(0)),
+        "shm": memory,
+        "infiniband": os.path.isdir("/sys/class/infiniband"),
+    }
+
+
+def stack(wanted: dict[str, Any]) -> dict[str, str]:
+    """The versions that the interpreter of the ranks loads, and from where."""
+    done = subprocess.run(
+        [wanted["python"], "-c", _STACK],
+        cwd="/",
+        env={**os.environ, **wanted["env"]},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=STACK_S,
+    )
+    for line in reversed(done.stdout.decode(errors="replace").splitlines()):
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    raise OSError(f"{wanted['python']} ended with code {done.returncode}: {''.join(last)}")
+
+
+def _folder(path: str, label: str) -> dict[str, Any]:
+    """What can be said of a folder. That of a run need not exist yet: then it is that above it."""
+    keeps = label == "run"
+    while keeps and not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    found = {"path": path, "keeps": keeps, "error": "", "free": 0, "entries": ""}
+    try:
+        names = sorted(os.listdir(path))[:_MOST_ENTRIES]
+        space = os.statvfs(path)
+        found["free"] = space.f_bavail * space.f_frsize
+        if label == "data":
+            rows = [(name, os.path.getsize(os.path.join(path, name))) for name in names]
+            found["entries"] = hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
+    except OSError as error:
+        found["error"] = str(error.strerror)
+    return found
+
+
+def _leave_mark(folder: dict[str, Any], token: str) -> list[str]:
+    """Write a file for the others to see, which also proves that the folder can be written."""
+    path = os.path.join(folder["path"], f"{_MARK}{token}-{socket.gethostname()}")
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError as error:
+        folder["error"] = folder["error"] or str(error.strerror)
+        return []
+    return [path]
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return sorted({str(each[4][0]) for each in found})
+
+
+def _mtu(interface: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
+    return int(struct.unpack_from("i", answer, 16)[0])
+
+
+def _hash(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:12]
+    except OSError as error:
+        return "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+
+
+def _gpus(path: str) -> dict[str, Any] | None:
+    """What nvidia-smi says; {} without it, None if it does not answer."""
+    tool = shutil.which("nvidia-smi", path=path)
+    if tool is None:
+        return {}
+    try:
+        listing = _output(
+            [tool, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+        )
+        users = _output(
+            [tool, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    return {
+        "each": [dict(zip(GPU_FIELDS, row)) for row in rows if len(row) == len(GPU_FIELDS)],
+        "users": [line.strip() for line in users.splitlines() if line.strip()],
+        "xids": _xids(),
+    }
+
+
+def _xids() -> list[str] | None:
+    """The driver's errors in the kernel's log; None if this user may not read it."""
+    try:
+        log = _output(["dmesg"])
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return re.findall(r"NVRM: (Xid.*)", log)[-3:]
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        timeout=TOOL_S,
+        check=True,
+    )
+    return done.stdout.decode(errors="replace")
+
+
+def speed(folder: str | None) -> dict[str, float]:
+    """The host's speed in units a second: the best of a few short rounds.
+
+    Of the processor it is its own time: that is the speed of the machine, whoever else uses it.
+    """
+    size = 40
+    rows = [[float(i * j % 7) for j in range(size)] for i in range(size)]
+    columns = list(zip(*rows))
+    memory = bytearray(32 << 20)
+
+    def product() -> None:
+        [[sum(map(float.__mul__, row, column)) for column in columns] for row in rows]
+
+    found = {
+        "matrix product": _best(product, 5, time.thread_time),
+        "memory copy": _best(lambda: bytes(memory), 5, time.thread_time),
+    }
+    if folder is not None:
+        path = os.path.join(folder, f"{_MARK}disk-{os.getpid()}")
+
+        def write() -> None:
+            with open(path, "wb") as file:
+                file.write(memory[: 8 << 20])
+                os.fsync(file.fileno())
+
+        try:
+            found["disk"] = _best(write, 3, time.perf_counter)
+        finally:
+            if os.path.exists(path):
+                os.unlink(path)
+    return found
+
+
+def _best(work: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
+    times = []
+    for _ in range(rounds):
+        began, count = clock(), 0
+        while count == 0 or clock() - began < _ROUND_S:
+            work()
+            count += 1
+        times.append((clock() - began) / count)
+    return 1 / min(times)

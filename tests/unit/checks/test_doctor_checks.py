@@ -1,0 +1,300 @@
+"""The checks of `mpiddp doctor` as functions: what the hosts say, and the line that names the odd one.
+
+Tests mpiddp/checks/compare.py, links.py, report.py.
+python -m pytest tests/unit/checks/test_doctor_checks.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from mpiddp.checks import compare, links
+from mpiddp.checks.hosts import agent_program
+from mpiddp.checks.report import FAIL, OK, UNKNOWN, WARN, Line, as_json, text
+from mpiddp.errors import UserError
+from tests.support.patience import PATIENCE_S
+
+GPU = {
+    "index": "0",
+    "name": "NVIDIA H200",
+    "memory.total": "143771",
+    "memory.used": "0",
+    "driver_version": "570.1",
+    "clocks.max.sm": "1980",
+    "ecc.errors.uncorrected.volatile.total": "0",
+}
+HEALTHY = {
+    "hostname": "",
+    "addresses": [],
+    "interfaces": [],
+    "names": {"a": ["10.0.0.1"], "b": ["10.0.0.2"], "c": ["10.0.0.3"]},
+    "limits": {"open files": 65536, "locked memory": -1, "processes": 4096},
+    "cores": 8,
+    "cores for a process": 8,
+    "shm": {"total": 8_000_000_000, "free": 8_000_000_000},
+    "infiniband": False,
+    "folders": {"run": {"path": "/r", "keeps": True, "error": "", "free": 10**12, "entries": ""}},
+    "files": {"/w/train.py": "1f3a"},
+    "gpus": {"each": [GPU], "users": [], "xids": []},
+}
+
+
+@pytest.fixture
+def facts() -> dict[str, Any]:
+    """What three healthy hosts say."""
+    found = {name: deepcopy(HEALTHY) for name in "abc"}
+    for number, name in enumerate("abc", start=1):
+        address = f"10.0.0.{number}"
+        interface = {"name": "eth0", "address": address, "network": "10.0.0.0/24", "mtu": 9000}
+        found[name] |= {"hostname": name, "addresses": [address], "interfaces": [interface]}
+    return found
+
+
+ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+
+
+def everything(facts: dict[str, Any]) -> list[Line]:
+    return [
+        *compare.names(facts),
+        *compare.gpus(facts),
+        *compare.processes(facts, "in a launched process"),
+        *compare.folders(facts, {"a": 3, "b": 3, "c": 3}),
+        *compare.files(facts),
+        *links.mtu(facts, ADDRESSES),
+    ]
+
+
+def test_healthy_hosts_have_no_other_line_than_ok(facts: dict[str, Any]) -> None:
+    assert {line.status for line in everything(facts)} == {OK}
+    assert len(everything(facts)) == 6
+
+
+def the_one(facts: dict[str, Any]) -> Line:
+    """The only line that is not ok."""
+    (line,) = [line for line in everything(facts) if line.status != OK]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "status", "fact"),
+    [
+        (("names", "c"), [], WARN, "c cannot be resolved from b"),
+        (
+            ("names", "c"),
+            ["10.9.9.9"],
+            WARN,
+            "c resolves to 10.9.9.9 on b, which is no address of c",
+        ),
+        (("gpus", "each"), [], FAIL, "the number of GPUs is 0 on b, 1 on the other 2 hosts"),
+        (("gpus", "xids"), ["Xid 79"], WARN, "the kernel's log on b has Xid 79"),
+        (
+            ("gpus", "xids"),
+            None,
+            UNKNOWN,
+            "the kernel's log on b may not be read, so no Xid was sought",
+        ),
+        (("gpus", "users"), ["12, 900"], WARN, "the GPUs of b are in use (pid, MiB): 12, 900"),
+        (
+            ("cores",),
+            4,
+            WARN,
+            "the number of cores is 4 on b, 8 on the other 2 hosts (in a launched process)",
+        ),
+        (
+            ("limits", "open files"),
+            512,
+            FAIL,
+            "a process may open 512 files on b (in a launched process)",
+        ),
+        (("shm", "total"), 64e6, WARN, "/dev/shm holds 64.0 MB on b"),
+        (
+            ("files", "/w/train.py"),
+            "9c2e",
+            FAIL,
+            "/w/train.py is 9c2e on b, 1f3a on the other 2 hosts",
+        ),
+        (("folders", "run", "free"), 10e6, FAIL, "the run folder /r has 10.0 MB left on b"),
+        (
+            ("folders", "run", "error"),
+            "Permission denied",
+            FAIL,
+            "the run folder /r cannot be used on b: Permission denied; a and c can",
+        ),
+    ],
+)
+def test_the_odd_host_is_named(
+    facts: dict[str, Any], path: tuple[str, ...], value: object, status: str, fact: str
+) -> None:
+    inner = facts["b"]
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    assert (the_one(facts).status, the_one(facts).fact) == (status, fact)
+
+
+def test_an_own_name_that_leads_to_the_loopback(facts: dict[str, Any]) -> None:
+    facts["b"]["names"]["b"] = ["127.0.1.1"]
+    assert (
+        the_one(facts).fact
+        == "b's own name resolves to 127.0.1.1 there, which no other host can reach"
+    )
+
+
+def test_gpus_that_do_not_answer_or_count_no_errors(facts: dict[str, Any]) -> None:
+    facts["b"]["gpus"] = None
+    assert the_one(facts).fact == "nvidia-smi does not answer on b"
+    facts["b"]["gpus"] = deepcopy(HEALTHY["gpus"])
+    facts["b"]["gpus"]["each"][0]["ecc.errors.uncorrected.volatile.total"] = "[N/A]"
+    assert the_one(facts).status == UNKNOWN
+    facts["b"]["gpus"]["each"][0]["ecc.errors.uncorrected.volatile.total"] = "2"
+    assert the_one(facts).fact == "uncorrected memory errors on b: GPU 0: 2"
+
+
+def test_infiniband_needs_unlimited_locked_memory(facts: dict[str, Any]) -> None:
+    for found in facts.values():
+        found["limits"]["locked memory"] = 65536
+    assert {line.status for line in everything(facts)} == {OK}
+    facts["b"]["infiniband"] = True
+    assert the_one(facts).fact.startswith("locked memory is limited on b, which InfiniBand needs")
+
+
+def test_without_a_majority_each_value_has_its_hosts() -> None:
+    assert compare.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
+    assert compare.differences("torch", {"a": 1, "b": 1, "c": 2}) == (
+        "torch is 2 on c, 1 on the other 2 hosts"
+    )
+    assert compare.differences("torch", {"a": 1, "b": 1}) == ""
+
+
+def test_a_package_that_does_not_load_hides_no_other() -> None:
+    well = {"python": "3.11.7", "torch": "2.13.0", "libnccl": "/v/libnccl.so.2", "mpi4py": "4.1"}
+    broken = {"python": "3.11.7", "torch": "broken: no libcudart", "mpi4py": "4.1"}
+    (line,) = compare.stacks({"a": well, "b": broken, "c": well})
+    assert (line.status, line.fact) == (FAIL, "torch does not load on b: no libcudart")
+    (line,) = compare.stacks({"a": well, "b": {**well, "libnccl": "/usr/libnccl.so.2"}, "c": well})
+    assert (line.status, line.fact) == (
+        WARN,
+        "libnccl is /usr/libnccl.so.2 on b, /v/libnccl.so.2 on the other 2 hosts",
+    )
+    (line,) = compare.stacks({"a": well, "b": {**well, "torch": "2.12.1"}}, already=("torch",))
+    assert line.status == OK
+
+
+def test_a_clock_that_is_wrong() -> None:
+    (line,) = compare.clocks({"a": 0.1, "b": -40.0, "c": 0.0})
+    assert line.fact == "the clock of b is 40.0 s behind"
+    (line,) = compare.clocks({"a": 0.1, "b": -0.4, "c": 0.0})
+    assert line.status == OK
+
+
+def test_a_slow_host() -> None:
+    values = {"a": {"memory copy": 100.0}, "b": {"memory copy": 85.0}, "c": {"memory copy": 102.0}}
+    (line,) = compare.speeds(compare.slow_hosts(values))
+    assert line.fact == "b is slow: memory copy at 84 % of the others'"
+    values["a"]["memory copy"], values["c"]["memory copy"] = (
+        80.0,
+        130.0,
+    )  # the others differ as much
+    assert compare.slow_hosts(values) == {}
+
+
+def answers(**errors: str) -> dict[str, dict[str, Any]]:
+    """What each host says of each other. `errors`: "ab" is that from a to b."""
+    return {
+        here: {
+            there: {
+                "error": errors.get(here + there, ""),
+                "large": "",
+                "latency_ms": 0.1,
+                "source": ADDRESSES[here],
+            }
+            for there in "abc"
+            if there != here
+        }
+        for here in "abc"
+    }
+
+
+def test_all_pairs_of_hosts() -> None:
+    (line,) = links.reach(answers(), ADDRESSES)
+    assert line == Line("network", OK, "all 6 directions open, slowest round trip 0.10 ms")
+    (line,) = links.reach(answers(ba="no answer in 3 s"), ADDRESSES)
+    assert line.fact == "b → a (10.0.0.1) fails: no answer in 3 s; a → b is open"
+    (line,) = links.reach(answers(ab="refused", cb="refused"), ADDRESSES)
+    assert line.fact == "no other host reaches b (10.0.0.2): refused"
+    large, other = answers(), answers()
+    large["a"]["b"]["large"] = "no answer in 3 s"
+    other["a"]["b"]["source"] = "172.17.0.1"
+    (line,) = links.reach(large, ADDRESSES)
+    assert line.fact == "a → b carries small messages but no large ones (no answer in 3 s)"
+    (line,) = links.reach(other, ADDRESSES)
+    assert line.fact == "a → b takes 172.17.0.1, not the job's 10.0.0.1"
+
+
+def test_slow_links_and_other_mtus(facts: dict[str, Any]) -> None:
+    rates = {("a", "b"): 1e9, ("b", "a"): 1e9, ("a", "c"): 1e9, ("c", "a"): 2e8}
+    (line,) = links.rates(rates)
+    assert line.fact == "c → a carries 200.0 MB/s, the middle pair 1.0 GB/s"
+    facts["b"]["interfaces"][0]["mtu"] = 1500
+    assert the_one(facts).fact == "the MTU is 1500 on b, 9000 on the other 2 hosts"
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 15])
+def test_rounds_have_every_pair_once_and_no_host_twice(count: int) -> None:
+    rounds = list(links.rounds(range(count)))
+    for pairs in rounds:
+        busy = [host for pair in pairs for host in pair]
+        assert len(busy) == len(set(busy))
+    assert sorted(tuple(sorted(pair)) for pairs in rounds for pair in pairs) == list(
+        combinations(range(count), 2)
+    )
+    assert len(rounds) == count - 1 + count % 2
+
+
+def test_the_report_says_first_what_is_not_well() -> None:
+    lines = [
+        Line("names", OK, "all"),
+        Line("GPUs", UNKNOWN, "no answer"),
+        Line("ssh", FAIL, "a: \x1b[2J", "ssh-copy-id a"),
+        Line("clock", WARN, "b is late"),
+    ]
+    assert text(lines, 2, 1.25).splitlines() == [
+        "2 hosts, 1 fail, 1 warn, 1 unknown, 1 ok, in 1.2 s",
+        "fail     ssh    a: \\x1b[2J",
+        "                → ssh-copy-id a",
+        "warn     clock  b is late",
+        "unknown  GPUs   no answer",
+        "ok       names  all",
+    ]
+    assert json.loads(as_json(lines, ["a", "b"], 1.25))["status"] == FAIL
+
+
+def test_the_agent_needs_only_the_standard_library_and_answers_each_question() -> None:
+    program = f"import sys\nexec(sys.stdin.buffer.read({len(agent_program())}))"
+    questions = [["nonsense", None], ["speed", None]]
+    stdin = agent_program() + b"".join(json.dumps(each).encode() + b"\n" for each in questions)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program],
+        input=stdin,
+        cwd="/",
+        capture_output=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.stderr == b""
+    _, refusal, answer = done.stdout.splitlines()
+    assert json.loads(refusal) == {"failed": "nonsense: KeyError: 'nonsense'"}
+    assert json.loads(answer)["answer"].keys() == {"matrix product", "memory copy"}
+
+
+def test_bad_usage_is_one_sentence() -> None:
+    from mpiddp.checks.main import main
+
+    with pytest.raises(UserError, match=r"--script nowhere\.py not found"):
+        main(["-H", "localhost", "--script", "nowhere.py"])
