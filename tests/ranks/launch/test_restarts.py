@@ -164,10 +164,11 @@ def test_a_first_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "large.env").write_text(f"LARGE={'x' * (1 << 17)}\n")  # larger than exec allows
     command = [sys.executable, "-c", PRINTS_FOLDERS, "launch", "-H", "localhost:1"]
     command += ["--max-restarts", "2", "--env-file", f"{tmp_path}/large.env", "-m", "platform"]
+    env = clean_env({"XDG_RUNTIME_DIR": str(tmp_path)})  # no other launcher's folder for viewers
     done = subprocess.run(
-        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
-    assert (done.returncode, done.stdout) == (2, "2 []\n"), done.stderr
+    assert (done.returncode, done.stdout) == (2, "3 []\n"), done.stderr
     assert done.stderr.endswith("mpirun: Argument list too long.\n")
 
 
