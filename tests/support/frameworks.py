@@ -1,4 +1,4 @@
-"""Training frameworks, tools that show runs, and Jupyter, beside the virtual environment whose torch they use.
+"""Training frameworks, tools that show runs, and Jupyter, beside the virtual environment and with its torch.
 
 Also another version of torch, for containers whose torch is not that of the hosts.
 
