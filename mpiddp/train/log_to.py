@@ -29,7 +29,11 @@ def logged_to(tools: str | None, run: RunDir) -> Iterator[None]:
     with contextlib.ExitStack() as started:
         watches = []
         for tool in tools.split(",") if tools else ():
-            process = _start(tool, run)
+            try:
+                process = _start(tool, run)
+            except OSError as error:  # a full disk; the training matters more
+                log.warning(f"warning: --log-to {tool}: {error}.")
+                continue
             assert process.stdin is not None
             started.enter_context(process.stdin)  # its end is the end of the records
             watch = threading.Thread(
@@ -48,11 +52,12 @@ def logged_to(tools: str | None, run: RunDir) -> Iterator[None]:
 
 def _start(tool: str, run: RunDir) -> subprocess.Popen[bytes]:
     # A batch system signals every process of a job, and the ranks may still save: it inherits this mask.
+    size = run.metrics.stat().st_size
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED)
     try:
         with _log(tool, run).open("ab") as printed:
             return subprocess.Popen(
-                [sys.executable, "-m", "mpiddp.train.sinks", tool, str(run.path)],
+                [sys.executable, "-m", "mpiddp.train.sinks", tool, str(run.path), str(size)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,  # why it failed
                 stderr=printed,

@@ -1,6 +1,6 @@
 """`--log-to`: the records of a run in the tools in which people look at runs, each through its own package.
 
-    python -m mpiddp.train.sinks tensorboard RUN     # rank 0 starts it, with a pipe as stdin
+    python -m mpiddp.train.sinks tensorboard RUN BYTES     # rank 0 starts it, with a pipe as stdin
 
 Each tool has a process beside rank 0, which follows metrics.jsonl until its stdin ends: neither a slow server
 nor an error or a crash of a package touches the training. RUN/log_to/tensorboard.json holds the id that the
@@ -131,15 +131,19 @@ def check_packages(tools: str | None) -> None:
             )
 
 
-def follow(tool: str, run: RunDir, is_over: Callable[[], bool]) -> None:
-    """Send the tool the records that it does not have yet, until `is_over`, which waits a moment."""
+def follow(tool: str, run: RunDir, resumed_bytes: int, is_over: Callable[[], bool]) -> None:
+    """Send the tool the records that it does not have yet, until `is_over`, which waits a moment.
+
+    Args:
+        resumed_bytes: the size of metrics.jsonl before this start of the run has added a record.
+    """
     file = run.path / "log_to" / f"{tool}.json"
     file.parent.mkdir(exist_ok=True)
     sent: dict[str, Any] = (
         json.loads(file.read_bytes()) if file.exists() else {"id": "", "bytes": 0}
     )
     # A run that resumed has dropped the records of later steps, which the tool then gets again.
-    end = min(sent["bytes"], run.metrics.stat().st_size)
+    end = min(sent["bytes"], resumed_bytes)
     kept, _ = read_records(run.metrics, 0, end)
     first_step = kept[-1]["step"] + 1 if kept else 0
     config = json.loads(run.config.read_bytes())
@@ -174,7 +178,7 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {k: v for k, v in record.items() if k != "step" and type(v) in (int, float)}
 
 
-def _main(tool: str, folder: str) -> None:
+def _main(tool: str, folder: str, resumed_bytes: str) -> None:
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the package prints goes to the log, as its stderr
 
@@ -191,7 +195,7 @@ def _main(tool: str, folder: str) -> None:
         return ended
 
     try:
-        follow(tool, RunDir(Path(folder)), is_over)
+        follow(tool, RunDir(Path(folder)), int(resumed_bytes), is_over)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         first_line = str(error).strip().partition("\n")[0]

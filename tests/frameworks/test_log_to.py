@@ -60,8 +60,9 @@ def test_tensorboard_has_each_record_once_after_a_stop_and_a_resume(tmp_path: Pa
 
 def follow(run: Path, tool: str, env: dict[str, str]) -> None:
     """Let the tool take the records that it does not have."""
+    size = (run / "metrics.jsonl").stat().st_size
     done = subprocess.run(
-        [sys.executable, "-m", "mpiddp.train.sinks", tool, str(run)],
+        [sys.executable, "-m", "mpiddp.train.sinks", tool, str(run), str(size)],
         env=clean_env() | env,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
