@@ -30,6 +30,7 @@ from mpiddp.train.metrics import StepTimer, Summary, measure_speed
 from mpiddp.train.parallel import clear_gradients, wrap
 from mpiddp.train.per_rank_log import PerRankLog
 from mpiddp.train.plan import TrainPlan
+from mpiddp.train.profiling import StepProfiler
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def train(
     coordinator, run, model = inputs.coordinator, inputs.run, state.model
     timer = StepTimer(device)
     per_rank_log = PerRankLog(coordinator.world.local_rank, is_wanted=config.per_rank_log)
+    profiler = StepProfiler(config, run, coordinator.world.rank)
     images_of_steps: list[int] = []
     evaluation_batch = max(config.batch_size, default_batch_size(data.shape))
     score: Score | None = None
@@ -79,6 +81,7 @@ def train(
         timer.resume()
 
         for step in steps:
+            profiler.before(progress.step + 1)
             lr = plan.lr(progress.step)
             loss_sum += train_step(state, ddp, batches, step, lr, config)
             num_images += step.num_images
@@ -87,6 +90,8 @@ def train(
             images_of_steps.append(step.num_images)
             progress = Progress(progress.step + 1, epoch, progress.position + step.num_images)
             ends_epoch = step is steps[-1]
+            if profiler.after(progress.step):
+                timer.resume()
 
             if progress.step % config.log_every == 0 or ends_epoch:
                 dist.all_reduce(loss_sum)
@@ -135,6 +140,7 @@ def train(
                 with exiting_together(coordinator):
                     checkpoint.save(checkpoints, state, progress, config, data.contents)
             if is_last:
+                profiler.close()
                 with exiting_together(coordinator):
                     checkpoints.close()
             if stops:

@@ -8,12 +8,12 @@ class Options:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from mpiddp.checkpoints.save_schedule import Interval, parse_interval
-from mpiddp.text import shown
+from mpiddp.text import parse_whole, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -106,3 +106,48 @@ def path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("expected a path, not an empty string")
     return text
+
+
+def names(known: Collection[str]) -> Callable[[str], str]:
+    """A parser for names of a table, separated by commas. The value keeps this form."""
+
+    def parsed(text: str) -> str:
+        given = list(dict.fromkeys(text.split(",")))
+        if unknown := [name for name in given if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"expected some of {', '.join(known)}, not {shown(unknown[0])!r}"
+            )
+        return ",".join(given)
+
+    return parsed
+
+
+def step_range(text: str) -> str:
+    """A parser for 10:15, the steps 10 to 15."""
+    try:
+        first, last = split_steps(text)
+        if first <= last:
+            return f"{first}:{last}"
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"expected a first and a last step, such as 10:15, not {shown(text)!r}"
+    )
+
+
+def split_steps(text: str) -> tuple[int, int]:
+    """The steps 10 and 15 of "10:15". Raises ValueError for another text."""
+    first, last = text.split(":")
+    return parse_whole(first, 1), parse_whole(last, 1)
+
+
+def ranks(text: str) -> str:
+    """A parser for 0,5 or all, for `mpiddp.protocol.messages.is_shown`."""
+    try:
+        return (
+            text if text == "all" else ",".join(str(parse_whole(each)) for each in text.split(","))
+        )
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected all, or ranks such as 0,5, not {shown(text)!r}"
+        ) from None

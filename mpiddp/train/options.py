@@ -15,8 +15,18 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.log import RankParser
 from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.data.datasets import DATASETS
-from mpiddp.train.option_parser import add_options, interval, number, option, path
+from mpiddp.train.option_parser import (
+    add_options,
+    interval,
+    names,
+    number,
+    option,
+    path,
+    ranks,
+    step_range,
+)
 from mpiddp.train.schedule import SCHEDULES
+from mpiddp.train.sinks import SINKS
 
 COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
@@ -272,6 +282,13 @@ class TrainOptions:
     log_every: int = option(
         "run", "steps between two log lines", type=whole(1), default=50, metavar="STEPS"
     )
+    log_to: str | None = option(
+        "run",
+        f"also show the run in {', '.join(SINKS)}; separated by commas",
+        type=names(SINKS),
+        metavar="TOOLS",
+        of_steps=False,
+    )
     per_rank_log: bool = option(
         "run",
         'print "Local Rank: 0, Epoch: 0, Training ..." and the average step time on every rank',
@@ -294,6 +311,21 @@ class TrainOptions:
         const=CHECKED_STEPS,
         type=whole(1),
         metavar="STEPS",
+        of_steps=False,
+    )
+    profile: str | None = option(
+        "checks",
+        "trace these steps with torch.profiler: 10:15 records steps 10 to 15",
+        type=step_range,
+        metavar="FIRST:LAST",
+        of_steps=False,
+    )
+    profile_ranks: str = option(
+        "checks",
+        "the ranks of --profile",
+        type=ranks,
+        default="0",
+        metavar="0,5|all",
         of_steps=False,
     )
     check_divergence: int | None = option(

@@ -32,6 +32,7 @@ from mpiddp.train.data.dataset import Data
 from mpiddp.train.determinism import check_determinism
 from mpiddp.train.divergence import warn_of_one_copy
 from mpiddp.train.engine import build_model, choose_kernels
+from mpiddp.train.log_to import logged_to
 from mpiddp.train.loop import TrainInputs, build_state, train
 from mpiddp.train.metrics import Summary, read_summary, table
 from mpiddp.train.opening import open_data, prepare
@@ -40,6 +41,8 @@ from mpiddp.train.plan import TrainPlan, plan_training
 from mpiddp.train.rank_config import resolve_rank_config
 from mpiddp.train.rank_log import rank_log
 from mpiddp.train.restart import IMAGES_PER_PASS
+from mpiddp.train.run_record import recorded
+from mpiddp.train.sinks import check_packages
 from mpiddp.world import World
 
 PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
@@ -87,6 +90,8 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
                 return check_determinism(inputs)
         with coordinator.all_or_none():
             _refuse_existing_run(run, config)
+            if world.rank == 0:
+                check_packages(config.log_to)
         _announce(config, plan, run)
         if backend == "nccl":
             os.environ.update(flight_recorder.settings(run.logs, os.environ))
@@ -101,7 +106,10 @@ def run_rank(options: TrainOptions | UserError, world: World, session: Session) 
                     run.logs.mkdir(exist_ok=True)
                     if checkpoints.is_writer:
                         save_json(run.config, config.as_json())
-                with rank_log(run, world, session):
+                with rank_log(run, world, session), contextlib.ExitStack() as beside:
+                    if world.rank == 0:
+                        beside.enter_context(recorded(run, coordinator, started))
+                        beside.enter_context(logged_to(config.log_to, run))
                     log.info(_headline(inputs, backend))
                     if is_alone:
                         listen_when_alone(session.stop)

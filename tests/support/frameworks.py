@@ -1,4 +1,4 @@
-"""Training frameworks, and Jupyter's kernel, beside the virtual environment, whose torch they use.
+"""Training frameworks, tools that show runs, and Jupyter, beside the virtual environment and with its torch.
 
 Also another version of torch, for containers whose torch is not that of the hosts.
 
@@ -22,6 +22,9 @@ PACKAGES = {
     "transformers": "5.23.0",
     "ipykernel": "7.4.0",
     "jupyter_client": "8.10.0",
+    "tensorboard": "2.21.0",
+    "wandb": "0.31.0",
+    "mlflow_skinny": "3.17.2",
 }
 OTHER_TORCH = "2.9.1+cpu"
 _PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")

@@ -121,6 +121,16 @@ def test_flux_knows_its_hosts(in_folder: Path) -> None:
     assert found(env) == ("the Flux instance", ["n1", "n2"], [None, None])
 
 
+def test_a_flux_that_fails_in_bytes_that_are_no_text(tmp_path: Path) -> None:
+    flux = tmp_path / "flux"
+    flux.write_bytes(b"#!/bin/sh\nprintf 'no \\377 broker\\n' >&2\nexit 1\n")
+    flux.chmod(0o755)
+    env = FLUX | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert "flux getattr hostlist fails: no \N{REPLACEMENT CHARACTER} broker" in refusal(
+        lambda: found(env)
+    )
+
+
 def test_a_pbs_job_that_lists_each_host_once_takes_its_gpus(in_folder: Path) -> None:
     (in_folder / "node_file").write_text("n1\nn2\n")
     assert found(PBS)[1:] == (["n1", "n2"], [None, None])

@@ -26,7 +26,7 @@ from mpiddp.launch.starters.environment import (
     without_values,
 )
 from mpiddp.launch.starters.shared import can_shield
-from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.starters.table import STARTERS, _find_library
 from tests.support.patience import PATIENCE_S
 
 # What their --version prints.
@@ -362,3 +362,14 @@ def test_a_choice_of_the_user_is_kept() -> None:
     argv = argv_of("openmpi5", replace(IN_SLURM, env={**IN_SLURM.env, "PRTE_MCA_plm": "slurm"}))
     assert not follows(argv, "plm", "ssh")
     assert follows(argv, "--prtemca", "ras")
+
+
+@pytest.mark.parametrize("folder", ["lib", "lib64", "lib/release", "lib/x86_64-linux-gnu"])
+def test_the_library_of_an_mpi_lies_beside_its_mpirun(tmp_path: Path, folder: str) -> None:
+    program = tmp_path / "bin" / "mpirun"
+    assert _find_library("libmpi.so", program) is None
+    library = tmp_path / folder / "libmpi.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert _find_library("libmpi.so", program) == library
+    assert _find_library("", program) is None  # srun has none

@@ -13,7 +13,16 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import THIS_MACHINE, _wanted, keep_usable, read_hosts, working_folder
+from mpiddp.launch.plan import (
+    THIS_MACHINE,
+    _check,
+    _wanted,
+    keep_usable,
+    read_hosts,
+    working_folder,
+)
+from mpiddp.launch.starters.command import RankStarter
+from mpiddp.launch.starters.table import STARTERS
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
@@ -122,3 +131,23 @@ def test_the_working_folder_has_the_shells_name(
     for pwd in ("", "link", str(tmp_path / "other"), str(tmp_path / "gone")):
         assert working_folder({"PWD": pwd}) == str(tmp_path / "real")
     assert working_folder({}) == str(tmp_path / "real")
+
+
+STARTER = {kind.name: RankStarter(kind, "1", Path("/bin/true")) for kind in STARTERS}
+
+
+@pytest.mark.parametrize("option", ["--spares=1", "--min-hosts=2", "--min-ranks=2"])
+def test_options_that_need_a_preflight_are_refused_where_srun_starts_the_ranks(option: str) -> None:
+    def check(starter: RankStarter, *options: str) -> None:
+        _check(parse_options(["-H", "a,b,c", *options, "-m", "train"]), ALL, starter, {})
+
+    by_scheduler = [starter for starter in STARTER.values() if starter.kind.has_scheduler]
+    over_ssh = [starter for starter in STARTER.values() if not starter.kind.has_scheduler]
+    assert by_scheduler
+    assert over_ssh
+    for starter in by_scheduler:
+        check(starter)
+        with pytest.raises(UserError, match=f"^{option.partition('=')[0]}: inside a Slurm job"):
+            check(starter, option)
+    for starter in over_ssh:
+        check(starter, option)

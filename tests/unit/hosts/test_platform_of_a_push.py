@@ -1,0 +1,36 @@
+"""A host on which the programs of a pushed folder cannot run refuses it.
+
+Tests mpiddp/hosts/cluster/receive.py.
+python -m pytest tests/unit/hosts/test_platform_of_a_push.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpiddp.hosts.cluster.receive import _check_platform, this_platform
+from mpiddp.hosts.cluster.transfer import Failed
+
+HERE = this_platform()
+
+
+def check(*, has_programs: bool = True, **platform: Any) -> None:
+    _check_platform({"platform": HERE | platform, "has_programs": has_programs})
+
+
+def test_what_runs_here_is_taken() -> None:
+    check()
+    check(glibc=[])
+    check(machine="z80", glibc=[99, 1], has_programs=False)
+
+
+def test_another_processor_is_refused() -> None:
+    with pytest.raises(Failed, match=rf"its CPU is {HERE['machine']}, .* for z80\."):
+        check(machine="z80")
+
+
+def test_an_older_glibc_is_refused() -> None:
+    with pytest.raises(Failed, match=r"its glibc is .*, older than 99\.1 here\."):
+        check(glibc=[99, 1])

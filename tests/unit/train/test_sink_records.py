@@ -1,0 +1,39 @@
+"""The records that a tool gets from metrics.jsonl, and the names of tools.
+
+Tests mpiddp/train/sinks.py.
+python -m pytest tests/unit/train/test_sink_records.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.train.options import parse
+from mpiddp.train.sinks import read_records
+
+
+def test_an_incomplete_line_waits_for_its_end(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 2, "loss": 0.5}\n{"step": 4, "lo')
+    first, end = read_records(metrics, 0)
+    assert (first, end) == ([{"step": 2, "loss": 0.5}], 25)
+    assert read_records(metrics, end) == ([], 25)
+    metrics.write_text('{"step": 2, "loss": 0.5}\n{"step": 4, "loss": null}\n')
+    assert read_records(metrics, end) == ([{"step": 4, "loss": None}], 51)
+    assert read_records(metrics, 0, 25) == (first, 25)
+
+
+def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('cut\n[1]\n{}\n{"step": "x"}\nnull\n{"step": 1}\n')
+    assert read_records(metrics, 0)[0] == [{"step": 1}]
+
+
+def test_tools_are_named_once() -> None:
+    assert parse(["--log-to", "wandb,mlflow,wandb"]).log_to == "wandb,mlflow"
+    for unknown in ("wandv", "", "wandb,", "wandb mlflow"):
+        with pytest.raises(UserError, match=r"expected some of tensorboard, wandb, mlflow, track"):
+            parse([f"--log-to={unknown}"])
