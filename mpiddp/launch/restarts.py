@@ -155,7 +155,7 @@ class _Job:
 
     def _restart(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart after a failure."""
-        log.info(outcome.sentence)
+        outcome.log()
         self._restarts += 1
         self._failures += 1
         self._in_a_row = 1 if outcome.made_steps else self._in_a_row + 1
@@ -203,6 +203,8 @@ class _Job:
         self._restarts += 1
         self._before_growth = None
         self._stop_growing(outcome.sentence)
+        if outcome.known_cause:
+            log.info(outcome.known_cause)
         if self._must_stop():
             return _interrupted(is_saved=self._is_saved)
         self._plan = plan

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from mpiddp.launch.supervise.known_cause import Tail
 from mpiddp.launch.supervise.screen import Screen, Source
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS, is_shown
 from mpiddp.text import escaped
@@ -119,6 +120,9 @@ class Outputs:
         selection: the ranks that are shown, see `protocol.messages.is_shown`.
         has_prefix: each of their lines begins with the rank and its host.
         shows_end: what mpirun says about the end of a rank passes at once, see `EndMessage`.
+
+    Attributes:
+        stderr: the end of what was shown there.
     """
 
     def __init__(
@@ -135,8 +139,10 @@ class Outputs:
             count = len(set().union(*(ranks[stream] for stream in group)))
             screen = Screen(group[0], STREAMS[group[0]], is_shared=count > 1)
             screens |= dict.fromkeys(group, screen)
+        self.stderr = Tail()
         self.copies = tuple(
-            OutputCopy(screens[stream], None if shows_end else EndMessage()) for stream in STREAMS
+            OutputCopy(screens[stream], None if shows_end else EndMessage(), tail)
+            for stream, tail in zip(STREAMS, (None, self.stderr), strict=True)
         )
         self._screens = screens
 
@@ -211,11 +217,15 @@ class OutputCopy:
     """A thread that copies one stream of the job to a screen.
 
     mpirun gets `pipe`, and `started` closes it here. `end_message`, if there is one, filters what it writes.
+    `tail`, if there is one, gets what is shown.
     """
 
-    def __init__(self, screen: Screen, end_message: EndMessage | None) -> None:
+    def __init__(
+        self, screen: Screen, end_message: EndMessage | None, tail: Tail | None = None
+    ) -> None:
         self._screen = screen
         self._end_message = end_message
+        self._tail = tail
         self._reader, self.pipe = os.pipe()
         os.set_blocking(self._reader, False)
         self._mpirun = Source(-1)
@@ -324,7 +334,7 @@ class OutputCopy:
                 return False
             if len(buffer) < end:
                 break
-            self._screen.show(connection.source, bytes(buffer[begin:end]))
+            self._show(connection.source, bytes(buffer[begin:end]))
             del buffer[:end]
         return True
 
@@ -347,7 +357,12 @@ class OutputCopy:
 
     def _show_mpirun(self, text: bytes) -> None:
         if text:
-            self._screen.show(self._mpirun, text)
+            self._show(self._mpirun, text)
+
+    def _show(self, source: Source, text: bytes) -> None:
+        if self._tail is not None:
+            self._tail.add(source.rank, text)
+        self._screen.show(source, text)
 
     def settle(self, *, is_said: bool) -> bytes:
         """Show what waits for the verdict, unless that says it. Returns what was not shown."""

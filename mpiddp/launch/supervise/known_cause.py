@@ -1,0 +1,95 @@
+"""The known cause of a failed job, by what its ranks and mpirun have printed on stderr.
+
+Only a failure needs the table of `mpiddp.doctor`, which takes some 50 ms to load.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from mpiddp.text import size_text
+
+if TYPE_CHECKING:
+    from mpiddp.doctor.explanations import Explanation
+    from mpiddp.doctor.memory import OomKills
+    from mpiddp.launch.supervise.verdict import FirstFailure
+
+# Rows whose cause is the host of the rank that failed first, whatever its script does.
+OF_THE_HOST = ("cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed")
+
+_TAIL_BYTES = 1 << 16
+
+
+class Tail:
+    """The last 64 KiB that ranks and mpirun have printed. One thread adds, another reads after its end."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[tuple[int, bytes]] = deque()
+        self._size = 0
+
+    def add(self, rank: int, text: bytes) -> None:
+        """A rank has printed a text; mpirun is rank -1."""
+        text = text[-_TAIL_BYTES:]
+        self._chunks.append((rank, text))
+        self._size += len(text)
+        while self._size > _TAIL_BYTES:
+            self._size -= len(self._chunks.popleft()[1])
+
+    def by_rank(self) -> dict[int, list[str]]:
+        """The lines of each rank, and those of mpirun."""
+        texts: dict[int, bytes] = {}
+        for rank, text in self._chunks.copy():
+            texts[rank] = texts.get(rank, b"") + text
+        return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in texts.items()}
+
+
+def known_cause(first: FirstFailure | None, tail: Tail) -> Explanation | None:
+    """The known failure that explains the end of the job; None if no row of the table does.
+
+    The words of the rank that failed first count before those of the others. An exception of its own that no
+    row knows is its cause: then whatever the others have printed is none.
+    """
+    try:
+        from mpiddp.doctor.explanations import explain
+        from mpiddp.doctor.failures import Weight
+    except (
+        ImportError,
+        OSError,
+    ):  # this process has no files left, or the installation has changed
+        return None
+    lines = tail.by_rank()
+    own: list[str] = []
+    if first is not None:
+        own = [*first.error.splitlines(), *lines.pop(first.rank, [])]
+        found = explain(own)
+        if found and found.failure.weight is Weight.CAUSE:
+            return found
+        if first.error and (found is None or found.failure.weight is Weight.EXCEPTION):
+            return None
+    found = explain([*own, *(line for each in lines.values() for line in each)])
+    is_cause = found is not None and found.failure.weight in (Weight.CAUSE, Weight.SYMPTOM)
+    return found if is_cause else None
+
+
+def cause_sentence(found: Explanation) -> str:
+    """What the verdict is followed by: the line, what it means, and what mends it."""
+    row = found.failure
+    return (
+        f'"{found.line}" has a known cause. {row.program}: {row.cause} Mend it: {row.mend} '
+        f"More: docs/troubleshooting.md#{row.id}"
+    )
+
+
+def oom_sentence(before: OomKills | None, after: OomKills | None) -> str:
+    """What the kernel's count says about the job; "" if it has killed nothing meanwhile."""
+    if before is None or after is None or after.count <= before.count:
+        return ""
+    count, limit = after.count - before.count, after.limit_bytes
+    killed = "a process" if count == 1 else f"{count} processes"
+    full = f"its control group's limit of {size_text(limit)}" if limit else "this host's memory"
+    return (
+        f"the kernel has killed {killed} here since the start, because {full} was reached (oom_kill). "
+        "Mend it: a smaller batch, fewer DataLoader workers, or more memory. "
+        "More: docs/troubleshooting.md#system-out-of-memory"
+    )
