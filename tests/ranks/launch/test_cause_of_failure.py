@@ -1,7 +1,7 @@
 """A failed job's verdict is followed by the known cause of what its ranks printed, and by no guess.
 
 Tests mpiddp/launch/supervise/known_cause.py.
-python -m pytest tests/ranks/launch/test_known_cause.py
+python -m pytest tests/ranks/launch/test_cause_of_failure.py
 """
 
 from __future__ import annotations
