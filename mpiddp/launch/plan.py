@@ -20,7 +20,7 @@ from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.hosts.slots import exclude
-from mpiddp.launch import log, memory
+from mpiddp.launch import log, remembered
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions, Where
 from mpiddp.launch.place import place, ranks_by_host
@@ -56,7 +56,7 @@ class Plan:
     infos: Mapping[Host, HostInfo]
     left_out: tuple[str, ...]
     enough: int
-    avoided: memory.Doubts
+    avoided: remembered.Doubts
 
 
 def make_plan(
@@ -94,16 +94,16 @@ def make_plan(
     wanted = _wanted(options.where, named)
     enough = earlier.enough if earlier else wanted
 
-    doubts = {} if earlier else memory.doubts(options.where, named)
+    doubts = {} if earlier else remembered.doubts(options.where, named)
     avoided = earlier.avoided if earlier else doubts if options.where.avoid_flaky else {}
 
     found, complaints = run_preflight(options, named, starter, env, earlier, known or {})
     silent = {host: why for host, why in complaints.items() if host not in found}
-    memory.note_silent(options.where, named, silent)
+    remembered.note_silent(options.where, named, silent)
     infos = {host: info for host, info in found.items() if host not in complaints}
-    in_order = memory.placed_last(named, avoided)
+    in_order = remembered.placed_last(named, avoided)
     hosts = keep_usable(in_order, complaints, options.where, min(wanted, enough), avoided)
-    memory.say(avoided or doubts, hosts, avoids=bool(avoided))
+    remembered.say(avoided or doubts, hosts, avoids=bool(avoided))
     _check_versions(infos, starter)
     placed = place(
         hosts,
@@ -157,7 +157,7 @@ def keep_usable(
     complaints: Mapping[Host, str],
     where: Where,
     least: int,
-    avoided: memory.Doubts = MappingProxyType({}),
+    avoided: remembered.Doubts = MappingProxyType({}),
 ) -> Hosts:
     """The hosts without those that failed the preflight, and without the spares that the job does not need.
 
@@ -177,7 +177,7 @@ def keep_usable(
     left = replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in complaints))
     if complaints and len(left.usable) < least:
         raise UserError("\n".join(complaints.values()))
-    more = memory.left_out(left.usable, avoided, where, least)
+    more = remembered.left_out(left.usable, avoided, where, least)
     left = replace(left, hosts=tuple(host for host in left.hosts if host not in more))
     for complaint in (*complaints.values(), *more.values()):
         log.info(f"leaving out a host: {complaint}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
-from mpiddp.launch import log, memory
+from mpiddp.launch import log, remembered
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch, ignored
 from mpiddp.launch.options import LaunchOptions
@@ -148,8 +148,8 @@ class _Job:
         plan, host = self._plan, outcome.host_at_fault
         fault = (host, outcome.sentence)
         where, placed = self._options.where, plan.request.hosts
-        memory.note_attempt(where, plan.named, placed, outcome.code, fault)
-        before, self._at_fault = self._at_fault, memory.key_of(host, plan.named) if host else ""
+        remembered.note_attempt(where, plan.named, placed, outcome.code, fault)
+        before, self._at_fault = self._at_fault, remembered.key_of(host, plan.named) if host else ""
         if host and self._at_fault == before:
             doubt = f"{self._at_fault} has ended two attempts in a row"
             self._plan = replace(plan, avoided={**plan.avoided, self._at_fault: doubt})

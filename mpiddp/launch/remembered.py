@@ -9,14 +9,17 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mpiddp.errors import DONE, FAILED, STOPPED
-from mpiddp.hosts.history import Event, Files
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
 from mpiddp.text import listed
+
+if TYPE_CHECKING:
+    from mpiddp.hosts.history import Event, Files
 
 _JOB = os.urandom(4).hex()  # this launch
 
@@ -109,8 +112,12 @@ def say(doubted: Doubts, used: Hosts, *, avoids: bool) -> None:
 def _files(where: Where, named: Hosts) -> Files | None:
     if all(is_this_host(host.name) for host in named.usable):
         return None
+    from mpiddp.hosts.history import Files  # only jobs over several hosts pay for it
+
     return Files.of(where.hostfile, os.environ)
 
 
 def _event(hosts: tuple[str, ...], failed: Mapping[str, str]) -> Event:
+    from mpiddp.hosts.history import Event
+
     return Event(time.time(), _JOB, hosts, failed)
