@@ -8,12 +8,20 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from mpiddp.doctor.memory import OomKills, oom_kills
+from mpiddp.errors import FAILED
+from mpiddp.hosts.names import is_this_host
+from mpiddp.launch.supervise.verdict import (
+    FirstFailure,
+    History,
+    Verdict,
+    host_at_fault,
+    host_of_killed,
+)
 from mpiddp.text import size_text
 
 if TYPE_CHECKING:
     from mpiddp.doctor.explanations import Explanation
-    from mpiddp.doctor.memory import OomKills
-    from mpiddp.launch.supervise.verdict import FirstFailure
 
 # Rows whose cause is the host of the rank that failed first, whatever its script does.
 OF_THE_HOST = ("cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed")
@@ -44,6 +52,29 @@ class Tail:
         return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in texts.items()}
 
 
+def look_into(
+    history: History, found: Verdict, tail: Tail, kills_before: OomKills | None
+) -> tuple[str, str]:
+    """The known cause of a failure, as a sentence, and the host that is at fault; "" for unknown."""
+    if found.code != FAILED:
+        return "", ""
+    killed_on = host_of_killed(history)
+    if killed_on and is_this_host(killed_on) and (kill := oom_sentence(kills_before, oom_kills())):
+        return kill, ""  # the job needs more memory than it was given
+    host = host_at_fault(history)
+    cause = known_cause(found.first, tail)
+    if cause is None:
+        return "", host
+    row = cause.failure
+    if row.id in OF_THE_HOST and found.first:
+        host = history.ranks.hosts[found.first.rank]
+    sentence = (
+        f'"{cause.line}" has a known cause. {row.program}: {row.cause} Mend it: {row.mend} '
+        f"More: docs/troubleshooting.md#{row.id}"
+    )
+    return sentence, host
+
+
 def known_cause(first: FirstFailure | None, tail: Tail) -> Explanation | None:
     """The known failure that explains the end of the job; None if no row of the table does.
 
@@ -70,15 +101,6 @@ def known_cause(first: FirstFailure | None, tail: Tail) -> Explanation | None:
     found = explain([*own, *(line for each in lines.values() for line in each)])
     is_cause = found is not None and found.failure.weight in (Weight.CAUSE, Weight.SYMPTOM)
     return found if is_cause else None
-
-
-def cause_sentence(found: Explanation) -> str:
-    """What the verdict is followed by: the line, what it means, and what mends it."""
-    row = found.failure
-    return (
-        f'"{found.line}" has a known cause. {row.program}: {row.cause} Mend it: {row.mend} '
-        f"More: docs/troubleshooting.md#{row.id}"
-    )
 
 
 def oom_sentence(before: OomKills | None, after: OomKills | None) -> str:

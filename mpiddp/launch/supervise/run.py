@@ -14,20 +14,15 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpiddp.doctor.memory import OomKills, oom_kills
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.doctor.memory import oom_kills
+from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.input import Input
-from mpiddp.launch.supervise.known_cause import (
-    OF_THE_HOST,
-    cause_sentence,
-    known_cause,
-    oom_sentence,
-)
+from mpiddp.launch.supervise.known_cause import Tail, look_into
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
 from mpiddp.launch.supervise.output import Outputs
 from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
@@ -37,15 +32,7 @@ from mpiddp.launch.supervise.signals import (
     SignalQueue,
     with_child_exits,
 )
-from mpiddp.launch.supervise.verdict import (
-    FirstFailure,
-    History,
-    Stop,
-    Verdict,
-    host_at_fault,
-    host_of_killed,
-    verdict,
-)
+from mpiddp.launch.supervise.verdict import FirstFailure, History, Stop, verdict
 from mpiddp.protocol.messages import HANDED_OVER, INPUT, recorded_error
 from mpiddp.protocol.variables import JOB, OUTPUT, SECRET
 
@@ -131,7 +118,8 @@ def run_attempt(
         )
         found = verdict(history)
         _settle(mpirun.outputs, found.is_complete, terms.options.output.log_dir)
-        cause, at_fault = _looked_into(history, found, mpirun.outputs, kills_before)
+        tail = mpirun.outputs.stderr if mpirun.outputs.is_finished(0.0) else Tail()
+        cause, at_fault = look_into(history, found, tail, kills_before)
     ranks.remove_error_files()
     if found.code not in (DONE, BAD_INPUT, STOPPED) and not starter.kind.has_scheduler:
         from mpiddp.launch.orphans import kill_orphans
@@ -283,26 +271,6 @@ def _server_address(starter: RankStarter, request: Request) -> str | None:
     is_local = all(is_this_host(host.name) for host in request.hosts.hosts)
     has_socket = is_local and not starter.kind.has_scheduler and not request.is_command
     return None if has_socket else request.network.control_address
-
-
-def _looked_into(
-    history: History, found: Verdict, outputs: Outputs, kills_before: OomKills | None
-) -> tuple[str, str]:
-    """The known cause of a failure, as a sentence, and the host that is at fault; "" for unknown."""
-    if found.code != FAILED:
-        return "", ""
-    killed_on = host_of_killed(history)
-    if killed_on and is_this_host(killed_on) and (kill := oom_sentence(kills_before, oom_kills())):
-        return kill, ""  # the job needs more memory than it was given
-    host = host_at_fault(history)
-    if not outputs.is_finished(0.0):  # its thread still writes what would be read here
-        return "", host
-    cause = known_cause(found.first, outputs.stderr)
-    if cause is None:
-        return "", host
-    if cause.failure.id in OF_THE_HOST and found.first:
-        host = history.ranks.hosts[found.first.rank]
-    return cause_sentence(cause), host
 
 
 def _settle(outputs: Outputs, is_said: bool, log_dir: str | None) -> None:
