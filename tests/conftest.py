@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 if TYPE_CHECKING:  # tests/unit runs without what these need
     from tests.support.cluster import Cluster
     from tests.support.cluster.slurm import Slurm
+
+# No test remembers the hosts of another (mpiddp/hosts/history.py).
+os.environ["XDG_STATE_HOME"] = "/dev/null"
 
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.

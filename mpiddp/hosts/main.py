@@ -7,6 +7,7 @@
     mpiddp hosts push hostfiles/two_nodes
     mpiddp hosts pull hostfiles/two_nodes runs/x
     mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
+    mpiddp hosts history hostfiles/two_nodes
 
 The verbs of `OVER_SSH` and `check --network` connect to the hosts; the others do not.
 """
@@ -19,6 +20,7 @@ import sys
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
+from mpiddp.hosts import history_verbs
 from mpiddp.hosts.cluster import keys, network, pull, push, run
 from mpiddp.hosts.formats import MPI_NAMES, Form, MpiName, diff, render, render_host
 from mpiddp.hosts.hostfile import Host, Hosts, read_hostfile
@@ -43,6 +45,8 @@ def main(argv: list[str]) -> int:
     if options.verb in OVER_SSH:
         code: int = OVER_SSH[options.verb][0].main(options, _read(options, options.file))
         return code
+    if options.verb in history_verbs.VERBS:
+        return history_verbs.main(options)
     if options.verb == "check":
         return _check(_read(options, options.file), options.mpi, with_network=options.network)
     if options.verb == "convert":
@@ -102,6 +106,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     compare.add_argument("b", help="the second hostfile")
     for name, (module, purpose) in OVER_SSH.items():
         module.add_arguments(verb(name, purpose))
+    for name, purpose in history_verbs.VERBS.items():
+        history_verbs.add_arguments(verb(name, purpose))
     own, command = argv, []
     if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
         own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]

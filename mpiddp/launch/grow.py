@@ -99,7 +99,8 @@ def _candidates(options: LaunchOptions, plan: Plan) -> list[Host]:
     listed = read_hosts(where, os.environ)
     used = {host.key: host for host in plan.hosts.hosts}
     places = len(listed.usable) - where.spares - len(plan.hosts.usable)
-    new = [host for host in listed.usable if host.key not in used]
+    known = {*used, *plan.avoided}
+    new = [host for host in listed.usable if host.key not in known]
     larger = [
         host for host in listed.usable if host.key in used and _is_larger(host, used[host.key])
     ]

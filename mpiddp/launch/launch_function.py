@@ -64,7 +64,10 @@ def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
     options.output.check_log_ranks(plan.request.world_size)
     if hint := left_out_hint(options.how.exports, os.environ):
         log.info(hint)
-    return run(options, plan, started_at, exchange)
+    outcome = run(options, plan, started_at, exchange)
+    if outcome.known_cause:  # the caller's exception has the verdict
+        log.info(outcome.known_cause)
+    return outcome
 
 
 def _with_variables(options: LaunchOptions, env: dict[str, str]) -> LaunchOptions:

@@ -57,8 +57,7 @@ def main(argv: list[str]) -> int:
     from mpiddp.launch.restarts import run  # a dry run needs no sockets and secrets
 
     outcome = run(options, plan, started_at)
-    if outcome.sentence:
-        log.info(outcome.sentence)
+    outcome.log()
     if outcome.resumes:
         exports, job = options.how.exports, argv[len(argv) - len(options.job.command) :]
         own = without_values(argv[: len(argv) - len(job)], exports, os.environ)

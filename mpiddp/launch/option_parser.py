@@ -155,6 +155,12 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         help="keep the last K hosts in reserve; each takes the place of a host that fails the preflight",
     )
     add.add_argument(
+        "--avoid-flaky",
+        action="store_true",
+        help="leave out hosts that failed in 2 of their last 5 jobs, as far as --min-hosts or --spares allow "
+        "it, else place ranks there last (see: mpiddp hosts history)",
+    )
+    add.add_argument(
         "--grow",
         dest="grow_s",
         type=duration,

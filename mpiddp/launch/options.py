@@ -79,6 +79,7 @@ class Where:
     check: bool  # run the preflight
     wait_s: float | None  # for hosts that do not answer yet
     share_gpus: bool
+    avoid_flaky: bool  # do without hosts that have failed often
 
     @property
     def names_hosts(self) -> bool:

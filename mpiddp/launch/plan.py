@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import UserError
@@ -19,7 +20,7 @@ from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.hosts.slots import exclude
-from mpiddp.launch import log
+from mpiddp.launch import log, remembered
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions, Where
 from mpiddp.launch.place import place, ranks_by_host
@@ -44,7 +45,8 @@ class Plan:
 
     named: the hosts that were to choose from. hosts: those that were chosen, before their ranks were placed.
     infos: what the preflight has found on them. left_out: the names of those that failed it.
-    enough: the number of hosts of the job's first attempt.
+    enough: the number of hosts of the job's first attempt. avoided: those that the job does without where it
+    can.
     """
 
     starter: RankStarter
@@ -54,6 +56,7 @@ class Plan:
     infos: Mapping[Host, HostInfo]
     left_out: tuple[str, ...]
     enough: int
+    avoided: remembered.Doubts
 
 
 def make_plan(
@@ -91,8 +94,16 @@ def make_plan(
     wanted = _wanted(options.where, named)
     enough = earlier.enough if earlier else wanted
 
-    infos, complaints = run_preflight(options, named, starter, env, earlier, known or {})
-    hosts = keep_usable(named, complaints, options.where, min(wanted, enough))
+    doubts = {} if earlier else remembered.doubts(options.where, named)
+    avoided = earlier.avoided if earlier else doubts if options.where.avoid_flaky else {}
+
+    found, complaints = run_preflight(options, named, starter, env, earlier, known or {})
+    silent = {host: why for host, why in complaints.items() if host not in found}
+    remembered.note_silent(options.where, named, silent)
+    infos = {host: info for host, info in found.items() if host not in complaints}
+    in_order = remembered.placed_last(named, avoided)
+    hosts = keep_usable(in_order, complaints, options.where, min(wanted, enough), avoided)
+    remembered.say(avoided or doubts, hosts, avoids=bool(avoided))
     _check_versions(infos, starter)
     placed = place(
         hosts,
@@ -119,7 +130,7 @@ def make_plan(
     left_out = tuple(host.name for host in complaints)
     enough = earlier.enough if earlier else len(hosts.usable)
     infos = {host: infos[host] for host in hosts.hosts if host in infos}
-    return Plan(starter, request, named, hosts, infos, left_out, enough)
+    return Plan(starter, request, named, hosts, infos, left_out, enough, avoided)
 
 
 def read_hosts(where: Where, env: Mapping[str, str]) -> Hosts:
@@ -141,7 +152,13 @@ def read_hosts(where: Where, env: Mapping[str, str]) -> Hosts:
     return hosts if where.exclude is None else exclude(hosts, where.exclude)
 
 
-def keep_usable(hosts: Hosts, complaints: Mapping[Host, str], where: Where, least: int) -> Hosts:
+def keep_usable(
+    hosts: Hosts,
+    complaints: Mapping[Host, str],
+    where: Where,
+    least: int,
+    avoided: remembered.Doubts = MappingProxyType({}),
+) -> Hosts:
     """The hosts without those that failed the preflight, and without the spares that the job does not need.
 
     The last `--spares` hosts are spares. One takes the place of each unusable host; without enough of
@@ -150,15 +167,19 @@ def keep_usable(hosts: Hosts, complaints: Mapping[Host, str], where: Where, leas
     Args:
         complaints: why each unusable host is one.
         least: the number of hosts that have to remain unless the options allow fewer.
+        avoided: usable hosts that are left out as far as this is allowed.
 
     Raises:
         UserError: too few hosts remain.
     """
     wanted = _wanted(where, hosts)
+    least = (where.min_hosts or 1) if where.can_shrink else least
     left = replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in complaints))
-    if complaints and len(left.usable) < ((where.min_hosts or 1) if where.can_shrink else least):
+    if complaints and len(left.usable) < least:
         raise UserError("\n".join(complaints.values()))
-    for complaint in complaints.values():
+    more = remembered.left_out(left.usable, avoided, where, least)
+    left = replace(left, hosts=tuple(host for host in left.hosts if host not in more))
+    for complaint in (*complaints.values(), *more.values()):
         log.info(f"leaving out a host: {complaint}")
     spares = left.usable[wanted:]
     if spares:
@@ -193,6 +214,7 @@ def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: 
         "--grow": options.when.grow_s,
         "--min-hosts": where.min_hosts,
         "--min-ranks": where.min_ranks,
+        "--avoid-flaky": where.avoid_flaky,
     }
     for option, is_given in needs_preflight.items():
         if starter.kind.has_scheduler and is_given:
@@ -212,7 +234,7 @@ def run_preflight(
     earlier: Plan | None,
     known: Mapping[Host, HostInfo],
 ) -> tuple[Mapping[Host, HostInfo], Mapping[Host, str]]:
-    """What each usable host has, and why the others are not usable; nothing if no preflight runs.
+    """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
 
     Hosts with slots=0 take no rank and are not checked. The first attempt may wait for hosts; a restart has
     pauses of its own.
@@ -241,8 +263,8 @@ def run_preflight(
     infos = {**known, **found}
     infos = {host: infos[host] for host in named.usable if host in infos}
     proven = earlier.hosts.hosts if earlier else ()
-    complaints |= preflight.strangers(infos, proven, needs.mpirun)
-    return {host: info for host, info in infos.items() if host not in complaints}, complaints
+    own = {host: info for host, info in infos.items() if host not in complaints}
+    return infos, complaints | preflight.strangers(own, proven, needs.mpirun)
 
 
 def _check_versions(infos: Mapping[Host, HostInfo], starter: RankStarter) -> None:

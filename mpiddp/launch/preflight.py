@@ -79,7 +79,7 @@ Complaints = dict[Host, str]  # a sentence for each host that cannot be used
 def preflight(
     hosts: Sequence[Host], needs: Needs, transport: Transport = SSH, *, wait_s: float = 0.0
 ) -> tuple[dict[Host, HostInfo], Complaints]:
-    """What each host that can be used has, and why the others cannot.
+    """What each host that answers has, and why some cannot be used.
 
     Each host is asked until it answers once, for at most `wait_s` after the first time.
     """
@@ -108,7 +108,7 @@ def preflight(
             complaints.pop(host, None)
             if complaint:
                 complaints[host] = complaint
-            elif info:
+            if info:
                 infos[host] = info
             if info or answer.exit_code == NO_PROGRAM:
                 answered.add(host)

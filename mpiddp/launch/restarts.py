@@ -17,7 +17,7 @@ from pathlib import Path
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
-from mpiddp.launch import log
+from mpiddp.launch import log, remembered
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch, ignored
 from mpiddp.launch.options import LaunchOptions
@@ -100,6 +100,7 @@ class _Job:
         self._restarts = 0
         self._failures = 0  # restarts that count
         self._in_a_row = 0  # failures without a step between them: the pause grows only for these
+        self._at_fault = ""  # the host that ended the latest attempt, by its key
         self._before_growth: Plan | None = None  # until the attempt on more hosts makes a step
         self._is_saved = False  # whether the stop before that attempt has saved
         self._may_grow = options.when.grow_s is not None
@@ -144,12 +145,24 @@ class _Job:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self._known = self._known.after(outcome.announcement, request.world_size)
+        self._remember(outcome)
         if outcome.made_steps:
             self._before_growth = None
         is_interrupted = outcome.code == INTERRUPTED and outcome.stop is not Stop.AT_ONCE
         if self._before_growth and self._is_saved and is_interrupted:
             return _interrupted(is_saved=True)
         return outcome
+
+    def _remember(self, outcome: Outcome) -> None:
+        """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
+        plan, host = self._plan, outcome.host_at_fault
+        fault = (host, outcome.sentence)
+        where, placed = self._options.where, plan.request.hosts
+        remembered.note_attempt(where, plan.named, placed, outcome.code, fault)
+        before, self._at_fault = self._at_fault, remembered.key_of(host, plan.named) if host else ""
+        if host and self._at_fault == before:
+            doubt = f"{self._at_fault} has ended two attempts in a row"
+            self._plan = replace(plan, avoided={**plan.avoided, self._at_fault: doubt})
 
     def _plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
@@ -165,7 +178,7 @@ class _Job:
 
     def _restart(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart after a failure."""
-        log.info(outcome.sentence)
+        outcome.log()
         self._restarts += 1
         self._failures += 1
         self._in_a_row = 1 if outcome.made_steps else self._in_a_row + 1
@@ -213,6 +226,8 @@ class _Job:
         self._restarts += 1
         self._before_growth = None
         self._stop_growing(outcome.sentence)
+        if outcome.known_cause:
+            log.info(outcome.known_cause)
         if self._must_stop():
             return _interrupted(is_saved=self._is_saved)
         self._plan = plan

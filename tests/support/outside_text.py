@@ -34,7 +34,7 @@ from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.shards import index_json, read_index
 from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
 from mpiddp.errors import UserError
-from mpiddp.hosts import formats, gpus, slots
+from mpiddp.hosts import formats, gpus, history, slots
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.main import table
@@ -185,6 +185,12 @@ def _use_hostfile(data: bytes) -> None:
     assert formats.diff(hosts, hosts) == []
     for form in ("openmpi", "mpich", "slurm"):
         formats.render(hosts, form)
+
+
+def _use_history(line: bytes) -> None:
+    if event := history.parse(line):
+        known = history.History((event,))
+        assert all(known.record(host).summary for host in known.hosts)
 
 
 def _use_message(line: bytes) -> None:
@@ -426,6 +432,11 @@ PARSERS: dict[str, Parser] = {
             lambda text: text.encode(errors="surrogatepass")
         ),
         (UserError,),
+    ),
+    "the history of hosts": Parser(
+        _use_history,
+        _damaged(b'{"at": 1795329022.1, "job": "7", "hosts": ["a"], "failed": {"a": "x"}}'),
+        (),
     ),
     "MPIDDP_GPUS": Parser(
         lambda text: gpus.read(text, 0),

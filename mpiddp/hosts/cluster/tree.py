@@ -15,6 +15,7 @@ from typing import Any
 
 PRIVATE = ".mpiddp-push"  # in each copy: its origin, what arrives, what is replaced
 COMPILED = "__pycache__"  # each host writes its own
+HISTORY = ".history.jsonl"  # the end of a name: what launches on this host have seen, mpiddp.hosts.history
 
 # Path below the folder, kind, mode, size, time of modification in ns, target of a link. A list, as in JSON.
 Row = list[Any]
@@ -40,7 +41,7 @@ def list_tree(folder: str, names: Iterable[str]) -> list[Row]:
 
 def _add(rows: list[Row], folder: str, path: str, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
-    if stat.S_ISREG(status.st_mode):
+    if stat.S_ISREG(status.st_mode) and not path.endswith(HISTORY):
         rows.append([path, FILE, mode, status.st_size, status.st_mtime_ns, ""])
     elif stat.S_ISLNK(status.st_mode):
         rows.append([path, LINK, 0, 0, 0, os.readlink(os.path.join(folder, path))])

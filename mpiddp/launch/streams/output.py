@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mpiddp.launch.streams.screen import Screen, Source
+from mpiddp.launch.streams.tail import Tail
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS, is_shown
 from mpiddp.text import escaped
 
@@ -38,7 +39,6 @@ _ADDED = re.compile(
     rb"application\.\s*|Please see the FAQ page for debugging suggestions\s*"
 )
 _LONGEST_MESSAGE = 30  # lines
-_LATEST = 256  # bytes that are kept of what a rank has written
 
 
 def open_closed_streams() -> None:
@@ -131,15 +131,13 @@ class JobOutput:
             for stream in STREAMS
         }
         groups = [(1, 2)] if _lead_to_one_place() else [(1,), (2,)]
-        self.latest: dict[int, bytes] = {}  # by rank: the end of what it has written
         screens: dict[int, Screen] = {}
         for group in groups:
             count = len(set().union(*(ranks[stream] for stream in group)))
             screen = Screen(group[0], STREAMS[group[0]], is_shared=count > 1)
             screens |= dict.fromkeys(group, screen)
         self.copies = tuple(
-            OutputCopy(screens[stream], None if shows_end else EndMessage(), self.latest)
-            for stream in STREAMS
+            OutputCopy(screens[stream], None if shows_end else EndMessage()) for stream in STREAMS
         )
         self._screens = screens
 
@@ -152,6 +150,20 @@ class JobOutput:
     def log(self, sentence: str) -> None:
         """Print a sentence of the launcher on stderr, on a line of its own."""
         self._screens[2].log(sentence)
+
+    @property
+    def stderr(self) -> Tail:
+        """The end of what was shown there."""
+        return self.copies[1].tail
+
+    @property
+    def latest(self) -> dict[int, bytes]:
+        """By rank: the end of what it has printed last."""
+        found: dict[int, tuple[float, bytes]] = {}
+        for copy in self.copies:
+            for rank, last in copy.tail.latest.copy().items():
+                found[rank] = max(found.get(rank, last), last)
+        return {rank: text for rank, (_, text) in found.items()}
 
     @property
     def open_ranks(self) -> list[int]:
@@ -214,15 +226,12 @@ class OutputCopy:
     """A thread that copies one stream of the job to a screen.
 
     mpirun gets `pipe`, and `started` closes it here. `end_message`, if there is one, filters what it writes.
-    `latest` is kept up to date.
     """
 
-    def __init__(
-        self, screen: Screen, end_message: EndMessage | None, latest: dict[int, bytes]
-    ) -> None:
+    def __init__(self, screen: Screen, end_message: EndMessage | None) -> None:
         self._screen = screen
-        self._latest = latest
         self._end_message = end_message
+        self.tail = Tail()  # of what is shown
         self._reader, self.pipe = os.pipe()
         os.set_blocking(self._reader, False)
         self._mpirun = Source(-1)
@@ -331,8 +340,7 @@ class OutputCopy:
                 return False
             if len(buffer) < end:
                 break
-            self._screen.show(connection.source, bytes(buffer[begin:end]))
-            self._latest[connection.source.rank] = bytes(buffer[max(begin, end - _LATEST) : end])
+            self._show(connection.source, bytes(buffer[begin:end]))
             del buffer[:end]
         return True
 
@@ -355,7 +363,11 @@ class OutputCopy:
 
     def _show_mpirun(self, text: bytes) -> None:
         if text:
-            self._screen.show(self._mpirun, text)
+            self._show(self._mpirun, text)
+
+    def _show(self, source: Source, text: bytes) -> None:
+        self.tail.add(source.rank, text)
+        self._screen.show(source, text)
 
     def settle(self, *, is_said: bool) -> bytes:
         """Show what waits for the verdict, unless that says it. Returns what was not shown."""

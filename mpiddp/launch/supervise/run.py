@@ -14,15 +14,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mpiddp.doctor.memory import oom_kills
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.streams.input import Input
 from mpiddp.launch.streams.output import JobOutput
+from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.console import Listener
 from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.known_cause import look_into
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
 from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.supervise.signals import (
@@ -53,6 +56,8 @@ class Outcome:
         stop: who has requested a stop of the ranks.
         announcement: what the ranks have announced.
         made_steps: a rank has made a step.
+        known_cause: a sentence to print below `sentence`, see `mpiddp.launch.supervise.known_cause`.
+        host_at_fault: the host that has ended the attempt, by its name in the request; "" for none.
     """
 
     code: int
@@ -61,6 +66,14 @@ class Outcome:
     stop: Stop = Stop.NONE
     announcement: Announcement = NOTHING_ANNOUNCED
     made_steps: bool = False
+    known_cause: str = ""
+    host_at_fault: str = ""
+
+    def log(self) -> None:
+        """Print the verdict, and the known cause below it."""
+        for sentence in (self.sentence, self.known_cause):
+            if sentence:
+                log.info(sentence)
 
     @property
     def resumes(self) -> bool:
@@ -85,6 +98,7 @@ def run_attempt(
     """
     hosts = request.names_of_ranks
     ranks, job = Ranks(hosts), os.urandom(8).hex()
+    kills_before = oom_kills()
     with ExitStack() as stack:
         selector = stack.enter_context(AwakeSelector())
         stack.enter_context(terms.console.attending(selector))
@@ -107,6 +121,8 @@ def run_attempt(
         )
         found = verdict(history)
         _settle(mpirun.output, found.is_complete, terms.options.output.log_dir)
+        tail = mpirun.output.stderr if mpirun.output.is_finished(0.0) else Tail()
+        cause, at_fault = look_into(history, found, tail, kills_before)
     ranks.remove_error_files()
     if found.code not in (DONE, BAD_INPUT, STOPPED) and not starter.kind.has_scheduler:
         from mpiddp.launch.orphans import kill_orphans
@@ -121,6 +137,8 @@ def run_attempt(
         run.attempt.stop.by,
         ranks.announcement,
         bool(ranks.steps),
+        cause,
+        at_fault,
     )
 
 

@@ -152,6 +152,32 @@ def first_failure(ranks: Ranks) -> Message | None:
     return min([first, *causes], key=_began)
 
 
+def host_at_fault(history: History) -> str:
+    """The host that has ended the attempt, by its name in the request; "" for none, or if it may be another.
+
+    A script's own error is no fault of its host.
+    """
+    ranks = history.ranks
+    if history.ended_because:
+        missing = {ranks.hosts[rank] for rank in ranks.missing}
+        return missing.pop() if len(missing) == 1 and ranks.joining else ""
+    first = first_failure(ranks)
+    if first is None or first.kind != "lost":
+        return ""
+    is_alone = is_silent(first) or len(_lost_with(ranks, first)) == 1
+    return ranks.hosts[first.rank] if is_alone else ""
+
+
+def host_of_killed(history: History) -> str:
+    """The host of the rank that failed first, if a signal may have ended it or a process of it; else ""."""
+    first = first_failure(history.ranks)
+    if first is None or is_silent(first):
+        return ""
+    is_killed = first.kind == "lost" or first.facts["code"] == 128 + signal.SIGKILL
+    is_killed = is_killed or "illed" in first.facts["error"]  # a worker of a DataLoader
+    return history.ranks.hosts[first.rank] if is_killed else ""
+
+
 def signal_name(number: int) -> str:
     """ "SIGKILL". Most real-time signals have no name."""
     try:

@@ -51,6 +51,7 @@ def test_what_mpirun_says_is_shown_if_the_verdict_does_not_know_the_reason(tmp_p
 def test_what_mpirun_says_about_a_start_that_fails_is_shown(tmp_path: Path) -> None:
     done = launch("--mpi-args=--no-such-option", "-H", "localhost:1", script(tmp_path, "pass"))
     assert done.returncode == 1
-    *said, verdict = done.stderr.splitlines()
+    *said, verdict, cause = done.stderr.splitlines()
     assert "no-such-option" in "\n".join(said), done.stderr
     assert verdict.startswith("mpiddp: the job failed: mpirun ended with exit code ")
+    assert cause.endswith("More: docs/troubleshooting.md#openmpi-option")

@@ -177,6 +177,7 @@ class Host:
             "PATH": ROOT_PATH if user == "root" else USER_PATH,
             "LANG": "C.UTF-8",
             "TMPDIR": TMPDIR,
+            "XDG_STATE_HOME": "/dev/null",  # no test remembers the hosts of another
             **ALL_OUTPUT,
         }
 

@@ -41,6 +41,7 @@ DEFAULTS = LaunchOptions(
         check=True,
         wait_s=None,
         share_gpus=False,
+        avoid_flaky=False,
         push=False,
     ),
     how=How(

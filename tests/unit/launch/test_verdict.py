@@ -24,6 +24,7 @@ from mpiddp.launch.supervise.verdict import (
     StopRecord,
     Verdict,
     first_failure,
+    host_at_fault,
     verdict,
 )
 from mpiddp.protocol.server import Message
@@ -425,6 +426,35 @@ def test_the_first_failure_is_the_cause_of_the_others(
     first = first_failure(noted(*messages))
     assert first is not None
     assert first.rank == culprit
+
+
+# --- the host ---
+
+
+@pytest.mark.parametrize(
+    ("messages", "host"),
+    [
+        ([*started(0, 1, 2), lost(0), failed(1, RESET, at=1.1)], "a"),
+        ([*started(0, 1, 2), lost(1), lost(2)], "b"),  # one host
+        ([*started(0, 1, 2), lost(1, at=15.0, silent=True), lost(0, at=15.0)], "b"),
+        ([*started(0, 1, 2), lost(0), lost(1)], ""),  # both at once: which was first?
+        ([*started(0, 1, 2), failed(0), lost(1, at=2.0)], ""),  # a script's error
+        (DONE_BY_ALL, ""),
+    ],
+)
+def test_a_host_is_at_fault_where_its_rank_was_lost_first(
+    messages: list[Message], host: str
+) -> None:
+    assert host_at_fault(History(noted(*messages), MpirunEnd("mpirun", 1))) == host
+
+
+@pytest.mark.parametrize(("joined", "host"), [((0,), "b"), ((1,), ""), ((), ""), ((0, 1, 2), "")])
+def test_a_host_whose_ranks_alone_did_not_join_is_at_fault(
+    joined: tuple[int, ...], host: str
+) -> None:
+    ranks = noted(*(message(rank, "joining") for rank in joined))
+    history = History(ranks, MpirunEnd("mpirun", 1), ended_because="too late.")
+    assert host_at_fault(history) == host
 
 
 # --- the stacks ---

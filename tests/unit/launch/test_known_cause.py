@@ -1,0 +1,82 @@
+"""The known cause below a verdict: of what the first rank said, else of what the others and mpirun said.
+
+Tests mpiddp/launch/supervise/known_cause.py. tests/integration/test_explanations.py tests the table.
+python -m pytest tests/unit/launch/test_known_cause.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mpiddp.doctor.failures import FAILURES
+from mpiddp.doctor.memory import OomKills
+from mpiddp.launch.streams.tail import Tail
+from mpiddp.launch.supervise.known_cause import OF_THE_HOST, known_cause, oom_sentence
+from mpiddp.launch.supervise.verdict import FirstFailure
+
+MPIRUN = -1
+OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+RESET = "RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711. GLHF"
+WAITED = "RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
+NO_DAEMON = b"ORTE was unable to reliably start one or more daemons.\n"
+
+
+def cause(error: str | None, *printed: tuple[int, bytes]) -> str | None:
+    """The row that explains a job whose rank 0 failed first with `error`, None for no first rank."""
+    tail = Tail()
+    for rank, text in printed:
+        tail.add(rank, text)
+    found = known_cause(None if error is None else FirstFailure(0, "a", error), tail)
+    return found.failure.id if found else None
+
+
+@pytest.mark.parametrize(
+    ("error", "printed", "expected"),
+    [
+        (OUT_OF_MEMORY.decode(), (), "cuda-out-of-memory"),
+        ("", [(0, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        ("", [(0, OUT_OF_MEMORY[:20]), (1, b"x\n"), (0, OUT_OF_MEMORY[20:])], "cuda-out-of-memory"),
+        # The first rank's error is a consequence or a symptom, and another rank has the cause.
+        (RESET, [(1, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        (WAITED, [(1, OUT_OF_MEMORY)], "cuda-out-of-memory"),
+        (WAITED, (), "gloo-timeout"),
+        (None, [(MPIRUN, NO_DAEMON)], "mpi-host-not-started"),
+        # Its own error is the cause, whatever the others have printed.
+        ("ValueError: 3 channels", [(1, OUT_OF_MEMORY)], None),
+        ("", [(0, b"ValueError: 3 channels\n")], None),
+        (None, [(1, RESET.encode())], None),
+        (None, (), None),
+    ],
+)
+def test_one_row_explains_the_job_or_none(
+    error: str | None, printed: tuple[tuple[int, bytes], ...], expected: str | None
+) -> None:
+    assert cause(error, *printed) == expected
+
+
+def test_only_the_end_of_a_long_output_is_kept() -> None:
+    tail = Tail()
+    tail.add(0, OUT_OF_MEMORY)
+    for _ in range(1000):
+        tail.add(1, b"x" * 99 + b"\n")
+    assert known_cause(None, tail) is None
+    tail.add(1, b"y" * (1 << 20) + OUT_OF_MEMORY)
+    kept = "\n".join(line for lines in tail.by_rank().values() for line in lines)
+    assert len(kept) < 1 << 16
+    assert known_cause(None, tail) is not None
+
+
+def test_rows_of_the_host_are_in_the_table() -> None:
+    assert set(OF_THE_HOST) <= {failure.id for failure in FAILURES}
+
+
+def test_the_kernels_count_is_said_if_it_has_grown() -> None:
+    before = OomKills(1, 32 << 30)
+    assert oom_sentence(before, before) == oom_sentence(None, before) == ""
+    assert oom_sentence(before, None) == ""
+    assert oom_sentence(before, OomKills(2, 32 << 30)).startswith(
+        "the kernel has killed a process here since the start, because its control group's limit of 34.4 GB "
+        "was reached (oom_kill). Mend it: "
+    )
+    several = oom_sentence(before, OomKills(4, None))
+    assert "killed 3 processes here since the start, because this host's memory was" in several
