@@ -25,6 +25,7 @@ VERBS = {
     ),
     "mesh": ("mpiddp.meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "explain": ("mpiddp.doctor.main", "say why a job failed, from its log"),
+    "drill": ("mpiddp.drill.main", "rehearse a script with faults, and compare its resumed runs"),
     "checkpoints": ("mpiddp.checkpoints.main", "list, verify, prune and convert checkpoints"),
     "bench": (
         "mpiddp.bench.main",
