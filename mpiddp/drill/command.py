@@ -1,4 +1,4 @@
-"""The command that a drill runs, `mpiddp launch …`: where it runs, with how many ranks, and how it resumes."""
+"""The command that a drill runs, `mpiddp launch …`: its folder, its ranks, and how it resumes."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def damage(file: Path, how: Callable[[bytearray, random.Random], None], rng: ran
 
 
 def newest_save(folder: Path) -> Path | None:
-    """The largest of the files that were written with the newest one: the weights of the newest checkpoint."""
+    """The weights of the newest checkpoint: the largest of the files written with the newest one."""
     text = (".json", ".jsonl", ".log", ".txt", ".csv", ".yaml", ".out", ".err")
     found = [each for each in folder.rglob("*") if each.is_file() and not each.is_symlink()]
     files = [(each, each.stat()) for each in found if each.suffix not in text]

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def _drill(stage: Stage, options: argparse.Namespace, seed: int) -> Iterator[Res
             "found there"
         )
     reference = stage.undisturbed("undisturbed")
-    first = judge_undisturbed(reference, options.steps)
+    first = judge_undisturbed(reference)
     yield first
     steps, saves = reference.recording.length, len(reference.recording.saved_steps)
     counts = f"{counted(steps, 'step')}, {counted(saves, 'save')}"
@@ -87,12 +87,13 @@ def _drill(stage: Stage, options: argparse.Namespace, seed: int) -> Iterator[Res
         yield _one(fault, stage, reference, again, seed)
 
 
-def _one(fault: Fault, stage: Stage, reference: Rehearsal, again: object, seed: int) -> Result:
+def _one(
+    fault: Fault, stage: Stage, reference: Rehearsal, again: Callable[[], Rehearsal], seed: int
+) -> Result:
     if stage.seconds_left < 2 * reference.seconds:
         return Result(fault.name, None, "left out: --budget has too little time left")
     if fault.changes_ranks and stage.command.ranks < 2:
         return Result(fault.name, None, "left out: it needs two ranks")
-    assert callable(again)
     return judge(fault, reference, stage.disturbed(fault, reference, seed), again)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
 import json
 import os
 import random
@@ -59,7 +60,7 @@ class _Observer:
         self._write(kind="start", rank=rank, world=world, at=time.time())
 
     def watch_model(self) -> None:
-        """Remember the outermost module of the first forward pass, and its buffers before that changes them."""
+        """Remember the outermost module of the first forward pass, and its buffers before that."""
 
         def called(module: nn.Module, inputs: object) -> None:
             if self._model is None:
@@ -166,20 +167,6 @@ def _in_handler() -> bool:
     return False
 
 
-class _Copy:
-    """A file object that keeps what torch.save writes, so that a part of it can be written first."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: bytes) -> int:
-        self.data += memoryview(data).cast("B")
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
-
-
 def _watch_saves(observer: _Observer) -> None:
     save = torch.save
 
@@ -188,8 +175,8 @@ def _watch_saves(observer: _Observer) -> None:
         path = os.path.realpath(f) if is_path else str(getattr(f, "name", ""))
         data, write = b"", None
         if observer.plan.is_of_save:
-            save(obj, copy := _Copy(), *args, **kwargs)
-            data = bytes(copy.data)
+            save(obj, copy := io.BytesIO(), *args, **kwargs)
+            data = copy.getvalue()
             write = Path(f).write_bytes if is_path else f.write
         observer.saving(path, write, data)
         save(obj, f, *args, **kwargs)
@@ -202,8 +189,9 @@ def _watch_samples(samples: list[int]) -> None:
 
     A loader's workers have later batches already. A batch for an evaluation does not count.
     """
-    from torch.utils.data.dataloader import _BaseDataLoaderIter as Loader
+    from torch.utils.data import dataloader
 
+    Loader: Any = dataloader._BaseDataLoaderIter
     draw, deliver = Loader._next_index, Loader.__next__
 
     def next_index(self: Any) -> Any:

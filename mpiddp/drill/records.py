@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ class History:
     attempts: list[Attempt]
     steps: list[State] = field(default_factory=list)
     resumed_from: list[int | None] = field(default_factory=list)  # of the later attempts
-    repeated: int = 0  # steps made again
 
     def __post_init__(self) -> None:
         for attempt in self.attempts:
@@ -41,8 +41,12 @@ class History:
             if self.steps:
                 at = find(self.steps, attempt.first["weights"])
                 self.resumed_from.append(at)
-                self.repeated += len(self.steps) - 1 - (at or 0)
             self.steps = [*(self.steps[: (at or 0) + 1] or [attempt.first]), *attempt.steps]
+
+    @property
+    def last_resume(self) -> int | None:
+        """The step that the last attempt has resumed from; None if unknown, or without one."""
+        return self.resumed_from[-1] if self.resumed_from else None
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,24 @@ class Recording:
         return sorted({save["step"] for save in self.saves})
 
     @property
+    def resumed_from(self) -> int | None:
+        """The step that rank 0 has resumed from last; None if its weights were those of no step."""
+        return self.ranks[0].last_resume if self.ranks else None
+
+    @property
+    def reached(self) -> int:
+        """The steps of rank 0's first attempt."""
+        return len(self.ranks[0].attempts[0].steps)
+
+    @property
+    def saved_before_fault(self) -> list[int]:
+        saves = [save["step"] for rank in self.ranks for save in rank.attempts[0].saves]
+        return [step for step in saves if step < self.reached]
+
+    @property
     def longest_step_s(self) -> float:
         times = [step["at"] for step in self.ranks[0].steps[1:]] if self.ranks else []
-        return max((b - a for a, b in zip(times, times[1:], strict=False)), default=1.0)
+        return max((b - a for a, b in pairwise(times)), default=1.0)
 
     def samples(self) -> Counter[int]:
         """How often each sample was in the steps that count."""

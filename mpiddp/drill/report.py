@@ -36,7 +36,7 @@ def _row(result: Result) -> tuple[str, ...]:
         result.fault,
         _verdict(result),
         codes or "-",
-        _number(result.steps_lost),
+        "-" if result.steps_lost is None else str(result.steps_lost),
         str(result.twice),
         str(result.never),
         _weights(result.difference),
@@ -55,7 +55,3 @@ def _weights(difference: float | None) -> str:
     if difference is None:
         return "-"
     return "equal" if difference == 0.0 else f"{difference:.1e}"
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
