@@ -17,6 +17,9 @@ _ERROR = re.compile(r"^(?:\[rank \d+[^\]]*\] )?((?:[\w.]+\.)?\w*(?:Error|Excepti
 _PHRASE_LENGTH = 160
 
 
+UNNOTICED = "the damage was loaded without an error: keep a checksum beside the checkpoint, as mpiddp.Checkpoints does"
+
+
 def cause_of(fault: Fault, whole: Rehearsal, other: Rehearsal) -> str:
     """What is wrong whatever the weights are at the end; "" if nothing is."""
     ours, theirs = whole.recording, other.recording
@@ -50,12 +53,9 @@ def cause_of(fault: Fault, whole: Rehearsal, other: Rehearsal) -> str:
     if other.codes[-1] != DONE:
         return _failed_resume(fault, other)
     if theirs.ranks[0].resumed_from and points[0] is None:
-        if fault.name == "flip":
-            return (
-                "the flipped bit was loaded without an error: keep a checksum beside the checkpoint, as "
-                "mpiddp.Checkpoints does"
-            )
-        return "the weights at the resume are those of no step of the run"
+        return (
+            UNNOTICED if fault.harm else "the weights at the resume are those of no step of the run"
+        )
     if theirs.resumed_from == 0 and theirs.saved_before_fault:
         return (
             f"the run begins anew, although it had saved at step {max(theirs.saved_before_fault)}: load "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.drill.causes import cause_of, last_error, state_cause
+from mpiddp.drill.causes import UNNOTICED, cause_of, last_error, state_cause
 from mpiddp.drill.faults import Fault
 from mpiddp.drill.records import Recording
 from mpiddp.drill.rehearse import Rehearsal
@@ -49,7 +49,7 @@ def judge(
     cause = cause_of(fault, whole, other)
     difference = None if fault.changes_ranks else _difference(ours, theirs)
     if not cause and not fault.changes_ranks and difference != 0.0:
-        cause = state_cause(ours, theirs)
+        cause = UNNOTICED if fault.harm else state_cause(ours, theirs)
         # A script whose undisturbed runs differ as much is not to blame.
         allowed = 0.0 if cause or difference is None else _difference(ours, again().recording)
         if not cause and (difference is None or not allowed or difference > 4 * allowed):
