@@ -17,7 +17,10 @@ _ERROR = re.compile(r"^(?:\[rank \d+[^\]]*\] )?((?:[\w.]+\.)?\w*(?:Error|Excepti
 _PHRASE_LENGTH = 160
 
 
-UNNOTICED = "the damage was loaded without an error: keep a checksum beside the checkpoint, as mpiddp.Checkpoints does"
+UNNOTICED = (
+    "the damage was loaded without an error: keep a checksum beside the checkpoint, as "
+    "mpiddp.Checkpoints does"
+)
 
 
 def cause_of(fault: Fault, whole: Rehearsal, other: Rehearsal) -> str:

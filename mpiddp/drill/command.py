@@ -75,7 +75,7 @@ def read_command(argv: Sequence[str], job: Sequence[str], *, is_module: bool) ->
     if options.dry_run:
         raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")
     ranks = make_plan(options, os.environ).request.world_size
-    own = list(argv[: len(argv) - len(job)])
+    own = argv[: len(argv) - len(job) - is_module]  # without the -m
     script, *rest = job
     if not is_module:
         script = os.path.abspath(script)  # noqa: PTH100 - a link stays a link

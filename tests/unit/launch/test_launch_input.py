@@ -406,12 +406,12 @@ def wrong(option: str, sentence: str) -> str:
         (
             lambda: cli._call("lauch", []),
             'mpiddp: unknown command "lauch". Did you mean "launch"? '
-            "Expected one of: launch, run, train, hosts, mesh, explain, checkpoints, bench.",
+            "Expected one of: launch, run, train, hosts, mesh, explain, drill, checkpoints, bench.",
         ),
         (
             lambda: cli._call("zzz", []),
             'mpiddp: unknown command "zzz". '
-            "Expected one of: launch, run, train, hosts, mesh, explain, checkpoints, bench.",
+            "Expected one of: launch, run, train, hosts, mesh, explain, drill, checkpoints, bench.",
         ),
         (
             lambda: parse_options(["-n", "2"]),
