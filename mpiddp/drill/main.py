@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> int:
         UserError: bad input, found before anything started.
     """
     options, command = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its run too
     seed = options.seed if options.seed is not None else random.randrange(1000)
     work = Path(options.work or tempfile.mkdtemp(prefix="mpiddp-drill-")).absolute()
     _new_folder(work)
