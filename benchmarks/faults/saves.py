@@ -18,6 +18,8 @@ from pathlib import Path
 from benchmarks.faults.job import launch
 from benchmarks.faults.table import Run, Tally
 from mpiddp.checkpoints import directory
+from mpiddp.drill.faults import Damage
+from mpiddp.drill.injectors import damage, flip_bit, tear
 from tests.support.cluster import Cluster, Host
 from tests.support.ranks import ROOT, clean_env
 
@@ -44,21 +46,16 @@ def killed_saves() -> Tally:
 
 
 def flipped_bits() -> Tally:
-    def flip(data: bytearray) -> None:
-        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
-
-    return _count_detected("one bit of a checkpoint flipped", FLIPS, flip)
+    return _count_detected("one bit of a checkpoint flipped", FLIPS, flip_bit)
 
 
 def truncated_files() -> Tally:
-    def cut(data: bytearray) -> None:
-        del data[random.choice((0, len(data) - 1, random.randrange(len(data)))) :]
-
-    return _count_detected("a file of a checkpoint cut short", CUTS, cut)
+    return _count_detected("a file of a checkpoint cut short", CUTS, tear)
 
 
-def _count_detected(name: str, times: int, damage: Callable[[bytearray], None]) -> Tally:
+def _count_detected(name: str, times: int, how: Damage) -> Tally:
     """Damage the files of a checkpoint in turn, and count how often verification detects it."""
+    rng = random.Random()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *TRAIN, "--stop-at-step", "2", "--out", folder]
         subprocess.run(command, env=clean_env(), cwd=ROOT, capture_output=True)
@@ -69,9 +66,7 @@ def _count_detected(name: str, times: int, damage: Callable[[bytearray], None]) 
         for index in range(times):
             file = files[index % len(files)]
             before = file.read_bytes()
-            data = bytearray(before)
-            damage(data)
-            file.write_bytes(data)
+            damage(file, how, rng)
             detected += not directory.is_verified(saved)
             file.write_bytes(before)
         directory.verify(saved)

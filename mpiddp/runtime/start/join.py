@@ -13,9 +13,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 
 from mpiddp.errors import FAILED, JobFailed
-from mpiddp.protocol.variables import ERROR_FILE, PLACEMENT, REPORT, VERBOSE
+from mpiddp.protocol.variables import ERROR_FILE, OBSERVER, PLACEMENT, REPORT, VERBOSE
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.failure_watch import FailureWatch
@@ -72,6 +73,8 @@ def _meet(world: World, session: Session, needs: Needs) -> Coordinator:
         from mpiddp.runtime.job.optimizer_steps import report_optimizer_steps
 
         report_optimizer_steps(session.optimizer_stepped)
+    if observer := os.environ.get(OBSERVER):
+        import_module(observer).observe()
     session.send("error_file", path=os.environ.get(ERROR_FILE, ""))
     if any(os.environ.get(name) for name in (PLACEMENT, REPORT, VERBOSE)):
         from mpiddp.runtime.rendezvous.placement import check_placement

@@ -1,0 +1,1 @@
+"""`mpiddp drill`: run a script with faults, and compare each resumed run with an undisturbed one."""

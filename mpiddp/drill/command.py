@@ -1,0 +1,86 @@
+"""The command that a drill runs, `mpiddp launch …`: its folder, its ranks, and how it resumes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.plan import make_plan
+
+OUT = "{out}"  # in an argument of the script: the folder of the run
+_RESUME = re.compile("mpiddp: to resume: mpiddp (.*)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the user asked for: the options of `mpiddp launch`, and the job with its arguments."""
+
+    options: tuple[str, ...]
+    job: tuple[str, ...]
+    is_module: bool
+    ranks: int
+
+    @property
+    def names_folder(self) -> bool:
+        return any(OUT in argument for argument in self.job)
+
+    def arguments(self, out: Path, ranks: int | None = None, hang_s: int = 0) -> list[str]:
+        """The arguments of `mpiddp` for a run in `out`. Options that the user gave take precedence.
+
+        Args:
+            ranks: their number, if it is another one.
+            hang_s: for --hang-timeout; 0 for none.
+        """
+        own = ["--hang-timeout", str(hang_s)] if hang_s else []
+        number = ["-n", str(ranks)] if ranks and ranks != self.ranks else []
+        job = [argument.replace(OUT, str(out)) for argument in self.job]
+        return ["launch", *own, *self.options, *number, *["-m"] * self.is_module, *job]
+
+    def resume(self, printed: str, otherwise: list[str]) -> list[str]:
+        """The command that the launcher has printed, or the same one again."""
+        found = _RESUME.findall(printed)
+        return shlex.split(found[-1]) if found else otherwise
+
+    def folder(self, out: Path) -> Path:
+        """The working folder of a run. Without {out}, relative paths must not reach the user's files."""
+        return Path.cwd() if self.names_folder else out
+
+    def environment(self) -> dict[str, str]:
+        here = [str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(here)}
+
+
+def read_command(argv: Sequence[str], job: Sequence[str], *, is_module: bool) -> Command:
+    """The command of `mpiddp launch ARGV`, which ends with `job`. Its hosts are checked, as before any start.
+
+    Raises:
+        UserError: an invalid option, a script that does not exist, a host that cannot be used.
+    """
+    filled = [
+        each.replace(OUT, ".") for each in argv
+    ]  # so that `mpiddp train` can check its options
+    options = parse_options(filled)
+    if options.job.is_command:
+        raise UserError(
+            "mpiddp drill: it observes a Python script or a module in each rank, and not a command "
+            'after "--". Example: mpiddp drill -n 2 train.py --out {out}'
+        )
+    if options.dry_run:
+        raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")
+    ranks = make_plan(options, os.environ).request.world_size
+    own = argv[: len(argv) - len(job) - is_module]  # without the -m
+    script, *rest = job
+    if not is_module:
+        script = os.path.abspath(script)  # noqa: PTH100 - a link stays a link
+    return Command(tuple(own), (script, *rest), is_module, ranks)
+
+
+def program(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "mpiddp", *arguments]

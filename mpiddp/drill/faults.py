@@ -1,0 +1,55 @@
+"""The table of faults: one row for each, in the order in which a drill has them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpiddp.drill import injectors
+
+Damage = Callable[[bytearray, random.Random], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, and how the run goes on after it.
+
+    act: what a rank does to itself (`injectors.Plan.act`). send: the signal from outside, with act "hold".
+    harm: what happens to the newest checkpoint before the resume.
+    before, after: ranks fewer than asked for, in the run that the fault hits and in its resume.
+    """
+
+    name: str
+    title: str
+    act: str = "kill"
+    send: Callable[[int], None] | None = None
+    harm: Damage | None = None
+    before: int = 0
+    after: int = 0
+
+    @property
+    def changes_ranks(self) -> bool:
+        return self.before != self.after
+
+    @property
+    def is_request(self) -> bool:
+        """Whether a run may save before it ends."""
+        return self.name in ("sigterm", "ctrl-c", "timeout")
+
+
+FAULTS = (
+    Fault("kill", "a rank killed"),
+    Fault("kill-in-save", "a rank killed in the middle of a save", "kill in save"),
+    Fault("sigterm", "SIGTERM to every process", "hold", injectors.to_all),
+    Fault("ctrl-c", "Ctrl-C", "hold", injectors.ctrl_c),
+    Fault("timeout", "SIGTERM to the process group, as of timeout", "hold", injectors.time_limit),
+    Fault("full", "the disk full at a save", "full in save"),
+    Fault("torn", "the newest checkpoint torn", harm=injectors.tear),
+    Fault("flip", "one bit of the newest checkpoint flipped", harm=injectors.flip_bit),
+    Fault("fewer", "one rank fewer after a kill", after=1),
+    Fault("more", "one rank more after a kill", before=1),
+    Fault("hang", "a rank hangs", "hang"),
+    Fault("launcher", "the launcher killed", "hold", injectors.kill_launcher),
+)
+NAMES = tuple(fault.name for fault in FAULTS)

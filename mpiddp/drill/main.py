@@ -1,0 +1,175 @@
+"""`mpiddp drill`: the options, the time, and the order of the faults.
+
+mpiddp drill -H localhost:2 train.py --out {out}
+mpiddp drill --only kill,sigterm --budget 10m -n 2 -m mpiddp train --use-syn --out {out}
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from mpiddp.arguments import OneSentenceParser, duration, whole
+from mpiddp.drill import report
+from mpiddp.drill.command import OUT, Command, read_command
+from mpiddp.drill.faults import FAULTS, NAMES, Fault
+from mpiddp.drill.rehearse import Rehearsal, Stage
+from mpiddp.drill.verdict import Result, judge, judge_undisturbed
+from mpiddp.errors import DONE, FAILED, UserError, print_error
+from mpiddp.launch.option_parser import option_parser
+from mpiddp.text import counted, did_you_mean
+
+
+def main(argv: list[str]) -> int:
+    """Drill the job of `argv`. The exit code: 0 all faults passed, 1 one did not, 2 bad input.
+
+    Raises:
+        UserError: bad input, found before anything started.
+    """
+    options, command = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its run too
+    seed = options.seed if options.seed is not None else random.randrange(1000)
+    work = Path(options.work or tempfile.mkdtemp(prefix="mpiddp-drill-")).absolute()
+    _new_folder(work)
+    deadline = time.monotonic() + options.budget
+    stage = Stage(command, work, options.steps, deadline)
+    results = []
+    for result in _drill(stage, options, seed):
+        results.append(result)
+        _say(report.line(result))
+    print(report.as_json(results) if options.json else report.table(results))
+    failed = any(result.passed is False for result in results)
+    if failed or options.work:
+        _say(f"what the runs printed and wrote: {work} (--seed {seed})")
+    else:
+        shutil.rmtree(work)
+    return FAILED if failed else DONE
+
+
+def _drill(stage: Stage, options: argparse.Namespace, seed: int) -> Iterator[Result]:
+    command = stage.command
+    if not command.names_folder:
+        _say(
+            f"no argument has {OUT}, so each run has an empty working folder; relative paths of data are not "
+            "found there"
+        )
+    reference = stage.undisturbed("undisturbed")
+    first = judge_undisturbed(reference)
+    yield first
+    steps, saves = reference.recording.length, len(reference.recording.saved_steps)
+    counts = f"{counted(steps, 'step')}, {counted(saves, 'save')}"
+    _say(f"undisturbed: {counts}, {reference.seconds:.0f} s")
+    if reference.codes != [DONE] or not reference.recording.length:
+        return
+    if reference.recording.length < options.steps:
+        _say(
+            f"the script ends after {reference.recording.length} steps, before --steps {options.steps}"
+        )
+    if len(reference.recording.ranks) < command.ranks:
+        _say(
+            f"only {counted(len(reference.recording.ranks), 'rank')} of {command.ranks} left records: --work "
+            "must name a folder that all hosts see"
+        )
+    if not reference.recording.saves:
+        _say("the undisturbed run never called torch.save")
+
+    @cache
+    def again() -> Rehearsal:
+        return stage.undisturbed("undisturbed_again")
+
+    for fault in options.only:
+        yield _one(fault, stage, reference, again, seed)
+
+
+def _one(
+    fault: Fault, stage: Stage, reference: Rehearsal, again: Callable[[], Rehearsal], seed: int
+) -> Result:
+    if stage.seconds_left < 2 * reference.seconds:
+        return Result(fault.name, None, "left out: --budget has too little time left")
+    if fault.changes_ranks and stage.command.ranks < 2:
+        return Result(fault.name, None, "left out: it needs two ranks")
+    return judge(fault, reference, stage.disturbed(fault, reference, seed), again)
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
+    """The options of the drill, and the command that it runs."""
+    parser = option_parser()
+    parser.prog, parser.usage = "mpiddp drill", "%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]"
+    parser.description = (
+        "Run a script undisturbed, then once with each fault and a resume, and compare. "
+        f"{OUT} in an argument of the script becomes a new folder for each run."
+    )
+    parser.epilog = "Exit codes: 0 all faults passed, 1 one did not, 2 bad input."
+    _add_options(parser)
+    values = parser.parse_args(argv)
+    job = values.module or values.script
+    own = OneSentenceParser(prog="mpiddp drill", add_help=False, allow_abbrev=False)
+    _add_options(own)
+    head = argv[: len(argv) - len(job)]
+    options, rest = own.parse_known_args(head)
+    return options, read_command([*rest, *job], job, is_module=bool(values.module))
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the drill")
+    add.add_argument(
+        "--steps",
+        type=whole(2),
+        default=0,
+        metavar="N",
+        help="end every run after N steps (default: where the script ends)",
+    )
+    add.add_argument(
+        "--budget",
+        type=duration,
+        default=3600.0,
+        metavar="TIME",
+        help="begin no fault after this time: 90s, 10m, 1h (default: 1h)",
+    )
+    add.add_argument(
+        "--only",
+        type=_faults,
+        default=FAULTS,
+        metavar="FAULT,FAULT",
+        help=f"the faults, or none, by default all of: {', '.join(NAMES)}",
+    )
+    add.add_argument(
+        "--seed", type=whole(0), metavar="K", help="seed of the steps and ranks (default: random)"
+    )
+    add.add_argument(
+        "--work",
+        metavar="DIR",
+        help="a new folder for the runs, which all hosts see (default: a temporary one)",
+    )
+    add.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def _faults(text: str) -> tuple[Fault, ...]:
+    names = text.split(",")
+    for name in names:
+        if name not in (*NAMES, "none"):
+            hint = did_you_mean(name, NAMES) or f" Expected one of: {', '.join(NAMES)}"
+            raise argparse.ArgumentTypeError(f'"{name}" is no fault.{hint}'.rstrip("."))
+    return tuple(fault for fault in FAULTS if fault.name in names)
+
+
+def _new_folder(work: Path) -> None:
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        if any(work.iterdir()):
+            raise UserError(f"--work {work} is not empty. Name a new folder.")
+    except OSError as error:
+        raise UserError(f"--work {work} cannot be written: {error.strerror}.") from None
+
+
+def _say(sentence: str) -> None:
+    print_error(f"mpiddp drill: {sentence}")
+    sys.stderr.flush()

@@ -1,0 +1,211 @@
+"""What a rank of a drill records of its script, which stays as it is, and the faults that hit from within.
+
+The start of a rank imports this module by the name in MPIDDP_OBSERVER and calls `observe`. It appends one
+line of JSON per event to a file of its own in the folder MPIDDP_DRILL: the state before the first step,
+each step, each save. See `mpiddp.drill.records` for what reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from mpiddp.drill.injectors import Plan, act_in_save, act_in_step
+from mpiddp.drill.records import position
+from mpiddp.protocol.variables import DRILL
+
+
+def observe() -> None:
+    """Record this rank from now on. The rank has joined, and its script has not begun."""
+    folder = Path(os.environ[DRILL])
+    observer = _Observer(folder, int(os.environ["RANK"]), Plan.read(folder))
+    register_optimizer_step_pre_hook(observer.before_step)
+    register_optimizer_step_post_hook(observer.after_step)
+    observer.watch_model()
+    _watch_saves(observer)
+    _watch_samples(observer.samples)
+
+
+class _Observer:
+    def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
+        self.folder, self.rank, self.plan = folder, rank, plan
+        self.samples: list[int] = []
+        self.steps = 0  # of this process
+        self._position = 0  # the step that this process has resumed from
+        self._optimizer: Optimizer | None = None  # the first one that makes a step
+        self._model: nn.Module | None = None  # the first that is called
+        self._first_buffers = ""
+        name = f"rank_{rank}_{time.time_ns()}.jsonl"
+        self._file = (folder / name).open("w", buffering=1)
+        world = int(os.environ["WORLD_SIZE"])
+        self._write(kind="start", rank=rank, world=world, at=time.time())
+
+    def watch_model(self) -> None:
+        """Remember the outermost module of the first forward pass, and its buffers before that."""
+
+        def called(module: nn.Module, inputs: object) -> None:
+            if self._model is None:
+                self._model = module
+                self._first_buffers = _digest(list(module.buffers()))
+            handle.remove()
+
+        handle = nn.modules.module.register_module_forward_pre_hook(called)
+
+    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._optimizer is not None:
+            return
+        self._optimizer = optimizer
+        model = list(self._model.parameters()) if self._model is not None else []
+        of_model = {id(parameter) for parameter in model}
+        parameters = list(_parameters(optimizer))
+        state = self._state(optimizer) | {"buffers": self._first_buffers}
+        self._write(
+            kind="first",
+            **state,
+            # A model may be divided or wrapped so that it has other parameters; then none is known.
+            is_of_model=not of_model or any(id(each) in of_model for each in parameters),
+        )
+        self._position = position(self.folder, self.rank, state["weights"])
+
+    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if optimizer is not self._optimizer:
+            return
+        self.steps += 1
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._write(
+            kind="step", at=time.time(), rates=rates, samples=self.samples, **self._state(optimizer)
+        )
+        self.samples.clear()
+        step = self._position + self.steps
+        act_in_step(self.plan, self.folder, self.rank, step)
+        if self.plan.last and step >= self.plan.last:
+            raise SystemExit(0)
+
+    def saving(self, path: str, write: Callable[[bytes], object] | None, data: bytes) -> None:
+        """Before a save. `write` puts a part of the file in its place, for faults in the middle of it."""
+        step = self._position + self.steps
+        self._write(kind="save", step=step, path=path, in_handler=_in_handler())
+        act_in_save(self.plan, self.folder, self.rank, step, write, data)
+
+    def _state(self, optimizer: Optimizer) -> dict[str, Any]:
+        parameters = list(_parameters(optimizer))
+        own = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        held = [state[key] for state in own for key in sorted(state, key=str)]
+        buffers = list(self._model.buffers()) if self._model is not None else []
+        return {
+            "weights": _digest(parameters),
+            "optimizer": _digest(held) if held else "",
+            "buffers": _digest(buffers),
+            "random": _random_digest(),
+            "norms": [float(_local(each).detach().double().norm()) for each in parameters[:64]],
+        }
+
+    def _write(self, **event: Any) -> None:
+        self._file.write(json.dumps(event) + "\n")
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a sharded tensor, or the tensor."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _digest(values: list[Any]) -> str:
+    """A hash of the bits of tensors, and of other values as they print."""
+    found = hashlib.blake2b(digest_size=8)
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            found.update(repr(value).encode())
+            continue
+        tensor = _local(value).detach().cpu().contiguous()
+        if size := tensor.numel() * tensor.element_size():
+            found.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
+    return found.hexdigest()
+
+
+def _random_digest() -> str:
+    states: list[Any] = [torch.get_rng_state(), random.getstate()]
+    if numpy := sys.modules.get("numpy"):
+        states.append([str(each) for each in numpy.random.get_state()])
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return _digest(states)
+
+
+def _in_handler() -> bool:
+    """Whether a handler of a signal is on the stack of this thread."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    codes = [getattr(signal.getsignal(number), "__code__", None) for number in numbers]
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code in codes and threading.current_thread() is threading.main_thread():
+            return True
+    return False
+
+
+def _watch_saves(observer: _Observer) -> None:
+    save = torch.save
+
+    def observed(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        is_path = isinstance(f, (str, os.PathLike))
+        path = os.path.realpath(f) if is_path else str(getattr(f, "name", ""))
+        data, write = b"", None
+        if observer.plan.is_of_save:
+            save(obj, copy := io.BytesIO(), *args, **kwargs)
+            data = copy.getvalue()
+            write = Path(f).write_bytes if is_path else f.write
+        observer.saving(path, write, data)
+        save(obj, f, *args, **kwargs)
+
+    torch.save = observed  # this process is a rehearsal; nothing else replaces functions of torch
+
+
+def _watch_samples(samples: list[int]) -> None:
+    """Append the numbers of the samples of each batch when the script gets it.
+
+    A loader's workers have later batches already. A batch for an evaluation does not count.
+    """
+    from torch.utils.data import dataloader
+
+    Loader: Any = dataloader._BaseDataLoaderIter
+    draw, deliver = Loader._next_index, Loader.__next__
+
+    def next_index(self: Any) -> Any:
+        drawn = draw(self)
+        self.__dict__.setdefault("_drill_drawn", []).append(drawn)
+        return drawn
+
+    def deliver_next(self: Any) -> Any:
+        batch = deliver(self)
+        numbers = self.__dict__.get("_drill_drawn") or [[]]
+        numbers = numbers.pop(0)
+        if torch.is_grad_enabled():
+            many = numbers if isinstance(numbers, (list, tuple)) else [numbers]
+            samples.extend(int(each) for each in many if each is not None)
+        return batch
+
+    Loader._next_index, Loader.__next__ = next_index, deliver_next

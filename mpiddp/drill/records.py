@@ -1,0 +1,139 @@
+"""What the ranks of one rehearsal have recorded, and one history of steps out of all its attempts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+State = dict[str, Any]  # see `mpiddp.drill.observer._Observer._state`
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One process of a rank, from its start to its end. `first`: the state before its first step."""
+
+    rank: int
+    world: int
+    at: float
+    first: State | None
+    steps: list[State]
+    saves: list[State]
+
+
+@dataclass
+class History:
+    """The steps of one rank over all attempts. `steps[0]` is the state before the first step."""
+
+    attempts: list[Attempt]
+    steps: list[State] = field(default_factory=list)
+    resumed_from: list[int | None] = field(default_factory=list)  # of the later attempts
+
+    def __post_init__(self) -> None:
+        for attempt in self.attempts:
+            if attempt.first is None:
+                continue
+            at: int | None = 0
+            if self.steps:
+                at = find(self.steps, attempt.first["weights"])
+                self.resumed_from.append(at)
+            self.steps = [*(self.steps[: (at or 0) + 1] or [attempt.first]), *attempt.steps]
+
+    @property
+    def last_resume(self) -> int | None:
+        """The step that the last attempt has resumed from; None if unknown, or without one."""
+        return self.resumed_from[-1] if self.resumed_from else None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All ranks of one rehearsal, in the order of their numbers."""
+
+    ranks: list[History]
+
+    @property
+    def length(self) -> int:
+        """The steps at the end."""
+        return len(self.ranks[0].steps) - 1 if self.ranks and self.ranks[0].steps else 0
+
+    @property
+    def saves(self) -> list[State]:
+        return [save for rank in self.ranks for each in rank.attempts for save in each.saves]
+
+    @property
+    def saved_steps(self) -> list[int]:
+        return sorted({save["step"] for save in self.saves})
+
+    @property
+    def resumed_from(self) -> int | None:
+        """The step that rank 0 has resumed from last; None if its weights were those of no step."""
+        return self.ranks[0].last_resume if self.ranks else None
+
+    @property
+    def reached(self) -> int:
+        """The steps of rank 0's first attempt."""
+        return len(self.ranks[0].attempts[0].steps)
+
+    @property
+    def saved_before_fault(self) -> list[int]:
+        saves = [save["step"] for rank in self.ranks for save in rank.attempts[0].saves]
+        return [step for step in saves if step < self.reached]
+
+    @property
+    def longest_step_s(self) -> float:
+        times = [step["at"] for step in self.ranks[0].steps[1:]] if self.ranks else []
+        return max((b - a for a, b in pairwise(times)), default=1.0)
+
+    def samples(self) -> Counter[int]:
+        """How often each sample was in the steps that count."""
+        steps = (step for rank in self.ranks for step in rank.steps[1:])
+        return Counter(number for step in steps for number in step["samples"])
+
+
+def find(steps: list[State], weights: str) -> int | None:
+    """The newest step after which the weights had these bits; None if there is none."""
+    matches = (number for number in range(len(steps) - 1, -1, -1))
+    return next((number for number in matches if steps[number]["weights"] == weights), None)
+
+
+def read(folder: Path) -> Recording:
+    """The recording in this folder. What a killed process has half written is left out."""
+    attempts: dict[int, list[Attempt]] = {}
+    for file in sorted(folder.glob("rank_*.jsonl"), key=_started):
+        attempt = _read_attempt(file)
+        if attempt is not None:
+            attempts.setdefault(attempt.rank, []).append(attempt)
+    return Recording([History(attempts[rank]) for rank in sorted(attempts)])
+
+
+def position(folder: Path, rank: int, weights: str) -> int:
+    """The step that earlier attempts of this rank had reached with these weights; 0 if none."""
+    attempts = (
+        _read_attempt(file) for file in sorted(folder.glob(f"rank_{rank}_*.jsonl"), key=_started)
+    )
+    earlier = [each for each in attempts if each is not None][:-1]
+    return find(History(earlier).steps, weights) or 0
+
+
+def _started(file: Path) -> int:
+    found = re.fullmatch(r"rank_\d+_(\d+)\.jsonl", file.name)
+    return int(found[1]) if found else 0
+
+
+def _read_attempt(file: Path) -> Attempt | None:
+    lines = file.read_text().rpartition("\n")[0].splitlines()
+    events = [json.loads(line) for line in lines]
+    if not events:
+        return None
+    start = events[0]
+    by_kind: dict[str, list[State]] = {"first": [], "step": [], "save": []}
+    for event in events[1:]:
+        by_kind[event["kind"]].append(event)
+    first = by_kind["first"][0] if by_kind["first"] else None
+    return Attempt(
+        start["rank"], start["world"], start["at"], first, by_kind["step"], by_kind["save"]
+    )

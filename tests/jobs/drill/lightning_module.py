@@ -1,0 +1,49 @@
+"""A training under Lightning that resumes from its newest checkpoint: `lightning_module.py FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Regression(LightningModule):
+    """One linear layer that learns y = 2x, with a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        loss: Tensor = nn.functional.mse_loss(self.layer(x), y)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.manual_seed(1)
+    x = torch.rand(24, 1)
+    last = folder / "last.ckpt"
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=5,
+        default_root_dir=folder,
+        callbacks=[ModelCheckpoint(dirpath=folder, save_last=True)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    loader = DataLoader(TensorDataset(x, 2 * x), batch_size=4)
+    trainer.fit(Regression(), loader, ckpt_path=str(last) if last.exists() else None)
