@@ -10,7 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,8 +31,13 @@ def start() -> Iterator[Start]:
 
     def start(job: str) -> subprocess.Popen[bytes]:
         env = {**os.environ, "MPIDDP_JOB": job}
-        started.append(subprocess.Popen(["sleep", "6000"], env=env))
-        return started[-1]
+        process = subprocess.Popen(["sleep", "6000"], env=env)
+        started.append(process)
+        deadline = time.monotonic() + PATIENCE_S
+        # Popen may return a moment before the kernel shows the variables.
+        while f"MPIDDP_JOB={job}".encode() not in Path(f"/proc/{process.pid}/environ").read_bytes():
+            assert time.monotonic() < deadline
+        return process
 
     yield start
     for process in started:

@@ -406,14 +406,14 @@ def wrong(option: str, sentence: str) -> str:
         (
             lambda: cli._call("lauch", []),
             'mpiddp: unknown command "lauch". Did you mean "launch"? '
-            "Expected one of: launch, run, train, hosts, ps, top, stacks, stop, mesh, doctor, explain, drill, "
-            "checkpoints, runs, report, bench.",
+            "Expected one of: launch, run, train, hosts, ps, top, stacks, stop, mesh, doctor, explain, "
+            "drill, checkpoints, runs, report, bench.",
         ),
         (
             lambda: cli._call("zzz", []),
             'mpiddp: unknown command "zzz". '
-            "Expected one of: launch, run, train, hosts, ps, top, stacks, stop, mesh, doctor, explain, drill, "
-            "checkpoints, runs, report, bench.",
+            "Expected one of: launch, run, train, hosts, ps, top, stacks, stop, mesh, doctor, explain, "
+            "drill, checkpoints, runs, report, bench.",
         ),
         (
             lambda: parse_options(["-n", "2"]),
