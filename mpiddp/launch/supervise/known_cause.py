@@ -17,6 +17,7 @@ from mpiddp.launch.supervise.verdict import (
     Verdict,
     host_at_fault,
     host_of_killed,
+    says_cause,
 )
 from mpiddp.text import size_text
 
@@ -37,7 +38,7 @@ def look_into(
     if killed_on and is_this_host(killed_on) and (kill := oom_sentence(kills_before, oom_kills())):
         return kill, ""  # the job needs more memory than it was given
     host = host_at_fault(history)
-    cause = known_cause(found.first, tail)
+    cause = None if says_cause(history) else known_cause(found.first, tail)
     if cause is None:
         return "", host
     row = cause.failure

@@ -168,6 +168,12 @@ def host_at_fault(history: History) -> str:
     return ranks.hosts[first.rank] if is_alone else ""
 
 
+def says_cause(history: History) -> bool:
+    """Whether the verdict names what precedes every error: a lost host, or a rank that ended early."""
+    first = first_failure(history.ranks)
+    return first is not None and (is_silent(first) or bool(_early_ends(history.ranks, first.at)))
+
+
 def host_of_killed(history: History) -> str:
     """The host of the rank that failed first, if a signal may have ended it or a process of it; else ""."""
     first = first_failure(history.ranks)

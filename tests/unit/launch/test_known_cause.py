@@ -11,8 +11,10 @@ import pytest
 from mpiddp.doctor.failures import FAILURES
 from mpiddp.doctor.memory import OomKills
 from mpiddp.launch.streams.tail import Tail
-from mpiddp.launch.supervise.known_cause import OF_THE_HOST, known_cause, oom_sentence
-from mpiddp.launch.supervise.verdict import FirstFailure
+from mpiddp.launch.supervise.known_cause import OF_THE_HOST, known_cause, look_into, oom_sentence
+from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.supervise.verdict import FirstFailure, History, MpirunEnd, verdict
+from mpiddp.protocol.server import Message
 
 MPIRUN = -1
 OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
@@ -52,6 +54,37 @@ def test_one_row_explains_the_job_or_none(
     error: str | None, printed: tuple[tuple[int, bytes], ...], expected: str | None
 ) -> None:
     assert cause(error, *printed) == expected
+
+
+LOST = [Message(1, "lost", {"silent": True}, 1.0)]
+ENDED_EARLY = [
+    Message(1, "exited", {}, 1.0),
+    Message(
+        0,
+        "failed",
+        {"code": 1, "error": RESET, "traceback": True, "first": True, "is_verdict": False},
+        1.1,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "text", "at_fault"),
+    [
+        (LOST, b"PRTE has lost communication with a remote daemon.\n", "b"),
+        (ENDED_EARLY, b"Caught signal 11 (Segmentation fault)\n", ""),
+    ],
+)
+def test_a_verdict_that_is_the_cause_needs_none(
+    messages: list[Message], text: bytes, at_fault: str
+) -> None:
+    ranks, tail = Ranks(("a", "b")), Tail()
+    for message in messages:
+        ranks.note(message)
+    tail.add(MPIRUN, text)
+    history = History(ranks, MpirunEnd("mpirun", 1))
+    assert known_cause(None, tail) is not None
+    assert look_into(history, verdict(history), tail, None) == ("", at_fault)
 
 
 def test_only_the_end_of_a_long_output_is_kept() -> None:
