@@ -101,7 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_writes_its_files(run: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == [
-        "checkpoints", "config.json", "logs", "metrics.jsonl", "summary.json",
+        "checkpoints", "config.json", "logs", "metrics.jsonl", "starts", "summary.json",
     ]  # fmt: skip
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step_00000005", "step_00000010",
