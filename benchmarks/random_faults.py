@@ -157,7 +157,7 @@ def run(number: int, each: Plan, hosts: Cluster, right: Any) -> Result:
     output = _printed(job)
     result.lost_saves += _saved(job) < saved
     result.lost_saves += code == STOPPED and _saved(job) < last_step(job)
-    while result.codes[-1] != DONE and len(result.codes) <= MOST_RESUMES:
+    while not _is_done(each, folder, result) and len(result.codes) <= MOST_RESUMES:
         saved = _saved(job)
         try:
             resumed = job.resume(output, 2 * END_S)
@@ -169,7 +169,7 @@ def run(number: int, each: Plan, hosts: Cluster, right: Any) -> Result:
         left += job.kill_orphans(LATER_S)
         result.lost_saves += _saved(job) < saved
     result.hung, result.orphans_later = result.codes.count(None), len(left)
-    result.not_done = result.codes[-1] != DONE
+    result.not_done = not _is_done(each, folder, result)
     result.resumed = len(result.codes) > 1 and not result.not_done
     result.different = not result.not_done and _differ(each, folder, right)
     result.tracebacks, result.native_frames = _own_tracebacks(output), output.count("frame #")
@@ -199,6 +199,12 @@ def _own_tracebacks(output: str) -> int:
     _, *tracebacks = re.split(r"Traceback \(most recent call last\)", output)
     indented = (re.match(r"[^\n]*\n(?:(?:\[[^]]*\] ?)?  [^\n]*\n)*", each) for each in tracebacks)
     return sum(package in found[0] for found in indented if found)
+
+
+def _is_done(each: Plan, folder: Path, result: Result) -> bool:
+    """Whether all steps are done. A script that has stopped on request may end with 0 as well."""
+    is_whole = each.program != "script" or (folder / "weights").exists()
+    return result.codes[-1] == DONE and is_whole
 
 
 def weights(each: Plan, folder: Path) -> Any:
