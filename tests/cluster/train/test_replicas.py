@@ -125,6 +125,6 @@ def test_a_shared_folder_is_written_once(hosts: Cluster) -> None:
     state = json.loads((out / "checkpoints" / "step_00000004" / "state.json").read_text())
     assert state["step"] == 4
     assert sorted(p.name for p in Path(out).iterdir()) == [
-        "checkpoints", "config.json", "logs", "metrics.jsonl",
+        "checkpoints", "config.json", "logs", "metrics.jsonl", "starts",
     ]  # fmt: skip
     assert steps_recorded(out) == [1, 2, 3, 4]
