@@ -386,8 +386,8 @@ def test_a_rank_that_cannot_reach_its_launcher_says_so_on_the_stream_of_its_mpi(
 
 
 SHORT_PATIENCE = """
-from mpiddp.runtime.launcher import channel
-channel.CONNECT_TIMEOUT_S = 0.5
+from mpiddp.runtime.job import connect
+connect.CONNECT_TIMEOUT_S = 0.5
 """
 
 
