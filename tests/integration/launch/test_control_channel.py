@@ -354,7 +354,9 @@ def test_a_rank_that_violates_the_protocol_is_dropped(launcher: Launcher, line: 
     with socket.create_connection(launcher.address) as rank:
         launcher.receive_for(0.05)
         challenge = json.loads(rank.recv(4096))["challenge"]
-        rank.sendall(hello(0, proof(secret, challenge, 0)) + line + b"\n")
+        rank.sendall(hello(0, proof(secret, challenge, 0)))
+        launcher.receive_until(lambda: launcher.server.connected == {0})
+        rank.sendall(line + b"\n")  # a rank sends nothing before the answer
         assert launcher.receive_for(PATIENCE_S, until="lost") == [(0, "lost")]
 
 

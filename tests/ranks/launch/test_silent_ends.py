@@ -175,7 +175,12 @@ os.closerange(3, 65536)
 """
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+# Hydra kills a process that closes its connection to it. So it does without mpiddp; Intel's waits longer.
+KILLED_BY_HYDRA = pytest.mark.xfail(strict=False, reason="MPICH's mpirun kills such a process")
+CLOSING = [pytest.param(mpi, marks=KILLED_BY_HYDRA if mpi == "mpich" else ()) for mpi in MPIS]
+
+
+@pytest.mark.parametrize("mpi", CLOSING)
 def test_a_script_may_close_all_files_at_its_end(tmp_path: Path, mpi: str) -> None:
     job = script(tmp_path, CLOSES_ALL)
     theirs = torchrun(2, job, "destroyed")
