@@ -82,16 +82,27 @@ def test_a_right_script_passes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_fault_of_a_right_script() -> None:
     """A plain script keeps one checkpoint without a checksum: it cannot survive damage to that."""
-    names = "kill,kill-in-save,sigterm,timeout,full,fewer,more,hang,launcher"
-    done = drill("-n", "2", "--only", names, "--seed", "3", "--json", SCRIPT, "{out}")
+    names = "kill,kill-in-save,sigterm,timeout,full,hang,launcher"
+    done = drill("-n", "1", "--only", names, "--seed", "3", "--json", SCRIPT, "{out}")
     assert done.returncode == 0, done.stderr + done.stdout
     assert [name for name, each in results(done).items() if not each["passed"]] == []
+
+
+def test_a_run_continues_on_another_number_of_ranks() -> None:
+    """The script keeps the random numbers of rank 0 alone, which does not matter here."""
+    done = drill("-n", "2", "--only", "fewer,more", "--seed", "3", "--json", SCRIPT, "{out}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [name for name, each in results(done).items() if each["passed"]] == [
+        "none",
+        "fewer",
+        "more",
+    ]
 
 
 TRAIN = "-m mpiddp train --use-syn --arch resnet20 --batch-size 2 --save-every 5 --out {out}"
 RIGHT = {
     "mpiddp train": ([*TRAIN.split(), "--epochs", "2", "--steps-per-epoch", "20"], ""),
-    "series": ([str(ROOT / "examples/series/many_hosts.py"), "--out", "{out}"], ""),
+    "series": ([str(ROOT / "examples/series/many_hosts.py"), "6", "1", "--out", "{out}"], ""),
     "lightning": ([str(ROOT / "tests/jobs/drill/lightning_module.py"), "{out}"], "lightning"),
     "transformers": ([str(ROOT / "tests/jobs/drill/hugging_face.py"), "{out}"], "transformers"),
     "accelerate": ([str(ROOT / "tests/jobs/drill/accelerated.py"), "{out}"], "accelerate"),
@@ -103,7 +114,9 @@ RIGHT = {
 def test_no_false_alarm(name: str) -> None:
     job, package = RIGHT[name]
     env = frameworks.environment(package) if package else None
-    done = drill("-n", "1", "--only", "kill,kill-in-save", "--seed", "3", "--json", *job, env=env)
+    # The Trainer resumes from the newest folder, also if it was killed in the midst of that save.
+    names = "kill" if package == "transformers" else "kill,kill-in-save"
+    done = drill("-n", "1", "--only", names, "--seed", "3", "--json", *job, env=env)
     assert done.returncode == 0, done.stderr + done.stdout
 
 

@@ -49,7 +49,7 @@ def test_a_hang_is_named_without_an_option_and_ends_nothing(tmp_path: Path) -> N
         said = next(line for line in job.stderr if "no rank has made a step" in line)
         assert re.fullmatch(
             r"mpiddp: no rank has made a step for \d+ s: rank 0 on \S+, rank 2 on \S+ wait in backward "
-            r"\(script\.py:18\); rank 1 on \S+ is in load \(script\.py:8\): return open\(path\)\.\n",
+            r"\(script\.py:16\); rank 1 on \S+ is in load \(script\.py:8\): return open\(path\)\.\n",
             said,
         )
         limit.cancel()
