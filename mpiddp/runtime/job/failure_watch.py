@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from mpiddp.errors import FAILED, print_error
-from mpiddp.runtime.job.channel import WHOLE_JOB, ChannelLost
+from mpiddp.runtime.job.channel import WHOLE_JOB, ChannelLost, JobChannel
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.runtime.job.stop import StopRequest, handle_sigusr1, unblock_sigusr1
@@ -138,30 +138,49 @@ class FailureWatch:
             self._over.wait()
             return
         self._stop.is_alone = False
-        code = self._code_of_job()
-        if code and not self._over.wait(_GRACE_S):
-            with contextlib.suppress(Exception):  # a script may replace stdout by anything
-                sys.stdout.flush()
-            self._exit_now(code)
+        while self._wait_for_failure(self._channel):
+            if self._over.wait(_GRACE_S):
+                return
+            # Meanwhile this rank may have left its stay with an error of its own.
+            if code := self._code_of_failure(self._channel):
+                self._end_next_stay(self._channel, code)
+                with contextlib.suppress(Exception):  # a script may replace stdout by anything
+                    sys.stdout.flush()
+                self._exit_now(code)
 
-    def _code_of_job(self) -> int:
-        """Wait for a failure of any rank; agree on the step of a stop meanwhile.
-
-        Returns:
-            The exit code of the rank that failed first, 0 if this rank is over.
-        """
-        channel = self._channel
-        assert channel is not None
+    def _wait_for_failure(self, channel: JobChannel) -> bool:
+        """Wait for a failure of any rank; agree on the step of a stop meanwhile. False if this rank is over."""
         while not self._over.is_set():
-            if code := channel.code_of_failure(WHOLE_JOB):
-                return code
-            if not self._has_left and (code := channel.code_of_failure(self._stay)):
-                return code
-            if channel.is_lost and not channel.was_closed_here:
-                return self._code_of_lost_job()
+            if self._code_of_failure(channel):
+                return True
             self._stop.agree(channel)
             self._stop.wakes.get()
+        return False
+
+    def _code_of_failure(self, channel: JobChannel) -> int:
+        """The exit code of the rank whose failure ends this one, 0 if there is none."""
+        if code := channel.code_of_failure(WHOLE_JOB):
+            return code
+        if not self._has_left and (code := channel.code_of_failure(self._stay)):
+            return code
+        if channel.is_lost and not channel.was_closed_here:
+            return self._code_of_lost_job()
         return 0
+
+    def _end_next_stay(self, channel: JobChannel, code: int) -> None:
+        """A rank that has left this stay with an error, and caught it, cannot go on without this rank."""
+        if channel.is_lost or channel.code_of_failure(WHOLE_JOB):
+            return
+        if not self._coordinator.claim_first_failure():
+            channel.fail(code, self._stay + 1)
+            return
+        # Nobody has failed in this stay, so it ends because of the one before.
+        world = self._coordinator.world
+        sentence = (
+            f"rank {world.rank} on {world.hostname} caught an error and went on, but other ranks were still "
+            "in the process group of that error, and have ended. All ranks have to leave it."
+        )
+        self._print_once(Ending(code, sentence, is_verdict=True))
 
     def _code_of_lost_job(self) -> int:
         """Rank 0 has ended without a word, or the process that serves the channel has."""

@@ -123,6 +123,31 @@ def test_an_error_after_a_caught_one_is_named(tmp_path: Path) -> None:
     assert first[2] == ""
 
 
+LATE = """
+import time, mpiddp
+for _ in range(2):
+    try:
+        with mpiddp.process_group(backend="gloo") as world:
+            time.sleep({delay_s} * world.rank)
+            raise ValueError("for a second try")
+    except ValueError:
+        time.sleep(2 - world.rank)  # the other's error would end it meanwhile
+print("done")
+"""
+
+
+def test_a_rank_may_leave_with_its_error_later_than_another(tmp_path: Path) -> None:
+    ends = run(script(tmp_path, LATE.format(delay_s=0.5)))
+    assert ends == [(0, "done\n", "")] * 2, ends
+
+
+def test_a_rank_that_stays_in_a_group_that_another_left_ends_the_next_group(tmp_path: Path) -> None:
+    first, second = run(script(tmp_path, LATE.format(delay_s=1000)))
+    assert first[:2] == second[:2] == (1, "")
+    assert first[2].startswith(f"rank 0 on {socket.gethostname()} caught an error and went on")
+    assert (first[2].count("\n"), second[2]) == (1, "")
+
+
 HANGS = """
 import time, mpiddp
 try:
