@@ -19,13 +19,13 @@ from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log, remembered
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch, ignored
+from mpiddp.launch.monitor.console import open_console
+from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, make_plan, read_hosts
 from mpiddp.launch.remembered import Past
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.supervise.attempt import Terms
-from mpiddp.launch.supervise.console import open_console
-from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
 from mpiddp.launch.supervise.verdict import Stop

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.viewers import JOB, STACKS, folders, is_private, peer
 from mpiddp.text import escaped
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.launch.supervise.skew import Pace
+from mpiddp.launch.monitor.skew import Pace
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
