@@ -9,6 +9,7 @@ from mpiddp.launch.monitor.console import job_facts
 from mpiddp.launch.monitor.hang import HangWatch, stacks_sentence
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.monitor.skew import SkewWatch
+from mpiddp.launch.monitor.status import status_lines
 from mpiddp.launch.options import LaunchOptions
 
 
@@ -69,6 +70,10 @@ class Monitor:
         if holder := self._skew.holder:
             facts["holder"] = holder.sentence(self._ranks.name(holder.rank))
         return facts
+
+    def status_lines(self, attempt: int, now: float) -> list[str]:
+        """What a terminal shows below the output, see `mpiddp.launch.monitor.status`."""
+        return status_lines(self._ranks, attempt, now)
 
     def stacks_facts(self) -> dict[str, Any]:
         """The stacks that the ranks have sent, for a viewer, and a sentence about them."""

@@ -98,6 +98,8 @@ class Attempt:
         """React to an event as `_TABLE` says."""
         if action := self._TABLE[event][self._phase.value]:
             action(self)
+        if self._phase.value > Phase.RUNNING.value:
+            self._mpirun.output.show_status([])
 
     def on_signal(self, number: int) -> None:
         if self._stop < Stop.BY_USER:
@@ -211,6 +213,9 @@ class Attempt:
             self._say_once(sentence)
         if self._monitor.wants_stacks(now, self._mpirun.output.idle_s):
             self._request_stacks(Event.HANG_STACKS)
+        if self._mpirun.output.shows_status:
+            attempt = self._terms.console.attempts
+            self._mpirun.output.show_status(self._monitor.status_lines(attempt, now))
         self._timers.after(min(CHECK_S, self._when.hang_timeout_s or CHECK_S), Event.SEE_STEPS)
 
     def _judge_stacks(self) -> None:
