@@ -114,7 +114,7 @@ def read_hosts(where: Where, env: Mapping[str, str]) -> Hosts:
         read = read_hostfile if is_file else _read_once
         hosts = read(where.hostfile, keep_fqdn=True)
     elif where.host_list is not None:
-        hosts = parse_host_list(where.host_list, keep_fqdn=True)
+        hosts = parse_host_list(where.host_list)
     elif not where.local and (granted := find_allocation(env)):
         hosts = granted
     return hosts if where.exclude is None else exclude(hosts, where.exclude)
