@@ -140,7 +140,7 @@ def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: 
             )
     if options.when.grow_s is not None and not hosts.scheduler and not where.names_hosts:
         raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
-    wanted_hosts(where, hosts)
+    wanted_hosts(where, hosts)  # an error should not wait for the preflight
 
 
 def run_preflight(
