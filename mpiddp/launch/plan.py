@@ -114,7 +114,7 @@ def read_hosts(where: Where, env: Mapping[str, str]) -> Hosts:
         read = read_hostfile if is_file else _read_once
         hosts = read(where.hostfile, keep_fqdn=True)
     elif where.host_list is not None:
-        hosts = parse_host_list(where.host_list, keep_fqdn=True)
+        hosts = parse_host_list(where.host_list)
     elif not where.local and (granted := find_allocation(env)):
         hosts = granted
     return hosts if where.exclude is None else exclude(hosts, where.exclude)
@@ -140,7 +140,7 @@ def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: 
             )
     if options.when.grow_s is not None and not hosts.scheduler and not where.names_hosts:
         raise UserError("--grow: no hosts are named, so none can join. Name them: --hostfile FILE")
-    wanted_hosts(where, hosts)
+    wanted_hosts(where, hosts)  # an error should not wait for the preflight
 
 
 def run_preflight(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -51,22 +51,19 @@ def keep_usable(named: Hosts, checked: Checked, where: Where, past: Past) -> Hos
         UserError: too few hosts remain, or their versions differ.
     """
     wanted = wanted_hosts(where, named)
-    least = min(wanted, wanted if past.enough is None else past.enough)
-    least = (where.min_hosts or 1) if where.can_shrink else least
+    least = (where.min_hosts or 1) if where.can_shrink else min(wanted, past.enough or wanted)
     avoided_last = sorted(named.hosts, key=lambda host: host.key in past.avoided)
-    left = replace(
-        named, hosts=tuple(host for host in avoided_last if host not in checked.complaints)
-    )
+    left = _without(replace(named, hosts=tuple(avoided_last)), checked.complaints)
     if checked.complaints and len(left.usable) < least:
         raise UserError("\n".join(checked.complaints.values()))
     avoided = _left_out(left.usable, past, where, least)
-    left = replace(left, hosts=tuple(host for host in left.hosts if host not in avoided))
+    left = _without(left, avoided)
     for complaint in (*checked.complaints.values(), *avoided.values()):
         log.info(f"leaving out a host: {complaint}")
     spares = left.usable[wanted:]
     if spares:
         log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
-    kept = replace(left, hosts=tuple(host for host in left.hosts if host not in spares))
+    kept = _without(left, spares)
     _say_doubts(kept, past)
     if checked.differences:
         raise UserError("\n".join(checked.differences))
@@ -97,6 +94,10 @@ def wanted_hosts(where: Where, hosts: Hosts) -> int:
 def has_fewer(usable: Hosts, named: Hosts, where: Where, past: Past) -> bool:
     """Whether hosts are missing, so that fewer ranks than `-n` may start."""
     return len(usable.usable) < max(wanted_hosts(where, named), past.enough or 0)
+
+
+def _without(hosts: Hosts, others: Collection[Host]) -> Hosts:
+    return replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in others))
 
 
 def _left_out(hosts: Sequence[Host], past: Past, where: Where, least: int) -> dict[Host, str]:

@@ -129,7 +129,7 @@ def run_attempt(
 
         silent = ranks.silent_hosts()
         left = [host for host in request.hosts.hosts if host.name not in silent]
-        kill_orphans(left, job, request.job[0], log.info, request.hosts.transport)
+        kill_orphans(left, job, request.job[0], request.hosts.transport)
     return Outcome(
         found.code,
         found.sentence,
