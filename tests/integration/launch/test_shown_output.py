@@ -9,9 +9,11 @@ python -m pytest tests/integration/launch/test_shown_output.py
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -404,7 +406,8 @@ class Terminal:
         self.screen = Screen(self._writer, "stdout", is_shared=is_shared)
 
     def resize(self, columns: int) -> None:
-        termios.tcsetwinsize(self._writer, (24, columns))
+        size = struct.pack("HHHH", 24, columns, 0, 0)
+        fcntl.ioctl(self._writer, termios.TIOCSWINSZ, size)
 
     def shown(self) -> str:
         """What it shows after the last call, without the codes that cut a line at the margin."""
