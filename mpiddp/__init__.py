@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mpiddp.runtime.torch.divergence import check_divergence as check_divergence
     from mpiddp.runtime.torch.process_group import init as init
     from mpiddp.runtime.torch.process_group import process_group as process_group
+    from mpiddp.runtime.torch.steps import progress as progress
     from mpiddp.runtime.torch.steps import should_stop as should_stop
     from mpiddp.spawning.spawn import spawn as spawn
     from mpiddp.world import World as World
@@ -64,6 +65,7 @@ _MODULES = {
     "log_metrics": "mpiddp.checkpoints.run_dir",
     "mesh": "mpiddp.runtime.torch.device_mesh",
     "process_group": "mpiddp.runtime.torch.process_group",
+    "progress": "mpiddp.runtime.torch.steps",
     "run_dir": "mpiddp.checkpoints.run_dir",
     "saving": "mpiddp.runtime.launcher.connected",
     "should_stop": "mpiddp.runtime.torch.steps",

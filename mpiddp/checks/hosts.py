@@ -12,43 +12,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import IO, Any, cast
 
 from mpiddp.checks import agent, network
 from mpiddp.hosts import interfaces
-from mpiddp.hosts.cluster.transfer import PROOF, START, Failed, Lost, Peer
+from mpiddp.hosts.cluster.transfer import FIRST, START, Failed, Lost, Peer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, shell_command
 from mpiddp.hosts.ssh_complaints import ssh_complaint
 from mpiddp.hosts.transport import Transport
 
 _FILES_PER_HOST = 3
 _END_S = 3.0
-_BEGIN = f"""
-import sys, types
-print({PROOF!r}, flush=True)
-if sys.version_info < (3, 8):
-    print('{{"failed": "python3 is %d.%d there; expected 3.8 or newer"}}' % sys.version_info[:2])
-    sys.exit()
-for name, source in SOURCES.items():
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec"), module.__dict__)
-    parent, _, last = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], last, module)
-sys.modules[{agent.__name__!r}].main()
-"""
 
 
 def agent_program() -> bytes:
-    """The program of a host: the sources of the agent and of what it imports, the first ones first."""
-    sources = dict.fromkeys(("mpiddp", "mpiddp.hosts", "mpiddp.checks"), "")
-    for module in (interfaces, network, agent):
-        assert module.__file__ is not None
-        sources[module.__name__] = Path(module.__file__).read_text()
-    return f"SOURCES = {sources!r}\n{_BEGIN}".encode()
+    """The program of a host: the agent, and what it imports."""
+    begin = f"sys.modules[{agent.__name__!r}].main()"
+    return program_with((interfaces, network, agent), begin, first=FIRST).encode()
 
 
 class Agents:
@@ -123,7 +106,7 @@ class Agents:
                 self.skews[host] = message["clock"] - time.time()
                 return message
         except Failed as failure:
-            self.refusals.append((question, f"{host.name}: {failure}"))
+            self.refusals.append((question, f"{host.name}: {str(failure).rstrip('.')}"))
         except (Lost, ValueError, LookupError) as error:
             self.failures[host] = _why_lost(host, question, error)
         return None

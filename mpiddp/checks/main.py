@@ -116,7 +116,8 @@ def _where(options: argparse.Namespace) -> list[str]:
 
 def _quick(launch: LaunchOptions, hosts: Hosts, starter: RankStarter) -> _Quick:
     """The preflight, and its comparison of versions."""
-    infos, complaints = plan.run_preflight(launch, hosts, starter, os.environ, None, {})
+    checked = plan.run_preflight(launch, hosts, starter, os.environ)
+    infos, complaints = checked.infos, checked.complaints
     lines = [Line("preflight", FAIL, *_split(complaint)) for complaint in complaints.values()]
     differing = preflight.disagreements(infos.values(), str(starter.program))
     lines += [Line("versions", FAIL, *_split(sentence)) for sentence in differing]

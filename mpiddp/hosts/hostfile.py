@@ -189,7 +189,7 @@ def _merged(found: Sequence[Host]) -> list[Host]:
     return [replace(host, slots=slots[key]) for key, host in first.items()]
 
 
-def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
+def parse_host_list(text: str) -> Hosts:
     """The hosts of `-H h1:2,h2:4`. Raises UserError as for a hostfile."""
     example = "Example: -H node1:2,node2:4"
     if not text.strip():
@@ -200,7 +200,7 @@ def parse_host_list(text: str, *, keep_fqdn: bool = False) -> Hosts:
         if len(tokens) != 1:
             raise UserError(f'-H: "{shown(entry)}" is not a host. {example}')
         found.append(_parse_host("-H", tokens))
-    return _checked(Hosts("-H", tuple(found)), keep_fqdn=keep_fqdn)
+    return _checked(Hosts("-H", tuple(found)), keep_fqdn=True)
 
 
 def _text(data: bytes, source: str) -> str:

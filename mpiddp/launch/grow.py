@@ -117,5 +117,6 @@ def _usable(hosts: Sequence[Host], options: LaunchOptions, plan: Plan) -> list[H
     asked = {host.key for host in hosts}
     others = [host for host in plan.hosts.usable if host.key not in asked]
     together = replace(plan.named, hosts=(*others, *hosts))
-    _, complaints = run_preflight(options, together, plan.starter, os.environ, plan, plan.infos)
-    return [host for host in hosts if host not in complaints]
+    proven = plan.hosts.hosts
+    checked = run_preflight(options, together, plan.starter, os.environ, proven, plan.infos)
+    return [host for host in hosts if host not in checked.complaints]

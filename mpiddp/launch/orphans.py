@@ -6,14 +6,15 @@ environment that each process was started with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpiddp.hosts import pidfd
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.ssh import run_on_hosts
-from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.hosts.transport import Transport
+from mpiddp.launch import log
 from mpiddp.protocol.variables import JOB
 
 TIMEOUT_S = 8.0
@@ -25,13 +26,7 @@ for pid in kill_marked({mark!r}):
 """
 
 
-def kill_orphans(
-    hosts: Sequence[Host],
-    job: str,
-    python: str,
-    log: Callable[[str], None],
-    transport: Transport = SSH,
-) -> None:
+def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transport) -> None:
     """Kill the remaining processes of `job` on all other hosts at once, and log how many there were.
 
     Args:
@@ -45,12 +40,12 @@ def kill_orphans(
     )
     for host, answer in answers.items():
         if answer.exit_code != 0:
-            log(
+            log.info(
                 f"{host.name} cannot be reached, so no leftover process was killed there; "
                 "its ranks end by themselves."
             )
         elif killed := [line for line in answer.stdout.splitlines() if line.isdigit()]:
-            log(f"killed leftover processes of the job on {host.name}: {len(killed)}.")
+            log.info(f"killed leftover processes of the job on {host.name}: {len(killed)}.")
 
 
 def remote_program(job: str) -> str:

@@ -13,13 +13,13 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import ModuleType
 
 from mpiddp.hosts import gpus, interfaces, names, probe, versions
 from mpiddp.hosts.gpus import NO_ANSWER, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts
 from mpiddp.hosts.ssh_complaints import ssh_complaint, ssh_line
 from mpiddp.hosts.transport import SSH, Transport
@@ -32,17 +32,6 @@ REPEAT_S = 60.0  # between two lines about the same hosts
 
 # The modules that are sent to the hosts, each after those that it imports.
 TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, versions, probe)
-
-# The first line is the proof of a login.
-_REMOTE_PROGRAM = """
-import json, sys, types
-print("login", flush=True)
-sources, needs = json.loads({payload!r})
-for name, source in sources.items():
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec"), module.__dict__)
-print(json.dumps(sys.modules[{probe!r}].host_info(needs)))
-"""
 
 
 @dataclass(frozen=True)
@@ -138,13 +127,10 @@ def preflight(
 
 def probe_program(needs: Needs) -> str:
     """A Python program that prints a host's HostInfo. It needs the standard library alone."""
-    # The names by which the probe imports, with empty parent packages.
-    sources = {"mpiddp": "", "mpiddp.hosts": ""}
-    for module in TRAVELLING:
-        assert module.__file__ is not None
-        sources[module.__name__] = Path(module.__file__).read_text()
-    payload = json.dumps([sources, asdict(needs)])
-    return _REMOTE_PROGRAM.format(payload=payload, probe=probe.__name__)
+    begin = f"import json; print(json.dumps(sys.modules[{probe.__name__!r}].host_info({asdict(needs)!a})))"
+    return program_with(
+        TRAVELLING, begin, first='print("login", flush=True)'
+    )  # it proves the login
 
 
 def _read(host: Host, answer: Answer) -> HostInfo | None:

@@ -1,4 +1,4 @@
-"""What the launcher knows of the hosts from earlier jobs, and what it writes down for later ones.
+"""What earlier jobs and attempts have shown of the hosts, and what is written down for later ones.
 
 A job on this machine alone has no memory: it would only tell a script's errors.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import DONE, FAILED, STOPPED
@@ -16,7 +16,6 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.options import Where
-from mpiddp.text import listed
 
 if TYPE_CHECKING:
     from mpiddp.hosts.history import Event, Files
@@ -26,21 +25,40 @@ _JOB = os.urandom(4).hex()  # this launch
 Doubts = Mapping[str, str]  # why the job would do better without a host, by its key
 
 
-def doubts(where: Where, named: Hosts) -> Doubts:
-    """The hosts that have failed in several of the last jobs."""
+@dataclass(frozen=True)
+class Past:
+    """What earlier jobs, or the earlier attempts of this job, have taught about its hosts.
+
+    flaky: those that have failed in several of the last jobs. They are named, and take part.
+    avoided: those that the job does without where it can.
+    proven: the hosts of the latest attempt, which have run the job; none before the first.
+    enough: the number of hosts of the first attempt; None before it.
+    max_ranks: the most ranks that the job has announced.
+    """
+
+    flaky: Doubts = field(default_factory=dict)
+    avoided: Doubts = field(default_factory=dict)
+    proven: tuple[Host, ...] = ()
+    enough: int | None = None
+    max_ranks: int | None = None
+
+
+def of_earlier_jobs(where: Where, named: Hosts) -> Past:
+    """What the history says of the hosts. With --avoid-flaky, the job does without the flaky ones."""
     files = _files(where, named)
     if files is None or not files.existing:
-        return {}
+        return Past()
     history = files.read()
     if history.broken:
         more = f" (and {len(history.broken) - 1} more)" if len(history.broken) > 1 else ""
         log.info(f"{history.broken[0]}{more} is no line of a history, and is skipped.")
     records = {host: history.record(host.key) for host in named.usable}
-    return {
+    flaky = {
         host.key: f"{host.name} {record.summary}"
         for host, record in records.items()
         if record.is_flaky
     }
+    return Past(avoided=flaky) if where.avoid_flaky else Past(flaky)
 
 
 def note_silent(where: Where, named: Hosts, silent: Mapping[Host, str]) -> None:
@@ -72,41 +90,6 @@ def key_of(name: str, named: Hosts) -> str:
     if is_this_host(name):
         return next((host.key for host in named.hosts if is_this_host(host.name)), name.lower())
     return name.lower()
-
-
-def placed_last(hosts: Hosts, doubted: Doubts) -> Hosts:
-    """The hosts in another order: a doubted one takes ranks only if the others have too few slots."""
-    order = sorted(hosts.hosts, key=lambda host: host.key in doubted)
-    return replace(hosts, hosts=tuple(order))
-
-
-def left_out(hosts: Sequence[Host], doubted: Doubts, where: Where, least: int) -> dict[Host, str]:
-    """The doubted ones of the usable `hosts` that the options allow to leave out, and why.
-
-    Args:
-        least: the number of hosts that have to remain.
-    """
-    doubtful = [host for host in hosts if host.key in doubted]
-    found: dict[Host, str] = {}
-    for host in doubtful:
-        rest = [each for each in hosts if each not in found and each is not host]
-        slots = [each.slots for each in rest]
-        has_ranks = where.min_ranks is None or (
-            None not in slots and sum(filter(None, slots)) >= where.min_ranks
-        )
-        if len(rest) >= max(1, least) and has_ranks:
-            found[host] = f"{doubted[host.key]}."
-    return found
-
-
-def say(doubted: Doubts, used: Hosts, *, avoids: bool) -> None:
-    """Say in one line what is known of hosts that take part all the same."""
-    known = [doubted[host.key] for host in used.usable if host.key in doubted]
-    if not known:
-        return
-    them = "it" if len(known) == 1 else "them"
-    hint = "placed last" if avoids else f"--avoid-flaky does without {them} where it can"
-    log.info(f"{listed(known, most=3)}: {hint}.")
 
 
 def _files(where: Where, named: Hosts) -> Files | None:

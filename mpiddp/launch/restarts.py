@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.launch import log, remembered
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch, ignored
+from mpiddp.launch.monitor.console import open_console
+from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, make_plan, read_hosts
+from mpiddp.launch.remembered import Past
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.supervise.attempt import Terms
-from mpiddp.launch.supervise.console import open_console
-from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
 from mpiddp.launch.supervise.verdict import Stop
@@ -97,6 +97,9 @@ class _Job:
         self._stop_at = float("inf") if stop_after_s is None else began_at + stop_after_s
         self._run_id = os.urandom(8).hex()
         self._known = _Known()
+        self._past = Past(
+            avoided=plan.avoided, proven=plan.hosts.hosts, enough=len(plan.hosts.usable)
+        )
         self._restarts = 0
         self._failures = 0  # restarts that count
         self._in_a_row = 0  # failures without a step between them: the pause grows only for these
@@ -160,9 +163,13 @@ class _Job:
         where, placed = self._options.where, plan.request.hosts
         remembered.note_attempt(where, plan.named, placed, outcome.code, fault)
         before, self._at_fault = self._at_fault, remembered.key_of(host, plan.named) if host else ""
+        avoided = dict(plan.avoided)
         if host and self._at_fault == before:
-            doubt = f"{self._at_fault} has ended two attempts in a row"
-            self._plan = replace(plan, avoided={**plan.avoided, self._at_fault: doubt})
+            avoided[self._at_fault] = f"{self._at_fault} has ended two attempts in a row"
+        max_ranks = self._known.announcement.max_ranks
+        self._past = replace(
+            self._past, avoided=avoided, proven=plan.hosts.hosts, max_ranks=max_ranks
+        )
 
     def _plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
@@ -255,27 +262,18 @@ class _Job:
             log.info(ignored(error))
             named = self._named
         try:
-            plan = self._plan_on(named)
+            plan = make_plan(self._options, os.environ, named, self._past)
         except (UserError, JobFailed) as error:
             if named == self._named:
                 raise
             try:
-                plan = self._plan_on(self._named)
+                plan = make_plan(self._options, os.environ, self._named, self._past)
             except (UserError, JobFailed):
                 raise error from None
             log.info(ignored(error))
             return plan
         self._named = named
         return plan
-
-    def _plan_on(self, named: Hosts) -> Plan:
-        return make_plan(
-            self._options,
-            os.environ,
-            max_ranks=self._known.announcement.max_ranks,
-            named=named,
-            earlier=self._plan,
-        )
 
     def _must_stop(self) -> bool:
         """Whether the user has requested a stop, by a signal or by --stop-after."""

@@ -194,7 +194,7 @@ def _hosts(options: argparse.Namespace) -> list[str]:
 def _named(options: argparse.Namespace) -> Hosts:
     """The hosts by name. Nothing starts there, so names that Open MPI would confuse do no harm."""
     if options.host_list is not None:
-        return parse_host_list(options.host_list, keep_fqdn=True)
+        return parse_host_list(options.host_list)
     if options.hostfile is not None:
         return read_hostfile(options.hostfile, keep_fqdn=True)
     granted = find_allocation(os.environ)

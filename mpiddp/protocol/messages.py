@@ -39,6 +39,10 @@ URGENT = b"!"  # no message of a launcher contains it
 # confirms that it has received some. It does so after every CONFIRM_EVERY.
 CONFIRM_EVERY, UNCONFIRMED_LIMIT = 60, 240
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
+MOST_SHOWN, LONGEST_SHOWN = (
+    16,
+    64,
+)  # values of a training, and characters of a name or a text of them
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 
 # A frame of a rank's output: the number of bytes that follow. They end with a whole line, or they are all
@@ -74,7 +78,8 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
     "run_dir": {"path": (str,)},  # a restart waits until it is there
     "supports_stop": {},
     # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core, and
-    # `queued_s`, in which it waited for one) and of its process: seconds, and bytes.
+    # `queued_s`, in which it waited for one) and of its process: seconds, and bytes. Then, if it is new,
+    # `shown`: what the script says of its training, by name.
     "progress": {
         "step": (int,),
         "own_s": (int, float),
@@ -107,6 +112,21 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     return str(rank) in selection.split(",")
 
 
+def is_shown_of_training(values: object) -> bool:
+    """Whether these are few numbers and short texts, by name."""
+    return (
+        isinstance(values, dict)
+        and len(values) <= MOST_SHOWN
+        and all(
+            len(name) <= LONGEST_SHOWN
+            and (
+                type(value) in (int, float) or (type(value) is str and len(value) <= LONGEST_SHOWN)
+            )
+            for name, value in values.items()
+        )
+    )
+
+
 def is_argument(text: str) -> bool:
     """Whether a program can get `text` as an argument."""
     try:
@@ -119,6 +139,8 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
     """Whether a rank may send this message of a known kind: its fields, their types and their ranges."""
     if not all(isinstance(facts.get(name, facts), types) for name, types in MESSAGES[kind].items()):
         return False
+    if kind == "progress":
+        return is_shown_of_training(facts.get("shown", {}))
     if kind == "joining":
         return bool(0 < facts["timeout_s"] < MAX_TIMEOUT_S)
     if kind == "run_dir":

@@ -15,6 +15,7 @@ from torch import nn
 from mpiddp.checkpoints.run_dir import RunDir, log_metrics
 from mpiddp.checkpoints.script import Checkpoints
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 from mpiddp.runtime.torch.steps import should_stop
 from mpiddp.train import checkpoint
@@ -62,6 +63,7 @@ def train(
         progress: how far the training has come.
     """
     started_at = time.monotonic()
+    current().show({"total": inputs.plan.total_steps})
     config, plan, data, device = inputs.config, inputs.plan, inputs.data, inputs.device
     coordinator, run, model = inputs.coordinator, inputs.run, state.model
     timer = StepTimer(device)

@@ -1,6 +1,6 @@
 """Viewers of a job: a console as the launcher has it, without ranks, and the verbs in processes of their own.
 
-Tests mpiddp/watch/, mpiddp/launch/supervise/console.py, mpiddp/protocol/viewers.py.
+Tests mpiddp/watch/, mpiddp/launch/monitor/console.py, mpiddp/protocol/viewers.py.
 python -m pytest tests/integration/test_viewers.py
 """
 
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.supervise.console import Console, Listener, job_facts, open_console
-from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.monitor.console import Console, Listener, job_facts, open_console
+from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import JOB, STACKS
 from tests.support.channels import progress

@@ -44,10 +44,10 @@ from mpiddp.hosts.sockets import port_in
 from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import preflight
 from mpiddp.launch.env_file import parse_env_file
+from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.options import parse_mpi_args, parse_options
 from mpiddp.launch.starters import environment
 from mpiddp.launch.starters.table import STARTERS, check_mpi_args
-from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from mpiddp.meshes import main as meshes
 from mpiddp.meshes.dimensions import parse_sizes

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.cluster import receive, transfer, tree
-from mpiddp.hosts.cluster.transfer import PROOF, START, Failed, Lost, Peer, offer, send
+from mpiddp.hosts.cluster.transfer import FIRST, START, Failed, Lost, Peer, offer, send
 from mpiddp.hosts.cluster.tree import SIZE, Row
 from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, shell_command
 from mpiddp.hosts.ssh_complaints import ssh_complaint
 
@@ -27,27 +27,15 @@ TREE_FROM = 4  # hosts
 TREE_BYTES = 16 << 20  # for each host; less is sent sooner than another host has logged in
 _PROGRESS_S = 0.2
 
-_BEGIN = f"""
-import sys, types
-print({PROOF!r}, flush=True)
-if sys.version_info < (3, 8):
-    print('{{"failed": "python3 is %d.%d there; expected 3.8 or newer."}}' % sys.version_info[:2])
-    sys.exit()
-for name, source in SOURCES.items():
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec"), module.__dict__)
-program = ("SOURCES, BEGIN = %r\\nexec(BEGIN)" % ((SOURCES, BEGIN),)).encode()
-sys.modules[{receive.__name__!r}].main(program)
-"""
+# The program has its own text, since it may pass the folders on.
+_PROGRAM = "PROGRAM = %a\nexec(PROGRAM)"
+_BEGIN = f"sys.modules[{receive.__name__!r}].main(({_PROGRAM!r} % PROGRAM).encode())"
 
 
 def receiving_program() -> bytes:
-    """The program of a push on a host: the modules of both ends, since it may pass the folders on."""
-    sources = {"mpiddp": "", "mpiddp.hosts": "", "mpiddp.hosts.cluster": ""}
-    for module in (tree, transfer, receive):
-        assert module.__file__ is not None
-        sources[module.__name__] = Path(module.__file__).read_text()
-    return f"SOURCES, BEGIN = {(sources, _BEGIN)!r}\nexec(BEGIN)".encode()
+    """The program of a push on a host: the modules of both ends."""
+    text = program_with((tree, transfer, receive), _BEGIN, first=FIRST)
+    return (_PROGRAM % text).encode()
 
 
 @dataclass(frozen=True)

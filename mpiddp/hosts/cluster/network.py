@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError
@@ -15,6 +14,7 @@ from mpiddp.hosts import fabric, interfaces
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.slurm import compress_names
+from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import NO_PROGRAM, run_on_hosts
 from mpiddp.hosts.ssh_complaints import ssh_complaint
 from mpiddp.text import align_columns, escaped
@@ -23,24 +23,18 @@ _ANSWER_S = 30.0
 _PROOF = (
     "mpiddp-network"  # begins the line of facts; the start-up files of a shell may print before it
 )
-_PROGRAM = """
-import json, sys, types
-for name, source in {sources!r}:
-    module = sys.modules[name] = types.ModuleType(name)
-    exec(compile(source, name, "exec"), module.__dict__)
-print({proof!r} + json.dumps(module.facts({names!r})))
-"""
 
 Facts = Mapping[str, Any]
 
 
 def ask(hosts: Sequence[Host]) -> dict[str, Facts]:
     """The facts of each host, by its name. Raises UserError with a sentence for each that does not answer."""
-    modules = (interfaces, fabric)
-    sources = [(each.__name__, Path(str(each.__file__)).read_text()) for each in modules]
     names = [host.name for host in hosts]
     resolve_all(names)
-    program = _PROGRAM.format(sources=sources, proof=_PROOF, names=names)
+    facts = f"sys.modules[{fabric.__name__!r}].facts({names!a})"
+    program = program_with(
+        (interfaces, fabric), f"import json; print({_PROOF!r} + json.dumps({facts}))"
+    )
     found: dict[str, Facts] = {}
     complaints = []
     for host, answer in run_on_hosts(hosts, "python3", program, timeout_s=_ANSWER_S).items():

@@ -26,6 +26,14 @@ START = (
     "'import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))'"
 )
 PROOF = "mpiddp-push"  # begins the first line of a login; the start-up files of a shell may print before it
+# The first lines of that program.
+FIRST = f"""
+import sys
+print({PROOF!r}, flush=True)
+if sys.version_info < (3, 8):
+    print('{{"failed": "python3 is %d.%d there; expected 3.8 or newer."}}' % sys.version_info[:2])
+    sys.exit()
+"""
 CHUNK = 1 << 20
 REPORT_S = 0.2
 

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mpiddp.launch.streams.screen import Screen, Source
@@ -150,6 +151,15 @@ class JobOutput:
     def log(self, sentence: str) -> None:
         """Print a sentence of the launcher on stderr, on a line of its own."""
         self._screens[2].log(sentence)
+
+    @property
+    def shows_status(self) -> bool:
+        """Whether stdout and stderr are one terminal, which has room for a status."""
+        return self._screens[1] is self._screens[2] and self._screens[2].columns > 0
+
+    def show_status(self, lines: Sequence[str]) -> None:
+        """Show these lines below all others there."""
+        self._screens[2].show_status(lines)
 
     @property
     def stderr(self) -> Tail:

@@ -4,6 +4,8 @@ Where one rank is shown, its bytes pass as they come, with its prefix at the beg
 several are, only whole lines pass. A line that is still open is then shown below all others on a terminal,
 and, once it has been quiet for a second, as a line of its own in a file or a pipe. A line that a rank has
 drawn over and over, with "\\r", is shown as it looks in the end.
+
+A terminal also has a status below all lines, while no other line is open there.
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ import re
 import select
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mpiddp.launch import log
 from mpiddp.protocol.messages import LONGEST_LINE
 
 _QUIET_S = 1.0
-_ERASED = b"\r\x1b[K"  # the terminal's last line
+_ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
+_UP = b"\x1b[%dA"
+# The status is drawn at least once a second. After a longer time this process was stopped (Ctrl-Z), and the
+# lines above the cursor are a shell's.
+_STOPPED_S = 3.0
 # What follows is cut at the right margin, and no longer.
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
 _REDRAWN = re.compile(rb"\r(?!\n)")
@@ -56,7 +63,10 @@ class Screen:
         self._has_complained = False
         self._at: Source | None = None  # whose open line the cursor is in, unless it is shared
         self._open: set[Source] = set()  # with an open line, if it is shared
-        self._drawn = b""  # the open line on the terminal
+        self._status: list[bytes] = []
+        self._drawn: list[bytes] = []  # the open line and the status on the terminal
+        self._drawn_at = 0.0
+        self._columns = 0  # of the terminal then
 
     @property
     def has_open_lines(self) -> bool:
@@ -92,9 +102,28 @@ class Screen:
         with self._lock:
             self._write_lines(log.line(sentence))
 
+    @property
+    def columns(self) -> int:
+        """Of the terminal; 0 where no status is shown."""
+        if not self._is_terminal or self._target is None:
+            return 0
+        try:
+            return os.get_terminal_size(self._target).columns
+        except OSError:  # it is gone
+            return 0
+
+    def show_status(self, lines: Sequence[str]) -> None:
+        """Show these lines below all others on a terminal, in place of the last ones."""
+        with self._lock:
+            if self._is_terminal and (lines or self._status):
+                shown = [line[: self.columns - 1] for line in lines]
+                self._status = [line.encode(errors="backslashreplace") for line in shown]
+                self._draw(b"", always=True)
+
     def close(self) -> None:
         """End the open line on a terminal, since a shell's prompt follows."""
         with self._lock:
+            self._status = []
             if self._is_terminal:
                 self._write_lines(b"")
             if self._target is not None:
@@ -112,7 +141,7 @@ class Screen:
             text = _without_torch(text, source, is_midline=not begin)
             text = text[:-1].replace(b"\n", b"\n" + source.prefix) + text[-1:]
             text = _REDRAWN.sub(b"\r" + source.prefix, text)
-        self._write(begin + text)
+        self._draw(begin + text)
 
     def _show_lines(self, source: Source, text: bytes) -> None:
         end = text.rfind(b"\n") + 1
@@ -136,20 +165,35 @@ class Screen:
         """Write whole lines above the open line that is drawn, or below the one that the cursor is in."""
         begin = b"\n" if self._at is not None else b""
         self._at = None
-        drawn = self._open_line() if self._is_terminal else b""
-        if lines or drawn != self._drawn:
-            begin += _ERASED if self._drawn else b""
-            self._drawn = drawn
-            self._write(begin + lines + drawn)
-        elif begin:
-            self._write(begin)
+        self._draw(begin + lines)
 
-    def _open_line(self) -> bytes:
-        """The open line of the lowest rank, as the terminal shows it."""
-        if not self._open:
+    def _draw(self, text: bytes, *, always: bool = False) -> None:
+        """Write text, and draw the open line and the status below it if this is a terminal."""
+        below = []
+        if self._is_terminal and self._at is None:
+            below = [*self._open_line(), *self._status]
+        if text or always or below != self._drawn:
+            erased = self._erased()
+            self._drawn, self._drawn_at, self._columns = below, time.monotonic(), self.columns
+            self._write(erased + text + b"\n".join(_CUT + line + _WRAPPED for line in below))
+
+    def _erased(self) -> bytes:
+        """What erases the lines that are drawn."""
+        if not self._drawn:
             return b""
+        if self._status and time.monotonic() - self._drawn_at > _STOPPED_S:
+            return b"\r"
+        rows, columns = len(self._drawn), self.columns
+        if 0 < columns < self._columns:  # a terminal that has become narrower has wrapped them
+            rows = sum(-(-min(len(line), self._columns) // columns) or 1 for line in self._drawn)
+        return (_UP % (rows - 1) if rows > 1 else b"") + _ERASED
+
+    def _open_line(self) -> list[bytes]:
+        """The open line of the lowest rank, as the terminal shows it, if there is one."""
+        if not self._open:
+            return []
         source = min(self._open, key=lambda source: source.rank)
-        return _CUT + source.prefix + _as_drawn(bytes(source.line)) + _WRAPPED
+        return [source.prefix + _as_drawn(bytes(source.line))]
 
     def _write(self, text: bytes) -> None:
         rest = memoryview(text)

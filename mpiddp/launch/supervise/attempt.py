@@ -9,24 +9,20 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import Found, HostSearch
+from mpiddp.launch.monitor.console import Console
+from mpiddp.launch.monitor.monitor import Monitor
+from mpiddp.launch.monitor.ranks import Ranks, late_clause, missing_sentence
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.supervise.console import Console, job_facts
-from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.hang import HangWatch, stacks_sentence
+from mpiddp.launch.supervise.control import ControlServer, StackRequests
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event, Phase
-from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
-from mpiddp.launch.supervise.skew import SkewWatch
-from mpiddp.launch.supervise.stacks import StackRequests
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
-from mpiddp.protocol.messages import CONFIRM_EVERY
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import STACKS
 
@@ -86,10 +82,8 @@ class Attempt:
         self._rank_failed = False  # after the user's request
         self._join_timeout_s = 0.0
         self._stacks = StackRequests(ranks, server)
-        self._hangs: HangWatch | None = None  # once all have joined
-        self._skew = SkewWatch(self._timers.now())
+        self._monitor = Monitor(ranks, terms.options, self._timers.now())
         self._joined_at = 0.0
-        self._progress: Counter[int] = Counter()  # messages of each rank
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()  # what is said only once
         self.ended_because = ""  # the reason, if this launcher has ended the job as one that failed
@@ -104,6 +98,8 @@ class Attempt:
         """React to an event as `_TABLE` says."""
         if action := self._TABLE[event][self._phase.value]:
             action(self)
+        if self._phase.value > Phase.RUNNING.value:
+            self._mpirun.output.show_status([])
 
     def on_signal(self, number: int) -> None:
         if self._stop < Stop.BY_USER:
@@ -134,7 +130,7 @@ class Attempt:
             case "stopped":
                 self.on(Event.LAST_STEP)
             case "progress":
-                self._confirm(message)
+                self._server.confirm(message)
             case "failed" | "lost" if message.rank in self.ranks.failures:
                 self.on(Event.HOST_LOST if message.facts.get("silent") else Event.FAILED)
         if self._stacks.are_complete:
@@ -164,21 +160,11 @@ class Attempt:
             self._terms.console.let_wait(viewer)
             self._request_stacks(Event.VIEW_STACKS)
             return
-        facts = job_facts(self.ranks, self._mpirun.output.latest, self._timers.now())
-        facts["phase"] = self._phase.name.lower()
-        if holder := self._skew.holder:
-            facts["holder"] = holder.sentence(self.ranks.name(holder.rank))
-        self._terms.console.answer(viewer, facts)
+        facts = self._monitor.job_facts(self._mpirun.output.latest, self._timers.now())
+        self._terms.console.answer(viewer, {**facts, "phase": self._phase.name.lower()})
 
     def _answer_viewers(self) -> None:
-        stacks = {rank: facts["text"] for rank, facts in self.ranks.stacks.items()}
-        self._terms.console.answer_all({"sentence": stacks_sentence(self.ranks), "stacks": stacks})
-
-    def _confirm(self, message: Message) -> None:
-        """Tell a rank now and then that its progress is read. Without this, it falls silent."""
-        self._progress[message.rank] += 1
-        if self._progress[message.rank] % CONFIRM_EVERY == 0:
-            self._server.confirm(message)
+        self._terms.console.answer_all(self._monitor.stacks_facts())
 
     def _log(self, sentence: str) -> None:
         self._mpirun.output.log(sentence)
@@ -212,7 +198,6 @@ class Attempt:
     def _run_on(self) -> None:
         self._phase = Phase.RUNNING
         self._joined_at = self._timers.now()
-        self._hangs = HangWatch(self.ranks, self._joined_at, self._when.hang_timeout_s)
         self._see_steps()
         if self._terms.search is not None:
             self._terms.search.begin()
@@ -220,27 +205,24 @@ class Attempt:
     # --- running ---
 
     def _see_steps(self) -> None:
-        """Look at the stacks of a quiet job. With --hang-timeout, a hang ends it."""
-        timeout_s, now = self._when.hang_timeout_s, self._timers.now()
-        if self.ranks.all_done or self._hangs is None:
+        """Look at the running job, and at its stacks if it is quiet."""
+        if self.ranks.all_done:
             return
-        newest_step = max((step for step, _ in self.ranks.steps.values()), default=0)
-        if holder := self._skew.look(now, self.ranks.paces, newest_step):
-            self._log(holder.sentence(self.ranks.name(holder.rank)))
-        if self._hangs.is_due(now, self._mpirun.output.idle_s):
+        now = self._timers.now()
+        for sentence in self._monitor.look(now, now - self._joined_at):
+            self._say_once(sentence)
+        if self._monitor.wants_stacks(now, self._mpirun.output.idle_s):
             self._request_stacks(Event.HANG_STACKS)
-        is_silent = self._terms.options.job.is_command and self.ranks.newest_step_at is None
-        if timeout_s is not None and is_silent and now - self._joined_at >= timeout_s:
-            self._say_once(
-                f"no rank has made a step in {timeout_s:g} s. --hang-timeout watches a command only if its "
-                "script calls mpiddp.should_stop() in every step."
-            )
-        self._timers.after(min(CHECK_S, timeout_s or CHECK_S), Event.SEE_STEPS)
+        if self._mpirun.output.shows_status:
+            attempt = self._terms.console.attempts
+            self._mpirun.output.show_status(self._monitor.status_lines(attempt, now))
+        self._timers.after(min(CHECK_S, self._when.hang_timeout_s or CHECK_S), Event.SEE_STEPS)
 
     def _judge_stacks(self) -> None:
-        if self._hangs is None or self.ranks.all_done:
+        """Say who hangs. With --hang-timeout, this ends the job."""
+        if self.ranks.all_done:
             return
-        sentences = self._hangs.look(self._timers.now())
+        sentences = self._monitor.look_at_stacks(self._timers.now())
         for sentence in sentences:
             self._log(sentence)
         if sentences and self._when.hang_timeout_s is not None:

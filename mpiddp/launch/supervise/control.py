@@ -1,4 +1,4 @@
-"""The launcher's end of the job channel: where it listens, and what it asks of the ranks.
+"""The launcher's end of the job channel: where it listens, what it asks of the ranks, and who waits for it.
 
 It listens on one address only. `mpiddp.protocol.server` handles the connections and the protocol.
 """
@@ -10,15 +10,20 @@ import fcntl
 import os
 import signal
 import socket
+from collections import Counter
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.launch.supervise.phases import Event
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.paths import cause_of
 from mpiddp.protocol import viewers
-from mpiddp.protocol.messages import UNIX, URGENT
+from mpiddp.protocol.messages import CONFIRM_EVERY, UNIX, URGENT
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message, Peer
 from mpiddp.protocol.variables import ADDRESS, SECRET
+
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
@@ -39,6 +44,7 @@ class ControlServer(ChannelServer):
         secret = os.urandom(16).hex()
         allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
         self._path: Path | None = None  # of a Unix socket
+        self._progress: Counter[int] = Counter()  # messages of each rank
         if address is None:
             self._socket, self._path = _listen_here()
             shown = f"{UNIX}{self._path}"
@@ -78,9 +84,11 @@ class ControlServer(ChannelServer):
         else:
             self.send(rank, "stop")
 
-    def confirm(self, message: Message) -> None:
-        """Confirm to its sender that messages have been received."""
-        self.send(message.rank, "received", to_script=message.from_script)
+    def confirm(self, progress: Message) -> None:
+        """Tell a rank now and then that its progress is read. Without this, it falls silent."""
+        self._progress[progress.rank] += 1
+        if self._progress[progress.rank] % CONFIRM_EVERY == 0:
+            self.send(progress.rank, "received", to_script=progress.from_script)
 
     def interrupt(self, rank: int) -> None:
         """Request the stacks of a rank that does not answer: its kernel interrupts it.
@@ -102,6 +110,47 @@ class ControlServer(ChannelServer):
             return []
         silent = [peer for peer in self._ranks.values() if _is_silent(peer)]
         return [message for peer in silent for message in self.lose(peer, silent=True)]
+
+
+class StackRequests:
+    """The events that wait for stacks: until every rank has sent them, or the time is over."""
+
+    def __init__(self, ranks: Ranks, server: ControlServer) -> None:
+        self._ranks = ranks
+        self._server = server
+        self._waiting: list[Event] = []
+
+    def request(self, event: Event) -> None:
+        """Let the event wait for new stacks. One that waits already goes on waiting."""
+        if event in self._waiting:
+            return
+        self._ranks.forget_stacks()
+        self._server.request_stacks()
+        self._waiting.append(event)
+        self._server.selector.after(STACKS_S, Event.STACKS_LATE)
+        self._server.selector.after(STACKS_S + INTERRUPTED_S, Event.STACKS_OVER)
+
+    def interrupt(self, *, but_for: set[Event]) -> None:
+        """Interrupt the system calls of ranks that have not answered, unless only these events wait."""
+        if set(self._waiting) - but_for:
+            for rank in self._missing:
+                self._server.interrupt(rank)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether an event waits, and no stack is missing."""
+        return bool(self._waiting) and not self._missing
+
+    def take(self) -> list[Event]:
+        """The events, whose wait is over."""
+        self._server.selector.cancel(Event.STACKS_LATE, Event.STACKS_OVER)
+        events, self._waiting = self._waiting, []
+        return events
+
+    @property
+    def _missing(self) -> set[int]:
+        """The ranks that are connected and have not sent their stacks."""
+        return self._server.connected - self._ranks.stacks.keys() - self._ranks.done
 
 
 def _is_silent(peer: Peer) -> bool:

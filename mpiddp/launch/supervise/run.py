@@ -18,16 +18,16 @@ from mpiddp.doctor.memory import oom_kills
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
+from mpiddp.launch.monitor.console import Listener
+from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.starters.command import RankStarter, Request
 from mpiddp.launch.streams.input import Input
 from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise.attempt import Attempt, Terms
-from mpiddp.launch.supervise.console import Listener
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.known_cause import look_into
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
-from mpiddp.launch.supervise.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.supervise.signals import (
     STOP_SIGNALS,
     AwakeSelector,
@@ -129,7 +129,7 @@ def run_attempt(
 
         silent = ranks.silent_hosts()
         left = [host for host in request.hosts.hosts if host.name not in silent]
-        kill_orphans(left, job, request.job[0], log.info, request.hosts.transport)
+        kill_orphans(left, job, request.job[0], request.hosts.transport)
     return Outcome(
         found.code,
         found.sentence,

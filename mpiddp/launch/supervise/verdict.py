@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from mpiddp.launch.supervise.ranks import EXPLAINS_S, Ranks, is_silent
+from mpiddp.launch.monitor.ranks import EXPLAINS_S, Ranks, is_silent
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 

@@ -28,6 +28,7 @@ class Launcher(Protocol):
 
     def send(self, kind: str, **fields: object) -> None: ...
     def progress(self, step: int) -> None: ...
+    def show(self, values: Mapping[str, Any]) -> None: ...
     def failed(self, ending: Ending) -> None: ...
     def done(self, *, is_early: bool = False) -> None: ...
 
@@ -65,6 +66,7 @@ class Session:
         self.channel: JobChannel | None = None
         self.output: Output | None = None
         self.stop = StopRequest(send=self.send, progress=self._progress, declared=self._declared)
+        self._is_told_steps = False  # the script counts its steps itself
         self._saves = 0
         self._saves_lock = threading.Lock()
         self.coordinator: Coordinator | None = None
@@ -181,13 +183,25 @@ class Session:
         if self.launcher is not None:
             handle_sigterm(self.stop)
 
-    def _progress(self, step: int) -> None:
+    def show(self, values: Mapping[str, Any]) -> None:
+        """Let the launcher show these values of the training, by name: numbers and short texts."""
         if self.launcher is not None:
+            self.launcher.show(values)
+
+    def progress(self, step: int) -> None:
+        """The script has made this step, by its own count."""
+        self._is_told_steps = True
+        if self.launcher is not None:
+            self.launcher.progress(step)
+
+    def _progress(self, step: int) -> None:
+        if self.launcher is not None and not self._is_told_steps:
             self.launcher.progress(step)
 
     def optimizer_stepped(self, steps: int) -> None:
         """An optimizer of the script has made so many steps. `should_stop` counts better, if it is called."""
-        if self.launcher is not None and not self.stop.supports_stop and steps > self.launcher.step:
+        is_counted = self.stop.supports_stop or self._is_told_steps
+        if self.launcher is not None and not is_counted and steps > self.launcher.step:
             self.launcher.progress(steps)
 
 

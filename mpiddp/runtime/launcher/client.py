@@ -12,10 +12,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT
+from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT, is_shown_of_training
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Ending
 from mpiddp.runtime.launcher.native_stacks import write_stack_on_urgent_byte
@@ -54,6 +54,7 @@ class LauncherClient:
             "received": lambda message: self._confirm_progress(),
         }
         self._sent_progress_at = 0.0
+        self._shown: dict[str, Any] = {}  # that has not been sent
         self._unconfirmed = 0  # messages of progress
         self._is_over = False
         write_stack_on_urgent_byte(channel.connection)
@@ -70,7 +71,17 @@ class LauncherClient:
         if is_due and self._unconfirmed < UNCONFIRMED_LIMIT:
             self._sent_progress_at = now
             self._unconfirmed += 1
-            self.send("progress", step=step, **_usage())
+            self.send("progress", step=step, **_usage(), **self._new_shown())
+
+    def show(self, values: Mapping[str, Any]) -> None:
+        """Send these values of the training with the next progress, but those that cannot be shown."""
+        for name, value in values.items():
+            if is_shown_of_training({**self._shown, name: value}):
+                self._shown[name] = value
+
+    def _new_shown(self) -> dict[str, Any]:
+        shown, self._shown = self._shown, {}
+        return {"shown": shown} if shown else {}
 
     def _stop(self, request_stop: Callable[[], None]) -> None:
         self.stopping.set()

@@ -9,11 +9,14 @@ python -m pytest tests/integration/launch/test_shown_output.py
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -394,10 +397,17 @@ connect.CONNECT_TIMEOUT_S = 0.5
 class Terminal:
     """A screen on a terminal of its own, and what it has shown."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_shared: bool) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, is_shared: bool, columns: int = 80
+    ) -> None:
         monkeypatch.setenv("TERM", "xterm")
         self._reader, self._writer = os.openpty()
+        self.resize(columns)
         self.screen = Screen(self._writer, "stdout", is_shared=is_shared)
+
+    def resize(self, columns: int) -> None:
+        size = struct.pack("HHHH", 24, columns, 0, 0)
+        fcntl.ioctl(self._writer, termios.TIOCSWINSZ, size)
 
     def shown(self) -> str:
         """What it shows after the last call, without the codes that cut a line at the margin."""
@@ -406,7 +416,8 @@ class Terminal:
         return re.sub(r"\x1b\[\?7[lh]|\x1b\[0m", "", text)
 
 
-ERASED = "\r\x1b[K"
+ERASED, UP = "\r\x1b[J", "\x1b[1A"
+STATUS = ["step 7", "2 ranks"]
 
 
 def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,6 +435,63 @@ def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch: pytest.Monk
     assert terminal.shown() == f"{ERASED}[0] done\n[1] open"
     terminal.screen.end(second)
     assert terminal.shown() == f"{ERASED}[1] open\n"
+
+
+def test_the_status_stays_below_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch, is_shared=False, columns=7)
+    source, below = Source(0), "step 7\n2 rank"
+    terminal.screen.show_status(STATUS)
+    assert terminal.shown() == below
+    terminal.screen.show(source, b"a\nb")  # a line that is open has the place for itself
+    assert terminal.shown() == f"{UP}{ERASED}a\nb"
+    terminal.screen.show_status(STATUS)
+    terminal.screen.show(source, b"c\n")
+    assert terminal.shown() == f"c\n{below}"
+    terminal.screen.log("a sentence")
+    assert terminal.shown() == f"{UP}{ERASED}mpiddp: a sentence\n{below}"
+    terminal.screen.show_status([])
+    assert terminal.shown() == f"{UP}{ERASED}"
+    terminal.screen.show(source, b"d\n")
+    assert terminal.shown() == "d\n"
+
+
+def test_the_status_stands_below_the_open_line_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal(monkeypatch, is_shared=True)
+    terminal.screen.show(Source(0, b"[0] "), b"\r10 %")
+    terminal.screen.show_status(STATUS)
+    assert terminal.shown() == f"[0] 10 %{ERASED}[0] 10 %\nstep 7\n2 ranks"
+    terminal.screen.close()
+    assert terminal.shown().endswith(f"\x1b[2A{ERASED}[0] 10 %")
+
+
+def test_a_narrower_terminal_has_wrapped_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch, is_shared=False, columns=20)
+    terminal.screen.show_status(["12345678", "1234"])
+    terminal.resize(4)
+    terminal.shown()
+    terminal.screen.show_status(STATUS)
+    assert terminal.shown() == f"\x1b[2A{ERASED}ste\n2 r"
+
+
+def test_what_a_shell_has_written_after_ctrl_z_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch, is_shared=False)
+    terminal.screen.show_status(STATUS)
+    terminal.shown()
+    now = time.monotonic()
+    monkeypatch.setattr("mpiddp.launch.streams.screen.time.monotonic", lambda: now + 5)
+    terminal.screen.show_status(STATUS)
+    assert terminal.shown() == "\rstep 7\n2 ranks"
+
+
+def test_only_a_terminal_has_a_status() -> None:
+    reader, writer = os.pipe()
+    screen = Screen(writer, "stdout", is_shared=False)
+    assert screen.columns == 0
+    screen.show_status(STATUS)
+    screen.show(Source(0), b"a\n")
+    assert os.read(reader, 100) == b"a\n"
 
 
 def test_a_line_of_the_launcher_ends_the_open_line_of_the_only_rank(

@@ -30,8 +30,8 @@ def test_a_rank_that_hangs_when_others_are_done(tmp_path: Path) -> None:
 
 # `mpiddp launch` that waits for the stacks of the ranks longer than any test takes.
 WAITS_FOR_STACKS = (
-    "import sys; from mpiddp import cli; from mpiddp.launch.supervise import stacks\n"
-    f"stacks.STACKS_S = {10 * PATIENCE_S}; sys.exit(cli.main(sys.argv[1:]))"
+    "import sys; from mpiddp import cli; from mpiddp.launch.supervise import control\n"
+    f"control.STACKS_S = {10 * PATIENCE_S}; sys.exit(cli.main(sys.argv[1:]))"
 )
 
 

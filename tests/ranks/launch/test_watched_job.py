@@ -1,6 +1,6 @@
 """A job that is watched, asked for its stacks and stopped from other processes, and one with a slow rank.
 
-Tests mpiddp/watch/, mpiddp/launch/supervise/{console,skew}.py.
+Tests mpiddp/watch/, mpiddp/launch/monitor/{console,skew}.py.
 python -m pytest tests/ranks/launch/test_watched_job.py
 """
 

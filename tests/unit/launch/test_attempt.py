@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.options import When, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
@@ -26,7 +27,6 @@ from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
 from mpiddp.launch.supervise.phases import Event
-from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.signals import AwakeSelector
 from mpiddp.launch.supervise.verdict import Stop, StopRecord
 from mpiddp.protocol.channel import RANK, encode, member_proof

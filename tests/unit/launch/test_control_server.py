@@ -28,7 +28,7 @@ from mpiddp.protocol.channel import (
     member_proof,
     server_proof,
 )
-from mpiddp.protocol.messages import LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT, URGENT
+from mpiddp.protocol.messages import CONFIRM_EVERY, LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT, URGENT
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.channels import progress
@@ -230,8 +230,9 @@ def test_what_the_launcher_asks_of_a_rank(server: Server, rank: Client) -> None:
     server.server.request_stop(1)
     server.server.request_stop(2)  # it is not connected
     server.server.request_stacks()
-    server.server.confirm(Message(1, "progress", {}, 0.0))
-    server.server.confirm(Message(2, "progress", {}, 0.0))
+    for _ in range(CONFIRM_EVERY):
+        server.server.confirm(Message(1, "progress", {}, 0.0))
+        server.server.confirm(Message(2, "progress", {}, 0.0))
     server.server.end_all(code=3)
     assert [rank.receive() for _ in range(4)] == [
         {"type": "stop"},
@@ -248,7 +249,8 @@ def test_the_script_of_a_rank_gets_what_concerns_it(server: Server, rank: Client
     assert Client(server).introduce(1, key=key, role=SCRIPT) == {"type": "taken"}
     server.server.request_stop(1)
     server.server.request_stacks()
-    server.server.confirm(Message(1, "progress", {}, 0.0, from_script=True))
+    for _ in range(CONFIRM_EVERY):
+        server.server.confirm(Message(1, "progress", {}, 0.0, from_script=True))
     server.server.end_all(code=1)
     expected = ["stop", "stacks", "received", "end"]
     assert [script.receive()["type"] for _ in range(4)] == expected

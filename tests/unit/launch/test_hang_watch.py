@@ -1,6 +1,6 @@
 """When the launcher looks at the stacks of a quiet job, when the ranks hang, and who is named.
 
-Tests mpiddp/launch/supervise/hang.py.
+Tests mpiddp/launch/monitor/hang.py.
 python -m pytest tests/unit/launch/test_hang_watch.py
 """
 
@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from mpiddp.launch.supervise.hang import HangWatch
-from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.monitor.hang import HangWatch
+from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress
 

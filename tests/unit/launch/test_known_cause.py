@@ -10,9 +10,9 @@ import pytest
 
 from mpiddp.doctor.failures import FAILURES
 from mpiddp.doctor.memory import OomKills
+from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise.known_cause import OF_THE_HOST, known_cause, look_into, oom_sentence
-from mpiddp.launch.supervise.ranks import Ranks
 from mpiddp.launch.supervise.verdict import FirstFailure, History, MpirunEnd, verdict
 from mpiddp.protocol.server import Message
 

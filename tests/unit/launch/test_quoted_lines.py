@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mpiddp.launch import log
-from mpiddp.launch.supervise.hang import stuck_sentences
-from mpiddp.launch.supervise.ranks import Ranks, missing_sentence
+from mpiddp.launch.monitor.hang import stuck_sentences
+from mpiddp.launch.monitor.ranks import Ranks, missing_sentence
 from mpiddp.launch.supervise.verdict import History, MpirunEnd, verdict
 from mpiddp.protocol.server import Message
 

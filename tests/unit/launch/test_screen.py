@@ -178,9 +178,9 @@ def test_an_open_line_stays_below_the_others_on_a_terminal(monkeypatch: pytest.M
     assert terminal.seen() == drawn
     assert not terminal.screen.has_open_lines
     terminal.screen.show(zero, b"a\n")
-    assert terminal.seen() == b"\r\x1b[K" + ZERO + b"a\n" + drawn
+    assert terminal.seen() == b"\r\x1b[J" + ZERO + b"a\n" + drawn
     terminal.screen.show(zero, b"3%")
-    assert terminal.seen() == b"\r\x1b[K\x1b[?7l" + ZERO + b"3%\x1b[0m\x1b[?7h"
+    assert terminal.seen() == b"\r\x1b[J\x1b[?7l" + ZERO + b"3%\x1b[0m\x1b[?7h"
     terminal.screen.close()
     os.close(terminal.reader)
 

@@ -1,6 +1,6 @@
 """Which rank holds the others up, and when the launcher says so.
 
-Tests mpiddp/launch/supervise/skew.py.
+Tests mpiddp/launch/monitor/skew.py.
 python -m pytest tests/unit/launch/test_skew.py
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from mpiddp.launch.supervise.skew import Pace, SkewWatch
+from mpiddp.launch.monitor.skew import Pace, SkewWatch
 from tests.support.channels import progress
 
 

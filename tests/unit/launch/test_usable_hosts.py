@@ -1,6 +1,6 @@
 """Which hosts a job takes: spares, hosts that fail the preflight, options that contradict each other.
 
-Tests mpiddp/launch/plan.py. No host is contacted here.
+Tests mpiddp/launch/{usable,plan}.py. No host is contacted here.
 python -m pytest tests/unit/launch/test_usable_hosts.py
 """
 
@@ -13,16 +13,11 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.plan import (
-    THIS_MACHINE,
-    _check,
-    _wanted,
-    keep_usable,
-    read_hosts,
-    working_folder,
-)
+from mpiddp.launch.plan import THIS_MACHINE, _check, read_hosts, working_folder
+from mpiddp.launch.remembered import Past
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.usable import Checked, has_fewer, keep_usable, wanted_hosts
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
@@ -34,7 +29,8 @@ def where(*options: str):  # type: ignore[no-untyped-def]
 
 
 def kept(*options: str, hosts: Hosts = ALL, complaints: dict[Host, str] | None = None) -> str:
-    found = keep_usable(hosts, complaints or {}, where(*options), len(hosts.usable))
+    checked = Checked(complaints=complaints or {})
+    found = keep_usable(hosts, checked, where(*options), Past())
     return "".join(host.name for host in found.hosts)
 
 
@@ -51,8 +47,7 @@ def test_the_last_hosts_are_spares(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_spare_takes_the_place_of_a_host_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
-    found = keep_usable(ALL, {B: "b is broken."}, where("--spares", "1"), 2)
-    assert [host.name for host in found.hosts] == ["a", "c"]
+    assert kept("--spares", "1", complaints={B: "b is broken."}) == "ac"
     assert capfd.readouterr().err == "mpiddp: leaving out a host: b is broken.\n"
 
 
@@ -82,6 +77,42 @@ def test_a_job_may_be_smaller(
 
 
 @pytest.mark.parametrize(
+    ("options", "enough", "expected"),
+    [
+        ((), 2, "ca"),  # as many as in the first attempt
+        ((), 3, "cab"),
+        (("--min-hosts", "2"), 3, "ca"),
+        (("--min-hosts", "3"), 2, "cab"),
+    ],
+)
+def test_an_avoided_host_is_left_out_or_placed_last(
+    options: tuple[str, ...], enough: int, expected: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    past = Past(avoided={"b": "b has failed"}, proven=(A, B, C), enough=enough)
+    found = keep_usable(Hosts("file", (B, C, A)), Checked(), where(*options), past)
+    assert "".join(host.name for host in found.hosts) == expected
+    said = "leaving out a host: b has failed." if expected == "ca" else "b has failed: placed last."
+    assert capfd.readouterr().err == f"mpiddp: {said}\n"
+
+
+def test_fewer_ranks_may_start_where_a_host_is_missing() -> None:
+    """It is named no more, or failed the preflight, or is a spare that took part in the first attempt."""
+    left = Hosts("file", (A, C))
+    assert not has_fewer(ALL, ALL, where(), Past())
+    assert has_fewer(left, ALL, where(), Past())
+    assert not has_fewer(left, ALL, where("--spares", "1"), Past())
+    assert has_fewer(left, left, where(), Past(enough=3))
+    assert not has_fewer(ALL, ALL, where(), Past(enough=2))
+
+
+def test_versions_that_differ_end_the_start() -> None:
+    with pytest.raises(UserError, match=r"^torch differs: 1 on a and 2 on b\.$"):
+        keep_usable(
+            ALL, Checked(differences=("torch differs: 1 on a and 2 on b.",)), where(), Past()
+        )
+
+
+@pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (("--spares", "3"), "--spares 3 leaves no host for the ranks: file has 3 hosts."),
@@ -94,13 +125,13 @@ def test_a_job_may_be_smaller(
 )
 def test_hosts_that_cannot_be_enough(options: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UserError) as error:
-        _wanted(where(*options), ALL)
+        wanted_hosts(where(*options), ALL)
     assert str(error.value) == sentence
 
 
 def test_hosts_that_are_just_enough() -> None:
-    assert _wanted(where("--spares", "1", "--min-hosts", "2"), ALL) == 2
-    assert _wanted(where("--spares", "2"), ALL) == 1
+    assert wanted_hosts(where("--spares", "1", "--min-hosts", "2"), ALL) == 2
+    assert wanted_hosts(where("--spares", "2"), ALL) == 1
 
 
 def test_where_the_hosts_come_from(tmp_path: Path) -> None:

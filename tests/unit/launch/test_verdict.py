@@ -1,6 +1,6 @@
 """The verdict on an attempt, from a record of what happened: who failed first, the sentence, the exit code.
 
-Tests mpiddp/launch/supervise/{verdict,ranks}.py. No process starts here.
+Tests mpiddp/launch/supervise/verdict.py, mpiddp/launch/monitor/ranks.py. No process starts here.
 python -m pytest tests/unit/launch/test_verdict.py
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.launch.monitor.hang import stuck_sentences
+from mpiddp.launch.monitor.ranks import Ranks, late_clause, missing_sentence
 from mpiddp.launch.supervise.attempt import Attempt
-from mpiddp.launch.supervise.hang import stuck_sentences
 from mpiddp.launch.supervise.phases import Event, Phase
-from mpiddp.launch.supervise.ranks import Ranks, late_clause, missing_sentence
 from mpiddp.launch.supervise.verdict import (
     FirstFailure,
     History,

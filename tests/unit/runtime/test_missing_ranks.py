@@ -6,7 +6,7 @@ python -m pytest tests/unit/runtime/test_missing_ranks.py
 
 from __future__ import annotations
 
-from mpiddp.launch.supervise.ranks import Ranks, missing_sentence
+from mpiddp.launch.monitor.ranks import Ranks, missing_sentence
 from mpiddp.protocol.server import Message
 
 

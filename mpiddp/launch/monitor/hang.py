@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from mpiddp.launch.supervise.ranks import Ranks, main_frames
+from mpiddp.launch.monitor.ranks import Ranks, main_frames
 
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpiddp.launch.supervise.ranks import Ranks
+from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.viewers import JOB, STACKS, folders, is_private, peer
 from mpiddp.text import escaped
 
@@ -41,7 +41,7 @@ class Console:
     def __init__(self, name: str = "", listeners: Sequence[Listener] = ()) -> None:
         self._name = escaped(name)
         self._began_at = time.time()
-        self._attempts = 0
+        self.attempts = 0  # that have begun
         self._listeners = listeners
         self._waiting: list[socket.socket] = []  # viewers that want stacks
 
@@ -55,7 +55,7 @@ class Console:
     @contextlib.contextmanager
     def attending(self, selector: selectors.BaseSelector) -> Iterator[None]:
         """Within the body, an attempt, the selector reports a Listener when a viewer has come."""
-        self._attempts += 1
+        self.attempts += 1
         for listener in self._listeners:
             selector.register(listener.socket, selectors.EVENT_READ, listener)
         try:
@@ -98,7 +98,7 @@ class Console:
             "pid": os.getpid(),
             "name": self._name,
             "age_s": time.time() - self._began_at,
-            "attempt": self._attempts,
+            "attempt": self.attempts,
         }
         with viewer, contextlib.suppress(OSError):  # it has left, or there is no memory
             file = os.memfd_create("mpiddp")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpiddp.launch.supervise.skew import Pace
+from mpiddp.launch.monitor.skew import Pace
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped
 
@@ -58,6 +58,7 @@ class Ranks:
     last_saved_at: float = 0.0  # when a rank last ended a save
     steps: dict[int, tuple[int, float]] = field(default_factory=dict)  # and since when
     paces: dict[int, Pace] = field(default_factory=dict)  # of their latest steps
+    shown: dict[str, Any] = field(default_factory=dict)  # what rank 0 says of its training
     stacks: dict[int, dict[str, Any]] = field(default_factory=dict)
     frames: dict[int, str] = field(default_factory=dict)  # stacks out of native code
     logs: dict[int, str] = field(default_factory=dict)
@@ -86,6 +87,8 @@ class Ranks:
                 if self.steps.get(rank, (-1, 0.0))[0] < facts["step"]:
                     self.steps[rank] = (facts["step"], message.at)
                 self.paces.setdefault(rank, Pace()).add(message.at, facts)
+                if rank == 0:
+                    self.shown.update(facts.get("shown", {}))
             case "stacks":
                 self.stacks[rank] = facts
             case "frames":

@@ -1,0 +1,81 @@
+"""All looks at one attempt: who hangs, who holds the others up, and what a viewer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpiddp.launch.monitor.console import job_facts
+from mpiddp.launch.monitor.hang import HangWatch, stacks_sentence
+from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.launch.monitor.skew import SkewWatch
+from mpiddp.launch.monitor.status import status_lines
+from mpiddp.launch.options import LaunchOptions
+
+
+class Monitor:
+    """What there is to say of the ranks, by their reports. It ends nothing.
+
+    Times are those of the caller's clock, in seconds.
+
+    Args:
+        now: when the attempt began.
+    """
+
+    def __init__(self, ranks: Ranks, options: LaunchOptions, now: float) -> None:
+        self._ranks = ranks
+        self._is_command = options.job.is_command
+        self._hang_timeout_s = options.when.hang_timeout_s
+        self._hangs = HangWatch(ranks, now, self._hang_timeout_s)
+        self._skew = SkewWatch(now)
+
+    def look(self, now: float, running_s: float) -> list[str]:
+        """Sentences about steps that are slow, or cannot be watched. Call this about once a second.
+
+        Args:
+            running_s: the time since all ranks have joined.
+        """
+        ranks, timeout_s = self._ranks, self._hang_timeout_s
+        found = []
+        newest_step = max((step for step, _ in ranks.steps.values()), default=0)
+        if holder := self._skew.look(now, ranks.paces, newest_step):
+            found.append(holder.sentence(ranks.name(holder.rank)))
+        is_silent = self._is_command and ranks.newest_step_at is None
+        if timeout_s is not None and is_silent and running_s >= timeout_s:
+            found.append(
+                f"no rank has made a step in {timeout_s:g} s. --hang-timeout watches a command only if its "
+                "script calls mpiddp.should_stop() in every step."
+            )
+        return found
+
+    def wants_stacks(self, now: float, silent_s: float) -> bool:
+        """Whether the job is so quiet that the stacks of all ranks should be there for `look_at_stacks`.
+
+        Args:
+            silent_s: for how long no rank has printed anything.
+        """
+        return self._hangs.is_due(now, silent_s)
+
+    def look_at_stacks(self, now: float) -> list[str]:
+        """Sentences that say who waits where, if the ranks hang; else none."""
+        return self._hangs.look(now)
+
+    def job_facts(self, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
+        """The state of the job for a viewer.
+
+        Args:
+            latest: the end of what each rank has written.
+        """
+        facts = job_facts(self._ranks, latest, now)
+        if holder := self._skew.holder:
+            facts["holder"] = holder.sentence(self._ranks.name(holder.rank))
+        return facts
+
+    def status_lines(self, attempt: int, now: float) -> list[str]:
+        """What a terminal shows below the output, see `mpiddp.launch.monitor.status`."""
+        return status_lines(self._ranks, attempt, now)
+
+    def stacks_facts(self) -> dict[str, Any]:
+        """The stacks that the ranks have sent, for a viewer, and a sentence about them."""
+        stacks = {rank: facts["text"] for rank, facts in self._ranks.stacks.items()}
+        return {"sentence": stacks_sentence(self._ranks), "stacks": stacks}

@@ -1,0 +1,51 @@
+"""The status of a job below its output on a terminal: how far it is, how fast, and who is slowest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiddp.launch.monitor.ranks import Ranks
+from mpiddp.launch.monitor.skew import find_holder
+from mpiddp.text import counted, duration, escaped, size_text
+
+
+def status_lines(ranks: Ranks, attempt: int, now: float) -> list[str]:
+    """The lines of the status; none before the first step. Times are of the caller's clock, in seconds."""
+    if not ranks.steps:
+        return []
+    return [_training(ranks), _machines(ranks, attempt, now)]
+
+
+def _training(ranks: Ranks) -> str:
+    step = max(step for step, _ in ranks.steps.values())
+    shown = dict(ranks.shown)
+    total = shown.pop("total", None)
+    has_total = isinstance(total, int) and total >= step
+    parts = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
+    times = [time.step_s for pace in ranks.paces.values() if (time := pace.step_time)]
+    if times:
+        step_s = max(times)
+        parts.append(f"{1 / step_s:.3g} steps/s")
+        if has_total and step < total:
+            parts.append(f"{duration((total - step) * step_s)} left")
+    parts += [f"{name} {_value(value)}" for name, value in shown.items()]
+    return escaped("  ".join(parts))
+
+
+def _machines(ranks: Ranks, attempt: int, now: float) -> str:
+    hosts = len(set(ranks.hosts))
+    parts = [f"{counted(ranks.world_size, 'rank')} on {counted(hosts, 'host')}"]
+    if attempt > 1:
+        parts.append(f"attempt {attempt}")
+    parts.append(f"{size_text(max(pace.memory for pace in ranks.paces.values()))} a rank")
+    if holder := find_holder(ranks.paces):
+        parts.append(f"{ranks.name(holder.rank)} holds the others up")
+    if ranks.saving:
+        parts.append("saving")
+    elif ranks.last_saved_at:
+        parts.append(f"saved {duration(now - ranks.last_saved_at)} ago")
+    return escaped("  ".join(parts))
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,131 @@
+"""Which of the named hosts a job takes: without those that failed the preflight, and without its spares."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.launch import log
+from mpiddp.launch.options import Where
+from mpiddp.launch.remembered import Past
+from mpiddp.text import counted, listed
+
+if TYPE_CHECKING:
+    from mpiddp.launch.preflight import HostInfo
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a preflight has found; nothing if none was run.
+
+    infos: of each host that has answered. complaints: why some hosts cannot be used.
+    differences: of the versions of the others, a sentence each.
+    """
+
+    infos: Mapping[Host, HostInfo] = field(default_factory=dict)
+    complaints: Mapping[Host, str] = field(default_factory=dict)
+    differences: tuple[str, ...] = ()
+
+    @property
+    def faultless(self) -> dict[Host, HostInfo]:
+        """The infos of the hosts without a complaint."""
+        return {host: info for host, info in self.infos.items() if host not in self.complaints}
+
+    @property
+    def silent(self) -> dict[Host, str]:
+        """The complaints about the hosts that have not answered."""
+        return {host: why for host, why in self.complaints.items() if host not in self.infos}
+
+
+def keep_usable(named: Hosts, checked: Checked, where: Where, past: Past) -> Hosts:
+    """The hosts without those that failed the preflight, and without the spares that the job does not need.
+
+    The last `--spares` hosts are spares. One takes the place of each unusable host; without enough of
+    them, unusable hosts are left out, within --min-hosts and --min-ranks. A host that the job avoids is left
+    out as far as this is allowed; else it takes ranks only if the others have too few slots.
+
+    Raises:
+        UserError: too few hosts remain, or their versions differ.
+    """
+    wanted = wanted_hosts(where, named)
+    least = (where.min_hosts or 1) if where.can_shrink else min(wanted, past.enough or wanted)
+    avoided_last = sorted(named.hosts, key=lambda host: host.key in past.avoided)
+    left = _without(replace(named, hosts=tuple(avoided_last)), checked.complaints)
+    if checked.complaints and len(left.usable) < least:
+        raise UserError("\n".join(checked.complaints.values()))
+    avoided = _left_out(left.usable, past, where, least)
+    left = _without(left, avoided)
+    for complaint in (*checked.complaints.values(), *avoided.values()):
+        log.info(f"leaving out a host: {complaint}")
+    spares = left.usable[wanted:]
+    if spares:
+        log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
+    kept = _without(left, spares)
+    _say_doubts(kept, past)
+    if checked.differences:
+        raise UserError("\n".join(checked.differences))
+    return kept
+
+
+def wanted_hosts(where: Where, hosts: Hosts) -> int:
+    """The number of hosts that the job has if enough of them can be used.
+
+    Raises:
+        UserError: the options want more hosts than are named.
+    """
+    usable = len(hosts.usable)
+    wanted = usable - where.spares
+    if wanted < 1:
+        raise UserError(
+            f"--spares {where.spares} leaves no host for the ranks: {hosts.source} has "
+            f"{counted(usable, 'host')}."
+        )
+    if wanted < (where.min_hosts or 1):
+        beside = f" beside {counted(where.spares, 'spare')}" if where.spares else ""
+        raise UserError(
+            f"only {counted(wanted, 'host')} given{beside}, but --min-hosts is {where.min_hosts}."
+        )
+    return wanted
+
+
+def has_fewer(usable: Hosts, named: Hosts, where: Where, past: Past) -> bool:
+    """Whether hosts are missing, so that fewer ranks than `-n` may start."""
+    return len(usable.usable) < max(wanted_hosts(where, named), past.enough or 0)
+
+
+def _without(hosts: Hosts, others: Collection[Host]) -> Hosts:
+    return replace(hosts, hosts=tuple(host for host in hosts.hosts if host not in others))
+
+
+def _left_out(hosts: Sequence[Host], past: Past, where: Where, least: int) -> dict[Host, str]:
+    """The avoided ones of the usable `hosts` that the options allow to leave out, and why.
+
+    Args:
+        least: the number of hosts that have to remain.
+    """
+    found: dict[Host, str] = {}
+    for host in hosts:
+        if host.key not in past.avoided:
+            continue
+        rest = [each for each in hosts if each not in found and each is not host]
+        slots = [each.slots for each in rest]
+        has_ranks = where.min_ranks is None or (
+            None not in slots and sum(filter(None, slots)) >= where.min_ranks
+        )
+        if len(rest) >= max(1, least) and has_ranks:
+            found[host] = f"{past.avoided[host.key]}."
+    return found
+
+
+def _say_doubts(used: Hosts, past: Past) -> None:
+    """Say in one line what is known of hosts that take part all the same."""
+    doubts = past.avoided or past.flaky
+    known = [doubts[host.key] for host in used.usable if host.key in doubts]
+    if not known:
+        return
+    them = "it" if len(known) == 1 else "them"
+    hint = "placed last" if past.avoided else f"--avoid-flaky does without {them} where it can"
+    log.info(f"{listed(known, most=3)}: {hint}.")
