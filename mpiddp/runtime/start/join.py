@@ -24,7 +24,7 @@ from mpiddp.runtime.job.failure_watch import FailureWatch
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.launcher.connected import script_session
 from mpiddp.runtime.log import log_to_console
-from mpiddp.runtime.rendezvous.meet import Needs, meet, meet_as_child
+from mpiddp.runtime.rendezvous.meet import meet, meet_as_child
 from mpiddp.runtime.start.environment import export
 from mpiddp.runtime.start.process import limit_threads
 from mpiddp.world import World, is_joined
@@ -41,7 +41,9 @@ def join(
 
     Args:
         world: the world of this process; by default read from the environment.
-        keep_mpi, uses_torch: see `mpiddp.runtime.rendezvous.meet.Needs`.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+        uses_torch: False for a process that only starts a command. Then a process beside rank 0 serves
+            torch's store for the commands.
 
     Raises:
         UserError: inconsistent variables of launchers, a foreign MPI.
@@ -59,14 +61,14 @@ def join(
         if is_joined(os.environ):
             session.coordinator = meet_as_child(world, session)
         else:
-            session.coordinator = _meet(world, session, Needs(keep_mpi, uses_torch))
+            session.coordinator = _meet(world, session, keep_mpi=keep_mpi, uses_torch=uses_torch)
     with _staying(session, session.coordinator, keep_mpi):
         yield session.coordinator
 
 
-def _meet(world: World, session: Session, needs: Needs) -> Coordinator:
+def _meet(world: World, session: Session, *, keep_mpi: bool, uses_torch: bool) -> Coordinator:
     """Meet the other ranks, and prepare this process for what it runs."""
-    coordinator, result = meet(world, session, needs)
+    coordinator, result = meet(world, session, keep_mpi=keep_mpi, uses_torch=uses_torch)
     if world.local_world_size is None and (threads := limit_threads(coordinator.world)):
         _set_threads(threads)
     export(result, coordinator.channel)
@@ -78,7 +80,7 @@ def _meet(world: World, session: Session, needs: Needs) -> Coordinator:
     if any(os.environ.get(name) for name in (PLACEMENT, REPORT, VERBOSE)):
         from mpiddp.runtime.rendezvous.placement import check_placement
 
-        check_placement(coordinator, result, uses_gpus=needs.uses_torch)
+        check_placement(coordinator, result, uses_gpus=uses_torch)
     return coordinator
 
 
