@@ -18,6 +18,7 @@ server by the member's. A MAC covers who speaks, so that no proof passes for ano
 from __future__ import annotations
 
 import json
+import os
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `_mac`
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +28,7 @@ from mpiddp.protocol.messages import LINE_LIMIT, URGENT
 # Who a member is. A child is a process that a rank has started and that joins the children of the other
 # ranks. A script is the child of a rank whose command the launcher watches.
 RANK, SCRIPT, CHILD = "rank", "script", "child"
-ROLES = (RANK, SCRIPT, CHILD)
+_ROLES = (RANK, SCRIPT, CHILD)
 _SERVER = "server"
 
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
@@ -71,6 +72,35 @@ def child_key(key: str) -> str:
 def public_key(text: str) -> str:
     """A key that keeps two jobs apart, but no stranger out."""
     return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def introduction(
+    key: str, challenge: str, kind: str, rank: int, facts: Mapping[str, object]
+) -> tuple[bytes, str]:
+    """The line by which a member answers the server's challenge, and the proof that the server then owes."""
+    own_challenge = os.urandom(16).hex()
+    proof = member_proof(key, challenge, str(facts.get("role", RANK)), rank)
+    line = encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts)
+    return line, server_proof(key, own_challenge)
+
+
+def check_introduction(key: str, challenge: str, facts: Mapping[str, Any]) -> tuple[str, bytes]:
+    """The role of the member that introduces itself so, and the server's answer, with its own proof.
+
+    Args:
+        key: the job's.
+
+    Raises:
+        ValueError, LookupError, TypeError: it does not belong to the job.
+    """
+    role = facts.get("role", RANK) if facts["type"] == "hello" else RANK
+    if role not in _ROLES:
+        raise ValueError(role)
+    own_key = key if role == RANK else child_key(key)
+    # The time of this comparison reveals nothing: every connection has another challenge.
+    if facts["proof"] != member_proof(own_key, challenge, role, facts["rank"]):
+        raise ValueError("no proof")
+    return role, encode("received", b"", proof=server_proof(own_key, facts["challenge"]))
 
 
 def member_proof(key: str, challenge: str, role: str, rank: int) -> str:

@@ -7,9 +7,7 @@ without any other effect. It never waits for a connection: what one does not tak
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import selectors
 import socket
 import time
@@ -17,30 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mpiddp.protocol.channel import (
-    CHILD,
-    CHUNK,
-    RANK,
-    ROLES,
-    SCRIPT,
-    VALUE_LIMIT,
-    Lines,
-    child_key,
-    decode,
-    encode,
-    member_proof,
-    server_proof,
-)
+from mpiddp.protocol.channel import CHILD, CHUNK, RANK, SCRIPT, check_introduction, decode, encode
 from mpiddp.protocol.group import Group, Reply
-from mpiddp.protocol.messages import (
-    HANDED_OVER,
-    LINE_LIMIT,
-    MESSAGES,
-    STREAMS,
-    UNPROVED_LINE_LIMIT,
-    is_valid,
-    notice_silence,
-)
+from mpiddp.protocol.messages import HANDED_OVER, MESSAGES, STREAMS, is_valid
+from mpiddp.protocol.peer import Peer
 
 PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
@@ -48,8 +26,6 @@ STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _ACCEPTED_AT_ONCE = 64
 # What accept() reports while this machine has no file or no memory left. The connection then waits.
 _NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-# What a member has not read yet. One that does not read waits for few answers, so it never gets near.
-_UNREAD_LIMIT = 2 * VALUE_LIMIT
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
@@ -72,24 +48,6 @@ class Message:
     from_script: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class Peer:
-    """A connection. `rank` is None until it has proved that it belongs to the job."""
-
-    connection: socket.socket
-    challenge: str
-    since: float
-    lines: Lines
-    unsent: list[bytes | memoryview]  # seldom more than one
-    unsent_bytes: int = 0
-    rank: int | None = None
-    role: str = RANK
-    group: int | None = None  # its number; None for a script or a child that has not entered one
-    is_open: bool = True
-    is_written: bool = False  # the selector reports when it takes more
-    was_interrupted: bool = False
-
-
 class ChannelServer:
     """The server for `world_size` ranks, on `listener`. Its selector's data are this object and its peers.
 
@@ -109,7 +67,7 @@ class ChannelServer:
     ) -> None:
         self.world_size = world_size
         self._listener = listener
-        self._key, self._child_key = key, child_key(key)
+        self._key = key
         self._selector = selector
         self._now = now
         self._peers: set[Peer] = set()
@@ -159,13 +117,13 @@ class ChannelServer:
         """Send a message to a rank, or to the script of its command, if that is connected."""
         peer = (self._scripts if to_script else self._ranks).get(rank)
         if peer is not None:
-            self._queue(peer, encode(kind, b"", **facts))
+            peer.send(encode(kind, b"", **facts))
 
     def send_all(self, kind: str, **facts: object) -> None:
         """Send a message to all ranks and their scripts."""
         line = encode(kind, b"", **facts)
         for peer in [*self._scripts.values(), *self._ranks.values()]:
-            self._queue(peer, line)
+            peer.send(line)
 
     def accept_again(self) -> None:
         """Accept the connections that wait since a message "full"."""
@@ -178,8 +136,7 @@ class ChannelServer:
         assert isinstance(data, Peer)
         if not data.is_open:  # dropped since the selector returned it
             return []
-        if data.unsent:
-            self._flush(data)
+        data.flush()
         try:
             chunk = data.connection.recv(CHUNK)
         except BlockingIOError:
@@ -223,19 +180,10 @@ class ChannelServer:
                 self._selector.modify(self._listener, selectors.EVENT_WRITE, self)
                 return [Message(-1, "full", {"error": error.strerror}, self._now())]
             self._make_room()
-            connection.setblocking(False)
-            notice_silence(connection)
-            peer = Peer(
-                connection,
-                os.urandom(16).hex(),
-                self._now(),
-                Lines(UNPROVED_LINE_LIMIT),
-                [],
-            )
+            peer = Peer(connection, self._selector, self._now())
             self._peers.add(peer)
             self._strangers[peer] = None
-            self._selector.register(connection, selectors.EVENT_READ, peer)
-            self._queue(peer, encode("challenge", challenge=peer.challenge))
+            peer.begin()
         return []
 
     def _make_room(self) -> None:
@@ -281,23 +229,18 @@ class ChannelServer:
         kind, rank = facts["type"], facts["rank"]
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ValueError(rank)
-        role = facts.get("role", RANK) if kind == "hello" else RANK
-        if role not in ROLES or kind not in ("hello", *HANDED_OVER):
+        if kind not in ("hello", *HANDED_OVER):
             raise ValueError(kind)
-        key = self._key if role == RANK else self._child_key
-        # The time of this comparison reveals nothing: every connection has another challenge.
-        if facts["proof"] != member_proof(key, peer.challenge, role, rank):
-            raise ValueError("no proof")
-        received = encode("received", b"", proof=server_proof(key, facts["challenge"]))
+        role, received = check_introduction(self._key, peer.challenge, facts)
         if kind != "hello":
             handed = _of_output(facts) if kind == "output" else {}
-            self._queue(peer, received)  # at once: only the challenge was sent before
-            self._forget(peer)
-            return Message(rank, kind, {**handed, "connection": peer.connection}, self._now())
+            peer.send(received)  # at once: only the challenge was sent before
+            connection = self._forget(peer)
+            return Message(rank, kind, {**handed, "connection": connection}, self._now())
         if facts.get("again") is True and role == RANK and rank in self._ranks:
             self._drop(self._ranks[rank])  # the rank has closed it, see `JobChannel`
         self._admit(peer, rank, role)
-        self._queue(peer, received)
+        peer.send(received)
         if role == RANK:
             self._reply(0, self._groups[0][0].enter(rank))
         return None
@@ -307,14 +250,13 @@ class ChannelServer:
             raise ValueError(rank)
         if role == SCRIPT:
             if rank in self._scripts:
-                self._queue(peer, encode("taken"))
+                peer.send(encode("taken"))
                 raise ValueError("a second script")
             self._scripts[rank] = peer
         elif role == RANK:
             self._ranks[rank] = peer
             peer.group = 0
-        peer.rank, peer.role = rank, role
-        peer.lines.limit = VALUE_LIMIT + LINE_LIMIT
+        peer.admit(rank, role)
         del self._strangers[peer]
 
     def _enter(self, peer: Peer, rank: int) -> None:
@@ -324,7 +266,7 @@ class ChannelServer:
         group, members = self._groups.setdefault(number, (Group(self.world_size), {}))
         peer.group = number
         members[rank] = peer
-        self._queue(peer, encode("entered", number=number))
+        peer.send(encode("entered", number=number))
         self._reply(number, group.enter(rank))
 
     def _message(self, peer: Peer, kind: str, facts: dict[str, Any]) -> Message:
@@ -338,45 +280,12 @@ class ChannelServer:
         for ranks, line in replies:
             for rank in ranks:
                 if (peer := members.get(rank)) is not None:
-                    self._queue(peer, line)
-
-    def _queue(self, peer: Peer, line: bytes) -> None:
-        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
-        peer.unsent.append(line)
-        peer.unsent_bytes += len(line)
-        if peer.unsent_bytes > _UNREAD_LIMIT:
-            peer.unsent.clear()
-            with contextlib.suppress(OSError):
-                peer.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
-        elif len(peer.unsent) == 1:
-            self._flush(peer)
-
-    def _flush(self, peer: Peer) -> None:
-        try:
-            while peer.unsent:
-                first = peer.unsent[0]
-                sent = peer.connection.send(first)
-                peer.unsent_bytes -= sent
-                if sent < len(first):
-                    peer.unsent[0] = memoryview(first)[sent:]
-                    break
-                del peer.unsent[0]
-        except BlockingIOError:
-            pass
-        except OSError:  # the next read fails too
-            peer.unsent.clear()
-            peer.unsent_bytes = 0
-        if bool(peer.unsent) is not peer.is_written:
-            peer.is_written = not peer.is_written
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.is_written else 0)
-            self._selector.modify(peer.connection, events, peer)
+                    peer.send(line)
 
     def _drop(self, peer: Peer) -> None:
-        self._forget(peer)
-        peer.connection.close()
+        self._forget(peer).close()
 
-    def _forget(self, peer: Peer) -> None:
-        peer.is_open = False
+    def _forget(self, peer: Peer) -> socket.socket:
         self._peers.discard(peer)
         self._strangers.pop(peer, None)
         if peer.rank is not None:
@@ -384,7 +293,7 @@ class ChannelServer:
                 del self._scripts[peer.rank]
             if peer.group is not None:
                 del self._groups[peer.group][1][peer.rank]
-        self._selector.unregister(peer.connection)
+        return peer.release()
 
 
 def _of_output(facts: dict[str, Any]) -> dict[str, Any]:

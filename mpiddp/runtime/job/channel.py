@@ -110,7 +110,7 @@ class JobChannel:
         self._codes: dict[int, int] = {}  # by stay: the exit code of the rank that has failed
         self._numbers = itertools.count(1)
         # A forked child that keeps the connection open would hide the death of this rank.
-        os.register_at_fork(after_in_child=connection.close)
+        os.register_at_fork(after_in_child=self._close_in_child)
 
     def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
         """Send a message. A lost connection is left to the reading thread."""
@@ -119,9 +119,12 @@ class JobChannel:
 
     def _send(self, line: bytes) -> None:
         with self._send_lock:
-            if not self.was_closed_here and _identity(self.connection) != self._identity:
-                self._connect_again()
+            self._ensure_open()
             self.connection.sendall(line)
+
+    def _ensure_open(self) -> None:
+        if not self.was_closed_here and _identity(self.connection) != self._identity:
+            self._connect_again()
 
     def _connect_again(self) -> None:
         """The script has closed all files (`os.closerange`), and may have others by their numbers.
@@ -137,12 +140,20 @@ class JobChannel:
     @contextlib.contextmanager
     def kept_by_exec(self) -> Iterator[None]:
         """Within the body, a program that takes this process's place keeps the connection open."""
+        with self._send_lock:
+            self._ensure_open()
         file = self.connection.fileno()
         os.set_inheritable(file, True)
         try:
             yield
         finally:
             os.set_inheritable(file, False)
+
+    def _close_in_child(self) -> None:
+        if self.was_closed_here or _identity(self.connection) == self._identity:
+            self.connection.close()
+        else:  # its number may be another file's
+            self.connection.detach()
 
     # --- what the ranks agree on ---
 

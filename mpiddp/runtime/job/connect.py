@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -11,14 +10,11 @@ from dataclasses import dataclass
 from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import (
     CHUNK,
-    RANK,
     VALUE_LIMIT,
     Lines,
     child_key,
     decode,
-    encode,
-    member_proof,
-    server_proof,
+    introduction,
 )
 from mpiddp.protocol.messages import UNIX, URGENT, notice_silence
 from mpiddp.world import World
@@ -136,16 +132,12 @@ def _introduced(
     try:
         incoming = _lines(connection)
         challenge, _ = decode(_next(incoming))
-        role = str(facts.get("role", RANK))
-        proof = member_proof(key, challenge["challenge"], role, rank)
-        own_challenge = os.urandom(16).hex()
-        connection.sendall(
-            encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts)
-        )
+        line, owed = introduction(key, challenge["challenge"], kind, rank, facts)
+        connection.sendall(line)
         answer, _ = decode(_next(incoming))
         if answer["type"] == "taken":
             raise AnotherScript
-        if answer["type"] != "received" or answer["proof"] != server_proof(key, own_challenge):
+        if answer["type"] != "received" or answer["proof"] != owed:
             raise ValueError("no proof")
     except BaseException:
         connection.close()

@@ -15,16 +15,15 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpiddp.errors import JobFailed
+from mpiddp.errors import DONE, JobFailed
 from mpiddp.protocol.channel import SCRIPT
 from mpiddp.protocol.variables import ADDRESS, CHANNEL, CHANNEL_SECRET, SCRIPT_SECRET, SECRET
 from mpiddp.runtime.job.channel import connect
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current
-from mpiddp.runtime.launcher.early_ends import report_early_ends
 from mpiddp.world import World, is_joined
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def connected(world: World) -> Iterator[Session]:
 
         # Without the daemon of MPI or Slurm, nothing would end this rank.
         signal_at_parents_end(signal.SIGKILL)
-    report_early_ends(session, drains=world.launcher.name == "slurm")
+    _report_early_ends(session, drains=world.launcher.name == "slurm")
     if is_joined(os.environ):
         # A rank's command, or a process that it has started: `join` connects the first as the rank's script.
         yield session
@@ -134,6 +133,49 @@ def _report_uncaught(
     print_error(kind, error, traceback)
     session.claim_first_failure()
     session.report(ending_of(error, has_stopped=session.stop.has_stopped))
+
+
+def _report_early_ends(session: Session, *, drains: bool) -> None:
+    """Let Python's `os._exit(0)` and `os.exec…` tell the launcher first what becomes of this rank.
+
+    Programs end by `os._exit` to skip slow destructors, and start themselves again by `os.execv` to set a
+    variable of OpenMP or of an allocator. No handler of atexit runs then, and without a report a rank counts
+    as killed. Only a process's parent learns its exit code. A rank's is a daemon of MPI or Slurm, and not all
+    tell.
+
+    Args:
+        drains: the output has to be with the launcher before this process ends.
+    """
+    end_process = os._exit
+
+    def _exit(status: int) -> NoReturn:
+        if status == DONE and session.is_of_this_process:
+            with contextlib.suppress(Exception):
+                session.exit_early()
+                if session.output is not None and drains:
+                    session.output.drain()
+        end_process(status)
+
+    os._exit = _exit
+    # All functions of the family call one of these two.
+    os.execv, os.execve = _reporting(session, os.execv), _reporting(session, os.execve)
+
+
+def _reporting(
+    session: Session, replace_process: Callable[..., NoReturn]
+) -> Callable[..., NoReturn]:
+    def replace(*args: Any) -> NoReturn:
+        if not session.is_of_this_process:
+            replace_process(*args)
+        with session.replaced():
+            # The other program would inherit what this one's handler needs.
+            blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+            try:
+                replace_process(*args)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    return replace
 
 
 def _report_success(session: Session) -> None:

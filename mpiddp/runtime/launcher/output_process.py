@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -66,13 +67,27 @@ def run(
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(OUTPUT_PROCESS)
         # The MPI and the launcher notice the end of a rank by the end of its connections.
-        close_all_but({1, 2, *sources.values(), control.fileno(), rank})
+        pmi = _pmi_connection(os.environ)
+        close_all_but({1, 2, *sources.values(), control.fileno(), rank, pmi})
         streams = [OutputStream(number, sources[number], world) for number in STREAMS]
         for stream in streams:
             stream.connect(server, is_wanted=is_shown(selection, world.rank, stream.number))
-        _serve(streams, control, rank)
+        _serve(streams, control, rank, pmi)
     finally:
         os._exit(0)
+
+
+def _pmi_connection(env: Mapping[str, str]) -> int | None:
+    """The rank's connection to Hydra's proxy, if it has one. This process closes it after the rank's end.
+
+    The proxy kills a rank that closes it before, even after MPI_Finalize. `os.closerange` does.
+    """
+    name = env.get("PMI_FD", "")
+    number = int(name) if name.isascii() and name.isdecimal() else -1
+    try:
+        return number if stat.S_ISSOCK(os.fstat(number).st_mode) else None
+    except (OSError, OverflowError):  # it has none, or the number is an outer job's
+        return None
 
 
 def close_all_but(kept: Collection[int | None]) -> None:
@@ -84,13 +99,19 @@ def close_all_but(kept: Collection[int | None]) -> None:
 
 
 def _serve(
-    streams: Sequence[OutputStream], control: socket.socket | None, rank: int | None
+    streams: Sequence[OutputStream],
+    control: socket.socket | None,
+    rank: int | None,
+    pmi: int | None,
 ) -> None:
-    """Read the streams until their end. A rank that leaves processes behind ends them soon after itself."""
+    """Read the streams until their end. A rank that leaves processes behind ends them soon after itself.
+
+    A rank with a connection `pmi` may close its streams before its end, at which this closes that connection.
+    """
     is_draining = has_ended = False
     ended_at: float | None = None  # when the rank ended
     read_at = 0.0  # when a stream was last read
-    while not all(stream.is_done for stream in streams):
+    while pmi is not None or not all(stream.is_done for stream in streams):
         quiet_since = None if ended_at is None else max(ended_at, read_at)
         timeout_s = _timeout(streams, quiet_since, is_draining=is_draining)
         ready = _wait(streams, control, rank, timeout_s)
@@ -116,6 +137,9 @@ def _serve(
             rank, has_ended = None, True
         if has_ended and ended_at is None:
             ended_at = now
+            if pmi is not None:
+                os.close(pmi)
+                pmi = None
             for stream in streams:
                 stream.note_end_of_rank()
         if ended_at is not None:

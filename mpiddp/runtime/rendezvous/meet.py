@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import JobFailed, UserError
@@ -32,21 +32,10 @@ _JOIN_TIMEOUT_S = 60.0
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a rank needs of the rendezvous.
-
-    keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
-    uses_torch: False for a process that only starts a command. Then a process beside rank 0 serves torch's
-        store for the commands.
-    """
-
-    keep_mpi: bool = False
-    uses_torch: bool = True
-
-
-def meet(world: World, session: Session, needs: Needs) -> tuple[Coordinator, RendezvousResult]:
-    """Meet the other ranks. All ranks must call this.
+def meet(
+    world: World, session: Session, *, keep_mpi: bool, uses_torch: bool
+) -> tuple[Coordinator, RendezvousResult]:
+    """Meet the other ranks. All ranks must call this. For the arguments see `mpiddp.runtime.start.join.join`.
 
     Raises:
         UserError: inconsistent variables of launchers, a foreign MPI.
@@ -55,19 +44,19 @@ def meet(world: World, session: Session, needs: Needs) -> tuple[Coordinator, Ren
     """
     timeout_s = joining_timeout_s()
     process = _channel_process(world, session)
-    if needs.uses_torch:
+    if uses_torch:
         _import_torch()
     session.send("joining", timeout_s=timeout_s)
     if session.launcher is not None:
         timeout_s += _LAUNCHER_HEAD_START_S
     if world.launcher.speaks_mpi and world.world_size > 1 and not _has_address(world):
-        coordinator, result = _over_mpi(world, session, process, timeout_s, needs)
+        coordinator, result = _over_mpi(world, session, process, timeout_s, keep_mpi=keep_mpi)
     else:
         coordinator, result = _by_address(world, session, process, timeout_s)
     has_launcher = session.launcher is not None
     coordinator = coordinator.met(result.world, result.hostnames, has_launcher=has_launcher)
     session.channel = coordinator.channel
-    _serve_store(coordinator, result.listener, session, needs)
+    _serve_store(coordinator, result.listener, session, uses_torch=uses_torch)
     return coordinator, result
 
 
@@ -110,13 +99,14 @@ def _over_mpi(
     session: Session,
     process: ChannelProcess | None,
     timeout_s: float,
-    needs: Needs,
+    *,
+    keep_mpi: bool,
 ) -> tuple[Coordinator, RendezvousResult]:
     from mpiddp.runtime.rendezvous.mpi import rendezvous_over_mpi
 
     has_channel = session.channel is not None
     result = rendezvous_over_mpi(
-        world, timeout_s=timeout_s, keep_mpi=needs.keep_mpi, has_channel=has_channel
+        world, timeout_s=timeout_s, keep_mpi=keep_mpi, has_channel=has_channel
     )
     channel = session.channel
     if result.server is not None:
@@ -222,10 +212,14 @@ def _connect(
 
 
 def _serve_store(
-    coordinator: Coordinator, listener: socket.socket | None, session: Session, needs: Needs
+    coordinator: Coordinator,
+    listener: socket.socket | None,
+    session: Session,
+    *,
+    uses_torch: bool,
 ) -> None:
     """Serve torch's store on rank 0's listener, for process groups and for commands."""
-    if not needs.uses_torch:
+    if not uses_torch:
         from mpiddp.runtime.rendezvous.store_process import serve_commands
 
         with coordinator.all_or_none():

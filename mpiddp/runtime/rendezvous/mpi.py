@@ -3,6 +3,10 @@
 Only this module imports mpi4py. MPI gathers a RankInfo from every rank, broadcasts the master address,
 and is finalized before training starts. So DataLoader's forks are safe, nothing polls beside NCCL, and
 mpirun ends the whole job when a rank raises.
+
+Every function of a finalized MPI aborts the process, so mpi4py.MPI can no longer be imported then. Libraries
+that only ask whether MPI is there (PyTorch Lightning 2.6 calls MPI.COMM_WORLD.Get_size()) catch the error,
+and continue without MPI.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
@@ -26,11 +32,11 @@ from mpiddp.hosts.sockets import reachable
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.connect import Server
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.rendezvous.finalized_mpi import forbid_mpi4py
 from mpiddp.runtime.rendezvous.master_address import Candidates, choose, listen
 from mpiddp.runtime.rendezvous.result import RankInfo, RendezvousResult, requested_interface
 from mpiddp.world import World
 
+_MODULE = "mpi4py.MPI"
 _SIGTERM_S = 1.0  # in which a rank may end by itself
 _REPORT_STAGGER_S = 0.5  # between the timeouts of one rank and the next
 
@@ -78,14 +84,37 @@ def rendezvous_over_mpi(
         finally:
             if not keep_mpi:
                 MPI.Finalize()
-                forbid_mpi4py()
+                _forbid_mpi4py()
 
 
 def finalize_mpi() -> None:
     """Finalize the MPI that `keep_mpi` left initialized, unless the script has done so."""
-    MPI = sys.modules.get("mpi4py.MPI")
+    MPI = sys.modules.get(_MODULE)
     if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
+
+
+class _Forbid(MetaPathFinder):
+    """Finds no module, and raises an ImportError for mpi4py.MPI."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        if fullname == _MODULE:
+            raise ImportError(
+                "mpiddp has finalized MPI in this process. To use mpi4py in the script, keep it: "
+                "mpiddp run --keep-mpi, or mpiddp.init(keep_mpi=True)",
+                name=_MODULE,
+            )
+
+
+def _forbid_mpi4py() -> None:
+    """Remove mpi4py.MPI from this process, and refuse to import it again."""
+    sys.modules.pop(_MODULE, None)
+    package = sys.modules.get("mpi4py")
+    if package is not None:
+        vars(package).pop("MPI", None)
+    sys.meta_path.insert(0, _Forbid())
 
 
 def _exchange(world: World, comm: Any, has_channel: bool) -> RendezvousResult:

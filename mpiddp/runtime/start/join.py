@@ -12,8 +12,9 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
+from weakref import WeakKeyDictionary
 
 from mpiddp.errors import FAILED, JobFailed
 from mpiddp.protocol.variables import ERROR_FILE, OBSERVER, PLACEMENT, REPORT, VERBOSE
@@ -23,7 +24,7 @@ from mpiddp.runtime.job.failure_watch import FailureWatch
 from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.launcher.connected import script_session
 from mpiddp.runtime.log import log_to_console
-from mpiddp.runtime.rendezvous.meet import Needs, meet, meet_as_child
+from mpiddp.runtime.rendezvous.meet import meet, meet_as_child
 from mpiddp.runtime.start.environment import export
 from mpiddp.runtime.start.process import limit_threads
 from mpiddp.world import World, is_joined
@@ -40,7 +41,9 @@ def join(
 
     Args:
         world: the world of this process; by default read from the environment.
-        keep_mpi, uses_torch: see `mpiddp.runtime.rendezvous.meet.Needs`.
+        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
+        uses_torch: False for a process that only starts a command. Then a process beside rank 0 serves
+            torch's store for the commands.
 
     Raises:
         UserError: inconsistent variables of launchers, a foreign MPI.
@@ -58,28 +61,26 @@ def join(
         if is_joined(os.environ):
             session.coordinator = meet_as_child(world, session)
         else:
-            session.coordinator = _meet(world, session, Needs(keep_mpi, uses_torch))
+            session.coordinator = _meet(world, session, keep_mpi=keep_mpi, uses_torch=uses_torch)
     with _staying(session, session.coordinator, keep_mpi):
         yield session.coordinator
 
 
-def _meet(world: World, session: Session, needs: Needs) -> Coordinator:
+def _meet(world: World, session: Session, *, keep_mpi: bool, uses_torch: bool) -> Coordinator:
     """Meet the other ranks, and prepare this process for what it runs."""
-    coordinator, result = meet(world, session, needs)
+    coordinator, result = meet(world, session, keep_mpi=keep_mpi, uses_torch=uses_torch)
     if world.local_world_size is None and (threads := limit_threads(coordinator.world)):
         _set_threads(threads)
     export(result, coordinator.channel)
     if session.launcher is not None and "torch" in sys.modules:
-        from mpiddp.runtime.job.optimizer_steps import report_optimizer_steps
-
-        report_optimizer_steps(session.optimizer_stepped)
+        _report_optimizer_steps(session.optimizer_stepped)
     if observer := os.environ.get(OBSERVER):
         import_module(observer).observe()
     session.send("error_file", path=os.environ.get(ERROR_FILE, ""))
     if any(os.environ.get(name) for name in (PLACEMENT, REPORT, VERBOSE)):
         from mpiddp.runtime.rendezvous.placement import check_placement
 
-        check_placement(coordinator, result, uses_gpus=needs.uses_torch)
+        check_placement(coordinator, result, uses_gpus=uses_torch)
     return coordinator
 
 
@@ -87,6 +88,26 @@ def _set_threads(threads: int) -> None:
     """Set the threads of torch, if this process uses it."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(threads)
+
+
+def _report_optimizer_steps(report: Callable[[int], None]) -> None:
+    """Let torch call `report` after each step of any optimizer, with the number of steps of that one.
+
+    They are the steps of a script that tells none. It is a public hook of torch, and costs a microsecond a
+    step. A compiled optimizer reports none.
+    """
+    import torch
+    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+    counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def count(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        counts[optimizer] = steps = counts.get(optimizer, 0) + 1
+        report(steps)
+
+    register_optimizer_step_post_hook(count)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ def run_rank(
     """Be a rank of a job: join the others, `run`, and leave together. Returns the exit code of `run`.
 
     Args:
-        keep_mpi, uses_torch: see `mpiddp.runtime.rendezvous.meet.Needs`.
+        keep_mpi, uses_torch: see `mpiddp.runtime.start.join.join`.
 
     Raises:
         UserError, JobFailed, SystemExit: see `mpiddp.runtime.start.join.join`.
@@ -54,11 +54,15 @@ def main(argv: list[str]) -> int:
         from mpiddp.runtime.start.command import run_command  # a script needs none of it
 
         return run_rank(lambda session, job: run_command(command, session, job), uses_torch=False)
-    from mpiddp.runtime.start.script import Script, show_own_frames_only
+    from mpiddp.runtime.start.script import run_script, show_own_frames_only
 
-    script = Script(options.script, tuple(options.args), is_module=options.is_module)
     show_own_frames_only()
-    return run_rank(lambda session, job: script.run(job), keep_mpi=options.keep_mpi)
+    return run_rank(
+        lambda session, job: run_script(
+            job, options.script, options.args, is_module=options.is_module
+        ),
+        keep_mpi=options.keep_mpi,
+    )
 
 
 def _parser() -> RankParser:

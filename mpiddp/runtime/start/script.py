@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.abc import InspectLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,30 +21,23 @@ from mpiddp.runtime.job.coordinator import Coordinator
 _OURS = Path(__file__).parents[:3]  # the folders whose frames lead to a script
 
 
-@dataclass(frozen=True)
-class Script:
-    """A script, or with `is_module` a module, and its arguments."""
+def run_script(
+    coordinator: Coordinator, name: str, args: Sequence[str], *, is_module: bool = False
+) -> int:
+    """Run a script, or a module, as `__main__`, and return 0 at its end. All ranks must call this, once.
 
-    name: str
-    args: tuple[str, ...] = ()
-    is_module: bool = False
-
-    def run(self, coordinator: Coordinator) -> int:
-        """Run it as `__main__`, and return 0 at its end. All ranks must call this, once.
-
-        Raises:
-            SystemExit: code 2, on every rank, if it is missing on one.
-            BaseException: any error of the script.
-        """
-        with coordinator.all_or_none():
-            code, main_module = (_load_module if self.is_module else _load_file)(self.name)
-        file = str(main_module.__file__)
-        sys.argv = [file if self.is_module else self.name, *self.args]
-        # pickle finds the script's own classes under the first name. Objects that a spawned process
-        # returns have the second name, which was mpiddp's own module until now.
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
-        exec(code, main_module.__dict__)
-        return DONE
+    Raises:
+        SystemExit: code 2, on every rank, if it is missing on one.
+        BaseException: any error of the script.
+    """
+    with coordinator.all_or_none():
+        code, main_module = (_load_module if is_module else _load_file)(name)
+    sys.argv = [str(main_module.__file__) if is_module else name, *args]
+    # pickle finds the script's own classes under the first name. Objects that a spawned process
+    # returns have the second name, which was mpiddp's own module until now.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
+    exec(code, main_module.__dict__)
+    return DONE
 
 
 def _load_file(path: str) -> tuple[types.CodeType, types.ModuleType]:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed
+from mpiddp.protocol import peer as channel_peer
 from mpiddp.protocol import server as channel_server
 from mpiddp.protocol.channel import (
     CHILD,
@@ -485,7 +486,7 @@ def test_a_server_of_another_job_is_not_believed() -> None:
 def test_a_member_that_never_reads_delays_nobody_and_is_dropped(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_server, "_UNREAD_LIMIT", 8 << 20)
+    monkeypatch.setattr(channel_peer, "_UNREAD_LIMIT", 8 << 20)
     others = [job.connect(1), job.connect(2)]
     with job.stranger() as (connection, challenge):
         connection.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))

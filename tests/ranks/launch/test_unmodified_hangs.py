@@ -1,6 +1,6 @@
 """A script that knows nothing of mpiddp hangs: the launcher says who waits where, and ends nothing by itself.
 
-Tests mpiddp/launch/monitor/hang.py, mpiddp/runtime/job/optimizer_steps.py.
+Tests mpiddp/launch/monitor/hang.py, mpiddp/runtime/start/join.py.
 python -m pytest tests/ranks/launch/test_unmodified_hangs.py
 """
 
