@@ -1,4 +1,7 @@
-"""The ranks that save and resume together, under any launcher or none, and which of them share a file system.
+"""The ranks that save and resume together, under any launcher or none.
+
+They agree, raise the same errors, exchange values beside the training, find out which of them share a file
+system, and send files to those that do not.
 
 `Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank raises
 the same exception.
@@ -11,15 +14,21 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.errors import FAILED, JobFailed, NoAnswer, UserError, print_from_one_rank
+from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
 from mpiddp.runtime.launcher.connected import script_session
@@ -28,6 +37,7 @@ from mpiddp.runtime.start.join import join
 from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
+CHUNK_BYTES = 16 << 20  # so that no rank holds a whole file in memory
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,18 @@ class Ranks:
         return self.coordinator.world.rank
 
     @property
+    def node_rank(self) -> int | None:
+        return self.coordinator.world.node_rank
+
+    @property
+    def local_rank(self) -> int:
+        local_rank = self.coordinator.world.local_rank
+        assert local_rank is not None, "the ranks have joined"
+        return local_rank
+
+    @property
     def is_first_of_host(self) -> bool:
-        return self.coordinator.world.local_rank == 0
+        return self.local_rank == 0
 
     def gather(self, value: Value) -> list[Value]:
         """The values of all ranks: [world_size]. All ranks must call this."""
@@ -165,6 +185,76 @@ def form_ranks(coordinator: Coordinator, timeout_s: float) -> Ranks:
     return replace(ranks, group=dist.group.WORLD if is_gloo else dist.new_group(backend="gloo"))
 
 
+# What their saving threads exchange
+
+
+class NoExchange(Exception):
+    """The job ends. The message is a phrase for a sentence."""
+
+
+class Exchange:
+    """The values of one save after the other, over the job's channel. Each rank sets its own, each once.
+
+    The waits end when a rank fails.
+    """
+
+    def __init__(self, coordinator: Coordinator, timeout_s: float) -> None:
+        """All ranks must create one.
+
+        Args:
+            timeout_s: how long this rank waits for the others, all waits of a save together.
+        """
+        self._coordinator = coordinator
+        self._prefix = coordinator.unique_prefix("shards")
+        self._timeout_s = timeout_s
+        self._num_saves = 0
+        self._waited_s = 0.0
+
+    def begin(self) -> None:
+        """Begin with the values of the next save. All ranks have finished the one before.
+
+        Its values are deleted: a long run would fill the channel's server.
+        """
+        self._coordinator.forget(f"{self._prefix}/{self._num_saves}/")
+        self._num_saves += 1
+        self._waited_s = 0.0
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{self._num_saves}/{name}"
+
+    def set(self, name: str, value: Any) -> None:
+        """Set a value of JSON."""
+        self._coordinator.put(self._key(name), value)
+
+    def get(self, name: str, rank: int) -> Any:
+        """The value of a rank, once it is set. Raises as `get_all`."""
+        return self.get_all(name, [rank])[0]
+
+    def get_all(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        """The values of these ranks, once all are set.
+
+        Raises:
+            NoAnswer: the time for all waits of this save has passed.
+            NoExchange: the job ends.
+        """
+        left_s = max(0.0, self._timeout_s - self._waited_s)
+        since = time.monotonic()
+        try:
+            return self._coordinator.collect(self._key(name), ranks, timeout_s=left_s)
+        except Silent as silent:
+            raise self._coordinator.no_answer(silent.ranks, self._timeout_s) from None
+        except AnotherFailed:
+            raise NoExchange("another rank has failed") from None
+        except ChannelLost:
+            raise NoExchange("the job has ended") from None
+        finally:
+            self.count(time.monotonic() - since)
+
+    def count(self, seconds: float) -> None:
+        """Count a wait for other ranks that happened elsewhere."""
+        self._waited_s += seconds
+
+
 # The file systems of the ranks
 
 
@@ -222,7 +312,7 @@ def find_file_systems(run: RunDir, ranks: Ranks) -> FileSystems:
             if own:
                 seen = [rank for rank, mark in enumerate(marks) if mark and (out / mark).exists()]
         # The lowest rank that a host sees writes for all hosts that see the same file system.
-        found = (ranks.coordinator.world.node_rank, seen[0] if seen else None)
+        found = (ranks.node_rank, seen[0] if seen else None)
         firsts = ranks.gather(found)
     finally:
         if own:
@@ -230,3 +320,46 @@ def find_file_systems(run: RunDir, ranks: Ranks) -> FileSystems:
                 (out / own).unlink()
     writer_of_node = {node: writer for node, writer in firsts if writer is not None}
     return FileSystems(tuple(writer_of_node[node] for node, _ in firsts))
+
+
+# Files that they send
+
+
+def broadcast_files(
+    files: Sequence[tuple[int, Path, int]], ranks: Ranks
+) -> Iterator[tuple[str, memoryview]]:
+    """The pieces of each file, on every rank, with its name. Each step of this iterator is a broadcast.
+
+    Args:
+        files: the rank that sends it, its path there, and its size in bytes; the same on every rank.
+
+    Raises:
+        OSError: this rank could not read a file. It is raised after the last piece, because the other ranks
+            wait for all of them; those that keep the file find another SHA-256.
+    """
+    assert ranks.group is not None, "there are other ranks"
+    problem: OSError | None = None
+    for source, path, size in files:
+        with contextlib.ExitStack() as stack:
+            file = None
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = empty_chunk(size - start)
+                if ranks.rank == source:
+                    try:
+                        file = file or stack.enter_context(path.open("rb"))
+                        file.readinto(bytes_of(chunk))
+                    except OSError as error:
+                        problem = error
+                dist.broadcast(chunk, source, group=ranks.group)
+                yield path.name, bytes_of(chunk)
+    if problem is not None:
+        raise problem
+
+
+def empty_chunk(num_bytes: int) -> Tensor:
+    """Memory for the next chunk of a file of which `num_bytes` are left: uint8 [at most CHUNK_BYTES]."""
+    return torch.empty(min(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+
+
+def bytes_of(chunk: Tensor) -> memoryview:
+    return memoryview(chunk.numpy())  # type: ignore[arg-type]

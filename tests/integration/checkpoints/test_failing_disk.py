@@ -1,6 +1,6 @@
 """What a disk or a file server does to a job that has started is no bad input: the exit code is 1, not 2.
 
-Tests mpiddp/paths.py, mpiddp/checkpoints/find.py and contents.py. A link to /proc/self/mem is a file that
+Tests mpiddp/paths.py, mpiddp/checkpoints/resume.py and contents.py. A link to /proc/self/mem is a file that
 cannot be read (EIO), as on a bad sector.
 python -m pytest tests/integration/checkpoints/test_failing_disk.py
 """
@@ -19,7 +19,7 @@ from torch import nn
 from mpiddp.checkpoints.contents import facts_of, read
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.checkpoints.shards import Chunk, SavedTensor, ShardFiles
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, read_tensors
+from mpiddp.checkpoints.state import Unreadable, load_tensors, read_tensors
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.protocol.variables import RESTART_COUNT
 from mpiddp.train.data import cifar10_files
