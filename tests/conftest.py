@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ if TYPE_CHECKING:  # tests/unit runs without what these need
 
 # No test remembers the hosts of another (mpiddp/hosts/history.py).
 os.environ["XDG_STATE_HOME"] = "/dev/null"
+# Several test processes share the cores. Threads of torch that wait for each other at the end of every operation
+# would make one take 40 times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
@@ -27,6 +31,18 @@ LONGEST_FIRST = """
     grid_engine_job report local_ranks device_mesh pitfalls per_rank_log gpt_sharded preflight
     cifar10_fetch shown_output saver first_jobs test_hosts launch_options control_channel
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_adopted_orphans() -> Iterator[None]:
+    """A launcher adopts its orphans. A test that plays one must not leave this to the tests after it.
+
+    Nobody would reap what they have started, and a test that waits for the end of a process would see it for
+    ever.
+    """
+    yield
+    set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(set_child_subreaper, 0, 0, 0, 0)
 
 
 @pytest.fixture
