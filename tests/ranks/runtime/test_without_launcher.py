@@ -1,7 +1,7 @@
 """Ranks that no launcher and no MPI watches: they end each other, and a script may go on after an error.
 
 Tests mpiddp/runtime/job/failure_watch.py, mpiddp/runtime/job/stop.py.
-python -m pytest tests/integration/runtime/test_without_launcher.py
+python -m pytest tests/ranks/runtime/test_without_launcher.py
 """
 
 from __future__ import annotations
