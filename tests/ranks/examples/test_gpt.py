@@ -6,7 +6,6 @@ python -m pytest tests/ranks/examples/test_gpt.py
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import shutil
@@ -21,7 +20,15 @@ import pytest
 from mpiddp.checkpoints import directory
 from tests.support.gpt import BAD_INPUT, STEPS, TINY, bad_texts, run, weights
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun, mpirun_command, own_lines
+from tests.support.ranks import (
+    LAUNCH,
+    ROOT,
+    clean_env,
+    mpirun,
+    mpirun_command,
+    own_lines,
+    run_forked,
+)
 from tests.support.training import records, unequal
 
 SCRIPT = str(ROOT / "examples/gpt/train.py")
@@ -176,11 +183,8 @@ def test_bad_input_is_one_sentence_and_code_2(tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
     before = sorted(tmp_path.iterdir())
     options = [option for option in BAD_INPUT if option != "--batch-size=3"]  # that needs two ranks
-    given = [[*command([], option)[1:]] for option in options]
-    done = run([sys.executable, "-m", "tests.jobs.mistakes", SCRIPT, json.dumps(given)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    for option, end in zip(options, json.loads(done.stdout), strict=True):
-        code, _, stderr = end
+    ends = run_forked([command([], option) for option in options], tmp_path)
+    for option, (code, _, stderr) in zip(options, ends, strict=True):
         assert code == 2, stderr
         (line,) = own_lines(stderr)
         assert line.removeprefix("[rank0]: ").startswith(BAD_INPUT[option])  # torch's

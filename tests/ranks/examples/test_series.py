@@ -5,7 +5,6 @@ python -m pytest tests/ranks/examples/test_series.py
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import clean_env, own_lines
+from tests.support.ranks import clean_env, own_lines, run_command, run_forked
 from tests.support.series import SERIES, losses, run, start
 
 STEPS = ("one_device.py", "one_host.py", "many_hosts.py", "sharded.py")
@@ -48,10 +47,8 @@ def test_two_processes_of_one_host_compute_the_losses_of_one(
 ) -> None:
     """In a copy: the series needs nothing but its folder."""
     shutil.copytree(SERIES, tmp_path / "series")
-    done = subprocess.run(
-        [sys.executable, "series/one_host.py", str(EPOCHS), "3", *SIZES],
-        env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+    command = [sys.executable, "series/one_host.py", str(EPOCHS), "3", *SIZES]
+    done = run_command(command, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert losses(done.stdout) == pytest.approx(expected, rel=TOLERANCE)
     assert (tmp_path / "runs/one_host/snapshot.pt").exists()
@@ -131,14 +128,9 @@ def starts_of(script: str) -> list[str]:
 @pytest.mark.parametrize("script", STEPS)
 def test_bad_input_is_one_sentence(tmp_path: Path, script: str) -> None:
     """In a single process; with a launcher below."""
-    given = [[*arguments] for arguments, _ in MISTAKES.values()]
-    command = [sys.executable, "-m", "tests.jobs.mistakes", str(SERIES / script), json.dumps(given)]
-    done = subprocess.run(
-        command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    for (_, sentence), end in zip(MISTAKES.values(), json.loads(done.stdout), strict=True):
-        code, stdout, stderr = end
+    commands = [[str(SERIES / script), *arguments] for arguments, _ in MISTAKES.values()]
+    ends = run_forked(commands, tmp_path)
+    for (_, sentence), (code, stdout, stderr) in zip(MISTAKES.values(), ends, strict=True):
         assert (code, stdout) == (2, "")
         (line,) = own_lines(stderr)
         assert line.removeprefix("[rank0]: ").startswith(sentence.format(script=script))  # torch's
