@@ -7,7 +7,7 @@ Set everything up once (in .venv, without root), then train over a hostfile or r
 
   ./run.sh [HOSTFILE] [train options]   train; default: hostfiles/local, CIFAR-10
                                         in the job of a scheduler: the hosts of the job
-  ./run.sh test [pytest options]        run the quick tests: no root, no cluster, about 3 minutes
+  ./run.sh test [pytest options]        run the quick tests: no root, no cluster, about 2 minutes
   ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
   ./run.sh setup                        only set up (for the other hosts of a cluster)
 

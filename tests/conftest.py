@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,17 +17,34 @@ if TYPE_CHECKING:  # tests/unit runs without what these need
 
 # No test remembers the hosts of another (mpiddp/hosts/history.py).
 os.environ["XDG_STATE_HOME"] = "/dev/null"
+# Several test processes share the cores. Threads of torch that wait for each other after every operation
+# would make it take 40 times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
 LONGEST_FIRST = """
-    supervision launch launchers run training sharded_hosts gpt stop cifar10_learns series
-    restarts restarts_on_hosts growth own_script script_checkpoints command output_on_hosts spawn
-    signals gpu_kit resume training_input exactly_once launch_hosts users_and_ports slurm_example
-    slurm_job network_of_a_job replicas joining failing_rank bench rendezvous run_sh faulty_disks
-    grid_engine_job report local_ranks device_mesh pitfalls per_rank_log gpt_sharded preflight
-    cifar10_fetch shown_output saver first_jobs test_hosts launch_options control_channel
+    drill supervision launch launchers run training sharded_hosts frameworks gpt stop series
+    restarts restarts_on_hosts growth launch_push own_script script_checkpoints cifar10_learns
+    command output_on_hosts spawn signals gpu_kit resume training_input exactly_once
+    launch_hosts users_and_ports slurm_example unmodified_hangs divergence reference_benchmark
+    without_launcher determinism silent_ends slurm_job network_of_a_job replicas joining
+    failing_rank bench rendezvous run_sh faulty_disks grid_engine_job report local_ranks
+    device_mesh pitfalls per_rank_log gpt_sharded preflight cifar10_fetch shown_output saver
+    first_jobs test_hosts launch_options control_channel
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_adopted_orphans() -> Iterator[None]:
+    """A launcher adopts its orphans. A test that plays one must not leave this to the tests after it.
+
+    Nobody would reap what they have started, and a test that waits for the end of a process would see it for
+    ever.
+    """
+    yield
+    set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(set_child_subreaper, 0, 0, 0, 0)
 
 
 @pytest.fixture

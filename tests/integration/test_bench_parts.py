@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
@@ -24,8 +23,7 @@ from mpiddp.bench.run import _check_writable, _write
 from mpiddp.bench.step import Options as StepOptions
 from mpiddp.bench.step import rank_options as step_options
 from mpiddp.errors import JobFailed
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env
+from tests.support.ranks import ROOT, run_forked
 
 NO_SCRIPTS = {"__init__", "harness", "smoke"}
 
@@ -78,22 +76,10 @@ def test_options_reach_the_ranks_unchanged() -> None:
     assert step_options([*as_arguments(options), "--lr", "1"]) == (options, ["--lr", "1"])
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "faults",
-        "gpu",
-        *sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS),
-    ],
-)
-def test_every_benchmark_script_has_help(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{script}", "--help"],
-        env=clean_env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: python -m benchmarks.{script} ")
+def test_every_benchmark_script_has_help() -> None:
+    files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - NO_SCRIPTS
+    scripts = ["faults", "gpu", *sorted(files)]
+    ends = run_forked([["-m", f"benchmarks.{script}", "--help"] for script in scripts])
+    for script, (code, stdout, stderr) in zip(scripts, ends, strict=True):
+        assert (script, code, stderr) == (script, 0, "")
+        assert stdout.startswith(f"usage: python -m benchmarks.{script} ")

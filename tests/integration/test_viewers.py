@@ -20,10 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.cli import main
 from mpiddp.launch.monitor.console import Console, Listener, job_facts, open_console
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import JOB, STACKS
+from mpiddp.watch import jobs
 from tests.support.channels import progress
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp
@@ -99,15 +101,20 @@ def test_bad_input_is_one_sentence(job: Path, arguments: list[str], sentence: st
     assert done.stderr.count("\n") == 1
 
 
-def test_a_launcher_between_two_attempts_does_not_answer(folder: Path) -> None:
+def test_a_launcher_between_two_attempts_does_not_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for limit in ("_ANSWER_S", "_STACKS_S"):
+        monkeypatch.setattr(jobs, limit, 0.5)
     console = open_console("train.py")
     try:
-        (line,) = [line for line in mpiddp("ps").stdout.splitlines() if PID in line.split()]
+        assert main(["ps"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if PID in line.split()]
         assert line.split()[-3:] == ["no", "answer", "-"]
         for verb in ("top", "stacks"):
-            done = mpiddp(verb, PID)
-            assert done.returncode == 2
-            assert "does not answer: it ends or restarts now, or is suspended" in done.stderr
+            assert main([verb, PID]) == 2
+            said = capsys.readouterr().err
+            assert "does not answer: it ends or restarts now, or is suspended" in said
     finally:
         console.close()
     assert not folder.exists()

@@ -1,6 +1,5 @@
 """A DDP script like those of tutorials, without mpiddp. It prints a digest of its weights."""
 
-import argparse
 import os
 import sys
 import time
@@ -11,10 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    # torch.distributed.launch adds this option.
-    parser.add_argument("--local-rank", "--local_rank", type=int)
-    parser.parse_args()
     dist.init_process_group("gloo")
     rank, local_rank = dist.get_rank(), int(os.environ["LOCAL_RANK"])
     torch.manual_seed(0)

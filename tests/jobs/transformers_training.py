@@ -1,4 +1,7 @@
-"""A training under transformers' Trainer: `transformers_training.py FOLDER`."""
+"""A training under transformers' Trainer that resumes from its newest checkpoint.
+
+transformers_training.py FOLDER [STEPS]
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+STEPS = 6
 
 
 class Numbers(Dataset[dict[str, Tensor]]):
@@ -28,10 +34,11 @@ if __name__ == "__main__":
         num_attention_heads=2,
         intermediate_size=16,
     )
+    folder, steps = sys.argv[1], int((sys.argv[2:] or [STEPS])[0])
     arguments = TrainingArguments(
-        output_dir=sys.argv[1],
+        output_dir=folder,
         use_cpu=True,
-        max_steps=6,
+        max_steps=steps,
         per_device_train_batch_size=4,
         save_steps=3,
         logging_steps=3,
@@ -39,7 +46,8 @@ if __name__ == "__main__":
         disable_tqdm=True,
         dataloader_num_workers=1,
     )
+    torch.manual_seed(1)
     trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=Numbers())
-    steps = trainer.train().global_step
+    made = trainer.train(resume_from_checkpoint=get_last_checkpoint(folder)).global_step
     rank, world_size = arguments.process_index, arguments.world_size
-    print(f"rank {rank} of {world_size}: {steps} steps\n", end="", flush=True)
+    print(f"rank {rank} of {world_size}: {made} steps\n", end="", flush=True)

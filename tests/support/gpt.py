@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints import directory
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import clean_env
+from tests.support.ranks import run_command
 
 STEPS = 400
 TINY = (
@@ -24,14 +23,7 @@ TINY = (
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=clean_env({"MPIDDP_LOG_RANKS": "0"}),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    return run_command(command, cwd, MPIDDP_LOG_RANKS="0")
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints import directory
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, clean_env, script
+from tests.support.ranks import LAUNCH, ROOT, run_command, script
 
 PLAIN, EXAMPLE = ROOT / "examples/ddp.py", ROOT / "examples/ddp_with_checkpoints.py"
 STEPS = 40
@@ -38,12 +37,6 @@ def example(folder: Path, *, every: int = 5, each_step: str = "", run: str = "ru
     return Path(script(folder, text))
 
 
-def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=clean_env(), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-
-
 def steps_kept(run: Path) -> list[int]:
     folders = directory.list_steps(run / "checkpoints")
     for folder in folders:
@@ -52,7 +45,7 @@ def steps_kept(run: Path) -> list[int]:
 
 
 def launch(job: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run([*LAUNCH, *options, str(job)], job.parent)
+    return run_command([*LAUNCH, *options, str(job)], job.parent)
 
 
 def model(folder: Path) -> dict[str, Any]:

@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command
+from tests.support.ranks import LAUNCH, ROOT, mpirun_command, run_command
 
 SERIES = ROOT / "examples/series"
 
@@ -26,15 +25,7 @@ def start(launcher: str) -> list[str]:
 def run(
     launcher: str, script: str, *arguments: str | Path, folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    command = [*start(launcher), str(SERIES / script), *map(str, arguments)]
-    return subprocess.run(
-        command,
-        env=clean_env(),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    return run_command([*start(launcher), str(SERIES / script), *map(str, arguments)], folder)
 
 
 def losses(stdout: str) -> dict[int, float]:

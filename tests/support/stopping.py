@@ -8,8 +8,9 @@ from pathlib import Path
 from tests.support.ranks import ROOT, clean_env
 
 # Print a line and its newline in one piece: Intel's mpirun would mix the pieces of several ranks.
-# Without collectives, only the agreement on a step keeps the ranks together; the others are ten times as
-# fast as rank 0. Call should_stop() before "ready": until then, a request is sent as SIGTERM.
+# Without collectives, only the agreement on a step keeps the ranks together; the others are three times as
+# fast as rank 0, which then needs three times as long to reach the agreed step. Call should_stop() before
+# "ready": until then, a request is sent as SIGTERM.
 SCRIPT = """
 import os, sys, time
 import mpiddp
@@ -17,7 +18,7 @@ rank = int(os.environ["RANK"])
 mpiddp.should_stop()
 print("ready\\n", end="", flush=True)
 for step in range(1, 1_000_000):
-    time.sleep(0.001 if rank else 0.01)
+    time.sleep(0.003 if rank else 0.01)
     if mpiddp.should_stop():
         print(f"saved {step}\\n", end="", flush=True)
         sys.exit(75)

@@ -76,6 +76,15 @@ def doctor(hosts: Cluster, *arguments: str, names: str = NAMES) -> tuple[int, li
     return done.returncode, [line for line in lines if line["status"] != "ok"]
 
 
+def require_found(
+    hosts: Cluster, expected: Mapping[str, str], *arguments: str, names: str = NAMES
+) -> None:
+    """The doctor finds these faults, no other, and ends with code 1."""
+    code, lines = doctor(hosts, *arguments, names=names)
+    check(lines, expected)
+    assert code == 1
+
+
 def check(lines: Sequence[Mapping[str, str]], expected: Mapping[str, str]) -> None:
     """Every fault has its line ("check status pattern"), and there is no other."""
     said = [f"{line['check']} {line['status']} {line['fact']} → {line['mend']}" for line in lines]
@@ -101,14 +110,7 @@ def test_a_healthy_cluster_has_no_false_alarm(hosts: Cluster) -> None:
 
 
 def test_hosts_that_ssh_does_not_reach(hosts: Cluster) -> None:
-    with (
-        faults.key_refused(hosts["node1"]),
-        faults.unknown_key(hosts, hosts["node2"]),
-        faults.no_sshd(hosts["node3"]),
-    ):
-        code, lines = doctor(
-            hosts, names=f"{NAMES},nowhere"
-        )  # the other host is checked all the same
+    """The other host is checked all the same."""
     expected = {
         "wrong key": r"preflight fail ssh node1: permission denied \(publickey\) → Run: ssh-copy-id node1",
         "unknown host key": r"preflight fail ssh node2: its host key is unknown → .*ssh-keyscan node2",
@@ -116,38 +118,37 @@ def test_hosts_that_ssh_does_not_reach(hosts: Cluster) -> None:
         "unresolvable name": "preflight fail nowhere: cannot be resolved from node0 → Add it to DNS",
         **AFTERWARDS,
     }
-    check(lines, expected)
-    assert code == 1
+    with (
+        faults.key_refused(hosts["node1"]),
+        faults.unknown_key(hosts, hosts["node2"]),
+        faults.no_sshd(hosts["node3"]),
+    ):
+        require_found(hosts, expected, names=f"{NAMES},nowhere")
 
 
 def test_hosts_that_lack_what_a_job_needs(hosts: Cluster) -> None:
-    with ExitStack() as stack:
-        stack.enter_context(renamed(hosts["node1"], "/run/env/bin/python"))
-        stack.enter_context(renamed(hosts["node2"], "/run/env/bin/prted"))
-        stack.enter_context(faults.unreachable(hosts["node3"]))
-        code, lines = doctor(hosts, "--quick")
     expected = {
         "interpreter missing": f"preflight fail node1: {PYTHON} is missing → Install it",
         "daemon missing": "preflight fail node2: /run/env/bin/prted is missing or does not run → Install",
         "host down": "preflight fail ssh node3: no (answer in|route from) .* → Check that the host is on",
     }
-    check(lines, expected)
-    assert code == 1
+    with (
+        renamed(hosts["node1"], "/run/env/bin/python"),
+        renamed(hosts["node2"], "/run/env/bin/prted"),
+        faults.unreachable(hosts["node3"]),
+    ):
+        require_found(hosts, expected, "--quick")
 
 
 def test_a_folder_that_is_missing_and_an_mpi_of_another_version(hosts: Cluster) -> None:
-    with ExitStack() as stack:
-        stack.enter_context(renamed(hosts["node1"], WORK))
-        stack.enter_context(renamed(hosts["node2"], "/run/env/bin/mpirun"))
-        stub = "#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\n"
-        shell(hosts["node2"], "cat >/run/env/bin/mpirun; chmod +x /run/env/bin/mpirun", stub)
-        code, lines = doctor(hosts, "--quick")
     expected = {
         "working folder missing": f"preflight fail node1: the working folder {WORK} is missing",
         "Open MPI 4 beside 5": r"versions fail .*mpirun differs: .*4\.1\.8 on node2 → Install the same MPI",
     }
-    check(lines, expected)
-    assert code == 1
+    with renamed(hosts["node1"], WORK), renamed(hosts["node2"], "/run/env/bin/mpirun"):
+        stub = "#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\n"
+        shell(hosts["node2"], "cat >/run/env/bin/mpirun; chmod +x /run/env/bin/mpirun", stub)
+        require_found(hosts, expected, "--quick")
 
 
 EVERYWHERE = {
@@ -214,9 +215,7 @@ def test_faults_everywhere_at_once(hosts: Cluster) -> None:
         tc(node2, f"filter add dev eth0 egress bpf da bytecode '{NO_SYN_TO_NODE1}'")
         tc(node3, "qdisc add dev eth0 root tbf rate 20mbit burst 64kb latency 50ms")
         shell(node3, "ip link set dev eth0 mtu 1400; ip route add blackhole 10.77.0.3/32")
-        code, lines = doctor(hosts, "--script", "train.py", "--data", "data")
-    check(lines, EVERYWHERE)
-    assert code == 1
+        require_found(hosts, EVERYWHERE, "--script", "train.py", "--data", "data")
 
 
 def other_python(host: Host, version: str = "", **packages: str) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,18 +19,15 @@ from subprocess import CompletedProcess
 import pytest
 
 from mpiddp.checkpoints import directory
-from tests.support import cluster
-from tests.support.cluster import Cluster, Layout, faults, links
+from tests.support.cluster import Cluster, faults, links
+from tests.support.hosts_verb import HOSTS, on_node0, three_hosts_apart
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-
-HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Cluster]:
-    with cluster.up_or_skip(3, layout=Layout(apart=True)) as standing:
-        (standing.shared / "hosts").write_text("node0\nnode1\nnode2\n")
+    with three_hosts_apart() as standing:
         yield standing
 
 
@@ -50,8 +46,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def pull(hosts: Cluster, *arguments: object, file: str = "hosts") -> CompletedProcess[str]:
-    command = [*HOSTS, "pull", str(hosts.shared / file), *map(str, arguments)]
-    return hosts["node0"].run(command, cwd=ROOT)
+    return on_node0(hosts, "pull", *arguments, file=file)
 
 
 def texts(folder: Path) -> dict[str, str]:

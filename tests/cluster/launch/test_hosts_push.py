@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +21,9 @@ from mpiddp.hosts.cluster.tree import PRIVATE
 from tests.support import cluster
 from tests.support.cluster import USER, Cluster, Layout, links
 from tests.support.cluster.host import Host
+from tests.support.hosts_verb import HOSTS, on_node0
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-
-HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def push(hosts: Cluster, *arguments: object, file: str = "2hosts") -> CompletedProcess[str]:
-    command = [*HOSTS, "push", str(hosts.shared / file), *map(str, arguments)]
-    return hosts["node0"].run(command, cwd=ROOT)
+    return on_node0(hosts, "push", *arguments, file=file)
 
 
 def contents(folder: Path) -> dict[str, tuple[object, ...]]:

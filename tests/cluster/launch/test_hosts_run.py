@@ -7,7 +7,6 @@ python -m pytest tests/cluster/launch/test_hosts_run.py
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from subprocess import CompletedProcess
@@ -15,25 +14,21 @@ from subprocess import CompletedProcess
 import pytest
 
 from mpiddp.hosts.slurm import compress_names, expand_nodelist
-from tests.support import cluster
-from tests.support.cluster import Cluster, Layout
+from tests.support.cluster import Cluster
 from tests.support.cluster.host import Process
+from tests.support.hosts_verb import HOSTS, on_node0, three_hosts_apart
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-
-HOSTS = [sys.executable, "-m", "mpiddp", "hosts"]
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Cluster]:
-    with cluster.up_or_skip(3, layout=Layout(apart=True)) as standing:
-        (standing.shared / "hosts").write_text("node0\nnode1\nnode2\n")
+    with three_hosts_apart() as standing:
         yield standing
 
 
 def run(hosts: Cluster, *arguments: str, file: str = "hosts") -> CompletedProcess[str]:
-    command = [*HOSTS, "run", str(hosts.shared / file), *arguments]
-    return hosts["node0"].run(command, cwd=ROOT)
+    return on_node0(hosts, "run", *arguments, file=file)
 
 
 def test_hosts_are_apart(hosts: Cluster) -> None:

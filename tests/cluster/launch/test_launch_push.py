@@ -17,6 +17,11 @@ from tests.support.cluster import Cluster, Layout
 from tests.support.ranks import ROOT
 
 MPIDDP = [sys.executable, "-m", "mpiddp"]
+LEFT_OUT = (
+    ".git",
+    ".frameworks",
+    ".mpi",
+)  # of the repository, whose Open MPI is in its environment
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def test_from_bare_hosts_to_a_finished_training(hosts: Cluster, tmp_path: Path) 
     assert "mpiddp hosts push" in done.stderr
 
     # The environment leads to the repository (an editable install) and to its interpreter.
-    leave_out = [option for name in (".git", ".frameworks") for option in ("--leave-out", name)]
+    leave_out = [option for name in LEFT_OUT for option in ("--leave-out", name)]
     push = [*MPIDDP, "hosts", "push", str(file), "--with-python", *leave_out]
     done = node0.run([*push, str(project), str(ROOT)], cwd=project)
     assert done.returncode == 0, done.stderr

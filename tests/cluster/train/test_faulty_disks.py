@@ -38,14 +38,17 @@ def host() -> Iterator[Host]:
 
 
 @contextmanager
-def disk(host: Host, megabytes: float, at: str = SAVES) -> Iterator[None]:
+def disk(host: Host, megabytes: float, *, at: tuple[str, ...] = (SAVES,)) -> Iterator[None]:
+    """A disk at each of these folders, the outer one first."""
     size = f"size={int(megabytes * 1000)}k"
-    host.run(["mkdir", "-p", at], check=True)
-    host.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", at], check=True)
+    for folder in at:
+        host.run(["mkdir", "-p", folder], check=True)
+        host.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], check=True)
     try:
         yield
     finally:
-        host.run(["umount", at], check=True)
+        for folder in reversed(at):
+            host.run(["umount", folder], check=True)
         host.run(["rm", "-r", OUT], check=True)
 
 
@@ -130,7 +133,7 @@ def test_a_disk_that_becomes_read_only_and_writable_again(host: Host) -> None:
 def test_a_disk_that_is_completely_full_and_has_space_again(host: Host) -> None:
     """While neither metrics.jsonl nor a checkpoint can be written, the training continues."""
     command = [*COMMAND, "--steps-per-epoch=10000", "--log-every=1"]
-    with disk(host, 20, at=OUT), host.popen(command, env=ENV, cwd=ROOT) as program:
+    with disk(host, 20, at=(OUT,)), host.popen(command, env=ENV, cwd=ROOT) as program:
         try:
             wait_for_step(host, 2)
             fill = f"cat /dev/zero >>{OUT}/filler; sleep 0.1"  # repeated: a failed save frees space
@@ -158,21 +161,19 @@ def test_a_disk_that_is_completely_full_and_has_space_again(host: Host) -> None:
 def test_a_disk_that_is_read_only_when_a_run_resumes(host: Host) -> None:
     """A run that exists had a disk that it could write, so code 1: another attempt may succeed."""
     command = [*COMMAND, "--steps-per-epoch=3", "--keep=3"]
-    with disk(host, 20, at=OUT):
-        assert host.run(command, env=ENV, cwd=ROOT).returncode == 0
-        host.run(["mount", "-o", "remount,ro", OUT], check=True)
-        ran = host.run(command, env=ENV, cwd=ROOT)
-        sentence = f"{OUT} cannot be written: Read-only file system.\n"
-        assert (ran.returncode, ran.stderr) == (1, sentence)
-        ran = host.run([*COMMAND[:-1], f"--out={OUT}/new"], env=ENV, cwd=ROOT)
-        assert ran.returncode == 2, ran.stderr
-    with disk(host, 20):
+    with disk(host, 20, at=(OUT, SAVES)):
         assert host.run(command, env=ENV, cwd=ROOT).returncode == 0
         host.run(["mount", "-o", "remount,ro", SAVES], check=True)
         back = [*command, f"--resume={SAVES}/step_00000001"]
         ran = host.run(back, env=ENV, cwd=ROOT)
         sentence = f"{SAVES}: cannot rename the newer checkpoints: Read-only file system.\n"
         assert (ran.returncode, ran.stderr) == (1, sentence)
+        host.run(["mount", "-o", "remount,ro", OUT], check=True)
+        ran = host.run(command, env=ENV, cwd=ROOT)
+        sentence = f"{OUT} cannot be written: Read-only file system.\n"
+        assert (ran.returncode, ran.stderr) == (1, sentence)
+        ran = host.run([*COMMAND[:-1], f"--out={OUT}/new"], env=ENV, cwd=ROOT)
+        assert ran.returncode == 2, ran.stderr
 
 
 def wait_for_step(host: Host, step: int) -> None:

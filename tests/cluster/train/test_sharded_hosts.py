@@ -98,12 +98,9 @@ def test_copies_that_differ_end_the_training(hosts: Cluster) -> None:
         "step 4: the ranks have diverged: rank 1 on node0 and rank 3 on node1 differ, first in fc.weight "
         f"(1 of {2 * 59} tensors). This state is not saved; "  # parameters, each with its momentum
     ) in ran.stderr
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000002"]
-
-    ran = train(hosts, "node0:2,node1:2", *options)
-    assert ran.returncode == 0, ran.stderr
-    assert "step_00000002" in ran.stdout
-    assert list(losses(out)) == list(range(1, 9))
+    (saved,) = (out / "checkpoints").iterdir()  # the next test resumes from one like it
+    assert saved.name == "step_00000002"
+    directory.verify(saved)
 
 
 def test_one_copy_has_nothing_to_compare(hosts: Cluster) -> None:
@@ -132,13 +129,14 @@ def test_hsdp_resumes_bit_for_bit_and_its_checkpoint_is_read_back(hosts: Cluster
         "--lr=0.001",
     ]  # fmt: skip
     whole, stopped = hosts.shared / "hsdp whole", hosts.shared / "hsdp stopped"
-    for options, code in (
-        ([f"--out={whole}"], 0),
-        ([f"--out={stopped}", "--stop-at-step=4"], 75),
-        ([f"--out={stopped}"], 0),
-    ):
-        ran = train(hosts, "node0:2,node1:2", *hsdp, *options)
-        assert ran.returncode == code, ran.stderr
+    ran = train(hosts, "node0:2,node1:2", *hsdp, f"--out={whole}")
+    assert ran.returncode == 0, ran.stderr
+    shutil.copytree(whole, stopped)  # as a crash after step 4 would have left it
+    for step in (6, 8):
+        shutil.rmtree(stopped / f"checkpoints/step_{step:08d}")
+    (stopped / "summary.json").unlink()
+    ran = train(hosts, "node0:2,node1:2", *hsdp, f"--out={stopped}")
+    assert ran.returncode == 0, ran.stderr
     assert f"resuming from {stopped}/checkpoints/step_00000004: step 4\n" in ran.stdout
     assert list(losses(stopped).items()) == list(losses(whole).items())
     expected = tensors(whole, 8)

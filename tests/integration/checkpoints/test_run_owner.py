@@ -153,10 +153,13 @@ def test_a_pipe_instead_of_the_file_blocks_nobody(run: RunDir) -> None:
         own(run, "a", on_wait=refuse_to_wait)
 
 
+@pytest.mark.usefixtures("fast")
 def test_an_owner_that_lost_the_folder_notices_and_leaves_the_file_alone(run: RunDir) -> None:
     held = own(run, "first", on_wait=refuse_to_wait)
     held.check()
-    run.owner.write_bytes(elsewhere())
+    other = run.owner.with_name("other")
+    other.write_bytes(elsewhere())
+    other.replace(run.owner)  # it is read every 0.05 s
     held._thread.join(PATIENCE_S)
     with pytest.raises(JobFailed, match=r"was taken over: the run first on node7"):
         held.check()

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from mpiddp.hosts.sockets import bind
-from tests.support.own_script import DIES, STEPS, example, launch, model, run, steps_kept
+from tests.support.own_script import DIES, STEPS, example, launch, model, steps_kept
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, clean_env, mpirun_command, own_lines, script
+from tests.support.ranks import LAUNCH, clean_env, mpirun_command, own_lines, run_command, script
 from tests.support.training import unequal
 
 SLOW = """
@@ -78,20 +78,19 @@ def wait_for(path: Path) -> None:
 
 
 LAUNCHERS = {
-    "mpiddp launch": [*LAUNCH, "-H", "localhost:2"],
     "mpirun": [*mpirun_command(2), "-m", "mpiddp", "run"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
 }
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_same_bits_under_every_launcher(tmp_path: Path, whole: Path, launcher: str) -> None:
-    """Each resumes from step 35 of the whole run."""
+def test_the_same_bits_under_other_launchers(tmp_path: Path, whole: Path, launcher: str) -> None:
+    """Each resumes from step 35 of the whole run, which `mpiddp launch` has started."""
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
     (folder / "model.pt").unlink()
     shutil.rmtree(folder / "runs/ddp/checkpoints/step_00000040")
-    done = run([*LAUNCHERS[launcher], str(folder / "script.py")], folder)
+    done = run_command([*LAUNCHERS[launcher], str(folder / "script.py")], folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("resuming from runs/ddp/checkpoints/step_00000035: step 35\n")
     assert unequal(model(folder), model(whole)) == []
@@ -104,7 +103,7 @@ def test_another_number_of_ranks_resumes(tmp_path: Path, whole: Path, ranks: int
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "runs/ddp/checkpoints/step_00000040")
-    done = run([*LAUNCH, "-H", f"localhost:{ranks}", str(folder / "script.py")], folder)
+    done = run_command([*LAUNCH, "-H", f"localhost:{ranks}", str(folder / "script.py")], folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "resuming from runs/ddp/checkpoints/step_00000035: step 35\n"
     assert unequal(model(folder), model(whole)) != []  # other batches
@@ -132,7 +131,7 @@ def test_a_rank_gets_its_own_state_back_if_it_existed(tmp_path: Path) -> None:
     job = script(tmp_path, PER_RANK)
     for ranks in (2, 2, 3, 1):
         command = [*mpirun_command(ranks), job, str(tmp_path / "run")]
-        done = run(command, tmp_path)
+        done = run_command(command, tmp_path)
         assert (done.returncode, own_lines(done.stderr)) == (0, [])
         lines = {line.partition(" ")[0]: line for line in done.stdout.splitlines()}
         if (tmp_path / "first").exists():
@@ -165,7 +164,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     job = script(tmp_path, REFUSED)
     file = tmp_path / "file"
     file.write_text("")
-    done = run([*LAUNCH, "-H", "localhost:2", job, str(file)], tmp_path)
+    done = run_command([*LAUNCH, "-H", "localhost:2", job, str(file)], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     sentence = f"{file} cannot be written: "
     assert sorted(line[: 3 + len(sentence)] for line in done.stdout.splitlines()) == [
@@ -176,7 +175,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
 def test_an_error_that_is_not_caught_is_bad_input(tmp_path: Path) -> None:
     """One sentence, code 2, no restart."""
     job = script(tmp_path, REFUSED)
-    first = run([*LAUNCH, "-H", "localhost:2", job, str(tmp_path / "run")], tmp_path)
+    first = run_command([*LAUNCH, "-H", "localhost:2", job, str(tmp_path / "run")], tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
     command = [
         *LAUNCH,
@@ -188,7 +187,7 @@ def test_an_error_that_is_not_caught_is_bad_input(tmp_path: Path) -> None:
         str(tmp_path / "run"),
         "again",
     ]
-    done = run(command, tmp_path)
+    done = run_command(command, tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("was made with another config: width 1, now 2. Use the same") == 1
     assert "restart" not in done.stderr
@@ -212,7 +211,7 @@ sys.exit(0)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_that_loses_its_last_save_fails(tmp_path: Path, launcher: str) -> None:
     job = script(tmp_path, LOST)
-    done = run([*LAUNCHERS[launcher], job, str(tmp_path / "run")], tmp_path)
+    done = run_command([*LAUNCHERS[launcher], job, str(tmp_path / "run")], tmp_path)
     assert done.returncode == 1, done.stderr
     assert f"no space left for a checkpoint in {tmp_path}/run/checkpoints: step 1" in done.stderr
 
@@ -226,7 +225,7 @@ checkpoints.resume()
 
 def test_several_ranks_need_a_process_group(tmp_path: Path) -> None:
     job = script(tmp_path, WITHOUT_GROUP)
-    done = run([*LAUNCH, "-H", "localhost:2", job, str(tmp_path / "run")], tmp_path)
+    done = run_command([*LAUNCH, "-H", "localhost:2", job, str(tmp_path / "run")], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     sentence = "mpiddp.Checkpoints needs a process group of all 2 ranks. Call torch.distributed."
     assert done.stderr.startswith(sentence)
@@ -246,7 +245,7 @@ sys.exit(3 if attempt < "2" else 0)
 
 def test_a_restart_knows_the_folder_that_an_earlier_attempt_created(tmp_path: Path) -> None:
     job = script(tmp_path, RESTARTED)
-    done = run([*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", job], tmp_path)
+    done = run_command([*LAUNCH, "-H", "localhost:1", "--max-restarts", "2", job], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"0 None\n1 None\n2 {tmp_path}/run\n"
 

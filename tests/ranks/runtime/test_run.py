@@ -220,7 +220,6 @@ def test_one_script_prints_the_same_under_every_launcher() -> None:
         "mpirun": mpirun(2, *RUN, script),
         "torchrun": python("-m", "torch.distributed.run", *torchrun, script),
         "torchrun of run": python("-m", "torch.distributed.run", *torchrun, *RUN, script),
-        "launch": python("-W", "ignore", "-m", "torch.distributed.launch", *torchrun, script),
     }
     lines = {name: sorted(done.stdout.splitlines()) for name, done in commands.items()}
     assert [done.returncode for done in commands.values()] == [0] * len(commands), commands

@@ -1,7 +1,7 @@
 """Real ranks that are not where the hostfile says print the table once.
 
 Tests mpiddp/runtime/rendezvous/placement.py.
-python -m pytest tests/ranks/smoke/test_wrong_placement.py
+python -m pytest tests/ranks/launch/test_wrong_placement.py
 """
 
 from __future__ import annotations

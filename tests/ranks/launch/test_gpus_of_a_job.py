@@ -1,7 +1,7 @@
 """The GPUs of the ranks of a job on one host.
 
 Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/start/own_gpu.py.
-python -m pytest tests/ranks/smoke/test_gpus_of_a_job.py
+python -m pytest tests/ranks/launch/test_gpus_of_a_job.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks that no launcher and no MPI watches: they end each other, and a script may go on after an error.
 
 Tests mpiddp/runtime/job/failure_watch.py, mpiddp/runtime/job/stop.py.
-python -m pytest tests/integration/runtime/test_without_launcher.py
+python -m pytest tests/ranks/runtime/test_without_launcher.py
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ CAUGHT = """
 import time, torch, torch.distributed as dist, mpiddp
 try:
     with mpiddp.process_group(backend="gloo") as world:
+        dist.barrier()  # the error of one ends the others in a second, unless they have it as well
         raise ValueError("for a second try")
 except ValueError:
-    time.sleep(3)
+    time.sleep(2)  # the error would end it in 1.5 s
 with mpiddp.process_group(backend="gloo") as world:
-    time.sleep(4)  # the error would end it in 1.5 s
+    time.sleep(2)
     total = torch.ones(1)
     dist.all_reduce(total)
     print(int(total))
