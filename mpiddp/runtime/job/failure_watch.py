@@ -149,7 +149,7 @@ class FailureWatch:
                 self._exit_now(code)
 
     def _wait_for_failure(self, channel: JobChannel) -> bool:
-        """Wait for a failure of any rank; agree on the step of a stop meanwhile. False if this rank is over."""
+        """Wait for a failure of any rank, and agree on the step of a stop. False if this rank is over."""
         while not self._over.is_set():
             if self._code_of_failure(channel):
                 return True
