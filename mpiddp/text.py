@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 # Unless the caller says otherwise: no count of ranks, steps or images is larger.
@@ -75,6 +76,24 @@ def parse_duration(text: str) -> float:
             f"of at most {MAX_DURATION_DAYS} days"
         )
     return seconds
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number of steps, or of seconds. The other field is None."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+def parse_interval(text: str) -> Interval:
+    """`20` is a number of steps; `30s`, `10m` and `1.5h` are times. Raises ValueError otherwise."""
+    if text.endswith(("s", "m", "h")):
+        return Interval(seconds=parse_duration(text))
+    try:
+        return Interval(steps=parse_whole(text, 1))
+    except ValueError as error:
+        raise ValueError(f"{shown(text)!r} is not {error}, and not a duration") from None
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,8 @@ lies where, and each rank's parts are in a file of shards. Every other checkpoin
 from __future__ import annotations
 
 import json
+import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +24,14 @@ from torch import Tensor
 from mpiddp.checkpoints import directory, legacy
 from mpiddp.checkpoints.directory import INDEX, BrokenCheckpoint, UnreadableCheckpoint
 from mpiddp.checkpoints.shards import ShardFiles, read_index, with_tensors
-from mpiddp.checkpoints.state import RANKS, is_sharded, mapped, stem_of
-from mpiddp.checkpoints.tensor_file import read_tensors, write_tensors
+from mpiddp.checkpoints.state import (
+    RANKS,
+    is_sharded,
+    mapped,
+    read_tensors,
+    stem_of,
+    write_tensors,
+)
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import cause_of, read_error, read_limited
 
@@ -32,6 +40,7 @@ WRITTEN_BY = "mpiddp.Checkpoints"
 MAX_STEP = (1 << 53) - 1
 _MAX_FACTS_BYTES = 16 << 20
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
+_NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
 _ERRORS = (
     *(RuntimeError, ValueError, LookupError, TypeError, AttributeError),
     *(NotImplementedError, AssertionError),
@@ -46,6 +55,26 @@ class Contents:
     state: dict[str, Any]
     ranks: list[dict[str, Any]]  # the "rng" and the "state" of each rank that saved it
     config: Mapping[str, Any]
+
+    def resumed_by(self, rank: int) -> Resumed:
+        own = self.ranks[rank]["state"] if rank < len(self.ranks) else {}
+        return Resumed(self.step, self.state, own, len(self.ranks))
+
+    def restore_rng(self, rank: int, local_rank: int) -> None:
+        """Restore the rank's random number generators, unless this rank did not exist.
+
+        Raises:
+            UserError: they were not saved by mpiddp.
+        """
+        if rank >= len(self.ranks):
+            return
+        try:
+            restore_rng_states(self.ranks[rank]["rng"], local_rank)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                "the checkpoint was not written by mpiddp: the states of its random number generators "
+                f"cannot be restored ({type(error).__name__})."
+            ) from None
 
 
 # Written
@@ -242,6 +271,49 @@ def _sharded_like(entry: Any, like: Callable[[tuple[Any, ...]], Tensor | None]) 
         return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
     return mapped(entry, shard)
+
+
+# Random number generators
+
+
+def rng_states(local_rank: int) -> dict[str, Any]:
+    """The states as tensors, numbers and tuples. Each GPU has one if this process uses GPUs."""
+    states: dict[str, Any] = {
+        "local_rank": local_rank,
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+    }
+    gpu = torch.accelerator.current_accelerator()
+    if gpu and (gpus := torch.get_device_module(gpu)).is_initialized():
+        states[gpu.type] = gpus.get_rng_state_all()
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state(legacy=True)
+        if kind == _NUMPY_KIND:
+            states["numpy"] = (torch.from_numpy(keys.astype("int64")), *rest)
+    return states
+
+
+def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
+    """Restore the states of `rng_states`, as many of them as there are.
+
+    The GPU of the local rank gets the state of the one that the rank had before, perhaps with another
+    number.
+    """
+    if "python" in states:
+        random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    gpu = torch.accelerator.current_accelerator()
+    saved_gpus = states.get(gpu.type, []) if gpu else []
+    for index in range(torch.accelerator.device_count() if saved_gpus else 0):
+        saved = index - local_rank + states["local_rank"]
+        if 0 <= saved < len(saved_gpus):
+            torch.get_device_module(gpu).set_rng_state(saved_gpus[saved], index)
+    if gpu and "own_gpu" in states:
+        torch.get_device_module(gpu).set_rng_state(states["own_gpu"])
+    numpy = sys.modules.get("numpy")
+    if numpy and "numpy" in states:
+        keys, *rest = states["numpy"]
+        numpy.random.set_state((_NUMPY_KIND, keys.numpy().astype("uint32"), *rest))
 
 
 # Exported

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.checkpoints.shards import ShardFiles
-from mpiddp.checkpoints.tensor_file import read_tensors
+from mpiddp.checkpoints.state import read_tensors
 from mpiddp.errors import UserError
 
 

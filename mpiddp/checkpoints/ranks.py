@@ -1,4 +1,5 @@
-"""The ranks that save and resume together, under any launcher or none, and which of them share a file system.
+"""The ranks that save and resume together, under any launcher or none: they agree, raise the same errors,
+exchange values beside the training, and know which of them share a file system.
 
 `Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank raises
 the same exception.
@@ -11,15 +12,18 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
 from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.errors import FAILED, JobFailed, NoAnswer, UserError, print_from_one_rank
+from mpiddp.runtime.job.channel import AnotherFailed, ChannelLost, Silent
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.job.script_exit import enter_until_exit, exit_now
 from mpiddp.runtime.launcher.connected import script_session
@@ -43,8 +47,14 @@ class Ranks:
         return self.coordinator.world.rank
 
     @property
+    def local_rank(self) -> int:
+        local_rank = self.coordinator.world.local_rank
+        assert local_rank is not None, "the ranks have joined"
+        return local_rank
+
+    @property
     def is_first_of_host(self) -> bool:
-        return self.coordinator.world.local_rank == 0
+        return self.local_rank == 0
 
     def gather(self, value: Value) -> list[Value]:
         """The values of all ranks: [world_size]. All ranks must call this."""
@@ -163,6 +173,76 @@ def form_ranks(coordinator: Coordinator, timeout_s: float) -> Ranks:
             )
     is_gloo = dist.get_backend() == "gloo"
     return replace(ranks, group=dist.group.WORLD if is_gloo else dist.new_group(backend="gloo"))
+
+
+# What their saving threads exchange
+
+
+class NoExchange(Exception):
+    """The job ends. The message is a phrase for a sentence."""
+
+
+class Exchange:
+    """The values of one save after the other, over the job's channel. Each rank sets its own, each once.
+
+    The waits end when a rank fails.
+    """
+
+    def __init__(self, coordinator: Coordinator, timeout_s: float) -> None:
+        """All ranks must create one.
+
+        Args:
+            timeout_s: how long this rank waits for the others, all waits of a save together.
+        """
+        self._coordinator = coordinator
+        self._prefix = coordinator.unique_prefix("shards")
+        self._timeout_s = timeout_s
+        self._num_saves = 0
+        self._waited_s = 0.0
+
+    def begin(self) -> None:
+        """Begin with the values of the next save. All ranks have finished the one before.
+
+        Its values are deleted: a long run would fill the channel's server.
+        """
+        self._coordinator.forget(f"{self._prefix}/{self._num_saves}/")
+        self._num_saves += 1
+        self._waited_s = 0.0
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{self._num_saves}/{name}"
+
+    def set(self, name: str, value: Any) -> None:
+        """Set a value of JSON."""
+        self._coordinator.put(self._key(name), value)
+
+    def get(self, name: str, rank: int) -> Any:
+        """The value of a rank, once it is set. Raises as `get_all`."""
+        return self.get_all(name, [rank])[0]
+
+    def get_all(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        """The values of these ranks, once all are set.
+
+        Raises:
+            NoAnswer: the time for all waits of this save has passed.
+            NoExchange: the job ends.
+        """
+        left_s = max(0.0, self._timeout_s - self._waited_s)
+        since = time.monotonic()
+        try:
+            return self._coordinator.collect(self._key(name), ranks, timeout_s=left_s)
+        except Silent as silent:
+            raise self._coordinator.no_answer(silent.ranks, self._timeout_s) from None
+        except AnotherFailed:
+            raise NoExchange("another rank has failed") from None
+        except ChannelLost:
+            raise NoExchange("the job has ended") from None
+        finally:
+            self.count(time.monotonic() - since)
+
+    def count(self, seconds: float) -> None:
+        """Count a wait for other ranks that happened elsewhere."""
+        self._waited_s += seconds
 
 
 # The file systems of the ranks

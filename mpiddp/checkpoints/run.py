@@ -26,7 +26,7 @@ from mpiddp.checkpoints.find import Found
 from mpiddp.checkpoints.owner import RunOwner, own
 from mpiddp.checkpoints.ranks import FileSystems, Ranks, find_file_systems
 from mpiddp.checkpoints.run_dir import RunDir, replacing, writing
-from mpiddp.checkpoints.tensor_file import HashedFile
+from mpiddp.checkpoints.state import HashedFile
 from mpiddp.errors import JobFailed
 from mpiddp.paths import cause_of
 from mpiddp.protocol.variables import RUN_ID

@@ -1,5 +1,10 @@
 """Save checkpoints beside the training: a step only copies its tensors; a thread writes them to the disk.
 
+    schedule = SaveSchedule(interval, coordinator, step, timeout_s=…)
+    saver = Saver(run, keep=2, must_succeed=False)
+    if schedule.is_due(step):
+        saver.save(step, state, per_rank, config)
+
 At most one save is in flight. The next save waits for it, and there all ranks receive its result, so a
 save error needs no synchronization in any other step. A full disk never damages older checkpoints.
 """
@@ -8,25 +13,31 @@ from __future__ import annotations
 
 import errno
 import shutil
+import time
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.contents import Contents, write_files
-from mpiddp.checkpoints.exchange import Exchange, NoExchange
+from mpiddp.checkpoints.contents import Contents, rng_states, write_files
+from mpiddp.checkpoints.ranks import NoExchange
 from mpiddp.checkpoints.run import Run
-from mpiddp.checkpoints.save_shards import NotSaved, Parts, ShardedSave
-from mpiddp.checkpoints.shards import ShardPlan, local_parts, plan_shards
-from mpiddp.checkpoints.state import HostMemory, num_bytes, split
+from mpiddp.checkpoints.save_shards import NotSaved, ShardedSave, Sharing
+from mpiddp.checkpoints.shards import local_parts
+from mpiddp.checkpoints.state import Keys, mapped, num_bytes, split
 from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.launcher.connected import saving
 from mpiddp.runtime.log import log
+from mpiddp.text import Interval
+
+_CLOCK_CHECKS_PER_INTERVAL = 4
 
 
 class Saver:
@@ -51,29 +62,47 @@ class Saver:
         self._pending: Future[str] | None = None
         self._memory = HostMemory()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._sharing: _Sharing | None = None
+        self._sharing: Sharing | None = None
 
-    def save(self, step: int, state: dict[str, Any], own: Any, config: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        per_rank: dict[str, Any],
+        config: Mapping[str, Any],
+    ) -> None:
         """Wait for the previous save, copy the state, and write it in the thread. A collective.
 
         Args:
-            own: the state of this rank alone, on the CPU.
+            per_rank: the state of this rank alone.
 
         Raises:
             JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
         """
         self._wait_for_save(must_succeed=self._must_succeed)
         self._num_saves += 1
-        saved = Contents(step, {}, self._gather(own), config)
+        ranks = self._gather(per_rank)
         replicated, sharded = split(state)
+        whole = replicated if self._run.is_writer else {}
         if sharded:
-            self._start_shards(saved, replicated, sharded)
+            if self._sharing is None:
+                self._sharing = Sharing(self._run)
+            plan = self._sharing.plan(sharded)
+            copied, boxes = self._memory.copy((whole, local_parts(sharded, plan.own)))
+            shards = ShardedSave(self._sharing, step, plan, boxes)
         elif self._run.is_writer:
-            saved.state.update(self._memory.copy(replicated))
-            self._pending = self._thread.submit(self._write, saved, None)
+            copied, shards = self._memory.copy(whole), None
+        else:
+            return
+        contents = Contents(step, copied, ranks, config)
+        self._pending = self._thread.submit(self._write, contents, shards)
 
-    def _gather(self, own: Any) -> list[Any]:
-        """Every rank's own state, complete on the writer ranks: [world_size]. A collective."""
+    def _gather(self, per_rank: dict[str, Any]) -> list[Any]:
+        """Each rank's own state and generators, complete on the writer ranks: [world_size]. A collective."""
+        memory = HostMemory()  # a copy of its own for each save: the ranks' states are small
+        copied = memory.copy(per_rank)
+        memory.wait()
+        own = {"rng": rng_states(self._run.ranks.local_rank), "state": copied}
         group = self._run.ranks.group
         if group is None:
             return [own]
@@ -84,19 +113,6 @@ class Saver:
         else:
             dist.all_gather_object(states, own, group=group)
         return states
-
-    def _start_shards(
-        self, saved: Contents, replicated: dict[str, Any], sharded: Mapping[str, Tensor]
-    ) -> None:
-        """Copy this rank's parts of the sharded tensors, and write them in the thread. A collective."""
-        if self._sharing is None:
-            self._sharing = _Sharing(self._run)
-        plan = self._sharing.plan(sharded)
-        own = local_parts(sharded, plan.own)
-        copied, parts = self._memory.copy((replicated if self._run.is_writer else {}, own))
-        saved.state.update(copied)
-        layout = Parts(parts, plan.tensors, self._num_saves)
-        self._pending = self._thread.submit(self._write, saved, layout)
 
     def finish(self) -> None:
         """Wait for the last save. A collective: every rank must call it.
@@ -139,7 +155,7 @@ class Saver:
 
     # In the thread
 
-    def _write(self, saved: Contents, parts: Parts | None) -> str:
+    def _write(self, contents: Contents, shards: ShardedSave | None) -> str:
         """Write this rank's part of the checkpoint and remove old ones. Returns the error, or "".
 
         Raises:
@@ -148,39 +164,38 @@ class Saver:
         with saving():
             self._memory.wait()
             try:
-                if parts is None:
-                    self._write_whole(saved)
+                if shards is None:
+                    self._write_whole(contents)
                 else:
-                    self._write_parts(saved, parts)
+                    self._write_sharded(contents, shards)
             except NoExchange as error:
-                return f"step {saved.step} was not saved: {error}."
+                return f"step {contents.step} was not saved: {error}."
             except NoAnswer:
                 raise
             except (NotSaved, JobFailed) as error:
                 return str(error)
             except OSError as error:
-                needed = num_bytes([saved.state, saved.ranks, dict(parts.own) if parts else {}])
-                return _save_error(error, self._root, saved.step, needed)
+                boxes = dict(shards.boxes) if shards else {}
+                needed = num_bytes([contents.state, contents.ranks, boxes])
+                return _save_error(error, self._root, contents.step, needed)
         return ""
 
-    def _write_whole(self, saved: Contents) -> None:
+    def _write_whole(self, contents: Contents) -> None:
         self._run.check_owner()
         self._prune(
-            directory.write(self._root, saved.step, lambda folder: write_files(folder, saved))
+            directory.write(self._root, contents.step, lambda new: write_files(new, contents))
         )
 
-    def _write_parts(self, saved: Contents, parts: Parts) -> None:
-        assert self._sharing is not None
-        save = self._sharing.begin(saved.step, parts)
+    def _write_sharded(self, contents: Contents, shards: ShardedSave) -> None:
         folder: Path | None = None
         problem: Exception | None = None
         try:
-            folder = save.run(lambda new: write_files(new, saved))
+            folder = shards.run(lambda new: write_files(new, contents))
         except NoAnswer:
             raise
         except (NotSaved, JobFailed, OSError) as error:
             problem = error
-        if self._run.is_writer and save.commit(folder) and folder is not None:
+        if self._run.is_writer and shards.commit(folder) and folder is not None:
             self._prune(folder)
         if problem is not None:
             raise problem
@@ -198,42 +213,6 @@ class Saver:
         if folder not in self._is_verified:
             self._is_verified[folder] = directory.is_verified(folder)
         return self._is_verified[folder] and directory.is_intact(folder)
-
-
-class _Sharing:
-    """What the sharded saves of a run have in common: the plan, and the group that carries copies."""
-
-    def __init__(self, run: Run) -> None:
-        """A collective: every rank must create one."""
-        ranks, writers = run.ranks, run.file_systems.writers
-        self._run = run
-        self._plan: ShardPlan | None = None
-        self._prefix = ranks.coordinator.unique_prefix("shards")
-        self._previous: Exchange | None = None
-        self._copies: dist.ProcessGroup | None = None
-        if len(writers) > 1:
-            timeout = timedelta(seconds=ranks.timeout_s)
-            self._copies = dist.new_group(backend="gloo", timeout=timeout)
-        elif (ranks.coordinator.world.num_nodes or 1) == 1:
-            log.info(
-                "sharded checkpoints: one host holds every shard once. The shards of several hosts "
-                "without a shared file system lie on two hosts each."
-            )
-
-    def plan(self, sharded: Mapping[str, Tensor]) -> ShardPlan:
-        """Which rank saves which part of these tensors. A collective."""
-        self._plan = plan_shards(sharded, self._run.ranks.group, self._plan)
-        return self._plan
-
-    def begin(self, step: int, parts: Parts) -> ShardedSave:
-        """The save of a step, in the thread."""
-        if self._previous is not None:  # all ranks have finished it
-            self._previous.forget()
-        ranks = self._run.ranks
-        prefix = f"{self._prefix}/{parts.number}"
-        exchange = Exchange(ranks.coordinator, prefix, ranks.timeout_s)
-        self._previous = exchange
-        return ShardedSave(self._run, step, parts, exchange, self._copies)
 
 
 def _save_error(error: OSError, root: Path, step: int, needed: int) -> str:
@@ -256,3 +235,135 @@ def _save_error(error: OSError, root: Path, step: int, needed: int) -> str:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+# A state's copy in host memory, the only part of a save that a step waits for
+
+# The last field: whether the copy's memory is pinned.
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
+
+
+class HostMemory:
+    """Copies of tensors on the CPU. Each `copy` reuses the memory of the one before.
+
+    With a GPU, the memory is pinned and the copies run on the current stream. So later steps change the
+    originals only after the copies are done, and only the reader of the copies waits.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[_Layout, list[Tensor]] = defaultdict(list)
+        self._used: list[tuple[_Layout, Tensor]] = []
+        self._copied: dict[torch.device, torch.Event] = {}
+
+    def copy(self, nested: Any) -> Any:
+        """The same dicts, lists and numbers, with copies of the tensors. Invalidates the previous copy.
+
+        Call `wait` before reading the copies.
+        """
+        for layout, host in self._used:
+            self._free[layout].append(host)
+        self._used = []
+        self._copied = {}
+        copied = mapped(nested, self._copy)
+        for device, event in self._copied.items():
+            event.record(torch.accelerator.current_stream(device))
+        return copied
+
+    def wait(self) -> None:
+        """Wait until the copies are complete; on a CPU they are at once. Their reader calls this."""
+        for event in self._copied.values():
+            event.synchronize()
+
+    def _copy(self, _: Keys, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        layout = _layout(value)
+        free = self._free[layout]
+        host = free.pop() if free else _new_like(value)
+        self._used.append((layout, host))
+        is_on_gpu = _is_on_gpu(value)
+        if is_on_gpu and value.device not in self._copied:
+            self._copied[value.device] = torch.Event(value.device)
+        return host.copy_(value.detach(), non_blocking=is_on_gpu)
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def _new_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(
+        tensor, device="cpu", pin_memory=_is_on_gpu(tensor), requires_grad=False
+    )
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tensor.dtype, tensor.shape, tensor.stride(), _is_on_gpu(tensor)
+
+
+# When to save
+
+
+class SaveSchedule:
+    """Decides after each step whether a save is due, equally on all ranks, which must all call `is_due`.
+
+    For an interval in seconds, rank 0 reads its clock at a few steps that all ranks know. It broadcasts
+    whether a save is due, and the step of the next check. The steps between exchange no message.
+    """
+
+    def __init__(
+        self, interval: Interval | None, coordinator: Coordinator, step: int, *, timeout_s: float
+    ) -> None:
+        """
+        Args:
+            interval: None if no save is ever due.
+            step: the latest one.
+        """
+        self._coordinator = coordinator
+        self._timeout_s = timeout_s
+        self._steps = interval.steps if interval else None
+        seconds = interval.seconds if interval else None
+        self._clock = _Clock(seconds, step) if seconds is not None else None
+        self._next_check = step + 1
+        self._previous = step
+
+    def is_due(self, step: int) -> bool:
+        if self._clock is not None:
+            return self._is_due_by(self._clock, step)
+        if self._steps is None:
+            return False
+        previous, self._previous = self._previous, step
+        return step // self._steps > previous // self._steps  # a script may count samples as steps
+
+    def _is_due_by(self, clock: _Clock, step: int) -> bool:
+        if step < self._next_check:
+            return False
+        own = clock.check(step) if self._coordinator.world.rank == 0 else (False, 0)
+        is_due, pause = self._coordinator.all_gather_json(own, timeout_s=self._timeout_s)[0]
+        self._next_check = step + pause
+        return is_due
+
+
+class _Clock:
+    """Rank 0's clock: measures the steps, and decides when to save."""
+
+    def __init__(self, interval_s: float, step: int) -> None:
+        self._interval_s = interval_s
+        self._start = step
+        self._saved_at = time.monotonic()
+        self._checked = (step, self._saved_at)
+
+    def check(self, step: int) -> tuple[bool, int]:
+        """Whether a save is due, and the number of steps until the next check."""
+        now = time.monotonic()
+        checked_step, checked_at = self._checked
+        step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)
+        self._checked = (step, now)
+        left_s = self._interval_s - (now - self._saved_at)
+        is_due = left_s < step_s / 2
+        if is_due:
+            self._saved_at, left_s = now, self._interval_s
+        pause = int(min(left_s, self._interval_s / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
+        # The times of the first steps are too short: the GPU has only queued them.
+        pause = min(pause, 2 * (step - self._start))
+        return is_due, max(1, pause)

@@ -11,7 +11,8 @@ import contextlib
 import errno
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +21,63 @@ from torch import Tensor
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import INDEX, Entry
-from mpiddp.checkpoints.exchange import Exchange, NoExchange
+from mpiddp.checkpoints.ranks import Exchange, NoExchange
 from mpiddp.checkpoints.run import CHUNK_BYTES, Run, bytes_of, empty_chunk
-from mpiddp.checkpoints.shards import SavedTensor, file_of, index_json
-from mpiddp.checkpoints.tensor_file import HashedFile, write_tensors
+from mpiddp.checkpoints.shards import ShardPlan, file_of, index_json, plan_shards
+from mpiddp.checkpoints.state import HashedFile, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.paths import flush
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The boxes of one save: this rank's own, in host memory, and where all of them are."""
-
-    own: Mapping[str, Tensor]  # by the names of their tensors
-    layout: Mapping[str, SavedTensor]
-    number: int  # of the save, the same on every rank
+from mpiddp.runtime.log import log
 
 
 class NotSaved(Exception):
     """The checkpoint was given up on all ranks. The message is a sentence, "" on a rank that did its part."""
 
 
+class Sharing:
+    """What the sharded saves of a run have in common."""
+
+    def __init__(self, run: Run) -> None:
+        """A collective: every rank must create one."""
+        ranks = run.ranks
+        self.run = run
+        self.exchange = Exchange(ranks.coordinator, ranks.timeout_s)
+        self.group: dist.ProcessGroup | None = None  # for copies; None if all share a file system
+        self._plan: ShardPlan | None = None
+        if len(run.file_systems.writers) > 1:
+            timeout = timedelta(seconds=ranks.timeout_s)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+        elif (ranks.coordinator.world.num_nodes or 1) == 1:
+            log.info(
+                "sharded checkpoints: one host holds every shard once. The shards of several hosts "
+                "without a shared file system lie on two hosts each."
+            )
+
+    def plan(self, sharded: Mapping[str, Tensor]) -> ShardPlan:
+        """Which rank saves which part of these tensors. A collective."""
+        self._plan = plan_shards(sharded, self.run.ranks.group, self._plan)
+        return self._plan
+
+
 class ShardedSave:
     """One save of one rank."""
 
     def __init__(
-        self,
-        run: Run,
-        step: int,
-        parts: Parts,
-        exchange: Exchange,
-        group: dist.ProcessGroup | None,
+        self, sharing: Sharing, step: int, plan: ShardPlan, boxes: Mapping[str, Tensor]
     ) -> None:
         """
         Args:
-            group: carries files between hosts; None if all share one file system.
+            boxes: this rank's parts in host memory, by the names of their tensors.
         """
-        self._run = run
-        self._root = run.dir.checkpoints
+        self.boxes = boxes
+        self._run = sharing.run
+        self._root = sharing.run.dir.checkpoints
         self._step = step
-        self._rank = run.ranks.rank
-        self._parts = parts
-        self._file_systems = run.file_systems
-        self._exchange = exchange
-        self._group = group
+        self._rank = sharing.run.ranks.rank
+        self._plan = plan
+        self._file_systems = sharing.run.file_systems
+        self._exchange = sharing.exchange
+        self._group = sharing.group
 
     def run(self, write_files: directory.WriteFiles) -> Path | None:
         """Save this rank's parts of the sharded tensors, and on a writer rank complete the checkpoint.
@@ -80,6 +94,7 @@ class ShardedSave:
             NoAnswer: a rank did not answer. The sentence names it.
             NoExchange: the job ends.
         """
+        self._exchange.begin()
         with self._named():
             if self._run.is_writer:
                 return self._write_folder(write_files)
@@ -158,7 +173,7 @@ class ShardedSave:
             if (folder / name).stat().st_size != entry.bytes:  # a file server has not shown it yet
                 raise NotSaved(f"{self._root}: {name} of step {self._step} is incomplete.")
             hashes[name] = entry.sha256
-        (folder / INDEX).write_text(index_json(self._parts.layout, files))
+        (folder / INDEX).write_text(index_json(self._plan.tensors, files))
         return hashes
 
     def _files_here(self) -> list[str]:
@@ -189,7 +204,7 @@ class ShardedSave:
             if problem is not None:
                 raise problem
             if folder is not None:
-                entry = _write_file(folder, self._rank, self._parts.own)
+                entry = _write_file(folder, self._rank, self.boxes)
                 if self._group is not None:
                     senders = self._file_systems.senders_to(self._rank)
                     transfer = Transfer(folder, self._rank, senders)

@@ -16,14 +16,14 @@ from mpiddp.checkpoints.find import Found
 from mpiddp.checkpoints.ranks import PATIENCE_S, Ranks, form_ranks, script_coordinator
 from mpiddp.checkpoints.run import Run, open_run
 from mpiddp.checkpoints.run_dir import RunDir, RunRecords, writing
-from mpiddp.checkpoints.save import Saver
-from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
-from mpiddp.checkpoints.state import HostMemory, check_entries, restore_rng_states, rng_states
+from mpiddp.checkpoints.save import Saver, SaveSchedule
+from mpiddp.checkpoints.state import check_entries
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
 from mpiddp.protocol.variables import RUN_DIR
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
+from mpiddp.text import Interval, parse_interval
 
 
 class Checkpoints:
@@ -149,10 +149,10 @@ class Checkpoints:
                 contents = read(files)
                 _refuse_other_step(found, contents)
                 self._refuse_other_config(found, contents)
-                resumed = self._resumed(contents)
+                resumed = contents.resumed_by(run.ranks.rank)
                 if check is not None:
                     check(resumed)
-                self._restore_rng(contents)
+                contents.restore_rng(run.ranks.rank, run.ranks.local_rank)
             log.info(f"resuming from {found.named(run.ranks)}: step {resumed.step}")
             if found.leaves_newer:
                 run.set_newer_aside(resumed.step)
@@ -177,29 +177,6 @@ class Checkpoints:
                 "Use the same config, or name another folder."
             )
 
-    def _restore_rng(self, contents: Contents) -> None:
-        rank = self._coordinator.world.rank
-        if rank >= len(contents.ranks):  # this rank did not exist
-            return
-        try:
-            restore_rng_states(contents.ranks[rank]["rng"], self._local_rank)
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UserError(
-                "the checkpoint was not written by mpiddp: the states of its random number generators "
-                f"cannot be restored ({type(error).__name__})."
-            ) from None
-
-    def _resumed(self, contents: Contents) -> Resumed:
-        rank = self._coordinator.world.rank
-        own = contents.ranks[rank]["state"] if rank < len(contents.ranks) else {}
-        return Resumed(contents.step, contents.state, own, len(contents.ranks))
-
-    @property
-    def _local_rank(self) -> int:
-        local_rank = self._coordinator.world.local_rank
-        assert local_rank is not None, "the ranks have joined"
-        return local_rank
-
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
 
@@ -217,7 +194,7 @@ class Checkpoints:
             self._schedule = SaveSchedule(
                 self._interval, self._coordinator, step - 1, timeout_s=self._timeout_s
             )
-        is_due = self._schedule.is_due(step, ends_epoch=False)
+        is_due = self._schedule.is_due(step)
         return current().stop.stops_next() or is_due
 
     def save(
@@ -260,12 +237,8 @@ class Checkpoints:
             )
         if step == self._step:
             return
-        memory = HostMemory()  # a copy of its own for each save: the ranks' states are small
-        copied = memory.copy(dict(per_rank or {}))
-        memory.wait()
-        own = {"rng": rng_states(self._local_rank), "state": copied}
         self._step = step
-        self._saver.save(step, dict(state), own, self._config)
+        self._saver.save(step, dict(state), dict(per_rank or {}), self._config)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.

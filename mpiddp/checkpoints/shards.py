@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints.directory import INDEX, MAX_INDEX_BYTES, BrokenCheckpoint, Entry
-from mpiddp.checkpoints.state import filled, mapped, name_of, path_of
-from mpiddp.checkpoints.tensor_file import read_tensors
+from mpiddp.checkpoints.state import filled, mapped, name_of, path_of, read_tensors
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.paths import read_limited
 

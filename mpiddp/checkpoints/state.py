@@ -1,24 +1,35 @@
-"""The state that a program saves: one walk over it, what it may hold, its copy in host memory.
+"""The state that a program saves: one walk over it, what it may hold, the files that hold it.
 
 A state holds whatever torch.load reads again with weights_only, and DTensors. Every value has exactly one of
 the types below. A subclass, such as numpy.float64 for a float, would be saved as code, and refused when it
 is read.
+
+torch.load(weights_only=True) refuses code, but prints a page of advice on how to allow it, and reports
+damage by a dozen types of exception. `load_tensors` raises one type, with a reason for the user.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import random
+import pickle
+import re
+import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict
+import warnings
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import torch
 from torch import Tensor
 
-Path = tuple[Any, ...]  # the keys that lead to a value
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import cause_of, read_error
+
+Keys = tuple[Any, ...]  # the path to a value
 
 RANKS = "ranks"  # the file of each rank's own state, and no key of a state
 _SCALARS = (int, float, bool, str, type(None))
@@ -28,19 +39,18 @@ _MAX_BITS = 2000  # of a whole number; torch.load reads no longer one
 _MAX_DEPTH = 100
 _LONGEST_PATH = 200  # characters
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
-_NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
 _EXPECTED = "Expected tensors, numbers, strings, None, lists and dicts of these"
 
 
 class _CannotBeSaved(Exception):
     """A value at this path cannot be saved."""
 
-    def __init__(self, path: Path, reason: str) -> None:
+    def __init__(self, path: Keys, reason: str) -> None:
         super().__init__(reason)
         self.path = path
 
 
-def mapped(nested: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> Any:
     """The same dicts, lists and tuples, with `change(path, value)` in place of each other value."""
     kind = type(nested)
     if kind in _DICTS:
@@ -57,7 +67,7 @@ def mapped(nested: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> 
     return change(path, nested)
 
 
-def _check_container(keys: Any, path: Path) -> None:
+def _check_container(keys: Any, path: Keys) -> None:
     if len(path) >= _MAX_DEPTH:
         raise _CannotBeSaved(path, "nested too deeply to be saved")
     for key in keys:
@@ -69,12 +79,12 @@ def _check_container(keys: Any, path: Path) -> None:
             )
 
 
-def name_of(path: Path) -> str:
+def name_of(path: Keys) -> str:
     """The name of the value at this path."""
     return json.dumps(path)
 
 
-def path_of(name: str) -> Path:
+def path_of(name: str) -> Keys:
     """The keys that lead to the tensor in the saved state."""
     return tuple(json.loads(name))
 
@@ -89,7 +99,7 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """The state with None in place of each sharded tensor, and these tensors by name."""
     sharded: dict[str, Tensor] = {}
 
-    def take(path: Path, value: Any) -> Any:
+    def take(path: Keys, value: Any) -> Any:
         if not is_sharded(value):
             return value
         sharded[name_of(path)] = value
@@ -109,7 +119,7 @@ def num_bytes(nested: Any) -> int:
     """The bytes of all tensors."""
     sizes = [0]
 
-    def count(_: Path, value: Any) -> None:
+    def count(_: Keys, value: Any) -> None:
         if isinstance(value, Tensor):
             sizes.append(value.numel() * value.element_size())
 
@@ -130,7 +140,7 @@ def check_entries(name: str, entries: Mapping[str, Any]) -> None:
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
         raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
 
-    def check(path: Path, value: Any) -> None:
+    def check(path: Keys, value: Any) -> None:
         if name == "per_rank" and is_sharded(value):
             raise TypeError(
                 "per_rank: cannot save a DTensor, which all ranks share. Save it in state."
@@ -163,7 +173,7 @@ def _check_key(key: str) -> None:
         )
 
 
-def _check(path: Path, value: Any) -> None:
+def _check(path: Keys, value: Any) -> None:
     kind = type(value)
     if is_sharded(value):
         _check_sharded(path, value)
@@ -180,7 +190,7 @@ def _is_too_long(value: object) -> bool:
     return type(value) is int and value.bit_length() > _MAX_BITS
 
 
-def _check_tensor(path: Path, tensor: Tensor) -> None:
+def _check_tensor(path: Keys, tensor: Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise _CannotBeSaved(path, f"cannot save a tensor in the layout {tensor.layout}")
     if tensor.is_meta:
@@ -189,7 +199,7 @@ def _check_tensor(path: Path, tensor: Tensor) -> None:
         raise _CannotBeSaved(path, "cannot save a quantized tensor")
 
 
-def _check_sharded(path: Path, tensor: Any) -> None:
+def _check_sharded(path: Keys, tensor: Any) -> None:
     if any(placement.is_partial() for placement in tensor.placements):
         reason = "cannot save a DTensor whose ranks hold summands: redistribute it"
         raise _CannotBeSaved(path, reason)
@@ -218,108 +228,107 @@ def _type_name(value: object) -> str:
     return f"{prefix}{kind.__qualname__}"
 
 
-# Its copy in host memory, the only part of a save that a step waits for
+# Its files
 
-# The last field: whether the copy's memory is pinned.
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
+# The exceptions of torch.load on thousands of files with changed, missing or random bytes.
+_DAMAGED = (
+    pickle.UnpicklingError,
+    struct.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
-class HostMemory:
-    """Copies of tensors on the CPU. Each `copy` reuses the memory of the one before.
+class Unreadable(Exception):
+    """The file contains no tensors that can be read. The message is a phrase for a sentence."""
 
-    With a GPU, the memory is pinned and the copies run on the current stream. So later steps change the
-    originals only after the copies are done, and only the reader of the copies waits.
+
+class HashedFile:
+    """A new file, and the SHA-256 of the bytes written to it, computed in the same pass.
+
+    `close` raises an error of the disk, because a writer such as torch.save would replace it by another.
     """
 
-    def __init__(self) -> None:
-        self._free: dict[_Layout, list[Tensor]] = defaultdict(list)
-        self._used: list[tuple[_Layout, Tensor]] = []
-        self._copied: dict[torch.device, torch.Event] = {}
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._digest = hashlib.sha256()
+        self._error: OSError | None = None
 
-    def copy(self, nested: Any) -> Any:
-        """The same dicts, lists and numbers, with copies of the tensors. Invalidates the previous copy.
+    def write(self, data: bytes | memoryview) -> int:
+        rest = memoryview(data)
+        self._digest.update(rest)
+        try:
+            while rest and self._error is None:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._error = error
+        return len(data)
 
-        Call `wait` before reading the copies.
-        """
-        for layout, host in self._used:
-            self._free[layout].append(host)
-        self._used = []
-        self._copied = {}
-        copied = mapped(nested, self._copy)
-        for device, event in self._copied.items():
-            event.record(torch.accelerator.current_stream(device))
-        return copied
+    def flush(self) -> None:
+        """Nothing is buffered."""
 
-    def wait(self) -> None:
-        """Wait until the copies are complete; on a CPU they are at once. Their reader calls this."""
-        for event in self._copied.values():
-            event.synchronize()
-
-    def _copy(self, _: Path, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        layout = _layout(value)
-        free = self._free[layout]
-        host = free.pop() if free else _new_like(value)
-        self._used.append((layout, host))
-        is_on_gpu = _is_on_gpu(value)
-        if is_on_gpu and value.device not in self._copied:
-            self._copied[value.device] = torch.Event(value.device)
-        return host.copy_(value.detach(), non_blocking=is_on_gpu)
+    def close(self) -> str:
+        """The SHA-256 of the file. Raises the first OSError of the writes."""
+        self._file.close()
+        if self._error is not None:
+            raise self._error
+        return self._digest.hexdigest()
 
 
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu"
+def write_tensors(folder: Path, contents: Mapping[str, Any]) -> dict[str, str]:
+    """Write each entry into a file of its own, NAME.pt, and return the SHA-256 of the files by name.
 
-
-def _new_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(
-        tensor, device="cpu", pin_memory=_is_on_gpu(tensor), requires_grad=False
-    )
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return tensor.dtype, tensor.shape, tensor.stride(), _is_on_gpu(tensor)
-
-
-# Random number generators
-
-
-def rng_states(local_rank: int) -> dict[str, Any]:
-    """The states as tensors, numbers and tuples. Each GPU has one if this process uses GPUs."""
-    states: dict[str, Any] = {
-        "local_rank": local_rank,
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-    }
-    gpu = torch.accelerator.current_accelerator()
-    if gpu and (gpus := torch.get_device_module(gpu)).is_initialized():
-        states[gpu.type] = gpus.get_rng_state_all()
-    if numpy := sys.modules.get("numpy"):
-        kind, keys, *rest = numpy.random.get_state(legacy=True)
-        if kind == _NUMPY_KIND:
-            states["numpy"] = (torch.from_numpy(keys.astype("int64")), *rest)
-    return states
-
-
-def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
-    """Restore the states of `rng_states`, as many of them as there are.
-
-    The GPU of the local rank gets the state of the one that the rank had before, perhaps with another
-    number.
+    Raises:
+        OSError: a file cannot be written, for example because the disk is full.
     """
-    if "python" in states:
-        random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    gpu = torch.accelerator.current_accelerator()
-    saved_gpus = states.get(gpu.type, []) if gpu else []
-    for index in range(torch.accelerator.device_count() if saved_gpus else 0):
-        saved = index - local_rank + states["local_rank"]
-        if 0 <= saved < len(saved_gpus):
-            torch.get_device_module(gpu).set_rng_state(saved_gpus[saved], index)
-    if gpu and "own_gpu" in states:
-        torch.get_device_module(gpu).set_rng_state(states["own_gpu"])
-    numpy = sys.modules.get("numpy")
-    if numpy and "numpy" in states:
-        keys, *rest = states["numpy"]
-        numpy.random.set_state((_NUMPY_KIND, keys.numpy().astype("uint32"), *rest))
+    hashes = {}
+    for name, nested in contents.items():
+        file = HashedFile(folder / f"{name}.pt")
+        torch.save(nested, file)  # type: ignore[arg-type]
+        hashes[f"{name}.pt"] = file.close()
+    return hashes
+
+
+def load_tensors(path: Path) -> Any:
+    """The tensors, containers and numbers in the file. The tensors are on the CPU.
+
+    Raises:
+        OSError: the file is missing, must not be read, or lies on a disk that fails.
+        Unreadable: the file is damaged, of another format, or contains code.
+    """
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of code that it then refuses
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except _DAMAGED as error:
+            if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
+                raise  # not of the bytes, which make torch seek to no position at most
+            if code := re.search(r"GLOBAL (\S+)", str(error)):
+                raise Unreadable(f"it contains code ({code[1]}), which is refused") from None
+            if isinstance(error, pickle.UnpicklingError):
+                raise Unreadable("it is not a file that torch.save wrote") from None
+            reason = re.split(r"\. |\n", str(error))[0] or type(error).__name__
+            raise Unreadable(f"torch.load cannot read it ({reason})") from None
+
+
+def read_tensors(path: Path) -> Any:
+    """The contents of a checkpoint's file, with errors of one sentence.
+
+    Raises:
+        UserError: it is missing, must not be read, or is no such file.
+        JobFailed: a disk has failed.
+    """
+    try:
+        return load_tensors(path)
+    except OSError as error:
+        raise read_error(str(path), error) from None
+    except Unreadable as error:
+        raise UserError(f"{path} was not written by mpiddp: {error}.") from None

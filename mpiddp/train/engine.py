@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
+from mpiddp.checkpoints.state import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.paths import cause_of
 from mpiddp.train.config import TrainConfig

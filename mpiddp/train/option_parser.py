@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from mpiddp.checkpoints.save_schedule import Interval, parse_interval
-from mpiddp.text import parse_whole, shown
+from mpiddp.text import Interval, parse_interval, parse_whole, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -10,9 +10,9 @@ import argparse
 from dataclasses import dataclass
 
 from mpiddp.arguments import DefaultsShown, JobHints, whole
-from mpiddp.checkpoints.save_schedule import Interval
 from mpiddp.errors import UserError
 from mpiddp.runtime.log import RankParser
+from mpiddp.text import Interval
 from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.option_parser import (

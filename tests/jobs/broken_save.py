@@ -72,7 +72,7 @@ def main(folder: str, form: str, what: str, broken_rank: str) -> None:
                     root.symlink_to("x" * 300)  # longer than a name may be
                 else:
                     root.unlink()
-            saver.save(step, state, {"rng": {}, "state": {}}, {})
+            saver.save(step, state, {}, {})
         saver.finish()
 
 

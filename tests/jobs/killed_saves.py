@@ -44,7 +44,7 @@ def save_forever(root: Path, start: int, steps: int) -> None:
             for parameter in model.parameters():
                 parameter.fill_(step)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        saver.save(step, state, {"rng": {}, "state": {}}, {})
+        saver.save(step, state, {}, {})
         os.write(steps, step.to_bytes(8, "little"))
 
 

@@ -57,7 +57,7 @@ def save_forever(root: Path, start: int, port: int, server: Server, rank: int, s
             for parameter in model.parameters():
                 parameter.fill_(step)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        saver.save(step, state, {"rng": {}, "state": {}}, {})
+        saver.save(step, state, {}, {})
         if rank == 0:
             os.write(steps, step.to_bytes(8, "little"))
 

@@ -30,9 +30,8 @@ from mpiddp.checkpoints import contents, directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
 from mpiddp.checkpoints.owner import _Record
 from mpiddp.checkpoints.run_dir import _step_of
-from mpiddp.checkpoints.save_schedule import parse_interval
 from mpiddp.checkpoints.shards import index_json, read_index
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors
+from mpiddp.checkpoints.state import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import formats, gpus, history, slots
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
@@ -58,7 +57,7 @@ from mpiddp.runtime.launcher import announcement
 from mpiddp.runtime.rendezvous.address import slurm_address
 from mpiddp.runtime.rendezvous.placement import expected_hosts
 from mpiddp.runtime.start.own_gpu import parse_cores
-from mpiddp.text import parse_duration, parse_whole
+from mpiddp.text import parse_duration, parse_interval, parse_whole
 from mpiddp.train import options
 from mpiddp.train.metrics import Summary, read_summary
 from mpiddp.world import RANK_SOURCES, World, likely_ranks

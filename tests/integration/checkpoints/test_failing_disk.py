@@ -19,7 +19,7 @@ from torch import nn
 from mpiddp.checkpoints.contents import facts_of, read
 from mpiddp.checkpoints.run_dir import RunDir, unwritable
 from mpiddp.checkpoints.shards import Chunk, SavedTensor, ShardFiles
-from mpiddp.checkpoints.tensor_file import Unreadable, load_tensors, read_tensors
+from mpiddp.checkpoints.state import Unreadable, load_tensors, read_tensors
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.protocol.variables import RESTART_COUNT
 from mpiddp.train.data import cifar10_files

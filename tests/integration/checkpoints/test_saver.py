@@ -19,13 +19,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpiddp.checkpoints import directory, save_schedule
+from mpiddp.checkpoints import directory, save
 from mpiddp.checkpoints.run_dir import save_json
-from mpiddp.checkpoints.save import _save_error
-from mpiddp.checkpoints.save_schedule import Interval, SaveSchedule, parse_interval
-from mpiddp.checkpoints.state import HostMemory, _layout
-from mpiddp.checkpoints.tensor_file import HashedFile
+from mpiddp.checkpoints.save import HostMemory, SaveSchedule, _layout, _save_error
+from mpiddp.checkpoints.state import HashedFile
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.text import Interval, parse_interval
 from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
@@ -129,14 +128,14 @@ def test_timed_saves_are_an_interval_apart(monkeypatch: pytest.MonkeyPatch) -> N
     """The first steps are slow, the later ones fast."""
     coordinator = Coordinator(World(0, 1, 0, 1), None)
     now = 0.0
-    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(save, "time", SimpleNamespace(monotonic=lambda: now))
     schedule = SaveSchedule(Interval(seconds=0.5), coordinator, 7, timeout_s=PATIENCE_S)
     saves = [now]
     step = 7
     while len(saves) < 4:
         step += 1
         now += 3 / 32 if step < 12 else 1 / 64
-        if schedule.is_due(step, ends_epoch=True):
+        if schedule.is_due(step):
             saves.append(now)
     gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
     assert gaps == [0.5] * 3

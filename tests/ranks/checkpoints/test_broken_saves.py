@@ -1,6 +1,6 @@
 """A rank that is silent in a save is named within one time limit; one that cannot write lets no other wait.
 
-Tests mpiddp/checkpoints/exchange.py, save.py, save_shards.py, ranks.py and run.py.
+Tests mpiddp/checkpoints/save.py, save_shards.py, ranks.py and run.py.
 python -m pytest tests/ranks/checkpoints/test_broken_saves.py
 """
 
@@ -14,7 +14,7 @@ from socket import gethostname
 import pytest
 
 from mpiddp.checkpoints import directory
-from mpiddp.checkpoints.exchange import Exchange
+from mpiddp.checkpoints.ranks import Exchange
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import NoAnswer
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -78,7 +78,8 @@ def test_a_rank_that_waits_itself_is_not_named() -> None:
             Coordinator(World(rank, 3, rank, 3), member(server, rank, 3), hostnames=("a", "b", "c"))
             for rank in range(3)
         ]
-        exchanges = [Exchange(each, "save", timeout_s=0.0) for each in coordinators]
+        limits = [0.0, 0.0, PATIENCE_S]
+        exchanges = [Exchange(*each) for each in zip(coordinators, limits, strict=True)]
         with pytest.raises(NoAnswer, match=r"^rank 2 on c did not answer in 0 s\.$"):
             exchanges[1].get("folder", 2)
         exchanges[0].set("done", None)
@@ -86,8 +87,7 @@ def test_a_rank_that_waits_itself_is_not_named() -> None:
             exchanges[0].get_all("done", [0, 1, 2])
         exchanges[2].set("folder", "")  # rank 1 has its answer, and still reports nothing
         exchanges[2].set("done", None)
-        patient = Exchange(coordinators[2], "save", timeout_s=PATIENCE_S)
-        patient.get_all("done", [0, 2])
+        exchanges[2].get_all("done", [0, 2])
         with pytest.raises(NoAnswer, match=r"^rank 1 on b did not answer in 0 s\.$"):
             exchanges[0].get_all("done", [0, 1, 2])
 

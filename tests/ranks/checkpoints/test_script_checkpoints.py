@@ -23,7 +23,7 @@ import torch
 import mpiddp
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.contents import Resumed, facts_of
-from mpiddp.checkpoints.tensor_file import write_tensors
+from mpiddp.checkpoints.state import write_tensors
 from mpiddp.runtime.job.session import current
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
