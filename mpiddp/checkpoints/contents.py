@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpiddp.checkpoints import directory, legacy
 from mpiddp.checkpoints.directory import INDEX, BrokenCheckpoint, UnreadableCheckpoint
-from mpiddp.checkpoints.shards import ShardFiles, read_index, with_tensors
+from mpiddp.checkpoints.shards import Like, ShardFiles, read_index, with_tensors
 from mpiddp.checkpoints.state import (
     RANKS,
     is_sharded,
@@ -233,7 +233,7 @@ class Resumed:
                 ) from None
 
 
-def _like(target: Any) -> Callable[[tuple[Any, ...]], Tensor | None]:
+def _like(target: Any) -> Like:
     """A function from a path in the target's state to a tensor that is sharded as the one there."""
     if isinstance(target, torch.optim.Optimizer):
         parameters = [each for group in target.param_groups for each in group["params"]]
@@ -256,7 +256,7 @@ def _tensor_or_none(value: object) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _sharded_like(entry: Any, like: Callable[[tuple[Any, ...]], Tensor | None]) -> Any:
+def _sharded_like(entry: Any, like: Like) -> Any:
     """The entry with a part of each whole tensor that is sharded in the object."""
 
     def shard(path: tuple[Any, ...], value: Any) -> Any:

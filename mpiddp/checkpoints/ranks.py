@@ -1,5 +1,7 @@
-"""The ranks that save and resume together, under any launcher or none: they agree, raise the same errors,
-exchange values beside the training, and know which of them share a file system.
+"""The ranks that save and resume together, under any launcher or none.
+
+They agree, raise the same errors, exchange values beside the training, find out which of them share a file
+system, and send files to those that do not.
 
 `Coordinator.all_or_none` ends the ranks. A script may catch an error and continue, so here each rank raises
 the same exception.
@@ -17,9 +19,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mpiddp.checkpoints.run_dir import RunDir, writing
 from mpiddp.errors import FAILED, JobFailed, NoAnswer, UserError, print_from_one_rank
@@ -32,6 +37,7 @@ from mpiddp.runtime.start.join import join
 from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
+CHUNK_BYTES = 16 << 20  # so that no rank holds a whole file in memory
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class Ranks:
     @property
     def rank(self) -> int:
         return self.coordinator.world.rank
+
+    @property
+    def node_rank(self) -> int | None:
+        return self.coordinator.world.node_rank
 
     @property
     def local_rank(self) -> int:
@@ -302,7 +312,7 @@ def find_file_systems(run: RunDir, ranks: Ranks) -> FileSystems:
             if own:
                 seen = [rank for rank, mark in enumerate(marks) if mark and (out / mark).exists()]
         # The lowest rank that a host sees writes for all hosts that see the same file system.
-        found = (ranks.coordinator.world.node_rank, seen[0] if seen else None)
+        found = (ranks.node_rank, seen[0] if seen else None)
         firsts = ranks.gather(found)
     finally:
         if own:
@@ -310,3 +320,46 @@ def find_file_systems(run: RunDir, ranks: Ranks) -> FileSystems:
                 (out / own).unlink()
     writer_of_node = {node: writer for node, writer in firsts if writer is not None}
     return FileSystems(tuple(writer_of_node[node] for node, _ in firsts))
+
+
+# Files that they send
+
+
+def broadcast_files(
+    files: Sequence[tuple[int, Path, int]], ranks: Ranks
+) -> Iterator[tuple[str, memoryview]]:
+    """The pieces of each file, on every rank, with its name. Each step of this iterator is a broadcast.
+
+    Args:
+        files: the rank that sends it, its path there, and its size in bytes; the same on every rank.
+
+    Raises:
+        OSError: this rank could not read a file. It is raised after the last piece, because the other ranks
+            wait for all of them; those that keep the file find another SHA-256.
+    """
+    assert ranks.group is not None, "there are other ranks"
+    problem: OSError | None = None
+    for source, path, size in files:
+        with contextlib.ExitStack() as stack:
+            file = None
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = empty_chunk(size - start)
+                if ranks.rank == source:
+                    try:
+                        file = file or stack.enter_context(path.open("rb"))
+                        file.readinto(bytes_of(chunk))
+                    except OSError as error:
+                        problem = error
+                dist.broadcast(chunk, source, group=ranks.group)
+                yield path.name, bytes_of(chunk)
+    if problem is not None:
+        raise problem
+
+
+def empty_chunk(num_bytes: int) -> Tensor:
+    """Memory for the next chunk of a file of which `num_bytes` are left: uint8 [at most CHUNK_BYTES]."""
+    return torch.empty(min(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+
+
+def bytes_of(chunk: Tensor) -> memoryview:
+    return memoryview(chunk.numpy())  # type: ignore[arg-type]

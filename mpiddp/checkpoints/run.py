@@ -1,39 +1,42 @@
-"""The folder of a run, open and owned: where its ranks find a checkpoint, and how its files reach each host.
+"""The folder of a run, open: its one owner, and the ranks that write into it.
 
     run = open_run(folder, ranks)
-    if found := run.newest():
-        files = run.bring(found)        # by name, on this host
+    if found := newest(run):
+        files = bring(run, found)
 
-Files travel, objects do not: after `bring`, every rank reads the checkpoint from its own host.
+The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
+creates owner.json, and touches it every 10 s. An owner whose file has not been touched for 60 s is dead. Only
+the reader's own clock measures that, because the clocks of two hosts differ. An owner on this machine is dead
+at once when its process is, and so is an earlier attempt of the same run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from socket import gethostname
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from mpiddp.checkpoints import directory, find
-from mpiddp.checkpoints.directory import BrokenCheckpoint
-from mpiddp.checkpoints.find import Found
-from mpiddp.checkpoints.owner import RunOwner, own
+from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.ranks import FileSystems, Ranks, find_file_systems
-from mpiddp.checkpoints.run_dir import RunDir, replacing, writing
-from mpiddp.checkpoints.state import HashedFile
-from mpiddp.errors import JobFailed
-from mpiddp.paths import cause_of
-from mpiddp.protocol.variables import RUN_ID
+from mpiddp.checkpoints.run_dir import OWNER_STALE_S, RunDir, writing
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.paths import cause_of, named_by, read_limited
+from mpiddp.protocol.variables import RUN_DIR, RUN_ID
 from mpiddp.runtime.log import log
-from mpiddp.text import counted
+from mpiddp.text import shown
 
-CHUNK_BYTES = 16 << 20  # so that no rank holds a whole file in memory
+RENEW_S = 10.0  # of the owner's file
+_POLL_S = 1.0
+_MAX_BYTES = 1 << 16
+RUN_AWAY_S, _RETRY_S = 600.0, 2.0  # while the file system of the run is not mounted
 
 
 @dataclass(frozen=True)
@@ -53,92 +56,6 @@ class Run:
         """Raise JobFailed if another run has taken the folder."""
         if self.owner is not None:
             self.owner.check()
-
-    def newest(self, path: Path | None = None) -> Found | None:
-        """The newest checkpoint, or the one at `path`, on any host. All ranks must call this; see `find`."""
-        return find.newest(self.dir, self.ranks, path)
-
-    def bring(self, found: Found) -> dict[str, Path]:
-        """Bring the checkpoint's files to the hosts that lack them. A collective: every rank must call it.
-
-        A whole checkpoint of this run becomes one of each host's, with its records. Others, and shards, go
-        into a hidden folder that the next save removes.
-
-        Returns:
-            Where this host has each file, by its name.
-
-        Raises:
-            JobFailed: a host cannot read or store a file.
-        """
-        ranks, root = self.ranks, self.dir.checkpoints
-        own = found.host_of(ranks.coordinator.world.node_rank)
-        here = {
-            name: Path(own.folder) / name for name in found.files if own and name not in own.lacks
-        }
-        lacking = found.lacking()
-        if not lacking:
-            return here
-        assert ranks.group is not None, "another host has them"
-        keeps = self._keeps(found)
-        if found.is_own:
-            self._send_records(found, keeps, ranks.group)
-        copies = found.is_own and not found.is_sharded
-        if copies:
-            received = root / found.folder.name
-        else:
-            received = directory.hidden(root, f"received-{found.save[:16]}")
-            what = f"{counted(len(lacking), 'file')}{' of shards' if found.is_sharded else ''}"
-            log.info(f"sending {what} to the hosts that lack them")
-        sources = [next(host for host in found.hosts if each not in host.lacks) for each in lacking]
-        files = [
-            (host.rank, Path(host.folder) / name, found.files[name].bytes)
-            for name, host in zip(lacking, sources, strict=True)
-        ]
-        pieces = _sent(files, ranks.group)
-        problem = ""
-        try:
-            if keeps and copies:
-                root.mkdir(parents=True, exist_ok=True)
-                directory.write_folder(received, lambda new: _receive(new, pieces, found))
-            elif keeps:
-                received.mkdir(parents=True, exist_ok=True)
-                _receive(received, pieces, found)
-        except (OSError, BrokenCheckpoint) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            problem = f"{received}: cannot keep the files of other hosts: {reason}."
-        problem = _finish(pieces, f"{found.folder}: cannot send its files") or problem
-        with ranks.together():
-            if problem:
-                raise JobFailed(problem)
-        return {name: here.get(name, received / name) for name in found.files}
-
-    def _keeps(self, found: Found) -> bool:
-        """Whether this rank stores the files for hosts that lack some."""
-        has_all = found.has_all(self.ranks.coordinator.world.node_rank)
-        lacks = self.ranks.gather(not has_all)
-        writer_of = self.file_systems.writer_of
-        return any(
-            lacks[rank] and writer == self.ranks.rank for rank, writer in enumerate(writer_of)
-        )
-
-    def _send_records(self, found: Found, keeps: bool, group: dist.ProcessGroup) -> None:
-        """Copy the records of the run to the hosts that lack them. One that cannot keep them is warned."""
-        ranks, holder = self.ranks, found.hosts[0].rank
-        records, own = RunDir.of_checkpoint(found.folder).metrics, self.dir.metrics
-        size = 0
-        if ranks.rank == holder:
-            with contextlib.suppress(OSError):  # a run may have none
-                size = records.stat().st_size
-        pieces = _sent([(holder, records, ranks.gather(size)[holder])], group)
-        problem = ""
-        if keeps and ranks.rank != self.file_systems.writer_of[holder]:  # there they are already
-            try:
-                with replacing(own) as copy:
-                    for _, piece in pieces:
-                        copy.write(piece)
-            except OSError as error:
-                problem = f"cannot keep a copy of {records.name}: {error}"
-        ranks.warn(_finish(pieces, f"cannot send {records.name}") or problem)
 
     def set_newer_aside(self, step: int) -> None:
         """Rename the checkpoints of later steps: a restart would resume from the newest of them.
@@ -178,9 +95,16 @@ def open_run(folder: RunDir, ranks: Ranks) -> Run:
     """Create the run's folder on every host, and become its owner. All ranks must call this.
 
     Raises:
-        UserError: the folder cannot be written, or another run owns it.
-        JobFailed: a disk has failed.
+        UserError: the folder cannot be written, another run owns it, or another program has written it.
+        JobFailed: a disk has failed, or the folder of the run that is restarted is gone.
     """
+    if os.environ.get(RUN_DIR) == str(folder.path.absolute()):
+        _wait_for_run(folder.checkpoints, ranks)
+    with ranks.together(), named_by(""):
+        if folder.metrics.exists() and not folder.checkpoints.exists():
+            raise UserError(
+                f"{folder} has a {folder.metrics.name} of another program. Name another folder."
+            )
     with ranks.together(), writing(folder):
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
     file_systems = find_file_systems(folder, ranks)
@@ -189,7 +113,7 @@ def open_run(folder: RunDir, ranks: Ranks) -> Run:
         with ranks.together(), writing(folder):
             if ranks.rank in file_systems.writers:
                 run_id = os.environ.get(RUN_ID) or secrets.token_hex(8)
-                owner = own(folder, run_id, on_wait=lambda sentence: log.info(sentence))
+                owner = own(folder, run_id, on_wait=log.info)
     except BaseException:
         if owner is not None:
             owner.release()
@@ -197,76 +121,243 @@ def open_run(folder: RunDir, ranks: Ranks) -> Run:
     return Run(folder, ranks, file_systems, owner)
 
 
-def _sent(
-    files: Sequence[tuple[int, Path, int]], group: dist.ProcessGroup
-) -> Iterator[tuple[str, memoryview]]:
-    """The pieces of each file, on every rank, with its name. Each step of this iterator is a broadcast.
+def _wait_for_run(folder: Path, ranks: Ranks) -> None:
+    """Wait until a host has the folder of the run that is restarted. Its file server may be away.
+
+    All ranks must call this.
+
+    Raises:
+        JobFailed: no host has it after RUN_AWAY_S.
+    """
+    since = time.monotonic()
+    says_so = False
+    while True:
+        is_here = ranks.is_first_of_host and _is_there(folder)
+        is_late = time.monotonic() - since > RUN_AWAY_S
+        answers = ranks.gather((is_here, is_late))
+        if any(here for here, _ in answers):
+            return
+        if answers[0][1]:
+            raise JobFailed(
+                f"{folder.parent} is not there any more: no host can read {folder.name}."
+            )
+        if not says_so:
+            says_so = True
+            log.info(f"{folder.parent} is not there; waiting for its file system …")
+        time.sleep(_RETRY_S)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+# Its owner
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The contents of the file. `machine` names a boot of a machine, and its namespace of process ids."""
+
+    run_id: str
+    host: str
+    machine: str
+    pid: int
+    started: str  # by the kernel's clock; another process may get the same pid later
+
+    @classmethod
+    def of_this_process(cls, run_id: str) -> _Record:
+        pid = os.getpid()
+        return cls(run_id, gethostname(), _machine(), pid, _start_time(pid))
+
+    @classmethod
+    def parse(cls, text: bytes) -> _Record | None:
+        """None if another version, or a disk that was full, has written it."""
+        try:
+            found = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        texts = (found.run_id, found.host, found.machine, found.started)
+        is_record = all(isinstance(each, str) for each in texts)
+        is_record &= type(found.pid) is int and 0 <= found.pid < 1 << 32
+        return found if is_record else None
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def is_dead(self) -> bool | None:
+        """Whether its process has ended; None if it is not one of this machine."""
+        if self.machine != _machine():
+            return None
+        return _start_time(self.pid) != self.started
+
+    @property
+    def is_this_process(self) -> bool:
+        return self.pid == os.getpid() and self.is_dead is False
+
+    @property
+    def sentence(self) -> str:
+        run_id, host = shown(self.run_id), shown(self.host)
+        return f"the run {run_id} on {host} (process {self.pid}) writes there"
+
+
+class RunOwner:
+    """The ownership of a run's folder, renewed by a thread until `release`."""
+
+    def __init__(self, path: Path, record: _Record) -> None:
+        self._path = path
+        self._record = record
+        self._is_over = threading.Event()
+        self._lost_to = ""
+        self._thread = threading.Thread(target=self._renew, name="run owner", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise JobFailed if another run has taken the folder, because this one was not seen for 60 s."""
+        if self._lost_to:
+            raise JobFailed(f"{self._path.parent} was taken over: {self._lost_to}.")
+
+    def release(self) -> None:
+        """Give the folder up. In a forked child, or a second time, this does nothing."""
+        if os.getpid() != self._record.pid:
+            return
+        self._is_over.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):  # a file server that is gone
+            if not self._lost_to and _read(self._path) == self._record.encoded():
+                self._path.unlink()
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(RENEW_S):
+            with contextlib.suppress(OSError):  # a file server may be away for a while
+                found = read_limited(self._path, _MAX_BYTES)
+                if found != self._record.encoded():
+                    record = _Record.parse(found)
+                    self._lost_to = record.sentence if record else "its owner file has changed"
+                    return
+                os.utime(self._path)
+
+
+def own(run: RunDir, run_id: str, *, on_wait: Callable[[str], None]) -> RunOwner:
+    """Become the owner of the run's folder.
 
     Args:
-        files: the rank that sends it, its path there, and its size in bytes; the same on every rank.
+        run_id: the same in all attempts of a job.
+        on_wait: called with a sentence before a wait of at most 60 s.
 
     Raises:
-        OSError: this rank could not read a file. It is raised after the last piece, because the other ranks
-            wait for all of them; those that keep the file find another SHA-256.
+        UserError: another run owns it.
+        OSError: the folder is not writable, …
     """
-    problem: OSError | None = None
-    for source, path, size in files:
-        with contextlib.ExitStack() as stack:
-            file = None
-            for start in range(0, size, CHUNK_BYTES):
-                chunk = empty_chunk(size - start)
-                if dist.get_rank() == source:
-                    try:
-                        file = file or stack.enter_context(path.open("rb"))
-                        file.readinto(bytes_of(chunk))
-                    except OSError as error:
-                        problem = error
-                dist.broadcast(chunk, source, group=group)
-                yield path.name, bytes_of(chunk)
-    if problem is not None:
-        raise problem
+    record = _Record.of_this_process(run_id)
+    has_waited = False
+    while not _create(run.owner, record):
+        touched, found = _touched(run.owner), _read(run.owner)
+        if found is None:
+            if run.owner.is_symlink():
+                raise UserError(f"{run.owner} is a link to a file that does not exist. Remove it.")
+            continue  # released meanwhile
+        other = _Record.parse(found)
+        if other is not None and other.is_this_process:
+            raise UserError(f"{run} is in use by this process. Close it there first.")
+        is_dead = other is not None and (other.run_id == run_id or other.is_dead)
+        if not is_dead:
+            if other is not None and other.is_dead is False:
+                raise _taken(run, other)
+            if not has_waited:
+                has_waited = True
+                host = shown(other.host) if other else "another host"
+                on_wait(
+                    f"{run} belongs to a run on {host}; watching for {OWNER_STALE_S:g} s whether that still "
+                    "runs."
+                )
+            if alive := _wait_for_change(run.owner, found, touched):
+                raise _taken(run, alive)
+        _remove_dead(run.owner, found)
+    return RunOwner(run.owner, record)
 
 
-def _finish(pieces: Iterator[tuple[str, memoryview]], what: str) -> str:
-    """Take part in the remaining broadcasts. Returns the problem if this rank cannot read a file, else ""."""
+def _taken(run: RunDir, other: _Record) -> UserError:
+    return UserError(f"{run}: {other.sentence}. Wait for its end, or name another folder.")
+
+
+def _create(path: Path, record: _Record) -> bool:
+    """Create the file. False if it exists."""
     try:
-        for _ in pieces:
-            pass
-    except OSError as error:
-        return f"{what}: {error.strerror}."
-    return ""
+        file = path.open("xb")
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(record.encoded())
+    except OSError:  # a full disk: an empty owner.json would look like a living owner to a restart
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+    return True
 
 
-def empty_chunk(num_bytes: int) -> Tensor:
-    """Memory for the next chunk of a file of which `num_bytes` are left: uint8 [at most CHUNK_BYTES]."""
-    return torch.empty(min(num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+def _wait_for_change(path: Path, before: bytes, touched: int) -> _Record | None:
+    """The owner that touches or replaces the file within 60 s; None if nobody does, or removes it."""
+    deadline = time.monotonic() + OWNER_STALE_S
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        found = _read(path)
+        if found is None:
+            return None
+        if (found, _touched(path)) != (before, touched) and (record := _Record.parse(found)):
+            return record
+    return None
 
 
-def bytes_of(chunk: Tensor) -> memoryview:
-    return memoryview(chunk.numpy())  # type: ignore[arg-type]
+def _remove_dead(path: Path, expected: bytes) -> None:
+    """Remove a dead owner's file, if it still has these contents.
 
-
-def _receive(
-    folder: Path, pieces: Iterator[tuple[str, memoryview]], found: Found
-) -> dict[str, str]:
-    """Write the pieces of files into the folder, and compare their SHA-256 with those that were saved.
-
-    Raises:
-        BrokenCheckpoint: a file has arrived damaged.
-        OSError: the disk is full, …
+    Only the process that creates the claim may remove it. Another one could remove the file of whoever was
+    faster than itself.
     """
-    hashes: dict[str, str] = {}
-    name, file = "", None
-    for each, piece in pieces:
-        if each != name:
-            if file is not None:
-                hashes[name] = file.close()
-            name, file = each, HashedFile(folder / each)
-        assert file is not None
-        file.write(piece)
-    if file is not None:
-        hashes[name] = file.close()
-    for name, digest in hashes.items():
-        if digest != found.files[name].sha256:
-            raise BrokenCheckpoint(f"{name} arrived damaged: its SHA-256 differs")
-    return hashes
+    claim = path.with_name(f".{path.name}-{hashlib.sha256(expected).hexdigest()[:16]}")
+    try:
+        claim.open("xb").close()
+    except FileExistsError:
+        if (
+            _wait_for_change(path, expected, _touched(path)) is None
+        ):  # the process that claimed it has died
+            claim.unlink(missing_ok=True)
+        return
+    try:
+        if _read(path) == expected:
+            path.unlink()
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _touched(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return read_limited(path, _MAX_BYTES)
+    except FileNotFoundError:
+        return None
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _start_time(pid: int) -> str:
+    """When the process started, in ticks since the boot, "" if it does not exist."""
+    try:
+        # "pid (name) state ppid …": the 22nd field. The name may contain any bytes.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""

@@ -19,6 +19,7 @@ from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.job.session import RunFiles, current
 from mpiddp.runtime.log import log
 
+OWNER_STALE_S = 60.0  # an owner.json that nobody has touched for so long is a dead run's
 _SCALARS = (int, float, str, bool, type(None))
 
 

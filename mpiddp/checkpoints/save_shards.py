@@ -21,8 +21,8 @@ from torch import Tensor
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import INDEX, Entry
-from mpiddp.checkpoints.ranks import Exchange, NoExchange
-from mpiddp.checkpoints.run import CHUNK_BYTES, Run, bytes_of, empty_chunk
+from mpiddp.checkpoints.ranks import CHUNK_BYTES, Exchange, NoExchange, bytes_of, empty_chunk
+from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.shards import ShardPlan, file_of, index_json, plan_shards
 from mpiddp.checkpoints.state import HashedFile, write_tensors
 from mpiddp.errors import JobFailed, NoAnswer

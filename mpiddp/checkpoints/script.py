@@ -10,17 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from mpiddp.checkpoints import directory, find
+from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.contents import MAX_STEP, Contents, Resumed, read
-from mpiddp.checkpoints.find import Found
-from mpiddp.checkpoints.ranks import PATIENCE_S, Ranks, form_ranks, script_coordinator
+from mpiddp.checkpoints.ranks import PATIENCE_S, form_ranks, script_coordinator
+from mpiddp.checkpoints.resume import Found, bring, newest
 from mpiddp.checkpoints.run import Run, open_run
 from mpiddp.checkpoints.run_dir import RunDir, RunRecords, writing
 from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import check_entries
 from mpiddp.errors import UserError
 from mpiddp.paths import named_by
-from mpiddp.protocol.variables import RUN_DIR
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 from mpiddp.text import Interval, parse_interval
@@ -140,11 +139,11 @@ class Checkpoints:
             raise RuntimeError("resume() must be called once, before the first save().")
         run = self._open()
         try:
-            found = run.newest(None if path is None else Path(path))
+            found = newest(run, None if path is None else Path(path))
             if found is None:
                 self._start(run, 0)
                 return None
-            files = run.bring(found)
+            files = bring(run, found)
             with run.ranks.together():
                 contents = read(files)
                 _refuse_other_step(found, contents)
@@ -283,24 +282,7 @@ class Checkpoints:
 
     def _open(self) -> Run:
         """Open the folder, which an earlier attempt may have created. All ranks must call this."""
-        ranks = form_ranks(self._coordinator, self._timeout_s)
-        if os.environ.get(RUN_DIR) == self._path:
-            find.wait_for_run(self._dir.checkpoints, ranks)
-        self._refuse_foreign_folder(ranks)
-        return open_run(self._dir, ranks)
-
-    @property
-    def _path(self) -> str:
-        return str(self._dir.path.absolute())
-
-    def _refuse_foreign_folder(self, ranks: Ranks) -> None:
-        """Refuse a folder with records that this class has not written. All ranks must call this."""
-        metrics = self._dir.metrics
-        with ranks.together(), named_by(""):
-            if metrics.exists() and not self._dir.checkpoints.exists():
-                raise UserError(
-                    f"{self._dir} has a {metrics.name} of another program. Name another folder."
-                )
+        return open_run(self._dir, form_ranks(self._coordinator, self._timeout_s))
 
     def _start(self, run: Run, step: int, *, verified: Path | None = None) -> None:
         """Take records and saves after this step. All ranks must call this.
@@ -320,7 +302,7 @@ class Checkpoints:
             run, keep=self._keep, must_succeed=self._must_succeed, verified=verified
         )
         self._run = run
-        session.send("run_dir", path=self._path)
+        session.send("run_dir", path=str(self._dir.path.absolute()))
         if run.owner is not None:
             atexit.register(
                 run.owner.release

@@ -191,18 +191,9 @@ class ShardFiles:
         """The state with a `ShardedValue` in the place of each sharded tensor."""
         return filled(state, {name: ShardedValue(name, self) for name in self.tensors})
 
-    def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """The tensors of these names, each placed like the given one. Not a collective."""
-        targets = {
-            name: self._target(name, lambda _, t=tensor: t) for name, tensor in names.items()
-        }
-        self._read(targets)
-        return targets
-
-    def _target(self, name: str, like: Callable[..., Tensor | None]) -> Tensor:
+    def _target(self, name: str, tensor: Tensor | None) -> Tensor:
         saved = self.tensors[name]
         dtype = getattr(torch, saved.dtype)
-        tensor = like(path_of(name))
         if tensor is None:
             try:
                 return torch.empty(saved.shape, dtype=dtype)
@@ -217,10 +208,14 @@ class ShardFiles:
             )
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
 
-    def _read(self, targets: dict[str, Tensor]) -> None:
-        """Fill the targets, one file after the other."""
+    def read(self, names: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """The tensors of these names, each placed like the given one, from one file after the other.
+
+        Not a collective.
+        """
         from torch.distributed.checkpoint import DefaultLoadPlanner
 
+        targets = {name: self._target(name, tensor) for name, tensor in names.items()}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(targets, _metadata(self.tensors), is_coordinator=True)
         chunks = {
@@ -244,6 +239,7 @@ class ShardFiles:
                 ):
                     part = part.narrow(dim, start, length)
                 planner.resolve_tensor(item).detach().copy_(part)
+        return targets
 
     def _load(self, file: str) -> dict[str, Any]:
         if file not in self.files:

@@ -11,7 +11,7 @@ from tests.support.ranks import ROOT, clean_env
 OWNS = """
 import sys
 from pathlib import Path
-from mpiddp.checkpoints.owner import own
+from mpiddp.checkpoints.run import own
 from mpiddp.checkpoints.run_dir import RunDir
 owner = own(RunDir(Path(sys.argv[1])), sys.argv[2], on_wait=print)
 print("owns", flush=True)

@@ -1,6 +1,6 @@
 """Two hosts with a shared folder and one --out.
 
-Tests mpiddp/checkpoints/owner.py.
+Tests mpiddp/checkpoints/run.py.
 python -m pytest tests/cluster/train/test_run_owner_on_hosts.py
 """
 

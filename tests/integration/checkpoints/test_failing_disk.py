@@ -1,6 +1,6 @@
 """What a disk or a file server does to a job that has started is no bad input: the exit code is 1, not 2.
 
-Tests mpiddp/paths.py, mpiddp/checkpoints/find.py and contents.py. A link to /proc/self/mem is a file that
+Tests mpiddp/paths.py, mpiddp/checkpoints/resume.py and contents.py. A link to /proc/self/mem is a file that
 cannot be read (EIO), as on a bad sector.
 python -m pytest tests/integration/checkpoints/test_failing_disk.py
 """

@@ -1,6 +1,6 @@
 """Two runs with one --out: the second refuses while the first is alive, and takes over when it is dead.
 
-Tests mpiddp/checkpoints/owner.py.
+Tests mpiddp/checkpoints/run.py.
 python -m pytest tests/integration/checkpoints/test_run_owner.py
 """
 
@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.checkpoints import owner
-from mpiddp.checkpoints.owner import _Record, own
+from mpiddp.checkpoints.run import _Record, own
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.errors import JobFailed, UserError
 from tests.support.owners import owning
@@ -79,9 +78,9 @@ def elsewhere() -> bytes:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "STALE_S", 1.0)
-    monkeypatch.setattr(owner, "_POLL_S", 0.05)
-    monkeypatch.setattr(owner, "RENEW_S", 0.05)
+    monkeypatch.setattr("mpiddp.checkpoints.run.OWNER_STALE_S", 1.0)
+    monkeypatch.setattr("mpiddp.checkpoints.run._POLL_S", 0.05)
+    monkeypatch.setattr("mpiddp.checkpoints.run.RENEW_S", 0.05)
 
 
 @pytest.mark.parametrize("mtime", [0, 4102444800])
@@ -197,21 +196,21 @@ def test_of_many_that_want_a_dead_owners_folder_one_gets_it(run: RunDir) -> None
 FULL_DISK = """
 import os, resource, sys
 from pathlib import Path
-from mpiddp.checkpoints import owner
+from mpiddp.checkpoints.run import own
 from mpiddp.checkpoints.run_dir import RunDir
 run = RunDir(Path(sys.argv[1]))
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 def set_space(is_full):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0 if is_full else hard, hard))
-def own():
-    return owner.own(run, "run", on_wait=sys.exit)
+def own_it():
+    return own(run, "run", on_wait=sys.exit)
 set_space(is_full=True)
 try:
-    own()
+    own_it()
 except OSError:
     print(os.listdir(run.path))
 set_space(is_full=False)
-own().release()
+own_it().release()
 print(os.listdir(run.path))
 """
 

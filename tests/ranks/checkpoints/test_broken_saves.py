@@ -1,6 +1,6 @@
 """A rank that is silent in a save is named within one time limit; one that cannot write lets no other wait.
 
-Tests mpiddp/checkpoints/save.py, save_shards.py, ranks.py and run.py.
+Tests mpiddp/checkpoints/save.py, save_shards.py, ranks.py and resume.py.
 python -m pytest tests/ranks/checkpoints/test_broken_saves.py
 """
 
@@ -132,8 +132,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-import mpiddp.checkpoints.run as run
 from mpiddp.checkpoints.ranks import FileSystems, form_ranks
+from mpiddp.checkpoints.resume import bring, newest
+from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
@@ -143,8 +144,8 @@ with join() as coordinator, default_group(coordinator, "gloo", cpu, timeout_s=fl
     # Two hosts that share nothing, as the search sees them.
     coordinator.world = replace(coordinator.world, local_rank=0, node_rank=rank, num_nodes=2)
     ranks = form_ranks(coordinator, float(sys.argv[2]))
-    own = run.Run(RunDir(Path(sys.argv[1]) / f"host{rank}"), ranks, FileSystems((0, 1)), None)
-    files = own.bring(own.newest())
+    run = Run(RunDir(Path(sys.argv[1]) / f"host{rank}"), ranks, FileSystems((0, 1)), None)
+    files = bring(run, newest(run))
     print(f"{rank} {files['state.json'].read_text()}\\n", end="")
 """
 

@@ -1,6 +1,6 @@
 """A hostfile or a run on a disk that fails.
 
-Tests mpiddp/paths.py, mpiddp/checkpoints/find.py and read.py. A link to /proc/self/mem is a file that
+Tests mpiddp/paths.py, mpiddp/checkpoints/resume.py and contents.py. A link to /proc/self/mem is a file that
 python -m pytest tests/ranks/checkpoints/test_failing_disk_of_a_job.py
 """
 

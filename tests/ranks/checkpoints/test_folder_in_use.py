@@ -1,6 +1,6 @@
 """A training into the folder of a running one is refused.
 
-Tests mpiddp/checkpoints/owner.py.
+Tests mpiddp/checkpoints/run.py.
 python -m pytest tests/ranks/checkpoints/test_folder_in_use.py
 """
 

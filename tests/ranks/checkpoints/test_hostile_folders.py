@@ -1,6 +1,6 @@
 """A run's folder with what another program, another person or an accident has left there.
 
-Tests mpiddp/checkpoints/contents.py, directory.py, owner.py, run.py, script.py and shards.py. Half-written
+Tests mpiddp/checkpoints/contents.py, directory.py, resume.py, run.py, script.py and shards.py. Half-written
 checkpoints are in test_checkpoint_directory.py, foreign ones in test_earlier_checkpoints.py, full disks in
 test_faulty_disks.py, owners in test_run_owner.py.
 python -m pytest tests/ranks/checkpoints/test_hostile_folders.py
@@ -203,6 +203,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from mpiddp.checkpoints.ranks import FileSystems, form_ranks
+from mpiddp.checkpoints.resume import bring, newest
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.run_dir import RunDir
 from mpiddp.runtime.start.join import join
@@ -214,10 +215,10 @@ with join() as coordinator, default_group(coordinator, "gloo", cpu, timeout_s=fl
     coordinator.world = replace(coordinator.world, local_rank=0, node_rank=rank, num_nodes=2)
     ranks = form_ranks(coordinator, float(sys.argv[2]))
     run = Run(RunDir(Path(sys.argv[1]) / f"host{rank}"), ranks, FileSystems((0, 1)), None)
-    found = run.newest()
+    found = newest(run)
     if rank == 0 and sys.argv[3:]:
         (found.folder / sys.argv[3]).unlink()
-    run.bring(found)
+    bring(run, found)
 """
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from mpiddp.checkpoints import directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
-from mpiddp.checkpoints.find import consequence
+from mpiddp.checkpoints.resume import consequence
 from mpiddp.text import shown
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env
