@@ -10,10 +10,10 @@ import argparse
 from dataclasses import dataclass
 
 from mpiddp.arguments import DefaultsShown, JobHints, whole
-from mpiddp.errors import UserError
 from mpiddp.runtime.log import RankParser
 from mpiddp.text import Interval
 from mpiddp.train.architectures import ARCHITECTURES
+from mpiddp.train.contradictions import refuse_contradictions
 from mpiddp.train.data.datasets import DATASETS
 from mpiddp.train.option_parser import (
     add_options,
@@ -358,48 +358,13 @@ def parse(argv: list[str]) -> TrainOptions:
     """The options as written. --use_syn and --use-syn are the same option.
 
     Raises:
-        UserError: unknown options, or values out of range.
+        UserError: unknown options, values out of range, or options that contradict each other.
     """
-    values = vars(option_parser().parse_args([_dashed(argument) for argument in argv]))
+    given = option_parser().parse_args([_dashed(argument) for argument in argv])
+    refuse_contradictions(given)
+    values = vars(given)
     values.pop("local_rank")
-    options = TrainOptions(**values)
-    if options.batch_size and options.global_batch_size:
-        raise UserError("--batch-size and --global-batch-size are mutually exclusive. Give one.")
-    if options.keep_tail and options.sync_bn:
-        raise UserError(
-            "--keep-tail and --sync-bn are mutually exclusive: some ranks may have no images in the "
-            "last batch. Leave one out."
-        )
-    if options.check_determinism and options.resume not in ("auto", "never"):
-        raise UserError(
-            "--check-determinism starts from fresh weights, so --resume PATH does not apply. Leave it "
-            "out; --weights FILE gives it weights."
-        )
-    if options.parallel != "ddp":
-        _check_sharded(options)
-    return options
-
-
-def _check_sharded(options: TrainOptions) -> None:
-    """Raise UserError for the options that shards do not have."""
-    sharded = f"--parallel {options.parallel}"
-    if options.compile != "off":
-        raise UserError(
-            f"--compile and {sharded} are mutually exclusive: the shards are gathered between the "
-            "layers, outside of the compiled graph. Leave one out."
-        )
-    if options.grad_compression != "off":
-        raise UserError(
-            f"--grad-compression {options.grad_compression} is a hook of DistributedDataParallel, "
-            f"which {sharded} replaces. Leave one out."
-        )
-    if options.sync_bn:
-        raise UserError(f"--sync-bn and {sharded} are mutually exclusive. Leave one out.")
-    if options.check_divergence and options.parallel == "fsdp":
-        raise UserError(
-            f"--check-divergence has nothing to compare with {sharded}: each rank has its own shard of every "
-            "tensor. Leave one out, or use --parallel hsdp, which has a copy of the model on every host."
-        )
+    return TrainOptions(**values)
 
 
 def check_options(argv: list[str]) -> JobHints:
