@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from mpiddp.checkpoints.state import restore_rng_states, rng_states
+from mpiddp.checkpoints.contents import restore_rng_states, rng_states
 from mpiddp.runtime.start.join import join
 from mpiddp.runtime.torch.process_group import default_group
 from mpiddp.train.config import TrainConfig

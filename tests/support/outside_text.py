@@ -28,7 +28,7 @@ from hypothesis.strategies import SearchStrategy
 from mpiddp.bench.options import counts, size_bytes
 from mpiddp.checkpoints import contents, directory
 from mpiddp.checkpoints.directory import BrokenCheckpoint
-from mpiddp.checkpoints.owner import _Record
+from mpiddp.checkpoints.run import _Record
 from mpiddp.checkpoints.run_dir import _step_of
 from mpiddp.checkpoints.shards import index_json, read_index
 from mpiddp.checkpoints.state import Unreadable, load_tensors
