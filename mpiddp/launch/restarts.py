@@ -24,7 +24,7 @@ from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, make_plan, read_hosts
 from mpiddp.launch.remembered import Past
-from mpiddp.launch.starters.command import RankStarter, Request
+from mpiddp.launch.starters.command import Request
 from mpiddp.launch.supervise.attempt import Terms
 from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
@@ -34,7 +34,6 @@ from mpiddp.text import all_of
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 FOLDER_AWAY_S = 600.0  # longest wait for a working folder whose file server is away
-START_TIMEOUT_S = 120.0  # until the first rank has started; disk caches may be cold
 
 
 @dataclass(frozen=True)
@@ -133,15 +132,7 @@ class _Job:
                 search = None
                 if self._may_grow:
                     search = stack.enter_context(closing(HostSearch(self._options, plan)))
-                start_timeout_s = _start_timeout_s(self._options, plan.starter)
-                terms = Terms(
-                    self._options,
-                    self._stop_at,
-                    start_timeout_s,
-                    self._exchange,
-                    search,
-                    self._console,
-                )
+                terms = Terms(self._options, self._stop_at, self._exchange, search, self._console)
                 outcome = run_attempt(terms, plan.starter, request, self._signals)
         except (UserError, JobFailed) as error:
             if not self._restarts:
@@ -330,10 +321,3 @@ def _resuming(request: Request, known: _Known) -> Request:
         settings[RUN_DIR] = known.announcement.run_dir
     job = (*request.job, *known.announcement.resume_args)
     return replace(with_settings(request, settings), job=job)
-
-
-def _start_timeout_s(options: LaunchOptions, starter: RankStarter) -> float | None:
-    """The time until the first rank has started. srun may have to wait for other job steps to end."""
-    if starter.kind.has_scheduler:
-        return None
-    return max(START_TIMEOUT_S, 2 * (options.how.timeout_s or 0))

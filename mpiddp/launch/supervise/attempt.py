@@ -27,6 +27,7 @@ from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import STACKS
 
 # Time limits for:
+START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S = 2.0  # ranks to end after an "end" message
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
@@ -43,7 +44,6 @@ class Terms:
     Args:
         stop_at: when --stop-after is over, in time.monotonic()'s seconds: a batch system's clock runs on
             while this process is stopped.
-        start_timeout_s: until the first rank has started; None for no limit.
         exchange: of the function that every rank runs, if the job is no script.
         search: for hosts that can join; None without `--grow`.
         console: for viewers, see `mpiddp top`.
@@ -51,7 +51,6 @@ class Terms:
 
     options: LaunchOptions
     stop_at: float = float("inf")
-    start_timeout_s: float | None = None
     exchange: Exchange = field(default_factory=Exchange)
     search: HostSearch | None = None
     console: Console = field(default_factory=Console)
@@ -87,8 +86,9 @@ class Attempt:
         self._found = ""  # a host that can join, and how
         self._said: set[str] = set()  # what is said only once
         self.ended_because = ""  # the reason, if this launcher has ended the job as one that failed
-        if terms.start_timeout_s is not None:
-            self._timers.after(terms.start_timeout_s, Event.START_TIMEOUT)
+        self._start_timeout_s = max(START_TIMEOUT_S, 2 * (terms.options.how.timeout_s or 0))
+        if not mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
+            self._timers.after(self._start_timeout_s, Event.START_TIMEOUT)
 
     @property
     def stop(self) -> StopRecord:
@@ -182,7 +182,7 @@ class Attempt:
     def _unstarted(self) -> None:
         """mpirun hangs, and no other limit would end it."""
         self._end_job(
-            f"no rank has started in {self._terms.start_timeout_s:g} s: mpirun or one of its ssh logins "
+            f"no rank has started in {self._start_timeout_s:g} s: mpirun or one of its ssh logins "
             "hangs. If a start takes that long, raise --timeout."
         )
 

@@ -52,7 +52,7 @@ class MpirunProcess:
         starter: RankStarter,
     ) -> None:
         self.output = output
-        self._starter = starter
+        self.starter = starter
         self._stop_signal = stop_signal = starter.kind.stop_signal
         self._was_ended = False
         # Children of the shell that this process may have replaced by exec.
@@ -89,8 +89,8 @@ class MpirunProcess:
     def end(self) -> MpirunEnd:
         """How it ended, once it has."""
         code = self._process.returncode
-        name = self._starter.program.name
-        return MpirunEnd(name, code, _rank_signal(self._starter, code), self._was_ended)
+        name = self.starter.program.name
+        return MpirunEnd(name, code, _rank_signal(self.starter, code), self._was_ended)
 
     def reap_adopted(self) -> None:
         """Collect the adopted orphans that have ended.

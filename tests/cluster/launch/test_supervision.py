@@ -247,8 +247,8 @@ def test_an_mpirun_that_hangs_is_named(hosts: Cluster) -> None:
     agent.write_text("#!/bin/sh\nexec sleep 6000\n")
     agent.chmod(0o755)
     code = (
-        "import sys; from mpiddp import cli; from mpiddp.launch import restarts\n"
-        "restarts.START_TIMEOUT_S = 3.0; sys.exit(cli.main(sys.argv[1:]))"
+        "import sys; from mpiddp import cli; from mpiddp.launch.supervise import attempt\n"
+        "attempt.START_TIMEOUT_S = 3.0; sys.exit(cli.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "launch", "--mpirun", mpirun_of("openmpi5")]
     command += ["-H", "node0:1,node1:1", str(hosts.shared / "script.py")]

@@ -23,6 +23,7 @@ from mpiddp.launch.options import When, parse_options
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
 from mpiddp.launch.streams.output import JobOutput
+from mpiddp.launch.supervise import attempt
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
 from mpiddp.launch.supervise.mpirun import MpirunProcess
@@ -36,22 +37,22 @@ from mpiddp.protocol.variables import ADDRESS, SECRET
 from tests.support.channels import progress
 
 LIMIT_S = 60.0
+OPEN_MPI = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
 NO_LIMITS = When(0, None, None, 1000.0, 1000.0, None)
 
 
 class Job:
     """An attempt at a job of two ranks."""
 
-    def __init__(self, when: When = NO_LIMITS, **terms: Any) -> None:
+    def __init__(self, when: When = NO_LIMITS, starter: RankStarter = OPEN_MPI) -> None:
         self.selector = AwakeSelector()
         self.server = ControlServer(None, 2, self.selector)
         self.outputs = JobOutput("none", 2)
-        mpirun = RankStarter(STARTERS[1], "5.0", Path("/usr/bin/mpirun"))
-        self.mpirun = MpirunProcess(["sleep", "1000"], os.environ, self.outputs, mpirun)
+        self.mpirun = MpirunProcess(["sleep", "1000"], os.environ, self.outputs, starter)
         options = replace(parse_options(["-m", "train"]), when=when)
         self.connections: list[socket.socket] = []
         self.ranks = Ranks(("a", "b"))
-        self.attempt = Attempt(Terms(options, **terms), self.ranks, self.server, self.mpirun)
+        self.attempt = Attempt(Terms(options), self.ranks, self.server, self.mpirun)
 
     def say(self, rank: int, kind: str, **facts: Any) -> None:
         self.attempt.on_message(Message(rank, kind, facts, self.selector.now()))
@@ -121,13 +122,20 @@ def jobs() -> Iterator[list[Job]]:
         job.close()
 
 
-def started(jobs: list[Job], when: When = NO_LIMITS, **terms: Any) -> Job:
-    jobs.append(Job(when, **terms))
+def started(jobs: list[Job], when: When = NO_LIMITS, starter: RankStarter = OPEN_MPI) -> Job:
+    jobs.append(Job(when, starter))
     return jobs[-1]
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank has to start in 0.01 s."""
+    monkeypatch.setattr(attempt, "START_TIMEOUT_S", 0.01)
+
+
+@pytest.mark.usefixtures("soon")
 def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
-    job = started(jobs, start_timeout_s=0.01)
+    job = started(jobs)
     job.until(Event.START_TIMEOUT)
     assert job.attempt.ended_because.startswith("no rank has started in 0.01 s: mpirun or one of")
     assert Event.END_MPIRUN in job.timers
@@ -136,12 +144,23 @@ def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
     assert job.mpirun.end.was_ended
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_rank_that_starts_ends_the_limit_of_the_start(jobs: list[Job]) -> None:
-    job = started(jobs, start_timeout_s=0.01)
+    job = started(jobs)
     job.start(0)
     job.until(Event.START_TIMEOUT)
     assert job.attempt.ended_because == ""
     assert job.mpirun.code is None
+
+
+def test_a_scheduler_may_let_a_start_wait(jobs: list[Job]) -> None:
+    assert Event.START_TIMEOUT in started(jobs).timers
+    assert Event.START_TIMEOUT not in started(jobs, starter=srun()).timers
+
+
+def srun() -> RankStarter:
+    [kind] = [each for each in STARTERS if each.has_scheduler]
+    return RankStarter(kind, "25.05", Path("/usr/bin/srun"))
 
 
 def test_a_rank_that_does_not_join_is_named(jobs: list[Job]) -> None:
