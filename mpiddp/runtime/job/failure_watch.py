@@ -138,8 +138,8 @@ class FailureWatch:
             self._over.wait()
             return
         self._stop.is_alone = False
-        code = self._code_of_job()
-        if code and not self._over.wait(_GRACE_S):
+        # This rank may be leaving with an error of its own, which its script may catch. So ask again.
+        if self._code_of_job() and not self._over.wait(_GRACE_S) and (code := self._code_of_job()):
             with contextlib.suppress(Exception):  # a script may replace stdout by anything
                 sys.stdout.flush()
             self._exit_now(code)
