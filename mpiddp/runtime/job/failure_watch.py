@@ -147,6 +147,7 @@ class FailureWatch:
                 with contextlib.suppress(Exception):  # a script may replace stdout by anything
                     sys.stdout.flush()
                 self._exit_now(code)
+                return
 
     def _wait_for_failure(self, channel: JobChannel) -> bool:
         """Wait for a failure of any rank, and agree on the step of a stop. False if this rank is over."""

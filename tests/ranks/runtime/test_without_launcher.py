@@ -93,9 +93,13 @@ def test_the_ranks_stop_at_the_same_step_of_a_second_group(tmp_path: Path) -> No
 
 CAUGHT = """
 import time, torch, torch.distributed as dist, mpiddp
+from pathlib import Path
 try:
     with mpiddp.process_group(backend="gloo") as world:
-        dist.barrier()  # the error of one ends the others in a second, unless they have it as well
+        # The news of one's error arrives while the other is leaving with its own.
+        Path({folder!r}, f"formed{{world.rank}}").touch()
+        while len(list(Path({folder!r}).glob("formed?"))) < 2:
+            time.sleep(0.01)
         raise ValueError("for a second try")
 except ValueError:
     time.sleep(2)  # the error would end it in 1.5 s
@@ -112,12 +116,12 @@ with mpiddp.process_group(backend="gloo") as world:
 
 
 def test_a_caught_error_ends_neither_the_script_nor_its_next_group(tmp_path: Path) -> None:
-    ends = run(script(tmp_path, CAUGHT.format(fails=False)))
+    ends = run(script(tmp_path, CAUGHT.format(fails=False, folder=str(tmp_path))))
     assert [end[:2] for end in ends] == [(0, "2\n")] * 2, ends
 
 
 def test_an_error_after_a_caught_one_is_named(tmp_path: Path) -> None:
-    first, second = run(script(tmp_path, CAUGHT.format(fails=True)))
+    first, second = run(script(tmp_path, CAUGHT.format(fails=True, folder=str(tmp_path))))
     assert (first[0], second[0]) == (1, 1)
     assert second[2].endswith(f"rank 1 on {socket.gethostname()} failed: RuntimeError: a bug\n")
     assert second[2].count("Traceback") == 1
@@ -132,13 +136,13 @@ for _ in range(2):
             time.sleep({delay_s} * world.rank)
             raise ValueError("for a second try")
     except ValueError:
-        time.sleep(2 - world.rank)  # the other's error would end it meanwhile
+        time.sleep(2)  # the other's error would end it meanwhile
 print("done")
 """
 
 
 def test_a_rank_may_leave_with_its_error_later_than_another(tmp_path: Path) -> None:
-    ends = run(script(tmp_path, LATE.format(delay_s=0.5)))
+    ends = run(script(tmp_path, LATE.format(delay_s=0.1)))
     assert ends == [(0, "done\n", "")] * 2, ends
 
 
