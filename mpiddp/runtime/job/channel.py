@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol.channel import RANK, decode, encode, encode_value, unlisted
+from mpiddp.protocol.channel import CHILD, RANK, decode, encode, encode_value, unlisted
 from mpiddp.runtime.job.connect import NO_MESSAGE, Server, connect_to_launcher
 from mpiddp.world import World
 
@@ -74,28 +74,28 @@ class JobChannel:
     stay, or all of them.
 
     Args:
-        lines: what the server sends from now on.
+        introduced: the connection, and what the server sends over it from now on.
         wakes: gets an item whenever there is news about the other ranks.
     """
 
     def __init__(
         self,
         server: Server,
-        connection: socket.socket,
-        lines: Iterator[bytes],
+        introduced: tuple[socket.socket, Iterator[bytes]],
         world: World,
         wakes: SimpleQueue[None],
+        role: str,
     ) -> None:
         self.server = server
         self.rank = world.rank
         self.world_size = world.world_size
-        self.connection = connection
+        self.connection, self._lines = introduced
         self.group = 0  # of the ranks, else the number that `enter` has returned
         self.is_lost = False  # the server has ended, or has lost rank 0
         self.was_closed_here = False  # by a script that closes all files, as daemons do
         self._world = world
-        self._identity = _identity(connection)
-        self._lines = lines
+        self._role = role
+        self._identity = _identity(self.connection)
         self._wakes = wakes
         # A handler of a signal may call os._exit, which leaves the job first.
         self._send_lock = threading.RLock()
@@ -133,9 +133,11 @@ class JobChannel:
         """
         self.was_closed_here = True
         self.connection.detach()  # its number may be another file's
-        again = {"again": True} if self.group == 0 else {}
+        if self._role == CHILD:  # which reports to nobody
+            return
+        facts = {"role": self._role, "again": True}
         with contextlib.suppress(JobFailed):
-            self.connection, _ = connect_to_launcher(self.server, self._world, "hello", **again)
+            self.connection, _ = connect_to_launcher(self.server, self._world, "hello", **facts)
 
     @contextlib.contextmanager
     def kept_by_exec(self) -> Iterator[None]:
@@ -143,11 +145,13 @@ class JobChannel:
         with self._send_lock:
             self._ensure_open()
         file = self.connection.fileno()
-        os.set_inheritable(file, True)
+        with contextlib.suppress(OSError):  # there is none any more
+            os.set_inheritable(file, True)
         try:
             yield
         finally:
-            os.set_inheritable(file, False)
+            with contextlib.suppress(OSError):
+                os.set_inheritable(file, False)
 
     def _close_in_child(self) -> None:
         if self.was_closed_here or _identity(self.connection) == self._identity:
@@ -389,6 +393,5 @@ def connect(
         AnotherScript: this rank has a script already.
         JobFailed: the launcher cannot be reached.
     """
-    facts = {"role": role} if role != RANK else {}
-    connection, lines = connect_to_launcher(server, world, "hello", **facts)
-    return JobChannel(server, connection, lines, world, wakes)
+    introduced = connect_to_launcher(server, world, "hello", role=role)
+    return JobChannel(server, introduced, world, wakes, role)

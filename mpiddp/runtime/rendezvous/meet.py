@@ -192,10 +192,9 @@ def _connect(
     Raises:
         JobFailed: it cannot be reached.
     """
-    facts = {"role": role} if role != RANK else {}
     host, _, port = server.address.rpartition(":")
     try:
-        connection, lines = introduce(server, world, "hello", facts, answer_in_s=timeout_s)
+        introduced = introduce(server, world, "hello", {"role": role}, answer_in_s=timeout_s)
     except AnotherProgram:
         raise JobFailed(
             f"rank {world.rank} on {world.hostname}: another program listens on {host} port {port}, not rank "
@@ -206,7 +205,7 @@ def _connect(
             f"rank {world.rank} on {world.hostname} cannot reach the other ranks at {host} port {port} "
             f"({error}). Check that rank 0 is running and that no firewall blocks the port."
         ) from None
-    channel = JobChannel(server, connection, lines, world, session.stop.wakes)
+    channel = JobChannel(server, introduced, world, session.stop.wakes, role)
     threading.Thread(target=channel.listen, daemon=True).start()
     return channel
 

@@ -48,7 +48,7 @@ from mpiddp.runtime.job.channel import (
     Silent,
     connect,
 )
-from mpiddp.runtime.job.connect import AnotherScript, Server
+from mpiddp.runtime.job.connect import CONNECT_TIMEOUT_S, AnotherScript, Server
 from mpiddp.world import World
 from tests.support.channels import progress
 from tests.support.few_files import files_left
@@ -561,3 +561,14 @@ def test_a_rank_whose_files_were_closed_reports_its_end_over_another_connection(
     until(lambda: first.was_closed_here)
     first.send("done")
     assert job.receives("done").rank == 0
+
+
+def test_so_does_a_script_and_a_child_waits_for_nothing(job: Job) -> None:
+    job.connect(1)
+    script, child = job.connect(1, SCRIPT), job.connect(1, CHILD)
+    for each in (script, child):
+        os.close(each.connection.fileno())
+    job.call(child.put, "key", 1).result(CONNECT_TIMEOUT_S / 2)
+    script.send("done")
+    done = job.receives("done")
+    assert (done.rank, done.from_script) == (1, True)
