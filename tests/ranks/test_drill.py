@@ -53,8 +53,6 @@ DEFECTS = {
 def test_the_defect_is_named(tmp_path: Path, defect: str) -> None:
     fault, ranks, words = DEFECTS[defect]
     number = ("-n", str(ranks), "--only", fault, "--seed", "3", "--json")
-    if defect == "rank 0 alone":  # its resumed ranks wait for each other until a limit
-        number += ("--budget", "45s")
     done = drill(*number, "--work", str(tmp_path / "work"), SCRIPT, "{out}", defect)
     assert done.returncode == 1, done.stderr
     result = results(done)[fault]
