@@ -63,7 +63,8 @@ def clients(ranks: int) -> None:
         )
     _agree(connections)
     for step in range(STEPS):
-        message = encode("progress", step=step)
+        usage = {"own_s": step / 1000, "queued_s": 0.0, "cpu_s": step / 1000, "memory": 1 << 30}
+        message = encode("progress", b"", step=step, **usage)
         for connection in connections:
             connection.sendall(message)
     for connection in connections:

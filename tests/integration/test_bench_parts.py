@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ from mpiddp.bench.run import _check_writable, _write
 from mpiddp.bench.step import Options as StepOptions
 from mpiddp.bench.step import rank_options as step_options
 from mpiddp.errors import JobFailed
-from tests.support.ranks import ROOT, run_forked
+from tests.support.ranks import ROOT, run_command, run_forked
 
 NO_SCRIPTS = {"__init__", "harness", "smoke"}
 
@@ -83,3 +84,10 @@ def test_every_benchmark_script_has_help() -> None:
     for script, (code, stdout, stderr) in zip(scripts, ends, strict=True):
         assert (script, code, stderr) == (script, 0, "")
         assert stdout.startswith(f"usage: python -m benchmarks.{script} ")
+
+
+def test_light_clients_speak_the_language_of_the_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.scale", "--ranks", "16", "--out", str(tmp_path)]
+    done = run_command(command, ROOT)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ +16 +\d", done.stdout, re.MULTILINE), done.stdout
