@@ -133,7 +133,8 @@ def test_a_child_of_rank_0_that_lives_on_does_not_hide_its_end() -> None:
 
 
 def test_a_script_that_waits_for_all_of_its_children_does_not_wait_for_the_server() -> None:
-    code = "try:\n    while os.wait(): pass\nexcept ChildProcessError: print('none', flush=True)\ntime.sleep(600)"
+    waits = "try:\n    while os.wait(): pass\nexcept ChildProcessError: print('none', flush=True)\n"
+    code = waits + "time.sleep(600)"
     with job(code) as (rank_0, _):
         assert rank_0.stdout is not None
         assert rank_0.stdout.readline() == "none\n"
