@@ -39,10 +39,9 @@ URGENT = b"!"  # no message of a launcher contains it
 # confirms that it has received some. It does so after every CONFIRM_EVERY.
 CONFIRM_EVERY, UNCONFIRMED_LIMIT = 60, 240
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
-MOST_SHOWN, LONGEST_SHOWN = (
-    16,
-    64,
-)  # values of a training, and characters of a name or a text of them
+# What a script says of its training: values, and characters of a name or a text of them.
+MOST_SHOWN, LONGEST_SHOWN = 16, 64
+LARGEST_WHOLE = (1 << 63) - 1
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 
 # A frame of a rank's output: the number of bytes that follow. They end with a whole line, or they are all
@@ -117,14 +116,14 @@ def is_shown_of_training(values: object) -> bool:
     return (
         isinstance(values, dict)
         and len(values) <= MOST_SHOWN
-        and all(
-            len(name) <= LONGEST_SHOWN
-            and (
-                type(value) in (int, float) or (type(value) is str and len(value) <= LONGEST_SHOWN)
-            )
-            for name, value in values.items()
-        )
+        and all(len(name) <= LONGEST_SHOWN and _is_short(each) for name, each in values.items())
     )
+
+
+def _is_short(value: object) -> bool:
+    if type(value) is int:
+        return abs(value) <= LARGEST_WHOLE
+    return type(value) is float or (type(value) is str and len(value) <= LONGEST_SHOWN)
 
 
 def is_argument(text: str) -> bool:

@@ -20,7 +20,7 @@ def _training(ranks: Ranks) -> str:
     step = max(step for step, _ in ranks.steps.values())
     shown = dict(ranks.shown)
     total = shown.pop("total", None)
-    has_total = isinstance(total, int) and total >= step
+    has_total = type(total) is int and total >= max(step, 1)
     parts = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
     times = [time.step_s for pace in ranks.paces.values() if (time := pace.step_time)]
     if times:

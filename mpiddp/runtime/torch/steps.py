@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+
+from mpiddp.protocol.messages import LARGEST_WHOLE
 from mpiddp.runtime.launcher.connected import script_session
 
 
@@ -48,7 +51,12 @@ def progress(step: int, total: int | None = None, **values: object) -> None:
         step: the step that has been made, from 1.
         total: the number of steps of the whole training.
         values: numbers and short texts, by name. Others are left out. Rank 0's are shown.
+
+    Raises:
+        TypeError, ValueError: a step that is no whole number, or a negative one.
     """
+    if not 0 <= (step := operator.index(step)) <= LARGEST_WHOLE:
+        raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")
     session = script_session()
     session.show(values if total is None else {**values, "total": total})
     session.progress(step)

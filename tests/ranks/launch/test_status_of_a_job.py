@@ -20,9 +20,15 @@ STEPS = """
 import os, sys, time, mpiddp
 with mpiddp.process_group(backend="gloo") as world:
     step = 0
+    for wrong in (1.5, -1, "1"):  # an error of the script, which would else end its connection
+        try:
+            mpiddp.progress(wrong)
+        except (TypeError, ValueError):
+            continue
+        sys.exit(f"{wrong!r} is no step")
     while not os.path.exists(sys.argv[1]) and step < 30000:
         step += 1
-        mpiddp.progress(step, 10**9, loss=0.5, note=object())
+        mpiddp.progress(step, 10**9, loss=0.5, nan=float("nan"), note=object())
         time.sleep(0.01)
 print("the end")
 """
@@ -41,7 +47,9 @@ def test_a_terminal_shows_the_status_until_the_ranks_end(tmp_path: Path) -> None
         while chunk := _read(file.fileno()):  # the job ends by itself if no status comes
             shown += chunk
             if re.search(
-                rb"step \d+/1,000,000,000 \(0%\)  .*  loss 0\.5\x1b.*2 ranks", shown, re.DOTALL
+                rb"step \d+/1,000,000,000 \(0%\)  .*  loss 0\.5  nan nan\x1b.*2 ranks",
+                shown,
+                re.DOTALL,
             ):
                 seen.touch()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown

@@ -38,6 +38,16 @@ def test_the_status_says_how_far_the_training_is() -> None:
     assert status_lines(ranks, 1, 20.0)[0].startswith("step 4,001  ")
 
 
+def test_a_training_of_no_steps_and_numbers_that_are_none_have_a_status() -> None:
+    ranks = Ranks(["a"])
+    report(ranks, 0, 0, 0.0, total=0, loss=float("nan"))
+    assert status_lines(ranks, 1, 0.0)[0] == "step 0  loss nan"
+    report(ranks, 0, 1, 1.0, total=(1 << 63) - 1)
+    assert status_lines(ranks, 1, 1.0)[0].startswith(
+        "step 1/9,223,372,036,854,775,807 (0%)  1 steps/s"
+    )
+
+
 def test_the_status_says_when_the_job_saves() -> None:
     ranks = Ranks(["a"])
     report(ranks, 0, 1, 0.0)
@@ -54,6 +64,7 @@ def test_only_few_numbers_and_short_texts_are_shown() -> None:
         {"loss": None},
         {"x" * 65: 1},
         {"loss": "x" * 65},
+        {"total": 1 << 63},
         {str(number): number for number in range(17)},
     ]
     for shown in wrong:
