@@ -116,11 +116,14 @@ def is_shown_of_training(values: object) -> bool:
     return (
         isinstance(values, dict)
         and len(values) <= MOST_SHOWN
-        and all(len(name) <= LONGEST_SHOWN and _is_short(each) for name, each in values.items())
+        and all(is_short(name, value) for name, value in values.items())
     )
 
 
-def _is_short(value: object) -> bool:
+def is_short(name: str, value: object) -> bool:
+    """Whether this is a number or a short text, with a short name."""
+    if len(name) > LONGEST_SHOWN:
+        return False
     if type(value) is int:
         return abs(value) <= LARGEST_WHOLE
     return type(value) is float or (type(value) is str and len(value) <= LONGEST_SHOWN)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpiddp.protocol.messages import TEXT_LIMIT, UNCONFIRMED_LIMIT, is_shown_of_training
+from mpiddp.protocol.messages import MOST_SHOWN, TEXT_LIMIT, UNCONFIRMED_LIMIT, is_short
 from mpiddp.runtime.job.channel import JobChannel
 from mpiddp.runtime.job.ending import Ending
 from mpiddp.runtime.launcher.native_stacks import write_stack_on_urgent_byte
@@ -76,7 +76,8 @@ class LauncherClient:
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""
         for name, value in values.items():
-            if is_shown_of_training({**self._shown, name: value}):
+            has_room = name in self._shown or len(self._shown) < MOST_SHOWN
+            if has_room and is_short(name, value):
                 self._shown[name] = value
 
     def _new_shown(self) -> dict[str, Any]:
