@@ -101,10 +101,13 @@ class _Observer:
             raise SystemExit(0)
 
     def saving(self, path: str, write: Callable[[bytes], object] | None, data: bytes) -> None:
-        """Before a save. `write` puts a part of the file in its place, for faults in the middle of it."""
+        """Before a save. `write` puts a part of the file in its place, for faults in the middle of it.
+
+        A save that a fault breaks is not recorded: nothing can resume from it.
+        """
         step = self._position + self.steps
-        self._write(kind="save", step=step, path=path, in_handler=_in_handler())
         act_in_save(self.plan, self.folder, self.rank, step, write, data)
+        self._write(kind="save", step=step, path=path, in_handler=_in_handler())
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         parameters = list(_parameters(optimizer))

@@ -66,7 +66,16 @@ class Recording:
 
     @property
     def saved_steps(self) -> list[int]:
-        return sorted({save["step"] for save in self.saves})
+        """The steps of the saves.
+
+        A file that a thread writes while the training goes on belongs to the save before it. Between two
+        saves are more steps than within one.
+        """
+        steps = sorted({save["step"] for save in self.saves})
+        gaps = [after - before for before, after in pairwise(steps)]
+        return steps[:1] + [
+            step for step, gap in zip(steps[1:], gaps, strict=True) if 2 * gap >= max(gaps)
+        ]
 
     @property
     def resumed_from(self) -> int | None:

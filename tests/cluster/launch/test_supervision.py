@@ -132,7 +132,11 @@ def test_the_rank_that_failed_first_is_named(
         return
     if "SIGKILL" in end and not mpi.startswith("openmpi"):  # Hydra's mpirun does not report signals
         end = ENDED_SILENTLY
-    assert verdict == f"mpiddp: rank 1 on node1 {end}"
+    own, _, cause = verdict.partition("\n")
+    if 'mpiddp: "signal 9 (Killed)." has a known cause.' in cause:
+        # On a loaded machine prterun, now and then, prints the signal and ends with another exit code.
+        end = ENDED_SILENTLY
+    assert own == f"mpiddp: rank 1 on node1 {end}"
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "mpich"])

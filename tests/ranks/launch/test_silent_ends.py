@@ -129,10 +129,14 @@ def test_a_silent_end_is_the_cause_if_a_collective_fails_by_it(tmp_path: Path) -
 # --- os.execv ---
 
 START_AGAIN = f"""
-import os, sys
+import os, sys, time
 if "STARTED_AGAIN" not in os.environ and os.environ["RANK"] in sys.argv[1]:
     os.environ["STARTED_AGAIN"] = "1"
     os.execv(sys.executable, [sys.executable, *sys.argv])
+if os.environ["RANK"] == "0":
+    open(sys.argv[2], "w").close()
+while not os.path.exists(sys.argv[2]):  # a group of the others would begin at rank 0's earlier store
+    time.sleep(0.01)
 {INIT}
 dist.destroy_process_group()
 """
@@ -141,8 +145,8 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("ranks", ["01", "0", "1"])
 def test_a_rank_that_starts_itself_again_joins_again(tmp_path: Path, ranks: str) -> None:
     job = script(tmp_path, START_AGAIN)
-    theirs = torchrun(2, job, ranks)
-    ours = launch("-H", "localhost:2", job, ranks)
+    theirs = torchrun(2, job, ranks, str(tmp_path / "theirs"))
+    ours = launch("-H", "localhost:2", job, ranks, str(tmp_path / "ours"))
     assert theirs.returncode == 0, theirs.stderr
     assert (ours.returncode, seen(ours.stdout)) == (0, BOTH), ours.stderr
     assert "mpiddp: " not in ours.stderr
