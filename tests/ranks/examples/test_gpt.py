@@ -79,20 +79,24 @@ def test_it_ends_with_what_the_model_writes(whole: Path) -> None:
     assert sum(line in known for line in whole_lines) > 0.6 * len(whole_lines), sampled
 
 
+def stop_after(step: int, command: list[str], folder: Path) -> None:
+    """Start a training in the folder, and stop it once its record of this step is there."""
+    with subprocess.Popen(
+        command, env=clean_env(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        wait_for_record(folder / "run/metrics.jsonl", step)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75, stderr
+
+
 @pytest.mark.slow
 def test_the_default_training_learns_the_shipped_text(tmp_path: Path) -> None:
     """From nearly a guess (4.63), in the first half of its steps: it is stopped then.
 
     The limit is of processor time, which no other load uses up.
     """
-    launched = [*LAUNCHERS["mpiddp launch"], SCRIPT, "--out=run"]
-    with subprocess.Popen(
-        launched, env=clean_env(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:  # fmt: skip
-        wait_for_record(tmp_path / "run/metrics.jsonl", 300)
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75, stderr
+    stop_after(300, [*LAUNCHERS["mpiddp launch"], SCRIPT, "--out=run"], tmp_path)
     found = {each["step"]: each for each in records(tmp_path / "run")}
     assert 4.4 < found[1]["validation_loss"] < 4.7
     assert found[300]["validation_loss"] < 1.6
@@ -112,13 +116,7 @@ def test_the_curve_of_a_run(whole: Path, tmp_path: Path) -> None:
 def test_a_stopped_training_resumes_with_the_same_bits(whole: Path, tmp_path: Path) -> None:
     shutil.copy(whole / "text", tmp_path)
     launched = command(LAUNCHERS["mpiddp launch"], "--save-every=100000")
-    with subprocess.Popen(
-        launched, env=clean_env(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:  # fmt: skip
-        wait_for_record(tmp_path / "run/metrics.jsonl", 20)
-        process.send_signal(signal.SIGTERM)
-        _, stderr = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75, stderr
+    stop_after(20, launched, tmp_path)
     (saved,) = directory.list_steps(tmp_path / "run/checkpoints")
     assert 1 <= directory.step_of(saved) < STEPS
     done = run(launched, tmp_path)
