@@ -289,16 +289,20 @@ def test_two_pushes_to_one_folder_at_once(hosts: Path) -> None:
 # --- a connection ---
 
 
+# A host reads all that comes until it is asked: a write to one that has ended would fail sooner.
+ASKED = "read -r length; read -r program_and_question"
+
+
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("exit 96", "python3 is missing there. Install it: a push needs no more."),
-        ("echo mpiddp-push; echo 'cut off.' >&2; exit 1",
+        (f"{ASKED}; exit 96", "python3 is missing there. Install it: a push needs no more."),
+        (f"echo mpiddp-push; {ASKED}; echo 'cut off.' >&2; exit 1",
          "the connection was lost (cut off). Run it again: it continues."),
-        ("echo mpiddp-push; exit 3",
+        (f"echo mpiddp-push; {ASKED}; exit 3",
          "the connection was lost (exit code 3). Run it again: it continues."),
-        ("echo hello; echo mpiddp-push; echo '{\"failed\": \"too old.\"}'", "too old."),
-        ("echo 'ssh: connect to host node1 port 22: Connection refused' >&2; exit 255",
+        (f"{ASKED}; echo hello; echo mpiddp-push; echo '{{\"failed\": \"too old.\"}}'", "too old."),
+        (f"{ASKED}; echo 'ssh: connect to host node1 port 22: Connection refused' >&2; exit 255",
          "ssh node1: connection refused. Start sshd there, or give its port in the hostfile: node1 port=N"),
     ],
 )  # fmt: skip
