@@ -14,10 +14,12 @@ import ast
 import copy
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mpiddp/launch", "mpiddp/hosts")
 TESTS = ("tests/unit/launch", "tests/unit/hosts")
 COPIED = ("mpiddp", "tests", "docs", "examples", "hostfiles", "README.md", "pyproject.toml")
-LIMIT_S = 120.0  # a mutant that makes a test wait for ever is noticed too
+LONGEST = 4  # times as long as without a mutant: one that makes a test wait for ever is noticed too
 
 _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -136,7 +138,21 @@ def sample(number: int, seed: int, packages: Sequence[str]) -> list[Mutant]:
     return [mutant_at(str(file.relative_to(ROOT)), file.read_text(), site) for file, site in chosen]
 
 
-def is_noticed(mutant: Mutant | None, folder: Path, tests: Sequence[str]) -> bool:
+def _nearest_first(file: str, tests: Sequence[str]) -> list[str]:
+    """The files of `tests`, those first that import the mutated one: most mutants end there."""
+    package, _, module = file.removesuffix(".py").replace("/", ".").rpartition(".")
+    imports = re.compile(
+        rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import .*\b{module}\b"
+    )
+    paths = [ROOT / each for each in tests]
+    found = [each for path in paths for each in (sorted(path.rglob("test_*.py")) or [path])]
+    found.sort(key=lambda path: imports.search(path.read_text()) is None)
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def is_noticed(
+    mutant: Mutant | None, folder: Path, tests: Sequence[str], limit_s: float | None
+) -> bool:
     """Whether a test fails on the mutant, None for the code as it is, in this copy of the repository."""
     if mutant is not None:
         file = folder / mutant.file
@@ -145,13 +161,13 @@ def is_noticed(mutant: Mutant | None, folder: Path, tests: Sequence[str]) -> boo
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     try:
         done = subprocess.run(
-            [*command, *tests],
+            [*command, *(tests if mutant is None else _nearest_first(mutant.file, tests))],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
         return True
@@ -183,18 +199,23 @@ def main() -> int:
                 copied(ROOT / name, folder / name)
             folders.put(folder)
 
-        def judge(mutant: Mutant | None) -> bool:
+        def judge(mutant: Mutant | None, limit_s: float | None = None) -> bool:
             folder = folders.get()
             try:
-                return is_noticed(mutant, folder, options.tests)
+                return is_noticed(mutant, folder, options.tests, limit_s)
             finally:
                 folders.put(folder)
 
-        if judge(None):
-            raise SystemExit("the tests fail without any mutant")
+        began = time.monotonic()
+        with ThreadPoolExecutor(options.jobs) as pool:  # as busy as the machine is with mutants
+            if any(pool.map(judge, [None] * options.jobs)):
+                raise SystemExit("the tests fail without any mutant")
+        limit_s = LONGEST * (time.monotonic() - began)
         noticed = 0
         with ThreadPoolExecutor(options.jobs) as pool:
-            for mutant, is_dead in zip(mutants, pool.map(judge, mutants), strict=True):
+            for mutant, is_dead in zip(
+                mutants, pool.map(lambda each: judge(each, limit_s), mutants), strict=True
+            ):
                 noticed += is_dead
                 if not is_dead:
                     print(mutant, flush=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.slots import ranks_per_host
+from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.text import listed
 
 MpiName = Literal["openmpi", "mpich", "intelmpi"]
@@ -28,7 +27,7 @@ def render(hosts: Hosts, form: Form) -> str:
     No MPI has a key for `gpus`: they stand in a comment, on a line of its own because MPICH reads no other.
     """
     if form == "slurm":
-        lines = [host.name for host in ranks_per_host(hosts).hosts for _ in range(host.ranks)]
+        lines = [host.name for host in hosts.hosts for _ in range(slots_of(hosts, host))]
     else:
         used = [host for host in hosts.hosts if form == "openmpi" or host.slots != 0]
         lines = [line for host in used for line in _lines(hosts, host, form)]

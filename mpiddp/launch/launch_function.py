@@ -18,9 +18,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFail
 from mpiddp.launch import log
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.options import LaunchOptions, parse_options
-from mpiddp.launch.plan import make_plan
 from mpiddp.launch.restarts import run
-from mpiddp.launch.starters.environment import left_out_hint
 from mpiddp.launch.streams.output import open_closed_streams
 from mpiddp.launch.supervise.run import Outcome
 from mpiddp.protocol.payload import TO_CALLER, TO_LAUNCHER, Payload, receive_payload, send_payload
@@ -60,11 +58,7 @@ def main(argv: list[str]) -> int:
 def _launch(call: Payload, exchange: Exchange, started_at: float) -> Outcome:
     leave_enclosing_job(os.environ)
     options = _with_variables(parse_options([*call.facts["options"], *_JOB]), call.facts["env"])
-    plan = make_plan(options, os.environ)
-    options.output.check_log_ranks(plan.request.world_size)
-    if hint := left_out_hint(options.how.exports, os.environ):
-        log.info(hint)
-    outcome = run(options, plan, started_at, exchange)
+    outcome = run(options, started_at, exchange)
     if outcome.known_cause:  # the caller's exception has the verdict
         log.info(outcome.known_cause)
     return outcome

@@ -34,21 +34,13 @@ def main(argv: list[str]) -> int:
     if not is_nested:
         _refuse_inside_a_rank(options.where, os.environ)
     # Imported here, so that --help and a wrong option answer at once.
-    from mpiddp.launch.plan import make_plan, read_hosts, working_folder
-    from mpiddp.launch.starters.environment import (
-        fill_in_hint,
-        left_out_hint,
-        shell_line,
-        without_values,
-    )
+    from mpiddp.launch.plan import first_plan, read_hosts, working_folder
+    from mpiddp.launch.starters.environment import fill_in_hint, shell_line, without_values
 
     if options.where.push and not options.dry_run:
         _push(read_hosts(options.where, os.environ), working_folder(os.environ), options.where)
-    plan = make_plan(options, os.environ)
-    options.output.check_log_ranks(plan.request.world_size)
-    if hint := left_out_hint(options.how.exports, os.environ):
-        log.info(hint)
     if options.dry_run:
+        plan = first_plan(options, os.environ)
         hidden = {export.partition("=")[0] for export in options.how.all_exports}
         print(plan.starter.compose(plan.request).explained(hidden))
         if hint := fill_in_hint(options.how.all_exports, os.environ):
@@ -56,7 +48,7 @@ def main(argv: list[str]) -> int:
         return 0
     from mpiddp.launch.restarts import run  # a dry run needs no sockets and secrets
 
-    outcome = run(options, plan, started_at)
+    outcome = run(options, started_at)
     outcome.log()
     if outcome.resumes:
         exports, job = options.how.exports, argv[len(argv) - len(options.job.command) :]

@@ -1,4 +1,4 @@
-"""The ranks of each host: from its slots and GPUs, within the options of the launch, to `Host.ranks`."""
+"""The slots of each host, from its line and its GPUs, and then its ranks, within -n and --npernode."""
 
 from __future__ import annotations
 
@@ -16,99 +16,30 @@ from mpiddp.hosts.gpus import (
     gpu_names,
     hides_all_gpus,
 )
-from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.names import is_this_host
-from mpiddp.hosts.slots import ranks_per_host
 from mpiddp.launch import log
-from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.options import LaunchOptions, Where
 from mpiddp.launch.starters.command import StarterKind
 from mpiddp.launch.variables import Exports, env_on_host
-from mpiddp.text import counted
+from mpiddp.text import counted, listed
 
 if TYPE_CHECKING:
     from mpiddp.launch.preflight import HostInfo
 
 
-def place(
-    hosts: Hosts,
-    infos: Mapping[Host, HostInfo],
-    options: LaunchOptions,
-    kind: StarterKind,
-    exports: Exports,
-    *,
-    max_ranks: int | None = None,
-    may_be_fewer: bool = False,
-) -> Hosts:
-    """The hosts that take ranks, each with its number, under the names that mpirun gets.
-
-    Args:
-        infos: of the hosts that the preflight has checked.
-        max_ranks: an upper bound on the number of ranks, beside the options.
-        may_be_fewer: hosts are left out, so fewer ranks than `-n` may start.
-
-    Raises:
-        UserError: more ranks than slots or fewer than the user accepts, fewer GPUs than slots, or a host that
-            mpirun cannot be told.
-    """
-    where = options.where
-    hosts = _with_slots(hosts, infos, options, exports)
-    n = where.n
-    if may_be_fewer and n is not None:
-        n = min(n, ranks_per_host(hosts, None, where.npernode).world_size)
-    placed = ranks_per_host(hosts, n, where.npernode)
-    if max_ranks is not None and placed.world_size > max_ranks:
-        placed = ranks_per_host(hosts, max_ranks, where.npernode)
-    if placed.world_size < (where.min_ranks or 1):
-        raise UserError(
-            f"only {counted(placed.world_size, 'rank')} can start, but --min-ranks is {where.min_ranks}."
-        )
-    return placed if kind.has_scheduler else _named_for_mpirun(placed, kind)
-
-
-def ranks_by_host(hosts: Hosts) -> list[str]:
-    """One line per host with its ranks: "node1: ranks 0-3"."""
-    lines, first = [], 0
-    for host in hosts.hosts:
-        last = first + host.ranks - 1
-        lines.append(
-            f"{host.name}: " + (f"rank {first}" if host.ranks == 1 else f"ranks {first}-{last}")
-        )
-        first = last + 1
-    return lines
-
-
-def _named_for_mpirun(hosts: Hosts, kind: StarterKind) -> Hosts:
-    """This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it."""
-    own_name = socket.gethostname()
-    if kind.cuts_own_name:
-        own_name = own_name.partition(".")[0]
-    named: list[Host] = []
-    here: Host | None = None
-    for host in hosts.hosts:
-        if not is_this_host(host.name):
-            if ":" in host.name:
-                raise UserError(
-                    f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
-                    "its first colon. Use a name that resolves to an IPv4 address."
-                )
-            named.append(host)
-            continue
-        if here is not None:
-            raise UserError(
-                f"{hosts.where(host)}: {here.name} and {host.name} are both this machine. "
-                "Merge them into one."
-            )
-        here = host
-        named.append(replace(host, name=own_name, user=None, port=None))
-    return replace(hosts, hosts=tuple(named))
-
-
-def _with_slots(
+def with_slots(
     hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions, exports: Exports
 ) -> Hosts:
     """The hosts with known slot counts. Logs those that the user may not expect.
 
     A host without a count gets one slot per GPU, or 1 without GPUs.
+
+    Args:
+        infos: of the hosts that the preflight has checked.
+
+    Raises:
+        UserError: fewer GPUs than slots, or a count that cannot be known.
     """
     where = options.where
     backend = "gloo" if where.share_gpus else options.backend
@@ -214,3 +145,115 @@ def _fitted(hosts: Hosts, host: Host, gpus: int, backend: str | None, notes: lis
         raise UserError(f"{found}: ranks would share GPUs.")
     notes.append(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
     return host.slots
+
+
+def place(
+    hosts: Hosts,
+    where: Where,
+    kind: StarterKind,
+    *,
+    max_ranks: int | None = None,
+    may_be_fewer: bool = False,
+) -> Hosts:
+    """The hosts that take ranks, each with its number, under the names that mpirun gets.
+
+    Args:
+        hosts: with known slot counts.
+        max_ranks: an upper bound on the number of ranks, beside the options.
+        may_be_fewer: hosts are left out, so fewer ranks than `-n` may start.
+
+    Raises:
+        UserError: more ranks than slots or fewer than the user accepts, or a host that mpirun cannot be told.
+    """
+    n = where.n
+    if may_be_fewer and n is not None:
+        n = min(n, ranks_per_host(hosts, None, where.npernode).world_size)
+    placed = ranks_per_host(hosts, n, where.npernode)
+    if max_ranks is not None and placed.world_size > max_ranks:
+        placed = ranks_per_host(hosts, max_ranks, where.npernode)
+    if placed.world_size < (where.min_ranks or 1):
+        raise UserError(
+            f"only {counted(placed.world_size, 'rank')} can start, but --min-ranks is {where.min_ranks}."
+        )
+    return placed if kind.has_scheduler else _named_for_mpirun(placed, kind)
+
+
+def ranks_per_host(hosts: Hosts, n: int | None, npernode: int | None) -> Hosts:
+    """The hosts with their numbers of ranks: `n` ranks fill the slots (or `npernode`) in order.
+
+    Hosts without a rank are left out.
+
+    Raises:
+        UserError: the hosts have too few slots for `n` ranks, or for `npernode` on each host.
+    """
+    _check_ranks(hosts, n, npernode)
+    left = hosts.total_slots if n is None else n
+    placed = []
+    for host in hosts.hosts:
+        room = slots_of(hosts, host)
+        ranks = min(left, room if npernode is None else min(npernode, room))
+        if ranks:
+            placed.append(replace(host, ranks=ranks))
+        left -= ranks
+    return replace(hosts, hosts=tuple(placed))
+
+
+def _check_ranks(hosts: Hosts, n: int | None, npernode: int | None) -> None:
+    """Raise UserError if the hosts have too few slots for `n` ranks, or for `npernode` on each host."""
+    usable = [host for host in hosts.hosts if slots_of(hosts, host) > 0]
+    if npernode is not None:
+        for host in usable:
+            if npernode > slots_of(hosts, host):
+                raise UserError(
+                    f"--npernode {npernode} is more than the {host.slots} slots of {host.name} "
+                    f"({hosts.where(host)})."
+                )
+        if n is not None and n > npernode * len(usable):
+            raise UserError(
+                f"-n {n} is more than --npernode {npernode} allows on the "
+                f"{counted(len(usable), 'host')} of {hosts.source}: "
+                f"{counted(npernode * len(usable), 'rank')}."
+            )
+    if n is not None and n > hosts.total_slots:
+        raise UserError(
+            f"-n {n} is more than the {hosts.total_slots} slots of {hosts.source} "
+            f"({listed([f'{host.name}={host.slots}' for host in hosts.hosts])})."
+        )
+
+
+def ranks_by_host(hosts: Hosts) -> list[str]:
+    """One line per host with its ranks: "node1: ranks 0-3"."""
+    lines, first = [], 0
+    for host in hosts.hosts:
+        last = first + host.ranks - 1
+        lines.append(
+            f"{host.name}: " + (f"rank {first}" if host.ranks == 1 else f"ranks {first}-{last}")
+        )
+        first = last + 1
+    return lines
+
+
+def _named_for_mpirun(hosts: Hosts, kind: StarterKind) -> Hosts:
+    """This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it."""
+    own_name = socket.gethostname()
+    if kind.cuts_own_name:
+        own_name = own_name.partition(".")[0]
+    named: list[Host] = []
+    here: Host | None = None
+    for host in hosts.hosts:
+        if not is_this_host(host.name):
+            if ":" in host.name:
+                raise UserError(
+                    f"{hosts.where(host)}: {host.name} is an IPv6 address, which every mpirun cuts at "
+                    "its first colon. Use a name that resolves to an IPv4 address."
+                )
+            named.append(host)
+            continue
+        if here is not None:
+            raise UserError(
+                f"{hosts.where(host)}: {here.name} and {host.name} are both this machine. "
+                "Merge them into one."
+            )
+        here = host
+        named.append(replace(host, name=own_name, user=None, port=None))
+    return replace(hosts, hosts=tuple(named))

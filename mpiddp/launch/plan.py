@@ -1,6 +1,6 @@
 """The plan of a job: from the options of `mpiddp launch` to the request for one command.
 
-options -> read_hosts -> run_preflight -> keep_usable -> place -> find_network -> Request -> compose
+options -> read_hosts -> run_preflight -> keep_usable -> with_slots -> place -> find_network -> Request
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.schedulers import find_allocation
-from mpiddp.hosts.slots import exclude
-from mpiddp.launch import log, remembered
+from mpiddp.launch import log
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions, Where
-from mpiddp.launch.place import place, ranks_by_host
-from mpiddp.launch.remembered import Doubts, Past
+from mpiddp.launch.place import place, ranks_by_host, with_slots
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
-from mpiddp.launch.starters.environment import parse_exports
+from mpiddp.launch.starters.environment import left_out_hint, parse_exports
 from mpiddp.launch.starters.table import check_mpi_args, find_starter
-from mpiddp.launch.usable import Checked, has_fewer, keep_usable, wanted_hosts
+from mpiddp.launch.usable import (
+    Checked,
+    Doubts,
+    Past,
+    has_fewer,
+    keep_usable,
+    note_silent,
+    of_earlier_jobs,
+    wanted_hosts,
+)
 from mpiddp.launch.variables import Exports, check_gpu_choice, variables_of_ranks
 from mpiddp.paths import cause_of, check_program
+from mpiddp.text import listed, shown
 
 if TYPE_CHECKING:
     from mpiddp.launch.preflight import HostInfo
@@ -56,6 +64,15 @@ class Plan:
     avoided: Doubts
 
 
+def first_plan(options: LaunchOptions, env: Mapping[str, str]) -> Plan:
+    """The plan of the first attempt, as `make_plan`. It also checks what does not change in a later one."""
+    plan = make_plan(options, env)
+    options.output.check_log_ranks(plan.request.world_size)
+    if hint := left_out_hint(options.how.exports, env):
+        log.info(hint)
+    return plan
+
+
 def make_plan(
     options: LaunchOptions,
     env: Mapping[str, str],
@@ -78,19 +95,15 @@ def make_plan(
     _check(options, named, starter, exports)
     resolve_all([host.name for host in named.hosts])
     _explain_start(options, named, starter)
-    past = past or remembered.of_earlier_jobs(options.where, named)
+    past = past or of_earlier_jobs(options.where, named)
 
     checked = run_preflight(options, named, starter, env, past.proven)
-    remembered.note_silent(options.where, named, checked.silent)
+    note_silent(options.where, named, checked.silent)
     usable = keep_usable(named, checked, options.where, past)
+    slots = with_slots(usable, checked.infos, options, exports)
+    may_be_fewer = has_fewer(usable, named, options.where, past)
     placed = place(
-        usable,
-        checked.infos,
-        options,
-        starter.kind,
-        exports,
-        max_ranks=past.max_ranks,
-        may_be_fewer=has_fewer(usable, named, options.where, past),
+        slots, options.where, starter.kind, max_ranks=past.max_ranks, may_be_fewer=may_be_fewer
     )
     network = find_network(
         placed, checked.faultless.values(), options.how.interface, dry_run=options.dry_run
@@ -118,6 +131,26 @@ def read_hosts(where: Where, env: Mapping[str, str]) -> Hosts:
     elif not where.local and (granted := find_allocation(env)):
         hosts = granted
     return hosts if where.exclude is None else exclude(hosts, where.exclude)
+
+
+def exclude(hosts: Hosts, names: str) -> Hosts:
+    """The hosts without those of `--exclude node1,node2`.
+
+    Raises:
+        UserError: a name is not in `hosts`, or no slot remains.
+    """
+    keys = [name.strip().lower() for name in names.split(",")]
+    known_keys = {host.key for host in hosts.hosts}
+    for key in keys:
+        if key not in known_keys:
+            known = listed([host.name for host in hosts.hosts])
+            raise UserError(
+                f'--exclude: "{shown(key)}" is not in {hosts.source}, which has {known}.'
+            )
+    left = tuple(host for host in hosts.hosts if host.key not in set(keys))
+    if all(host.slots == 0 for host in left):
+        raise UserError(f"--exclude {names} leaves no slots in {hosts.source}.")
+    return replace(hosts, hosts=left)
 
 
 def _check(options: LaunchOptions, hosts: Hosts, starter: RankStarter, exports: Exports) -> None:

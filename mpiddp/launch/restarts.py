@@ -16,19 +16,19 @@ from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.names import forget_addresses
-from mpiddp.launch import log, remembered
+from mpiddp.launch import log
 from mpiddp.launch.exchange import Exchange
 from mpiddp.launch.grow import HostSearch, ignored
 from mpiddp.launch.monitor.console import open_console
 from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.plan import Plan, make_plan, read_hosts
-from mpiddp.launch.remembered import Past
+from mpiddp.launch.plan import Plan, first_plan, make_plan, read_hosts
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.supervise.attempt import Terms
 from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
 from mpiddp.launch.supervise.verdict import Stop
+from mpiddp.launch.usable import Past, key_of, note_attempt
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
 from mpiddp.text import all_of
 
@@ -59,10 +59,8 @@ class _Known:
         return _Known(merged, self.world_size if has_batch else world_size)
 
 
-def run(
-    options: LaunchOptions, plan: Plan, started_at: float, exchange: Exchange | None = None
-) -> Outcome:
-    """Run the job, and restart it after each failure, at most `--max-restarts` times, and to grow.
+def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = None) -> Outcome:
+    """Plan the job, run it, and restart it after each failure, at most `--max-restarts` times, and to grow.
 
     Args:
         exchange: of the function that every rank runs, if the job is no script.
@@ -70,6 +68,7 @@ def run(
     Raises:
         UserError, JobFailed: the first attempt cannot be started. That of a later one is its failure.
     """
+    plan = first_plan(options, os.environ)
     with queued_signals() as signals:
         return _Job(options, plan, started_at, signals, exchange).run()
 
@@ -152,8 +151,8 @@ class _Job:
         plan, host = self._plan, outcome.host_at_fault
         fault = (host, outcome.sentence)
         where, placed = self._options.where, plan.request.hosts
-        remembered.note_attempt(where, plan.named, placed, outcome.code, fault)
-        before, self._at_fault = self._at_fault, remembered.key_of(host, plan.named) if host else ""
+        note_attempt(where, plan.named, placed, outcome.code, fault)
+        before, self._at_fault = self._at_fault, key_of(host, plan.named) if host else ""
         avoided = dict(plan.avoided)
         if host and self._at_fault == before:
             avoided[self._at_fault] = f"{self._at_fault} has ended two attempts in a row"

@@ -16,9 +16,8 @@ from dataclasses import replace
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import MAX_SLOTS, Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.hostfile import MAX_SLOTS, Hosts, parse_host_list, read_hostfile, slots_of
 from mpiddp.hosts.schedulers import find_allocation
-from mpiddp.hosts.slots import ranks_per_host
 from mpiddp.meshes import report
 from mpiddp.meshes.dimensions import DIMENSIONS, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
@@ -188,7 +187,7 @@ def _hosts(options: argparse.Namespace) -> list[str]:
             )
         return [f"host{index}" for index in range(options.hosts) for _ in range(gpus)]
     named = _with_slots(_named(options), options.gpus)
-    return [host.name for host in ranks_per_host(named).hosts for _ in range(host.ranks)]
+    return [host.name for host in named.hosts for _ in range(slots_of(named, host))]
 
 
 def _named(options: argparse.Namespace) -> Hosts:

@@ -33,7 +33,7 @@ from mpiddp.checkpoints.run_dir import _step_of
 from mpiddp.checkpoints.shards import index_json, read_index
 from mpiddp.checkpoints.state import Unreadable, load_tensors
 from mpiddp.errors import UserError
-from mpiddp.hosts import formats, gpus, history, slots
+from mpiddp.hosts import formats, gpus, history
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.main import table
@@ -41,7 +41,7 @@ from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation
 from mpiddp.hosts.slurm import expand_counts, expand_nodelist
 from mpiddp.hosts.sockets import port_in
 from mpiddp.hosts.ssh import Answer
-from mpiddp.launch import preflight
+from mpiddp.launch import plan, preflight
 from mpiddp.launch.env_file import parse_env_file
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.options import parse_mpi_args, parse_options
@@ -414,7 +414,7 @@ PARSERS: dict[str, Parser] = {
     "hostfile": Parser(_use_hostfile, HOSTFILE, (UserError,)),
     "-H": Parser(parse_host_list, text_of(*HOSTS), (UserError,)),
     "--exclude": Parser(
-        lambda text: slots.exclude(Hosts("-H", (Host("a", 1), Host("b", 1))), text),
+        lambda text: plan.exclude(Hosts("-H", (Host("a", 1), Host("b", 1))), text),
         text_of("a", "b", ",", " "),
         (UserError,),
     ),

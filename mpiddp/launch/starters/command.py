@@ -1,5 +1,6 @@
 """What a starter is given and what it makes of it: Request, Command and Flag, each flag with its reason.
 
+Reasons and files that the command lines of several starters share stand at the end.
 `mpiddp.launch.starters.table` has a row for each kind of starter. `mpiddp launch --dry-run` prints the reason
 of every flag.
 """
@@ -9,11 +10,11 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.launch.starters.environment import LEFT_OUT, is_secret
 
@@ -182,3 +183,47 @@ class Command:
             if not following or following[0].reason != flag.reason:
                 lines.append(f"      {flag.reason}")
         return "\n".join(lines)
+
+
+BINDINGS = {
+    "none": "no binding: MPI would give each rank one core, and data loading needs more",
+    "numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
+    "core": "--bind core: each rank uses one core",
+}
+WDIR = "the same working folder on every host"
+EXPORT_ONLY = "passes only these variables to the ranks, by name, so that `ps` shows no value"
+NETWORK = "the network that connects the hosts; not every network of a host does"
+DETECTION = (
+    "the hosts, and the way to them, are those of this command; mpirun would follow {schedulers}"
+)
+SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
+LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
+
+
+def host_file(request: Request, text: str, lines: Iterable[str]) -> dict[str, str]:
+    """A file of these lines, if `text` is too long for an argument; else none."""
+    if len(text) <= LONGEST_ARGUMENT:
+        return {}
+    return {str(PurePath(request.scratch, "mpiddp-hosts")): "".join(f"{line}\n" for line in lines)}
+
+
+def ssh_config(request: Request) -> dict[str, str]:
+    """The file that gives ssh the users and ports. No MPI has a command-line option for them."""
+    special = [host for host in request.hosts.hosts if host.user or host.port]
+    if not special:
+        return {}
+    lines = [line for host in special for line in _ssh_host(host)]
+    lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
+    return {str(PurePath(request.scratch, "mpiddp-ssh_config")): "\n".join(lines) + "\n"}
+
+
+def ssh_arguments(files: Mapping[str, str]) -> str:
+    return f"-F {next(iter(files))}"
+
+
+def _ssh_host(host: Host) -> Iterable[str]:
+    yield f"Host {host.name}"
+    if host.user:
+        yield f"  User {host.user}"
+    if host.port:
+        yield f"  Port {host.port}"

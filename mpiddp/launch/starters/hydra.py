@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 from mpiddp.hosts.schedulers import leading_schedulers
-from mpiddp.launch.starters.command import Command, Flag, RankStarter, Request, flag
-from mpiddp.launch.starters.shared import (
+from mpiddp.launch.starters.command import (
     BINDINGS,
     DETECTION,
     EXPORT_ONLY,
     NETWORK,
     WDIR,
+    Command,
+    Flag,
+    RankStarter,
+    Request,
+    flag,
     host_file,
     ssh_arguments,
     ssh_config,

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 
 from mpiddp.hosts.schedulers import SCHEDULERS, leading_schedulers
-from mpiddp.launch.starters.command import Command, Flag, RankStarter, Request, flag
-from mpiddp.launch.starters.shared import (
+from mpiddp.launch.starters.command import (
     BINDINGS,
     DETECTION,
-    EXPORT,
     NETWORK,
-    SHIELD,
     SSH_CONFIG,
     WDIR,
-    can_shield,
+    Command,
+    Flag,
+    RankStarter,
+    Request,
+    flag,
     host_file,
     ssh_arguments,
     ssh_config,
 )
 from mpiddp.text import all_of
 
-_SHIELD = "{agent} ignores SIGTERM: batch systems send it to every process, and mpirun ends with its {agent}"
+_SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
+_IGNORES = "{agent} ignores SIGTERM: batch systems send it to every process, and mpirun ends with its {agent}"
+_EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 _KEEPALIVE = "detects a lost host within seconds instead of minutes"
 # With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
@@ -136,7 +141,7 @@ def _open_mpi(
         if not is_set and name not in theirs:
             flags.append(flag("--mca", name, value, why=why))
     flags.append(flag("--wdir", request.folder, why=WDIR))
-    flags += [flag("-x", name, why=EXPORT) for name in sorted(request.variables)]
+    flags += [flag("-x", name, why=_EXPORT) for name in sorted(request.variables)]
     return Command(
         str(starter.program), tuple(flags), request.job, request.settings, {**files, **listed}
     )
@@ -151,10 +156,19 @@ def _agent(request: Request) -> Iterator[tuple[str, str, str]]:
     elif has_others:
         reasons.append(f"{transport.name} reaches the hosts of the job, without ssh")
     if has_others and can_shield():
-        agent = f"{SHIELD} {agent}"
-        reasons.append(_SHIELD.format(agent=transport.agent[0]))
+        agent = f"{_SHIELD} {agent}"
+        reasons.append(_IGNORES.format(agent=transport.agent[0]))
     if reasons:
         yield "plm_rsh_agent", agent, "; ".join(reasons)
+
+
+@cache
+def can_shield() -> bool:
+    """Whether this machine's env(1) can start a program that ignores SIGTERM."""
+    try:
+        return subprocess.run([*_SHIELD.split(), "true"], stderr=subprocess.DEVNULL).returncode == 0
+    except OSError:
+        return False
 
 
 def _pins(request: Request, option: str, plm: str, followers: Sequence[str]) -> Iterator[Flag]:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mpiddp.launch.starters.command import Command, RankStarter, Request, flag
-from mpiddp.launch.starters.shared import BINDINGS, EXPORT_ONLY, WDIR, host_file
+from mpiddp.launch.starters.command import (
+    BINDINGS,
+    EXPORT_ONLY,
+    WDIR,
+    Command,
+    RankStarter,
+    Request,
+    flag,
+    host_file,
+)
 
 
 def srun(starter: RankStarter, request: Request) -> Command:

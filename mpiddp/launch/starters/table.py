@@ -21,15 +21,34 @@ from mpiddp.hosts.probe import VERSION_S, program_version
 from mpiddp.launch.starters.command import RankStarter, StarterKind
 from mpiddp.launch.starters.hydra import intel_mpi, mpich
 from mpiddp.launch.starters.openmpi import open_mpi_4, open_mpi_5
-from mpiddp.launch.starters.shared import refusals
 from mpiddp.launch.starters.srun import srun
 from mpiddp.text import shown
+
+# What each kind of option of --mpi-args would contradict, and what to write instead.
+_INSTEAD = {
+    "hosts": "the hosts of the job. Write: mpiddp launch --hostfile FILE, -H or --exclude",
+    "counts": "the number of ranks. Write: mpiddp launch -n N or --npernode K",
+    "mapping": "the order of the ranks, which is the hostfile's. Leave it out",
+    "binding": "--bind. Write: mpiddp launch --bind numa or --bind core",
+    "variables": "the variables of the ranks. Write: mpiddp launch -x VAR or --env-file FILE",
+    "folder": "the working folder of the ranks, which is this one. Leave it out",
+    "agent": "the way to the other hosts. Put options of ssh into ~/.ssh/config",
+    "network": "the network of the job. Write: mpiddp launch --interface NAME",
+    "program": "the program of the ranks. Leave it out",
+    "supervision": "the supervision of the ranks. Leave it out",
+}
+
+
+def _refusals(**options: str) -> dict[str, str]:
+    """The options of a starter that contradict the launcher's, by kind, each with what to write instead."""
+    return {name: _INSTEAD[kind] for kind, names in options.items() for name in names.split()}
+
 
 _OPEN_MPI = StarterKind(
     name="Open MPI",
     version=re.compile(r"\(Open MPI\) ([0-9]{1,9}[\w.]{0,40})"),
     compose=open_mpi_5,
-    refuses=refusals(
+    refuses=_refusals(
         hosts="H host hostfile machinefile",
         counts="n np c N npernode ppr oversubscribe",
         mapping="map-by rank-by",
@@ -60,7 +79,7 @@ STARTERS = (
         name="Intel MPI",
         version=re.compile(r"Intel\(R\) MPI Library.* Version ([0-9]{1,9}[\w.]{0,40})"),
         compose=intel_mpi,
-        refuses=refusals(
+        refuses=_refusals(
             hosts="f hosts host hostfile machinefile machine",
             counts="n np ppn perhost rr grr",
             variables="envall envnone genvlist genvall genvnone",
@@ -76,7 +95,7 @@ STARTERS = (
         name="MPICH",
         version=re.compile(r"HYDRA build details:\s+Version:\s+([0-9]{1,9}[\w.]{0,40})"),
         compose=mpich,
-        refuses=refusals(
+        refuses=_refusals(
             hosts="f hosts host hostfile machinefile rmk",
             counts="n np ppn",
             binding="bind-to map-by",
@@ -93,7 +112,7 @@ STARTERS = (
         name="Slurm's srun",
         version=re.compile(r"^slurm(?:-wlm)? ([0-9]{1,9}[\w.]{0,40})"),
         compose=srun,
-        refuses=refusals(
+        refuses=_refusals(
             hosts="w nodelist F nodefile x exclude N nodes",
             counts="n ntasks ntasks-per-node",
             mapping="m distribution",

@@ -147,8 +147,8 @@ def test_the_hosts_of_a_list_in_a_file_keep_their_order(hosts: Cluster, mpi: str
         "import os, socket; print(f\"{os.environ['RANK']} {socket.gethostname()}\\n\", end='')"
     )
     code = (
-        "import sys; from mpiddp import cli; from mpiddp.launch.starters import shared\n"
-        "shared.LONGEST_ARGUMENT = 0; sys.exit(cli.main(sys.argv[1:]))"
+        "import sys; from mpiddp import cli; from mpiddp.launch.starters import command\n"
+        "command.LONGEST_ARGUMENT = 0; sys.exit(cli.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "launch", "--mpirun", mpirun_of(mpi)]
     command += ["-H", "node1:2,node0:1", str(hosts.shared / "where.py")]

@@ -1,6 +1,6 @@
 """The launcher remembers which host ended a job, says it, and does without that host where it may.
 
-Tests mpiddp/launch/remembered.py.
+Tests mpiddp/launch/usable.py.
 python -m pytest tests/cluster/launch/test_memory_of_hosts.py
 """
 

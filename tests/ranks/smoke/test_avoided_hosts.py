@@ -1,6 +1,6 @@
 """A launch says what it knows of its hosts, and --avoid-flaky does without those that fail often.
 
-Tests mpiddp/launch/remembered.py. tests/cluster/launch/test_memory_of_hosts.py has real failures.
+Tests mpiddp/launch/usable.py. tests/cluster/launch/test_memory_of_hosts.py has real failures.
 python -m pytest tests/ranks/smoke/test_avoided_hosts.py
 """
 

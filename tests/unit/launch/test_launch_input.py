@@ -25,7 +25,7 @@ from mpiddp.hosts.schedulers import find_allocation
 from mpiddp.hosts.slurm import expand_counts, expand_nodelist
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import parse_options
-from mpiddp.launch.place import place, ranks_by_host
+from mpiddp.launch.place import place, ranks_by_host, with_slots
 from mpiddp.launch.plan import read_hosts
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters.environment import parse_exports
@@ -46,7 +46,8 @@ def placed(
         for host in hosts.hosts
         if host.name in gpus
     }
-    return place(hosts, infos, replace(options, backend=backend), MPIS["openmpi5"].kind, {})
+    slots = with_slots(hosts, infos, replace(options, backend=backend), {})
+    return place(slots, options.where, MPIS["openmpi5"].kind)
 
 
 def ranks(hosts: Hosts) -> list[int]:

@@ -25,7 +25,7 @@ from mpiddp.launch.starters.environment import (
     shell_line,
     without_values,
 )
-from mpiddp.launch.starters.shared import can_shield
+from mpiddp.launch.starters.openmpi import can_shield
 from mpiddp.launch.starters.table import STARTERS, _find_library
 from tests.support.patience import PATIENCE_S
 

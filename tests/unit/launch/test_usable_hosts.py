@@ -14,10 +14,9 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import THIS_MACHINE, _check, read_hosts, working_folder
-from mpiddp.launch.remembered import Past
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.usable import Checked, has_fewer, keep_usable, wanted_hosts
+from mpiddp.launch.usable import Checked, Past, has_fewer, keep_usable, wanted_hosts
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))

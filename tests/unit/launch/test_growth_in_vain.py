@@ -1,7 +1,7 @@
 """A stop request after a growth that found no host.
 
 Tests mpiddp/launch/restarts.py.
-python -m pytest tests/integration/launch/test_growth_in_vain.py
+python -m pytest tests/unit/launch/test_growth_in_vain.py
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.supervise.run import Outcome
 from mpiddp.launch.supervise.signals import queued_signals
 from mpiddp.launch.supervise.verdict import Stop
+from tests.support.an_mpirun import an_mpirun
 
 
 @pytest.mark.parametrize(("code", "after"), [(STOPPED, STOPPED), (FAILED, INTERRUPTED)])
@@ -27,7 +28,8 @@ def test_a_stop_request_after_a_growth_in_vain(tmp_path: Path, code: int, after:
     """It loses no step only if the stop for the growth has saved."""
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text("localhost slots=1\n")
-    options = parse_options(["--hostfile", str(hostfile), "--grow", "1h", "-m", "platform"])
+    where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", str(hostfile)]
+    options = parse_options([*where, "--grow", "1h", "-m", "platform"])
     before = make_plan(options, os.environ)
     with queued_signals() as signals:
         job = restarts._Job(options, before, time.time(), signals, None)

@@ -1,7 +1,7 @@
 """The parts of --grow that need no other host: what it refuses, a look, the thread that looks.
 
 Tests mpiddp/launch/grow.py, restarts.py, supervise/mpirun.py.
-python -m pytest tests/integration/launch/test_growth_watch.py
+python -m pytest tests/unit/launch/test_growth_watch.py
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mpiddp.launch.grow import Found, HostSearch, look
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.supervise.signals import queued_signals
+from tests.support.an_mpirun import an_mpirun
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import run_program
 
@@ -33,7 +34,8 @@ def test_a_program_whose_file_server_is_away_is_a_problem_of_a_look(
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     hostfile.write_text("localhost slots=1\n")
-    options = parse_options(["--hostfile", str(hostfile), "--grow", "1h", "--", str(program)])
+    where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", str(hostfile)]
+    options = parse_options([*where, "--grow", "1h", "--", str(program)])
     plan = make_plan(options, os.environ)
     hostfile.write_text("localhost slots=2\n")
     stat = os.stat
@@ -63,7 +65,8 @@ def planned(tmp_path: Path, listed: str, *options: str) -> tuple[LaunchOptions, 
     """The options and the plan of a job on the hosts of `hosts.txt`."""
     hostfile = tmp_path / "hosts.txt"
     hostfile.write_text(listed)
-    found = parse_options(["--hostfile", str(hostfile), "--grow", "1h", *options, "--", "true"])
+    where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", str(hostfile)]
+    found = parse_options([*where, "--grow", "1h", *options, "--", "true"])
     return found, make_plan(found, os.environ)
 
 

@@ -1,0 +1,349 @@
+"""Programs on hosts, where each host is this machine: no ssh is between.
+
+Tests mpiddp/hosts/{ssh,processes,fabric}.py, cluster/{run,keys}.py, and mpiddp/launch/{preflight,orphans}.py.
+python -m pytest tests/unit/hosts/test_on_this_machine.py
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts import fabric, main
+from mpiddp.hosts.cluster import keys
+from mpiddp.hosts.cluster.run import Outcome, _outcome, run
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.processes import descendants, end_all, processor_time, signal_all
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, shell_command
+from mpiddp.hosts.transport import QRSH, Transport
+from mpiddp.launch.orphans import kill_orphans
+from mpiddp.launch.preflight import Needs, preflight
+
+HERE = Host("localhost")
+# A transport whose hosts are all this machine: the shell gets the host's name as $0, and the line as $1.
+SHELL = Transport("shell", ("sh", "-c", 'eval "$1"'), "rsh", instead="--hostfile FILE")
+
+
+@pytest.fixture(autouse=True)
+def python3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+# --- one program on all hosts ---
+
+
+def test_each_host_answers_for_itself() -> None:
+    hosts = [Host(f"node{index}.invalid") for index in range(3)]
+    program = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    answers = run_on_hosts(hosts, sys.executable, program, timeout_s=60, transport=SHELL)
+    assert answers == dict.fromkeys(hosts, Answer(3, "out\n", "err\n"))
+    one = run_on_hosts(
+        hosts, sys.executable, program, timeout_s=60, transport=SHELL, most_at_once=1
+    )
+    assert list(one) == hosts
+    missing = run_on_hosts([HERE], "/no/such/program", "", timeout_s=60)[HERE]
+    assert (missing.exit_code, missing.stdout) == (NO_PROGRAM, "")
+
+
+def test_a_program_that_does_not_end_is_killed() -> None:
+    program = "import time; print(1, flush=True); time.sleep(1000)"
+    began = time.monotonic()
+    answer = run_on_hosts([HERE], sys.executable, program, timeout_s=0.3, work_s=1.0)[HERE]
+    assert (answer.exit_code, answer.stdout) in ((None, "1\n"), (None, ""))
+    assert 0.3 <= time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("host", "transport", "command"),
+    [
+        (Host("localhost", user="me", port=9), None, ["sh", "-c", "true"]),
+        (Host("far.invalid"), QRSH, ["qrsh", "-inherit", "far.invalid", "exec sh -c true"]),
+    ],
+)
+def test_the_command_for_a_host(
+    host: Host, transport: Transport | None, command: list[str]
+) -> None:
+    options = {} if transport is None else {"transport": transport}
+    assert shell_command(host, "true", **options) == command
+
+
+def test_a_transport_that_is_not_installed() -> None:
+    absent = Transport("absent", ("absent-program",), "rsh", instead="--hostfile FILE")
+    with pytest.raises(UserError, match=r"^absent-program is not on PATH\. .* --hostfile FILE$"):
+        run_on_hosts([Host("far.invalid")], "true", "", timeout_s=1, transport=absent)
+    assert run_on_hosts([HERE], "true", "", timeout_s=60, transport=absent)[HERE].exit_code == 0
+
+
+# --- the preflight ---
+
+
+def needs(here: Path, **more: str) -> Needs:
+    mpirun = here / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\necho more\n")
+    mpirun.chmod(0o755)
+    paths = {"python": sys.executable, "mpirun": str(mpirun), "daemon": str(mpirun)}
+    return Needs(**{**paths, "folder": str(here), "path": "/bin:/usr/bin", **more})
+
+
+def test_a_host_says_what_it_has(tmp_path: Path) -> None:
+    a, b = Host("a.invalid"), Host("b.invalid")
+    infos, complaints = preflight([a, b], needs(tmp_path), SHELL)
+    assert (list(infos), complaints) == ([a, b], {})
+    assert infos[a].host == a
+    assert infos[a].mpirun == "mpirun (Open MPI) 5.0.11"
+    assert (infos[a].has_folder, infos[a].has_daemon, infos[a].has_program) == (True, True, True)
+    assert infos[b].interfaces == tuple(interfaces())
+    lacking = needs(tmp_path, program="no-such-program", folder=str(tmp_path / "none"))
+    infos, complaints = preflight([b], lacking, SHELL)
+    assert (infos[b].has_folder, infos[b].has_program) == (False, False)
+    assert complaints[b].startswith("b.invalid: the working folder ")
+    lacking = needs(tmp_path, interface="none0")
+    assert '"none0" is not on b.invalid' in preflight([b], lacking, SHELL)[1][b]
+
+
+def test_a_host_is_asked_until_it_answers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One answers at once, one at its second login. One has another key, which only people change."""
+    script = f"""
+        case $0 in
+            a*) ;;
+            b*) [ -e {tmp_path}/came ] || {{ touch {tmp_path}/came; exit 1; }} ;;
+            c*) echo Host key verification failed. >&2; exit 1 ;;
+        esac; eval "$1" """
+    slow = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE", hint="Ask for help.")
+    a, b, c = (Host(f"{name}.invalid") for name in "abc")
+    infos, complaints = preflight([a, b, c], needs(tmp_path), slow, wait_s=600.0)
+    assert list(infos) == [a, b]
+    assert list(complaints) == [c]
+    assert complaints[c].startswith("shell c.invalid failed: Host key verification failed. ")
+    assert complaints[c].endswith("--hostfile FILE\nAsk for help.")
+    err = capfd.readouterr().err
+    assert "2 of 3 hosts answer; waiting for b.invalid (up to " in err
+    (tmp_path / "came").unlink()
+    assert preflight([a, b], needs(tmp_path), slow, wait_s=600.0)[1] == {}
+    assert "all 2 hosts answer after " in capfd.readouterr().err
+
+
+# --- what is left of a job ---
+
+
+def test_processes_of_the_job_alone_are_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    ours, other = (
+        subprocess.Popen(["sleep", "1000"], env={**os.environ, "MPIDDP_JOB": job})
+        for job in ("job-1", "job-2")
+    )
+    try:
+        far = Host("far.invalid")
+        kill_orphans([HERE, far], "job-1", sys.executable, SHELL)
+        assert ours.wait(60) == -signal.SIGKILL
+        assert other.poll() is None
+        text = "mpiddp: killed leftover processes of the job on far.invalid: 1.\n"
+        assert capfd.readouterr().err == text
+        kill_orphans([far], "job-1", sys.executable, SHELL)
+        assert capfd.readouterr().err == ""
+        kill_orphans([far], "job-2", "/no/such/python", SHELL)
+        assert capfd.readouterr().err == (
+            "mpiddp: far.invalid cannot be reached, so no leftover process was killed there; "
+            "its ranks end by themselves.\n"
+        )
+        kill_orphans([HERE], "job-2", sys.executable, SHELL)  # the launcher ends its own
+        assert other.poll() is None
+    finally:
+        for each in (ours, other):
+            each.kill()
+            each.wait()
+
+
+def test_a_process_and_what_it_has_started() -> None:
+    script = "trap '' TERM; sleep 1000 & sleep 1000 & echo; while :; do sleep 0.01; done"
+    shell = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    assert shell.stdout is not None
+    shell.stdout.readline()
+
+    def found() -> list[int]:
+        mine = descendants(os.getpid())
+        return [pid for pid in mine if pid == shell.pid or os.getpgid(pid) == shell.pid]
+
+    def sleeping() -> list[int]:
+        return [pid for pid in found() if pid != shell.pid]
+
+    assert sorted(descendants(shell.pid).values())[:2] == ["sleep", "sleep"]
+    assert descendants(os.getpid(), but=[shell.pid]).keys().isdisjoint([shell.pid])
+    assert processor_time(shell.pid) >= 0.0
+    signal_all(found, signal.SIGTERM)
+    assert shell.poll() is None
+    end_all(found, grace_s=0.1)
+    assert shell.wait(60) == -signal.SIGKILL
+    assert sleeping() == []
+    end_all(list, grace_s=1000.0)  # nothing is left
+    shell.stdout.close()
+
+
+# --- mpiddp hosts run ---
+
+
+def verb(tmp_path: Path, *arguments: str) -> int:
+    (tmp_path / "hosts").write_text("localhost\n")
+    name, *rest = arguments
+    return main.main([name, str(tmp_path / "hosts"), *rest])
+
+
+def test_a_command_on_every_host(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert verb(tmp_path, "run", "--", "sh", "-c", 'pwd; echo "$0" >&2', "a 'b\"") == 0
+    assert capfd.readouterr() == (f"localhost: {tmp_path}\n", "localhost: a 'b\"\n")
+    assert verb(tmp_path, "run", "--", "sh", "-c", "echo out; exit 4") == 1
+    assert capfd.readouterr() == ("localhost: out\n", "localhost: exit code 4\n")
+    assert verb(tmp_path, "run", "--", "no-such-program") == 1
+    assert "no-such-program: No such file or directory" in capfd.readouterr().err
+    with pytest.raises(UserError, match="no command"):
+        verb(tmp_path, "run")
+
+
+def test_a_command_that_does_not_end(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    outcomes = run([HERE], ["sh", "-c", f"echo $$ > {file}; sleep 1000"], timeout_s=2.0)
+    assert outcomes[HERE] == Outcome("", "", "no end in 2 s; stopped")
+    deadline = time.monotonic() + 60
+    while file.exists() and Path("/proc", file.read_text().strip()).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+PROOF = "welcome\nmpiddp-hosts-run\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "timeout_s", "outcome"),
+    [
+        (Answer(0, f"{PROOF}out", "err"), None, ("out", "err", "")),
+        (Answer(2, f"{PROOF}out", ""), 5.0, ("out", "", "exit code 2")),
+        (Answer(None, f"{PROOF}out", ""), 5.0, ("out", "", "no end in 5 s; stopped")),
+        (Answer(255, PROOF, "Connection closed"), None,
+         ("", "Connection closed", "the connection was lost")),
+        (Answer(255, PROOF, "mine"), None, ("", "mine", "exit code 255")),
+        (Answer(NO_PROGRAM, "", ""), None,
+         ("", "", "python3 is missing. Install it there: mpiddp needs no more")),
+    ],
+)  # fmt: skip
+def test_what_a_command_did(
+    answer: Answer, timeout_s: float | None, outcome: tuple[str, str, str]
+) -> None:
+    stdout, stderr, failure = _outcome(HERE, answer, timeout_s)
+    assert (stdout, stderr) == outcome[:2]
+    assert failure == outcome[2]
+
+
+# --- mpiddp hosts keys ---
+
+
+@pytest.mark.parametrize(
+    ("reached", "lines"),
+    [
+        ({"n1": ["n2"], "n2": ["n1"]}, ["n[1-2]: reaches every other host"]),
+        ({"n1": ["n2"], "n2": []},
+         ["n1: reaches every other host", "n2: reaches no other host"]),
+        ({"n1": ["n2"], "n2": ["n1", "n3"], "n3": ["n1", "n2"]},
+         ["n1: reaches n2, not n3", "n[2-3]: reaches every other host"]),
+        ({"n1": []}, ["n1: reaches every other host"]),
+    ],
+)  # fmt: skip
+def test_who_reaches_whom(reached: dict[str, list[str]], lines: list[str]) -> None:
+    assert keys.summary(reached) == lines
+
+
+def test_this_machine_reaches_all() -> None:
+    assert keys.reached([HERE, Host("127.0.0.1")], None) == {
+        "localhost": ["127.0.0.1"],
+        "127.0.0.1": ["localhost"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "jump", "written"),
+    [
+        ("login", Host("login"), "login"),
+        ("me@login:2222", Host("login", user="me", port=2222), "me@login:2222"),
+        ("me@10.0.0.1", Host("10.0.0.1", user="me"), "me@10.0.0.1"),
+    ],
+)
+def test_a_jump_host(text: str, jump: Host, written: str) -> None:
+    found = keys.parse_jump(text)
+    assert (found.name, found.user, found.port) == (jump.name, jump.user, jump.port)
+    assert keys._by_jump(["ssh", "--", "x"], found) == ["ssh", "-J", written, "--", "x"]
+    assert keys._by_jump(["ssh"], None) == ["ssh"]
+
+
+@pytest.mark.parametrize("text", ["", "a b", "-o"])
+def test_no_jump_host(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--jump"):
+        keys.parse_jump(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "jump", "sentence"),
+    [
+        ("me@a: Permission denied (publickey).", None,
+         "a: the key opens no login. If it has a passphrase, run: ssh-add"),
+        ("channel 0: open failed: connect failed: No route", Host("j"),
+         "a: j does not reach it (connect failed: No route)."),
+    ],
+)  # fmt: skip
+def test_hosts_that_ssh_does_not_reach(said: str, jump: Host | None, sentence: str) -> None:
+    with pytest.raises(UserError) as raised:
+        keys._refuse({Host("a"): said}, jump)
+    assert str(raised.value) == sentence
+    keys._refuse({}, jump)
+
+
+def test_unknown_hosts_are_not_those_with_another_key() -> None:
+    assert keys._is_unknown("Host key verification failed.")
+    assert not keys._is_unknown("IDENTIFICATION HAS CHANGED!\nHost key verification failed.")
+    assert not keys._is_unknown("Connection refused")
+
+
+def test_a_key_is_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell of a host starts in the home folder."""
+    monkeypatch.chdir(tmp_path)
+    for key in ("ssh-ed25519 AAAA me@here", "ssh-ed25519 BBBB me@here", "ssh-ed25519 AAAA other"):
+        keys._add_key(HERE, key, None)
+    file = tmp_path / ".ssh" / "authorized_keys"
+    lines = ["ssh-ed25519 AAAA me@here", "ssh-ed25519 BBBB me@here"]
+    assert file.read_text().splitlines() == lines
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_text("old, without an end")
+    keys._add_key(HERE, "ssh-rsa CCCC me", None)
+    assert file.read_text().splitlines() == ["old, without an end", "ssh-rsa CCCC me"]
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(
+        UserError, match=r"^localhost: the key could not be copied \(.*ssh-rsa C me"
+    ):
+        keys._add_key(HERE, "ssh-rsa C me", None)
+
+
+# --- the links of this machine ---
+
+
+def test_the_facts_of_this_machine() -> None:
+    found = fabric.facts([socket.gethostname(), "far.invalid"])
+    assert found.keys() == {"links", "devices", "nccl", "gloo", "mpiddp"}
+    assert "lo" not in [each["name"] for each in found["links"]]
+    own = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+    assert fabric.leading_to(["127.0.0.1", "far.invalid"], [own]) == "nothing"
+    assert fabric.gloo_choice([]) == "lo"
+    addresses = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), 0)}
+    named = [Interface(f"if-{each}", str(each), "") for each in addresses]
+    assert fabric.gloo_choice(named).startswith("if-")

@@ -1,0 +1,474 @@
+"""A push and a pull between two folders of this machine, through the real program of each host, without ssh.
+
+Tests mpiddp/hosts/cluster/. tests/cluster/launch/test_hosts_push.py and test_hosts_pull.py have real hosts.
+python -m pytest tests/unit/hosts/test_push_between_folders.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.cluster import fan_out, push
+from mpiddp.hosts.cluster.fan_out import Content, FanOut, Target, receiving_program
+from mpiddp.hosts.cluster.pull import Source
+from mpiddp.hosts.cluster.push import Options, Pushed, read_content
+from mpiddp.hosts.cluster.transfer import START, Failed, Peer
+from mpiddp.hosts.hostfile import Host
+
+HERE = "work/project"  # the same path on every host, whose working folders differ
+
+
+@pytest.fixture(name="hosts", autouse=True)
+def folders_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a host is `hosts / name`. This process is in that of "here"."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    (tmp_path / "here" / HERE).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(fan_out, "shell_command", lambda host, line: shell(tmp_path, host, line))
+    return tmp_path
+
+
+def shell(hosts: Path, host: Host, line: str) -> list[str]:
+    """`line` on a host, each of which is a folder."""
+    folder = hosts / host.name
+    (folder / "work").mkdir(parents=True, exist_ok=True)
+    return ["sh", "-c", f"cd {shlex.quote(str(folder))} && {line}"]
+
+
+def write(folder: Path, **files: str) -> None:
+    """`lib__a=...` is the file lib/a."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and ".mpiddp" not in str(path)]
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(paths)}
+
+
+def ask(names: Sequence[str], **options: bool) -> tuple[Content, list[Target], dict[str, str]]:
+    """Targets that were asked for what they lack, and the reasons of those that refuse."""
+    content = read_content(Options((HERE,), **options))
+    targets = [Target.connect(Host(name)) for name in names]
+    refusals: dict[str, str] = {}
+    for target in targets:
+        try:
+            target.ask(content)
+        except Failed as failure:
+            refusals[target.host.name] = str(failure)
+    return content, targets, refusals
+
+
+def send(names: Sequence[str], **options: bool) -> FanOut:
+    content, targets, refusals = ask(names, **options)
+    assert refusals == {}
+    done = FanOut(content, targets)
+    calls: list[int] = []
+    done.run(lambda each: calls.append(each.sent))
+    assert calls
+    for target in targets:
+        target.peer.close()
+    return done
+
+
+def refusal(name: str, **options: bool) -> str:
+    _, (target,), refusals = ask([name], **options)
+    target.peer.close()
+    return refusals[name]
+
+
+# --- what arrives ---
+
+
+def test_a_push_makes_the_folder_the_same(hosts: Path) -> None:
+    write(Path(HERE), train="import torch", lib__a="1" * 5000, lib__deep__b="", runs__log="mine")
+    Path(HERE, "lib", "a").chmod(0o755)
+    Path(HERE, "link").symlink_to("lib/a")
+    done = send(["node1", "node2"])
+    assert ([host.name for host in done.done], done.failures) in (
+        (["node1", "node2"], {}),
+        (["node2", "node1"], {}),
+    )
+    assert done.is_over
+    assert done.sent == 2 * 5012
+    for name in ("node1", "node2"):
+        there = hosts / name / HERE
+        assert files_of(there) == {
+            "train": "import torch", "lib/a": "1" * 5000, "lib/deep/b": "", "link": "1" * 5000
+        }  # fmt: skip
+        assert str((there / "link").readlink()) == "lib/a"
+        for path in ("train", "lib/a"):
+            mine, theirs = (folder.joinpath(path).stat() for folder in (Path(HERE), there))
+            assert (mine.st_mode, mine.st_mtime_ns) == (theirs.st_mode, theirs.st_mtime_ns)
+        assert sorted(path.name for path in (there / ".mpiddp-push").iterdir()) == ["copy.json"]
+
+
+def test_a_second_push_sends_what_has_changed(hosts: Path) -> None:
+    write(Path(HERE), stays="1", changes="22", goes="333", lib__stays="4444", lib__changes="5")
+    send(["node1"])
+    there = hosts / "node1" / HERE
+    stays = (there / "stays").stat().st_ino
+    write(there, runs__log="of that host")
+    (there / "lib" / "__pycache__").mkdir()
+    (there / "lib" / "__pycache__" / "a").write_text("compiled there")
+    _, (target,), _ = ask(["node1"])
+    assert (target.lacks, target.differs) == (None, False)
+    target.peer.close()
+    write(Path(HERE), changes="66", lib__changes="7777777", new="8")
+    Path(HERE, "goes").unlink()
+    content, (target,), _ = ask(["node1"])
+    assert target.differs
+    assert target.bytes(content) == 2 + 7 + 1
+    target.peer.close()
+    assert send(["node1"]).sent == 10
+    assert files_of(there) == {
+        **files_of(Path(HERE)), "runs/log": "of that host", "lib/__pycache__/a": "compiled there"
+    }  # fmt: skip
+    assert (there / "stays").stat().st_ino == stays
+
+
+def test_kinds_of_entries_change_in_place(hosts: Path) -> None:
+    """A file becomes a folder, a folder a link, a link a file; folders may not be writable."""
+    write(Path(HERE), a="file", b__c="in a folder")
+    Path(HERE, "d").symlink_to("a")
+    send(["node1"])
+    for name in ("a", "d"):
+        Path(HERE, name).unlink()
+    Path(HERE, "b", "c").unlink()
+    Path(HERE, "b").rmdir()
+    write(Path(HERE), a__b="now a folder", d="now a file")
+    Path(HERE, "b").symlink_to("a")
+    Path(HERE, "a").chmod(0o555)
+    send(["node1"])
+    there = hosts / "node1" / HERE
+    assert files_of(there) == files_of(Path(HERE))
+    assert (there / "a").stat().st_mode & 0o777 == 0o555
+    assert str((there / "b").readlink()) == "a"
+    for folder in (there, Path(HERE)):
+        (folder / "a").chmod(0o755)
+
+
+def test_a_push_that_broke_off_continues(hosts: Path) -> None:
+    write(Path(HERE), a="1" * 10, b="2" * 20, c="3" * 30)
+    content, (target,), _ = ask(["node1"])
+    header, rows = content.header, content.rows
+    target.peer.ask({"go": True})
+    for name in ("a", "b"):
+        row = next(row for row in rows[0] if row[0] == name)
+        fan_out.transfer.send_file(HERE, row, target.peer.write, lambda count: None)
+    target.peer._flush()
+    target.peer._in.close()  # the connection ends
+    target.peer.process.wait()
+    target.peer.close()
+    there = hosts / "node1" / HERE
+    assert files_of(there) == {}  # nothing has its place yet
+    write(Path(HERE), b="4" * 20)
+    again, (target,), _ = ask(["node1"])
+    assert target.lacks == [[1, 2]]
+    target.peer.close()
+    assert send(["node1"]).sent == 50
+    assert files_of(there) == files_of(Path(HERE))
+    assert header["trees"][0]["names"] == ["a", "b", "c"]
+    assert again.header["trees"][0]["digest"] != header["trees"][0]["digest"]
+
+
+def test_from_four_hosts_on_those_that_have_it_pass_it_on(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan_out, "TREE_BYTES", 1000)
+    write(Path(HERE), a="1" * 1000)
+    names = [f"node{index}" for index in range(4)]
+    done = send(names)
+    assert (sorted(host.name for host in done.done), done.failures) == (names, {})
+    assert done.sent == 4000
+    assert all(files_of(hosts / name / HERE) == files_of(Path(HERE)) for name in names)
+
+
+def test_a_host_that_no_other_reaches_gets_it_from_here(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan_out, "TREE_BYTES", 1)
+    write(Path(HERE), a="1" * 100)
+    here = str(Path.cwd())
+
+    def from_here_alone(host: Host, line: str) -> list[str]:
+        command = shell(hosts, host, line)
+        return [*command[:2], f'[ "$PWD" = {shlex.quote(here)} ] || exit 255; {command[2]}']
+
+    monkeypatch.setattr(fan_out, "shell_command", from_here_alone)
+    names = [f"node{index}" for index in range(4)]
+    done = send(names)
+    assert (sorted(host.name for host in done.done), done.failures) == (names, {})
+    assert done.sent == 400
+
+
+# --- what a host refuses ---
+
+
+def test_a_folder_that_is_no_copy_is_overwritten_by_force_alone(hosts: Path) -> None:
+    write(Path(HERE), a="mine")
+    write(hosts / "node1" / HERE, a="theirs", z="theirs")
+    assert refusal("node1") == f"{HERE} is no copy of this one (it has a). To overwrite it: --force"
+    assert files_of(hosts / "node1" / HERE) == {"a": "theirs", "z": "theirs"}
+    send(["node1"], force=True)
+    assert files_of(hosts / "node1" / HERE) == {"a": "mine", "z": "theirs"}
+    record = hosts / "node1" / HERE / ".mpiddp-push" / "copy.json"
+    assert json.loads(record.read_text())["names"] == ["a"]
+    record.write_text('{"origin": "other:/x", "names": ["a"]}')
+    write(Path(HERE), a="changed")
+    assert refusal("node1") == f"{HERE} is a copy of other:/x. To overwrite it: --force"
+
+
+def test_a_file_in_the_place_of_the_folder(hosts: Path) -> None:
+    write(Path(HERE), a="1")
+    write(hosts / "node1", work__project="a file")
+    assert refusal("node1") == f"{HERE} is a file there; expected a folder."
+
+
+def test_a_host_without_room_is_named_before_anything_is_sent(hosts: Path) -> None:
+    with Path(HERE, "large").open("wb") as file:
+        file.truncate(1 << 43)
+    assert refusal("node1").startswith(f"{HERE} needs 8796093.0 MB there, and ")
+    assert not (hosts / "node1" / HERE).exists()
+
+
+def test_what_the_folder_leads_to_has_to_be_there(hosts: Path) -> None:
+    outside = hosts / "interpreter"
+    outside.write_text("")
+    write(Path(HERE), venv__pyvenv="", lib__site="")
+    Path(HERE, "venv", "python").symlink_to(outside)
+    content = read_content(Options((HERE,)))
+    assert content.header["needs"] == [[str(outside), f"{HERE}/venv/python"]]
+    _, (target,), refusals = ask(["node1"])
+    assert refusals == {}
+    outside.rename(hosts / "moved")
+    with pytest.raises(Failed) as raised:
+        Target.connect(Host("node2")).ask(content)
+    target.peer.close()
+    assert str(raised.value) == (
+        f"{outside} is missing there, and {HERE}/venv/python leads to it. "
+        "Install it there, push it too, or, if it is a Python, add --with-python."
+    )
+
+
+def test_a_file_that_becomes_shorter_ends_the_push(hosts: Path) -> None:
+    write(Path(HERE), a="1" * 100)
+    content, targets, _ = ask(["node1"])
+    write(Path(HERE), a="1")
+    done = FanOut(content, targets)
+    done.run(lambda each: None)
+    assert list(done.failures.values()) == [f"{HERE}/a has become shorter. Run it again."]
+    assert (done.done, files_of(hosts / "node1" / HERE)) == ([], {})
+
+
+def test_two_pushes_to_one_folder_at_once(hosts: Path) -> None:
+    write(Path(HERE), a="1")
+    first, second = ask(["node1"])[1][0].peer, ask(["node1"])[1][0].peer
+    first.ask({"go": True})
+    lock = hosts / "node1" / HERE / ".mpiddp-push" / "copy.json"
+    while not lock.exists():
+        assert first.process.poll() is None
+    second.ask({"go": True})
+    with pytest.raises(Failed, match=r"^another push to work/project is running there\.$"):
+        second.answer()
+    for peer in (first, second):
+        peer.close()
+
+
+# --- a connection ---
+
+
+# A host reads all that comes until it is asked: a write to one that has ended would fail sooner.
+ASKED = "read -r length; read -r program_and_question"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (f"{ASKED}; exit 96", "python3 is missing there. Install it: a push needs no more."),
+        (f"echo mpiddp-push; {ASKED}; echo 'cut off.' >&2; exit 1",
+         "the connection was lost (cut off). Run it again: it continues."),
+        (f"echo mpiddp-push; {ASKED}; exit 3",
+         "the connection was lost (exit code 3). Run it again: it continues."),
+        (f"{ASKED}; echo hello; echo mpiddp-push; echo '{{\"failed\": \"too old.\"}}'", "too old."),
+        (f"{ASKED}; echo 'ssh: connect to host node1 port 22: Connection refused' >&2; exit 255",
+         "ssh node1: connection refused. Start sshd there, or give its port in the hostfile: node1 port=N"),
+    ],
+)  # fmt: skip
+def test_a_connection_that_ends_says_why(
+    monkeypatch: pytest.MonkeyPatch, command: str, sentence: str
+) -> None:
+    write(Path(HERE), a="1")
+    monkeypatch.setattr(fan_out, "shell_command", lambda host, line: ["sh", "-c", command])
+    content = read_content(Options((HERE,)))
+    with pytest.raises(Failed) as raised, fan_out.sentences(Host("node1")):
+        Target.connect(Host("node1")).ask(content)
+    assert str(raised.value) == sentence
+
+
+def test_what_a_shell_prints_before_is_kept(hosts: Path) -> None:
+    peer = Peer(["sh", "-c", f"echo welcome; cd {hosts} && {START}"], receiving_program())
+    peer.ask({"give": "./nothing"})
+    assert peer.answer() == {"rows": []}
+    assert peer.greeting == b"welcome\n"
+    peer.close()
+    peer.close()
+
+
+# --- what is pushed ---
+
+
+def test_what_is_left_out(hosts: Path) -> None:
+    write(Path(HERE), a="1", runs__x="2", data__x="3", lib__a="4")
+    Path(HERE, "__pycache__").mkdir()
+    Path(HERE, ".git").mkdir()
+    Path(HERE, "x.history.jsonl").write_text("of this host")
+    (tree,) = read_content(Options((HERE,))).header["trees"]
+    assert tree["names"] == ["a", "lib", "x.history.jsonl"]
+    with_data = read_content(Options((HERE,), left_out=("runs",)))
+    assert with_data.header["trees"][0]["names"] == [".git", "a", "data", "lib", "x.history.jsonl"]
+    assert [row[0] for row in with_data.rows[0]] == [".git", "a", "data", "data/x", "lib", "lib/a"]
+
+
+def test_folders_that_cannot_be_pushed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(hosts / "here" / "home"))
+    for folder, sentence in {
+        str(hosts / "nowhere"): " is no folder of this host. Name the folder to push.",
+        str(hosts): " is or holds your home folder. Name the folder of a project.",
+        HERE: " has nothing to push.",
+    }.items():
+        with pytest.raises(UserError) as raised:
+            read_content(Options((folder,)))
+        assert str(raised.value) == folder + sentence
+
+
+@pytest.mark.parametrize(
+    ("lacked", "sent", "dry_run", "lines"),
+    [
+        ({}, 0, False, ["there is no other host"]),
+        ({"n1": push.SAME, "n2": push.SAME}, 0, False, ["n[1-2]: nothing has changed"]),
+        ({"n1": 10, "n2": push.SAME}, 10, False,
+         ["n2: nothing has changed", "n1: 10 B sent", "10 B in 2.5 s"]),
+        ({"n1": 10}, 0, True, ["n1: 10 B would be sent"]),
+    ],
+)  # fmt: skip
+def test_the_summary_of_a_push(
+    lacked: dict[str, int], sent: int, dry_run: bool, lines: list[str]
+) -> None:
+    by_host = {Host(name): count for name, count in lacked.items()}
+    assert push.summary(Pushed(by_host, {}, sent, 2.5), dry_run) == lines
+
+
+def test_a_push_without_another_host() -> None:
+    done = push.push([Host("localhost")], Options((HERE,)))
+    assert (done.lacked, done.failures, done.sent) == ({}, {}, 0)
+    with pytest.raises(UserError, match=r"^--min-hosts 2: only 1 host given\.$"):
+        push.push([Host("localhost")], Options((HERE,), min_hosts=2))
+
+
+# --- a pull ---
+
+
+@pytest.fixture(name="pull")
+def a_pull(hosts: Path) -> Callable[..., str]:
+    """Bring ./run from a host, and say what was brought."""
+
+    def bring(name: str = "node1") -> str:
+        source = Source(Host(name), Path("./run"), fan_out.connect(Host(name)))
+        try:
+            source.ask()
+            return source.failure or source.bring()
+        finally:
+            source.peer.close()
+
+    return bring
+
+
+def checkpoint(folder: Path, *, index: str | None = None, **files: str) -> None:
+    """A complete checkpoint, or one part of a sharded one."""
+    all_files = files if index is None else {**files, "shards.json": index}
+    folder.mkdir(parents=True)
+    entries = {}
+    for name, text in all_files.items():
+        (folder / name).write_text(text)
+        entries[name] = {"bytes": len(text), "sha256": sha256(text.encode()).hexdigest()}
+    manifest = json.dumps(entries)
+    (folder / "manifest.json").write_text(manifest)
+    (folder / "COMPLETE").write_text(sha256(manifest.encode()).hexdigest())
+
+
+def test_a_pull_brings_what_is_not_here(hosts: Path, pull: Callable[..., str]) -> None:
+    there = hosts / "node1" / "run"
+    write(there, log="step 1\nstep 2\n", ranks__rank1="x", same="s", differs="theirs", cut="12")
+    (there / ".partial").write_text("not complete")
+    write(Path("run"), log="step 1\n", same="s", differs="mine!!", cut="12345", own="o")
+    assert pull() == "3 files, 21 B; kept beside what differs here: differs.node1"
+    assert files_of(Path("run")) == {
+        "log": "step 1\nstep 2\n", "ranks/rank1": "x", "same": "s", "own": "o",
+        "differs": "mine!!", "differs.node1": "theirs", "cut": "12345",
+    }  # fmt: skip
+    assert pull() == "nothing new"
+    assert not Path("run", ".mpiddp-pull").exists()
+
+
+def test_a_pull_of_nothing(hosts: Path, pull: Callable[..., str]) -> None:
+    assert pull() == "nothing new"
+
+
+def test_a_complete_checkpoint_comes_whole(hosts: Path, pull: Callable[..., str]) -> None:
+    there = hosts / "node1" / "run"
+    checkpoint(there / "step1", model="weights")
+    checkpoint(there / "step2", model="theirs")
+    checkpoint(Path("run") / "step2", model="mine")
+    text = pull()
+    assert text.startswith("6 files, ")
+    assert text.count("step2.node1/") == 3
+    assert (Path("run") / "step1" / "model").read_text() == "weights"
+    assert (Path("run") / "step2" / "model").read_text() == "mine"
+    assert (Path("run") / "step2.node1" / "model").read_text() == "theirs"
+    assert pull() == "nothing new"
+
+
+def test_the_shards_of_two_hosts_become_one_checkpoint(
+    hosts: Path, pull: Callable[..., str]
+) -> None:
+    checkpoint(hosts / "node1" / "run" / "step1", index="of both", shard1="1", shard2="22")
+    checkpoint(Path("run") / "step1", index="of both", shard0="0", shard2="22")
+    assert pull().startswith("2 files, ")  # shard1 and the manifest
+    here = Path("run") / "step1"
+    manifest = (here / "manifest.json").read_text()
+    assert sorted(json.loads(manifest)) == ["shard0", "shard1", "shard2", "shards.json"]
+    assert (here / "COMPLETE").read_text() == sha256(manifest.encode()).hexdigest()
+    assert [(here / f"shard{each}").read_text() for each in range(3)] == ["0", "1", "22"]
+    assert sorted(path.name for path in Path("run").iterdir()) == ["step1"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("model", "damaged", "model does not match its SHA-256"),
+        ("COMPLETE", "0" * 64, "manifest.json does not match its SHA-256"),
+        ("model", None, "model is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_taken(
+    hosts: Path, pull: Callable[..., str], file: str, text: str | None, problem: str
+) -> None:
+    there = hosts / "node1" / "run" / "step1"
+    checkpoint(there, model="weights")
+    (there / file).unlink()
+    if text is not None:
+        (there / file).write_text(text)
+    assert pull() == f"step1 is no complete checkpoint there: {problem}."
+    assert not (Path("run") / "step1").exists()

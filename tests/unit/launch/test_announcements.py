@@ -1,0 +1,100 @@
+"""What the launcher keeps of the ranks' announcements, and the address that srun's ranks get.
+
+Tests mpiddp/launch/monitor/ranks.py, restarts.py and variables.py.
+python -m pytest tests/unit/launch/test_announcements.py
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.interfaces import Interface
+from mpiddp.launch.monitor.ranks import Announcement, Ranks
+from mpiddp.launch.options import parse_options
+from mpiddp.launch.restarts import _Known, _resuming
+from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
+from mpiddp.launch.starters.table import STARTERS
+from mpiddp.launch.variables import variables_of_ranks
+from mpiddp.protocol.server import Message
+
+(SRUN,) = (kind for kind in STARTERS if kind.has_scheduler)
+OPEN_MPI = next(kind for kind in STARTERS if kind.library)
+
+
+def announced(*messages: tuple[str, dict[str, Any]]) -> Announcement:
+    ranks = Ranks(("a",))
+    for kind, facts in messages:
+        ranks.note(Message(0, kind, facts, 1.0))
+    return ranks.announcement
+
+
+def test_a_folder_and_an_announcement_come_in_either_order() -> None:
+    facts = {"resume_args": ["--resume"], "global_batch_size": 8, "max_ranks": 4}
+    announce, folder = ("announce", facts), ("run_dir", {"path": "/runs/x"})
+    expected = Announcement(("--resume",), 8, 4, "/runs/x")
+    assert announced(announce, folder) == announced(folder, announce) == expected
+
+
+def test_the_first_announcement_of_each_kind_counts() -> None:
+    first = _Known().after(Announcement((), None, None, "/runs/x"), 2)
+    assert first == _Known(Announcement((), None, None, "/runs/x"), 2)
+    second = first.after(Announcement(("--resume",), 8, 4, "/runs/y"), 3)
+    assert second == _Known(Announcement(("--resume",), 8, 4, "/runs/x"), 3)
+    third = second.after(Announcement(("--other",), 16, 2, ""), 1)
+    assert third == second
+
+
+def test_a_restart_gets_what_was_announced() -> None:
+    request = Request(Hosts("", (Host("a", ranks=1),)), ("run", "job.py"), "/", {"A": "1"})
+    assert _resuming(request, _Known()) == request
+    known = _Known(Announcement(("--resume",), 8, 4, "/runs/x"), 3)
+    resuming = _resuming(request, known)
+    assert resuming.job == ("run", "job.py", "--resume")
+    assert resuming.variables == {
+        "A": "1",
+        "MPIDDP_RUN_DIR": "/runs/x",
+        "MPIDDP_ANNOUNCED": '{"global_batch_size": 8, "world_size": 3}',
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "env", "address"),
+    [
+        (SRUN, ("localhost", "far.invalid"), {}, "10.0.0.5"),
+        (SRUN, ("localhost", "far.invalid"), {"MASTER_ADDR": "10.0.0.9"}, "10.0.0.9"),
+        (SRUN, ("far.invalid", "localhost"), {}, None),  # rank 0 is elsewhere
+        (SRUN, ("localhost",), {}, None),
+        (OPEN_MPI, ("localhost", "far.invalid"), {}, None),
+    ],
+)
+def test_only_srun_has_to_be_told_the_address_of_rank_0(
+    kind: Any, names: tuple[str, ...], env: dict[str, str], address: str | None
+) -> None:
+    options = parse_options(["-H", "localhost", "--", "ls"])
+    network = JobNetwork(Interface("eth0", "10.0.0.5", "10.0.0.0/24"), ("eth0",))
+    placed = Hosts("", tuple(Host(name, ranks=1) for name in names))
+    starter = RankStarter(kind, "1", Path("/mpi/bin/starter"))
+    found = variables_of_ranks(options, starter, placed, network, env)
+    assert found.get("MASTER_ADDR") == address
+    assert found["MPIDDP_NETWORKS"] == "eth0"
+    assert "MPIDDP_INTERFACE" not in found
+    without = variables_of_ranks(options, starter, placed, JobNetwork(), env)
+    assert without.get("MASTER_ADDR") == env.get("MASTER_ADDR")
+
+
+def test_mpi4py_gets_the_library_of_the_mpirun_in_use() -> None:
+    options = parse_options(["-H", "localhost", "--", "ls"])
+    placed = Hosts("", (Host(socket.gethostname(), ranks=1),))
+    library = Path("/mpi/lib/libmpi.so.40")
+    starter = RankStarter(OPEN_MPI, "5.0.11", Path("/mpi/bin/mpirun"), library)
+
+    def found(env: dict[str, str]) -> str | None:
+        return variables_of_ranks(options, starter, placed, JobNetwork(), env).get("MPI4PY_LIBMPI")
+
+    assert found({}) == str(library)
+    assert found({"MPI4PY_LIBMPI": "/my/libmpi.so"}) == "/my/libmpi.so"

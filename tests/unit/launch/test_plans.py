@@ -1,0 +1,253 @@
+"""Plans as a dry run prints them: hosts, ranks, variables and flags, for one mpirun that starts nothing.
+
+Tests mpiddp/launch/main.py, plan.py, variables.py and usable.py.
+python -m pytest tests/unit/launch/test_plans.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.hosts.history import Event, Files
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.launch import usable
+from mpiddp.launch.main import main
+from mpiddp.launch.options import Where, parse_options
+from mpiddp.launch.usable import Past, key_of, note_attempt, note_silent, of_earlier_jobs
+from mpiddp.launch.variables import env_on_host, gpu_table
+from tests.support.an_mpirun import an_mpirun
+
+HERE = socket.gethostname()
+Plan = Callable[..., tuple[dict[str, str], list[str], str]]
+
+
+@pytest.fixture(name="plan")
+def a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Plan:
+    """The variables that mpirun's environment gets, its arguments, and stderr, of a dry run."""
+    for name in [each for each in os.environ if each.startswith(("MPIDDP_", "MASTER_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    mpirun = an_mpirun(tmp_path)
+
+    def plan(
+        *options: str, job: tuple[str, ...] = ("--", "ls")
+    ) -> tuple[dict[str, str], list[str], str]:
+        assert main(["--mpirun", mpirun, *options, "--dry-run", *job]) == 0
+        out, err = capfd.readouterr()
+        words = shlex.split(next(line for line in out.splitlines() if mpirun in line))
+        at = words.index(mpirun)
+        return dict(word.split("=", 1) for word in words[:at]), words[at + 1 :], err
+
+    return plan
+
+
+def value(arguments: list[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+def exported(arguments: list[str]) -> set[str]:
+    return {after for flag, after in pairwise(arguments) if flag == "-x"}
+
+
+def test_this_machine_under_its_own_name(plan: Plan, tmp_path: Path) -> None:
+    settings, arguments, err = plan("-H", "localhost:3")
+    assert settings["MPIDDP_PLACEMENT"] == f"{HERE}:3"
+    assert (value(arguments, "-n"), value(arguments, "-H")) == ("3", ",".join([HERE] * 3))
+    assert value(arguments, "--wdir") == str(tmp_path)
+    assert arguments[-5:-1] == ["-m", "mpiddp", "run", "--"]
+    assert f"{HERE}: ranks 0-2" in err
+    assert {"MPIDDP_PLACEMENT", "PATH"} <= exported(arguments)
+    assert not {"MPIDDP_GPUS", "MASTER_ADDR", "MPIDDP_NETWORKS", "MPIDDP_REPORT"} & settings.keys()
+
+
+def test_hosts_elsewhere_are_not_contacted(plan: Plan) -> None:
+    settings, arguments, err = plan("-H", "a.invalid:2,b.invalid,c.invalid:1", "--npernode", "1")
+    assert settings["MPIDDP_PLACEMENT"] == "a.invalid:1,b.invalid:1,c.invalid:1"
+    assert value(arguments, "-H") == "a.invalid,b.invalid,c.invalid"
+    assert "b.invalid has no slot count, and a dry run contacts no host: assuming slots=1" in err
+    assert err.count("assuming") == 1
+    assert "a.invalid: rank 0\n" in err
+    assert "c.invalid: rank 2\n" in err
+
+
+def test_options_become_variables_of_the_ranks(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "from the user")
+    settings, arguments, _ = plan(
+        *("-H", "localhost:1", "-v", "--report", "--timeout", "90", "--master-addr", "10.1.2.3"),
+        *("--log-dir", "logs", "--bind", "gpu", "-x", "MINE", "-x", "OTHER=a b"),
+    )
+    expected = {
+        "MPIDDP_REPORT": "1", "MPIDDP_VERBOSE": "1", "MASTER_ADDR": "10.1.2.3",
+        "MPIDDP_BIND": "gpu", "MPIDDP_LOG_DIR": "logs",
+    }  # fmt: skip
+    assert {name: settings.get(name) for name in expected} == expected
+    assert float(settings["MPIDDP_TIMEOUT"]) == 90
+    assert value(arguments, "--bind-to") == "none"
+    assert {"MINE", "OTHER", *expected} <= exported(arguments)
+    assert "MINE" not in settings  # mpirun inherits it
+    assert "a b" not in settings["OTHER"]  # a dry run shows no value of -x
+
+
+def test_gpus_of_a_hostfile_reach_the_ranks_of_each_host(plan: Plan, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a.invalid gpus=1,3\nb.invalid slots=2\n")
+    settings, _, _ = plan("--hostfile", str(hostfile))
+    assert settings["MPIDDP_PLACEMENT"] == "a.invalid:2,b.invalid:2"
+    first, second = json.loads(settings["MPIDDP_GPUS"])
+    assert (first["CUDA_VISIBLE_DEVICES"], second) == ("1,3", {})
+    with pytest.raises(UserError) as raised:
+        plan("--hostfile", str(hostfile), "-x", "CUDA_VISIBLE_DEVICES=0")
+    assert str(raised.value) == (
+        f"{hostfile}:1: gpus= and -x CUDA_VISIBLE_DEVICES both choose the GPUs of a.invalid. "
+        "Leave one out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "exports", "host", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "localhost", "0"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {}, "far.invalid", None),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {}, "far.invalid", ""),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, "far.invalid", "1"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", "0"),
+        ({}, {"CUDA_VISIBLE_DEVICES": None}, "far.invalid", None),
+    ],
+)
+def test_a_choice_of_gpus_stays_on_its_host(
+    env: dict[str, str], exports: dict[str, str | None], host: str, expected: str | None
+) -> None:
+    assert env_on_host(host, env, exports).get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_the_table_of_gpus() -> None:
+    here, far = Host("localhost"), Host("far.invalid")
+    own = {"CUDA_VISIBLE_DEVICES": "2"}
+    assert json.loads(gpu_table([here, far], own, {})) == [own, {}]
+    assert gpu_table([here, far], own, {"CUDA_VISIBLE_DEVICES": "2"}) == ""
+    assert gpu_table([here, far], {"CUDA_VISIBLE_DEVICES": ""}, {}) == ""
+    assert gpu_table([Host("far.invalid", gpus=(1,))], {"CUDA_VISIBLE_DEVICES": "-1"}, {}) == ""
+    (chosen,) = json.loads(gpu_table([Host("far.invalid", gpus=(1,))], own, {}))
+    assert chosen["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("-H", "localhost", "--exclude", "b"), '--exclude: "b" is not in -H, which has localhost.'),
+        (("--grow", "1h"), "--grow: no hosts are named, so none can join. Name them: --hostfile FILE"),
+        (("-H", "localhost:1", "-n", "2"), "-n 2 is more than the 1 slots of -H (localhost=1)."),
+        (("-H", "localhost:2", "--min-ranks", "3"), "only 2 ranks can start, but --min-ranks is 3."),
+        (("-H", "localhost:1,127.0.0.1:1"),
+         "-H: localhost and 127.0.0.1 are both this machine. Merge them into one."),
+        (("-H", "localhost,::9"),
+         "-H: ::9 is an IPv6 address, which every mpirun cuts at its first colon. "
+         "Use a name that resolves to an IPv4 address."),
+        (("-H", "localhost", "--interface", "none0"), 'interface "none0" is not on '),
+        (("-H", "localhost:1", "--log-ranks", "1"), "--log-ranks"),
+    ],
+)  # fmt: skip
+def test_plans_that_are_refused(plan: Plan, options: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UserError) as raised:
+        plan(*options)
+    assert str(raised.value).startswith(sentence)
+
+
+def test_a_dry_run_hides_the_values_of_the_user(
+    plan: Plan, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings, _, err = plan("-H", "localhost:1", "-x", "PASSWORD=very secret")
+    assert "very secret" not in settings["PASSWORD"]
+    assert "PASSWORD" in err  # to be filled in before the command is used
+
+
+def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"localhost slots=2\n")
+    os.close(write)
+    path = f"/dev/fd/{read}"
+    for _ in range(2):
+        assert plan("--hostfile", path)[0]["MPIDDP_PLACEMENT"] == f"{HERE}:2"
+    os.close(read)
+
+
+# --- what earlier jobs have shown ---
+
+
+@pytest.fixture(name="listed")
+def a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Where, Hosts]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("")
+    where = parse_options(["--hostfile", str(hostfile), "--", "ls"]).where
+    return where, Hosts(str(hostfile), (Host("A.invalid"), Host("b.invalid"), Host("localhost")))
+
+
+def events(where: Where) -> list[Event]:
+    files = Files.of(where.hostfile, os.environ)
+    return list(files.read().events) if files.existing else []
+
+
+def test_attempts_are_written_down(listed: tuple[Where, Hosts]) -> None:
+    where, hosts = listed
+    placed = Hosts("", (Host("A.invalid", ranks=1), Host(HERE, ranks=1)))
+    note_attempt(where, hosts, placed, DONE, ("", ""))
+    note_attempt(where, hosts, placed, FAILED, ("A.invalid", "its GPU is lost."))
+    for code in (2, 130):  # the input, and the user
+        note_attempt(where, hosts, placed, code, ("A.invalid", "x"))
+    note_silent(where, hosts, {})
+    note_silent(where, hosts, {Host("b.invalid"): "b.invalid does not answer."})
+    found = events(where)
+    assert [tuple(each.hosts) for each in found] == [("a.invalid", "localhost")] * 2 + [()]
+    assert [dict(each.failed) for each in found] == [
+        {}, {"a.invalid": "its GPU is lost."}, {"b.invalid": "b.invalid does not answer."}
+    ]  # fmt: skip
+
+
+def test_a_job_on_this_machine_has_no_memory(listed: tuple[Where, Hosts]) -> None:
+    where, _ = listed
+    alone = Hosts("", (Host("localhost"), Host("b.invalid", slots=0)))
+    note_attempt(where, alone, alone, FAILED, ("localhost", "x"))
+    note_silent(where, alone, {Host("localhost"): "x"})
+    assert events(where) == []
+    assert of_earlier_jobs(where, alone) == Past()
+
+
+def test_flaky_hosts_are_named_or_avoided(
+    listed: tuple[Where, Hosts], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    where, hosts = listed
+    assert of_earlier_jobs(where, hosts) == Past()
+    for job in "abcd":
+        monkeypatch.setattr(usable, "_JOB", job)
+        note_attempt(where, hosts, hosts, FAILED, ("b.invalid", "it was lost."))
+    past = of_earlier_jobs(where, hosts)
+    assert (list(past.flaky), past.avoided) == (["b.invalid"], {})
+    assert past.flaky["b.invalid"].startswith("b.invalid ")
+    avoiding = parse_options(["--hostfile", str(where.hostfile), "--avoid-flaky", "--", "ls"]).where
+    past = of_earlier_jobs(avoiding, hosts)
+    assert (list(past.avoided), past.flaky) == (["b.invalid"], {})
+    assert events(where)[-1].at <= time.time()
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("B.invalid", "b.invalid"), (HERE, "localhost"), ("c", "c")]
+)
+def test_the_key_of_a_host_that_mpirun_got(
+    listed: tuple[Where, Hosts], name: str, key: str
+) -> None:
+    assert key_of(name, listed[1]) == key
