@@ -36,6 +36,7 @@ _SIOCGIFMTU = 0x8921  # linux/sockios.h
 _MARK = ".mpiddp-doctor-"
 _MOST_ENTRIES = 10_000  # of a data folder
 _ROUND_S = 0.03
+_WRITTEN = 8 << 20  # bytes
 
 # Run by the interpreter of the ranks, which may lack what it imports. The last line is the answer.
 _STACK = """
@@ -124,6 +125,7 @@ def facts(wanted: dict[str, Any], marks: list[str]) -> dict[str, Any]:
         "interfaces": [{**asdict(each), "mtu": _mtu(each.name)} for each in interfaces()],
         "names": resolved,
         "kernel": os.uname().release,
+        "ports": _port_range(),
         **process_facts(),
         "folders": folders,
         "files": {path: _hash(path) for path in wanted["files"]},
@@ -208,6 +210,16 @@ def _resolve(name: str) -> list[str]:
     return sorted({str(each[4][0]) for each in found})
 
 
+def _port_range() -> list[int]:
+    """The first and the last port that the kernel gives to whoever asks for any."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            first, last = map(int, file.read().split())
+    except (OSError, ValueError):
+        return []
+    return [first, last]
+
+
 def _mtu(interface: str) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
@@ -266,7 +278,7 @@ def _output(command: list[str]) -> str:
 
 
 def speed(folder: str | None) -> dict[str, float]:
-    """The host's speed in units a second: the best of a few short rounds.
+    """The host's speed, in products or bytes a second: the best of a few short rounds.
 
     Of the processor it is its own time: that is the speed of the machine, whoever else uses it.
     """
@@ -280,18 +292,19 @@ def speed(folder: str | None) -> dict[str, float]:
 
     found = {
         "matrix product": _best(product, 5, time.thread_time),
-        "memory copy": _best(lambda: bytes(memory), 5, time.thread_time),
+        "memory copy": len(memory) * _best(lambda: bytes(memory), 5, time.thread_time),
     }
     if folder is not None:
-        path = os.path.join(folder, f"{_MARK}disk-{os.getpid()}")
+        # In a shared folder another host may have a process of the same number.
+        path = os.path.join(folder, f"{_MARK}disk-{socket.gethostname()}-{os.getpid()}")
 
         def write() -> None:
             with open(path, "wb") as file:
-                file.write(memory[: 8 << 20])
+                file.write(memory[:_WRITTEN])
                 os.fsync(file.fileno())
 
         try:
-            found["disk"] = _best(write, 3, time.perf_counter)
+            found["disk"] = _WRITTEN * _best(write, 3, time.perf_counter)
         finally:
             if os.path.exists(path):
                 os.unlink(path)

@@ -1,6 +1,8 @@
 """The small real job of `mpiddp doctor`: one rank on each host, an all-reduce with a known result.
 
-mpiddp launch -H node1:1,node2:1 -m mpiddp.checks.job
+    mpiddp launch -H node1:1,node2:1 -m mpiddp.checks.job
+
+Then each rank measures what needs torch: all-reduces within its host and with a few others, copies to a GPU.
 """
 
 from __future__ import annotations
@@ -8,12 +10,21 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 from mpiddp.checks.agent import process_facts
+from mpiddp.checks.links import rounds
 
 PROOF = "mpiddp-doctor "
 COUNT = 4 << 20  # floats: 16 MB
+_BYTES = 4 * COUNT
+_REPEATS = 5  # of a measurement, of which the best counts
+_PARTNERS = 3  # a host whose partner is slow has others
+_JOIN_S = 20.0
 
 
 def main() -> None:
@@ -33,12 +44,94 @@ def main() -> None:
     dist.all_reduce(values)
     wrong = int((values != size * (size + 1) / 2).sum())
     seconds = time.perf_counter() - began
-    own = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": seconds, **process_facts()}
+    figures = _figures(values, rank, size)
+    own = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": seconds}
     gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, {**own, "figures": figures, **process_facts()})
     if rank == 0:
         print(PROOF + json.dumps(gathered), flush=True)
     dist.destroy_process_group()
+
+
+def _figures(values: Any, rank: int, size: int) -> dict[str, float]:
+    """Bytes a second. What this host cannot measure is missing, and is then said to be unknown."""
+    import torch.distributed as dist
+
+    backend = "nccl" if values.is_cuda else "gloo"
+    found = {}
+    if (across := _across(values, rank, size)) is not None:
+        found[f"all-reduce with other hosts ({backend})"] = across
+    dist.barrier()  # what a host measures alone must not disturb the others' all-reduces
+    alone: dict[str, Callable[[], float | None]] = {
+        f"all-reduce within the host ({backend})": lambda: _within(values),
+        "copy from host to device": lambda: _to_device(values),
+    }
+    for what, measure in alone.items():
+        try:
+            figure = measure()
+        except RuntimeError:  # of NCCL, gloo or CUDA
+            continue
+        if figure is not None:
+            found[what] = figure
+    return found
+
+
+def _across(values: Any, rank: int, size: int) -> float | None:
+    """The best of all-reduces with one other rank at a time: a slow one is slow with all of them."""
+    import torch.distributed as dist
+
+    best: list[float] = []
+    for pairs in islice(rounds(range(size)), _PARTNERS):
+        dist.barrier()
+        for pair in pairs:
+            if rank in pair:
+                group = dist.new_group(sorted(pair), use_local_synchronization=True)
+                best.append(_rate(values, lambda: dist.all_reduce(values, group=group)))  # noqa: B023
+    return max(best, default=None)
+
+
+def _within(values: Any) -> float | None:
+    """An all-reduce of all GPUs of this process, or of two members in threads; None with one GPU."""
+    import torch
+    import torch.distributed as dist
+
+    if values.is_cuda:
+        count = torch.cuda.device_count()
+        copies = [torch.zeros(COUNT, device=f"cuda:{number}") for number in range(count)]
+        return _rate(values, lambda: torch.cuda.nccl.all_reduce(copies)) if count > 1 else None
+    store, limit = dist.HashStore(), timedelta(seconds=_JOIN_S)
+
+    def member(number: int) -> float:
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timeout=limit)
+        own = torch.zeros(COUNT)
+        return _rate(own, lambda: group.allreduce([own]).wait())
+
+    with ThreadPoolExecutor(2) as threads:
+        return max(threads.map(member, range(2)))
+
+
+def _to_device(values: Any) -> float | None:
+    """A copy of pinned memory to the GPU; None without a GPU."""
+    import torch
+
+    if not values.is_cuda:
+        return None
+    pinned = torch.zeros(COUNT, pin_memory=True)
+    return _rate(values, lambda: values.copy_(pinned, non_blocking=True))
+
+
+def _rate(values: Any, work: Callable[[], object]) -> float:
+    import torch
+
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        work()
+        if values.is_cuda:
+            for number in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(number)
+        times.append(time.perf_counter() - began)
+    return _BYTES / min(times)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.checks import compare
-from mpiddp.checks.examine import Wanted, examine
+from mpiddp.checks.examine import LINK, Examined, Wanted, examine
 from mpiddp.checks.hosts import Agents
 from mpiddp.checks.job import PROOF
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, Line, as_json, text
@@ -31,7 +31,7 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.sockets import port_in
-from mpiddp.launch import plan, preflight
+from mpiddp.launch import plan, preflight, remembered
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.starters.command import RankStarter
@@ -40,7 +40,10 @@ from mpiddp.text import all_of, counted
 from mpiddp.world import leave_enclosing_job
 
 _JOB_S = 90.0
+_NEEDED = ("preflight", "ssh", "versions", "network", "ports")  # by the job
 _PACKAGES = ("torch", "mpi4py")  # that the preflight compares
+
+Figures = dict[str, dict[str, float]]  # of each host, by its name
 
 
 class _Quick(NamedTuple):
@@ -141,18 +144,47 @@ def _full(
 ) -> list[Line]:
     with Agents(hosts.usable, hosts.transport) as agents:  # they log in meanwhile
         quick = _quick(launch, hosts, starter)
-        lines, facts = examine(agents, _wanted(options, launch, hosts, starter, quick.infos))
+        found = examine(agents, _wanted(options, launch, hosts, starter, quick.infos))
         lost = {h: each for h, each in agents.failures.items() if h not in quick.complaints}
     lines = [
         *quick.lines,
         *(Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()),
-        *lines,
+        *found.lines,
     ]
-    if any(line.check in ("preflight", "versions") and line.status == FAIL for line in lines):
-        why = "not run: the preflight or the versions of a host have failed"
-        return [*lines, Line("job", UNKNOWN, why), *_processes(facts, {})]
-    line, ranks = _run_job(job)
-    return [*lines, line, *_processes(facts, ranks)]
+    ranks: dict[str, dict[str, Any]] = {}
+    if failed := [line.check for line in lines if line.check in _NEEDED and line.status == FAIL]:
+        why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
+        line, figures = Line("job", UNKNOWN, why), _with_job(found, ranks)
+    else:
+        line, ranks = _run_job(job)
+        figures = _with_job(found, ranks)
+        if any(what not in found.figures[name] for name, what in compare.slow_hosts(figures)):
+            _, again = _run_job(job)  # another program may have disturbed one
+            figures = _best(figures, _with_job(found, again))
+    remembered.note_figures(launch.where, hosts, figures, compare.slow_hosts(figures))
+    named = {name: _without_link(each) for name, each in figures.items()}
+    speeds = compare.speeds(named) if found.facts else []
+    return [*lines, *speeds, line, *_processes(found.facts, ranks)]
+
+
+def _with_job(found: Examined, ranks: Mapping[str, Mapping[str, Any]]) -> Figures:
+    """The figures with those of the job."""
+    figures = {name: dict(each) for name, each in found.figures.items()}
+    for name, own in figures.items():
+        own |= ranks.get(found.facts[name]["hostname"], {}).get("figures", {})
+    return figures
+
+
+def _without_link(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures but that of the link, whose directions have lines of their own."""
+    return {what: value for what, value in figures.items() if what != LINK}
+
+
+def _best(figures: Figures, others: Figures) -> Figures:
+    return {
+        name: {what: max(value, others[name].get(what, 0.0)) for what, value in each.items()}
+        for name, each in figures.items()
+    }
 
 
 def _wanted(
@@ -190,7 +222,7 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, object]]]:
+def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, Any]]]:
     """The small job's line, and what its ranks say of their processes by the name of their host."""
     command = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "never", *job]
     mend = shlex.join(["mpiddp", "launch", *job])
@@ -213,7 +245,7 @@ def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, object]]]:
     return Line("job", OK, fact), ranks
 
 
-def _processes(facts: compare.Facts, ranks: dict[str, dict[str, object]]) -> list[Line]:
+def _processes(facts: compare.Facts, ranks: Mapping[str, dict[str, Any]]) -> list[Line]:
     """Limits as the ranks of the job have them; without a job, as a login over ssh has them."""
     named = {name: ranks.get(found["hostname"]) for name, found in facts.items()}
     if facts and all(named.values()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mpiddp.errors import DONE, FAILED, STOPPED
@@ -29,7 +29,7 @@ Doubts = Mapping[str, str]  # why the job would do better without a host, by its
 class Past:
     """What earlier jobs, or the earlier attempts of this job, have taught about its hosts.
 
-    flaky: those that have failed in several of the last jobs. They are named, and take part.
+    flaky: those that have failed in several of the last jobs, or were slow. They are named, and take part.
     avoided: those that the job does without where it can.
     proven: the hosts of the latest attempt, which have run the job; none before the first.
     enough: the number of hosts of the first attempt; None before it.
@@ -43,6 +43,20 @@ class Past:
     max_ranks: int | None = None
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt has ended. Hosts have the names that mpirun got.
+
+    host: the one that is at fault, "" for none; and the reason.
+    slow: the hosts that held the others up, and their part of the others' speed.
+    """
+
+    code: int
+    host: str = ""
+    reason: str = ""
+    slow: Mapping[str, float] = field(default_factory=dict)
+
+
 def of_earlier_jobs(where: Where, named: Hosts) -> Past:
     """What the history says of the hosts. With --avoid-flaky, the job does without the flaky ones."""
     files = _files(where, named)
@@ -54,9 +68,7 @@ def of_earlier_jobs(where: Where, named: Hosts) -> Past:
         log.info(f"{history.broken[0]}{more} is no line of a history, and is skipped.")
     records = {host: history.record(host.key) for host in named.usable}
     flaky = {
-        host.key: f"{host.name} {record.summary}"
-        for host, record in records.items()
-        if record.is_flaky
+        host.key: f"{host.name} {record.doubt}" for host, record in records.items() if record.doubt
     }
     return Past(avoided=flaky) if where.avoid_flaky else Past(flaky)
 
@@ -68,21 +80,46 @@ def note_silent(where: Where, named: Hosts, silent: Mapping[Host, str]) -> None:
         files.append(_event((), {host.key: reason for host, reason in silent.items()}))
 
 
-def note_attempt(
-    where: Where, named: Hosts, placed: Hosts, code: int, fault: tuple[str, str]
-) -> None:
+def note_attempt(where: Where, named: Hosts, placed: Hosts, ended: Ended) -> None:
     """Write down how an attempt has ended, unless its user or its input ended it.
 
     Args:
         placed: the hosts of its ranks, under the names that mpirun got.
-        fault: the one of these that is at fault, and why; "" for none.
     """
-    files = _files(where, named) if code in (DONE, FAILED, STOPPED) else None
+    files = _files(where, named) if ended.code in (DONE, FAILED, STOPPED) else None
     if files is None:
         return
-    host, reason = fault
+    from mpiddp.hosts.history import STEPS
+
     used = tuple(key_of(each.name, named) for each in placed.hosts)
-    files.append(_event(used, {key_of(host, named): reason} if host else {}))
+    failed = {key_of(ended.host, named): ended.reason} if ended.host else {}
+    slow = {key_of(name, named): {STEPS: part} for name, part in ended.slow.items()}
+    files.append(replace(_event(used, failed), slow=slow))
+
+
+def note_figures(
+    where: Where,
+    named: Hosts,
+    figures: Mapping[str, Mapping[str, float]],
+    slow: Mapping[tuple[str, str], float],
+) -> None:
+    """Write down what was measured of the hosts.
+
+    Args:
+        figures: by a host's name and what they are of.
+        slow: the part of the others' speed, by host and what it is slow at.
+    """
+    files = _files(where, named) if figures else None
+    if files is None:
+        return
+    from mpiddp.hosts.history import Event
+
+    keys = {name: key_of(name, named) for name in figures}
+    found: dict[str, dict[str, float]] = {}
+    for (name, what), part in slow.items():
+        found.setdefault(keys[name], {})[what] = part
+    measured = {keys[name]: each for name, each in figures.items()}
+    files.append(Event(time.time(), slow=found, figures=measured))
 
 
 def key_of(name: str, named: Hosts) -> str:
