@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import cluster
-from tests.support.cluster import Cluster, faults, needs
+from tests.support.cluster import Cluster, faults, needs, ssh
 from tests.support.cluster.host import ROOT_PATH, Host
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
@@ -236,13 +236,12 @@ def shimmed(
 def limited(host: Host, kind: str, value: int) -> Iterator[None]:
     """A limit of sshd, and so of all that it starts."""
     sshd = host.path("/run/sshd.pid").read_text().strip()
-    show = ["prlimit", f"--pid={sshd}", f"--{kind}", "--noheadings", "--raw", "--output=SOFT,HARD"]
-    before = ":".join(host.run(show, check=True).stdout.split())
     shell(host, f"prlimit --pid={sshd} --{kind}={value}:{value}")
     try:
         yield
-    finally:
-        shell(host, f"prlimit --pid={sshd} --{kind}={before}")
+    finally:  # only a new process may have more
+        ssh.stop_sshd(host)
+        ssh.start_sshd([host])
 
 
 @contextmanager
