@@ -6,6 +6,7 @@ facts, stacks, clocks -> addresses -> all pairs of TCP, each direction -> rates 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from mpiddp.hosts.interfaces import Interface
 
 LINK = "link"  # the figure of all directions of a host
 _FACTS_S, _STACK_S, _NETWORK_S, _SPEED_S = 40.0, 70.0, 20.0, 30.0
-_AGAIN = 2  # measurements of a host that was slow
+_AGAIN, _PAUSE_S = 6, 0.5  # measurements of a host that was slow, and the time between them
 _MOST_AGAIN = 16  # directions that were slow
 _PARTS, _END = 4, 20  # of a range of ports that are tried: the beginning of each, and the last few
 
@@ -236,7 +237,9 @@ def _speeds(agents: Agents, folders: Mapping[Host, str | None]) -> compare.Speed
     """The best of all measurements counts: another program may have disturbed one."""
     best: dict[str, dict[str, float]] = {}
     asked: list[list[Host]] = [list(folders)]
-    for _ in range(1 + _AGAIN):
+    for number in range(1 + _AGAIN):
+        if number and asked:
+            time.sleep(_PAUSE_S)
         for together in asked:
             question = {host: folders[host] for host in together}
             answers = agents.ask_each("speed", question, limit_s=_SPEED_S)
