@@ -1,6 +1,6 @@
 """The full part of `mpiddp doctor`: an agent on each host, asked for facts, pairs and speed.
 
-facts, stacks, clocks -> addresses -> all pairs of TCP, each direction -> rates in rounds -> speeds
+facts, light packages, clocks -> addresses -> all pairs of TCP, each direction -> rates in rounds -> speeds
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpiddp.checks import compare, links
+from mpiddp.checks import compare, links, stack
 from mpiddp.checks.hosts import Agents
 from mpiddp.checks.report import UNKNOWN, Line
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.sources import program_with
 
 LINK = "link"  # the figure of all directions of a host
 _FACTS_S, _STACK_S, _NETWORK_S, _SPEED_S = 40.0, 70.0, 20.0, 30.0
@@ -70,10 +71,7 @@ def examine(agents: Agents, wanted: Wanted) -> Examined:
     if facts:
         lines += compare.shells({host.name: text for host, text in agents.greetings.items()})
         lines += compare.names(facts)
-        question = {"python": wanted.python, "env": wanted.env}
-        stacks = agents.ask("stack", question, limit_s=_STACK_S)
-        named = {host.name: stack for host, stack in stacks.items()}
-        lines += compare.stacks(named, wanted.known) if named else []
+        lines += ask_stacks(agents, wanted, stack.LIGHT)
         lines += compare.gpus(facts)
         lines += compare.files(facts) if wanted.files else []
         # A host whose folder cannot be used has left no mark, and must see no other's.
@@ -94,6 +92,18 @@ def examine(agents: Agents, wanted: Wanted) -> Examined:
             figures[name] = {**figures.get(name, {}), **speeds}
     lines += [Line(question, UNKNOWN, sentence) for question, sentence in agents.refusals]
     return Examined(lines, facts, figures)
+
+
+def ask_stacks(agents: Agents, wanted: Wanted, packages: tuple[str, ...]) -> list[Line]:
+    """Whether the interpreter of the ranks loads the same of these packages on all hosts."""
+    print_it = (
+        f"import json; print(json.dumps(sys.modules[{stack.__name__!r}].stack({packages!r})))"
+    )
+    program = program_with((stack,), print_it)
+    question = {"python": wanted.python, "env": wanted.env, "program": program}
+    found = agents.ask("stack", question, limit_s=_STACK_S)
+    named = {host.name: each for host, each in found.items()}
+    return compare.stacks(named, wanted.known) if named else []
 
 
 def _pairs(agents: Agents, facts: compare.Facts, wanted: Wanted) -> _Found:

@@ -18,11 +18,13 @@ from typing import Any
 
 from mpiddp.checks.agent import process_facts
 from mpiddp.checks.links import rounds
+from mpiddp.checks.stack import HEAVY, stack
 
 PROOF = "mpiddp-doctor "
 COUNT = 4 << 20  # floats: 16 MB
-_BYTES = 4 * COUNT
-_REPEATS = 5  # of a measurement, of which the best counts
+# A measurement on a CPU is short and often repeated: the best is undisturbed by what else runs.
+_COUNTS = {"gloo": 1 << 18, "nccl": COUNT}
+_REPEATS = {"gloo": 60, "nccl": 5}
 _PARTNERS = 3  # a host whose partner is slow has others
 _JOIN_S = 20.0
 
@@ -44,8 +46,13 @@ def main() -> None:
     dist.all_reduce(values)
     wrong = int((values != size * (size + 1) / 2).sum())
     seconds = time.perf_counter() - began
-    figures = _figures(values, rank, size)
-    own = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": seconds}
+    figures = _figures(values.is_cuda, rank, size)
+    own = {
+        "hostname": socket.gethostname(),
+        "wrong": wrong,
+        "seconds": seconds,
+        "stack": stack(HEAVY),
+    }
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, {**own, "figures": figures, **process_facts()})
     if rank == 0:
@@ -53,22 +60,24 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _figures(values: Any, rank: int, size: int) -> dict[str, float]:
+def _figures(is_cuda: bool, rank: int, size: int) -> dict[str, float]:
     """Bytes a second. What this host cannot measure is missing, and is then said to be unknown."""
+    import torch
     import torch.distributed as dist
 
-    backend = "nccl" if values.is_cuda else "gloo"
+    backend = "nccl" if is_cuda else "gloo"
+    values = torch.zeros(_COUNTS[backend], device="cuda" if is_cuda else "cpu")
     found = {}
     if (across := _across(values, rank, size)) is not None:
         found[f"all-reduce with other hosts ({backend})"] = across
     dist.barrier()  # what a host measures alone must not disturb the others' all-reduces
-    alone: dict[str, Callable[[], float | None]] = {
-        f"all-reduce within the host ({backend})": lambda: _within(values),
-        "copy from host to device": lambda: _to_device(values),
+    alone: dict[str, Callable[[Any], float | None]] = {
+        f"all-reduce within the host ({backend})": _within,
+        "copy from host to device": _to_device,
     }
     for what, measure in alone.items():
         try:
-            figure = measure()
+            figure = measure(values)
         except RuntimeError:  # of NCCL, gloo or CUDA
             continue
         if figure is not None:
@@ -97,13 +106,13 @@ def _within(values: Any) -> float | None:
 
     if values.is_cuda:
         count = torch.cuda.device_count()
-        copies = [torch.zeros(COUNT, device=f"cuda:{number}") for number in range(count)]
+        copies = [torch.zeros_like(values, device=f"cuda:{number}") for number in range(count)]
         return _rate(values, lambda: torch.cuda.nccl.all_reduce(copies)) if count > 1 else None
     store, limit = dist.HashStore(), timedelta(seconds=_JOIN_S)
 
     def member(number: int) -> float:
         group: Any = dist.ProcessGroupGloo(store, number, 2, timeout=limit)
-        own = torch.zeros(COUNT)
+        own = torch.zeros_like(values)
         return _rate(own, lambda: group.allreduce([own]).wait())
 
     with ThreadPoolExecutor(2) as threads:
@@ -116,22 +125,23 @@ def _to_device(values: Any) -> float | None:
 
     if not values.is_cuda:
         return None
-    pinned = torch.zeros(COUNT, pin_memory=True)
+    pinned = torch.zeros(values.shape, pin_memory=True)
     return _rate(values, lambda: values.copy_(pinned, non_blocking=True))
 
 
 def _rate(values: Any, work: Callable[[], object]) -> float:
+    """The bytes of `values` a second, in the best repetition. All members repeat it equally often."""
     import torch
 
     times: list[float] = []
-    for _ in range(_REPEATS):
+    for _ in range(_REPEATS["nccl" if values.is_cuda else "gloo"]):
         began = time.perf_counter()
         work()
         if values.is_cuda:
             for number in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(number)
         times.append(time.perf_counter() - began)
-    return _BYTES / min(times)
+    return float(values.nbytes / min(times))
 
 
 if __name__ == "__main__":

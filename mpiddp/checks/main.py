@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.checks import compare
-from mpiddp.checks.examine import LINK, Examined, Wanted, examine
+from mpiddp.checks import compare, stack
+from mpiddp.checks.examine import LINK, Examined, Wanted, ask_stacks, examine
 from mpiddp.checks.hosts import Agents
 from mpiddp.checks.job import PROOF
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, Line, as_json, text
@@ -44,6 +44,13 @@ _NEEDED = ("preflight", "ssh", "versions", "network", "ports")  # by the job
 _PACKAGES = ("torch", "mpi4py")  # that the preflight compares
 
 Figures = dict[str, dict[str, float]]  # of each host, by its name
+
+
+class _Job(NamedTuple):
+    """The small job's line, and what its ranks say of their processes by their own name of their host."""
+
+    line: Line
+    ranks: Mapping[str, dict[str, Any]]
 
 
 class _Quick(NamedTuple):
@@ -144,27 +151,38 @@ def _full(
 ) -> list[Line]:
     with Agents(hosts.usable, hosts.transport) as agents:  # they log in meanwhile
         quick = _quick(launch, hosts, starter)
-        found = examine(agents, _wanted(options, launch, hosts, starter, quick.infos))
+        wanted = _wanted(options, launch, hosts, starter, quick.infos)
+        found = examine(agents, wanted)
         lost = {h: each for h, each in agents.failures.items() if h not in quick.complaints}
-    lines = [
-        *quick.lines,
-        *(Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()),
-        *found.lines,
-    ]
-    ranks: dict[str, dict[str, Any]] = {}
-    if failed := [line.check for line in lines if line.check in _NEEDED and line.status == FAIL]:
-        why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
-        line, figures = Line("job", UNKNOWN, why), _with_job(found, ranks)
-    else:
-        line, ranks = _run_job(job)
-        figures = _with_job(found, ranks)
-        if any(what not in found.figures[name] for name, what in compare.slow_hosts(figures)):
-            _, again = _run_job(job)  # another program may have disturbed one
-            figures = _best(figures, _with_job(found, again))
+        lines = [
+            *quick.lines,
+            *(Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()),
+            *found.lines,
+        ]
+        done = _run_with(lines, job)
+        # The ranks have loaded torch already, which takes seconds.
+        stacks = {n: done.ranks.get(each["hostname"]) for n, each in found.facts.items()}
+        if found.facts and all(stacks.values()):
+            loaded = {name: rank["stack"] for name, rank in stacks.items() if rank}
+            lines += compare.stacks(loaded, wanted.known)
+        else:
+            lines += ask_stacks(agents, wanted, stack.HEAVY)
+    figures = _with_job(found, done.ranks)
+    if any(what not in found.figures[name] for name, what in compare.slow_hosts(figures)):
+        again = _run_job(job)  # another program may have disturbed one
+        figures = _best(figures, _with_job(found, again.ranks))
     remembered.note_figures(launch.where, hosts, figures, compare.slow_hosts(figures))
     named = {name: _without_link(each) for name, each in figures.items()}
     speeds = compare.speeds(named) if found.facts else []
-    return [*lines, *speeds, line, *_processes(found.facts, ranks)]
+    return [*lines, *speeds, done.line, *_processes(found.facts, done.ranks)]
+
+
+def _run_with(lines: Sequence[Line], job: Sequence[str]) -> _Job:
+    """Run the job, if what it needs has not failed."""
+    if failed := [line.check for line in lines if line.check in _NEEDED and line.status == FAIL]:
+        why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
+        return _Job(Line("job", UNKNOWN, why), {})
+    return _run_job(job)
 
 
 def _with_job(found: Examined, ranks: Mapping[str, Mapping[str, Any]]) -> Figures:
@@ -222,8 +240,7 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, Any]]]:
-    """The small job's line, and what its ranks say of their processes by the name of their host."""
+def _run_job(job: Sequence[str]) -> _Job:
     command = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "never", *job]
     mend = shlex.join(["mpiddp", "launch", *job])
     try:
@@ -231,18 +248,19 @@ def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, Any]]]:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_JOB_S
         )
     except subprocess.TimeoutExpired:
-        return Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {}
+        return _Job(Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {})
     proof = [line for line in done.stdout.splitlines() if line.startswith(PROOF)]
     if done.returncode != DONE or not proof:
         said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
         last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
-        return Line("job", FAIL, f"exit code {done.returncode}: {last}", mend), {}
+        return _Job(Line("job", FAIL, f"exit code {done.returncode}: {last}", mend), {})
     ranks = {rank["hostname"]: rank for rank in json.loads(proof[-1].removeprefix(PROOF))}
     if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
-        return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", mend), ranks
+        fact = f"an all-reduce has a wrong sum on {all_of(wrong)}"
+        return _Job(Line("job", FAIL, fact, mend), ranks)
     slowest = max(rank["seconds"] for rank in ranks.values())
     fact = f"an all-reduce of 16 MB is right on {counted(len(ranks), 'host')}, {slowest:.2f} s"
-    return Line("job", OK, fact), ranks
+    return _Job(Line("job", OK, fact), ranks)
 
 
 def _processes(facts: compare.Facts, ranks: Mapping[str, dict[str, Any]]) -> list[Line]:

@@ -391,7 +391,7 @@ LIST = (
         "torch does not load",
         "versions fail torch does not load on node1: no libcudart",
         on("node1", other_python, torch="raise ImportError('no libcudart')"),
-        also=("versions fail torch (differs|is)",),
+        also=("versions fail torch (differs|is)", "job fail exit code 1: "),
     ),
     Fault(
         "mpi4py does not load",
