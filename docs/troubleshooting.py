@@ -1,17 +1,20 @@
 """The page of known failures, from the table that `mpiddp explain` uses.
 
-python -m docs.troubleshooting     # writes docs/troubleshooting.md
+python -m docs.troubleshooting     # writes docs/troubleshooting.md and docs/evidence/explanations.md
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mpiddp.doctor.explanations import explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Failure
 
 PAGE = Path(__file__).with_suffix(".md")
-_TEXTS = Path(__file__).parent.parent / "tests" / "data" / "failures"
+EVIDENCE = Path(__file__).parent / "evidence" / "explanations.md"
+_TESTS = Path(__file__).parent.parent / "tests"
+_TEXTS = _TESTS / "data" / "failures"
 
 # The messages of torch, NCCL, MPI and ssh that people search for most: those that fill public issue trackers.
 MOST_SEARCHED = (
@@ -67,6 +70,22 @@ What is only likely is called *usual* here. Replace NODE, NAME and PATH by yours
 """
 
 
+_EVIDENCE = """\
+# The texts behind the explanations
+
+<!-- Written by `python -m docs.troubleshooting`. -->
+
+`mpiddp explain` knows {rows} failures. Each has what the real program prints in `tests/data/failures`,
+{texts} texts in all, and `tests/integration/test_explanations.py` feeds each of them to its row:
+
+    python -m pytest tests/integration/test_explanations.py
+
+- *provoked here*: {provoked} texts, by a function of that name in `tests/support/provoke_failures.sh`.
+- *issue*: as people have posted it in a public issue, for failures that need a GPU or another network.
+- *source*: by the program's own source, which prints it.
+"""
+
+
 def text() -> str:
     """The page."""
     parts = [_HEAD, "## Most searched\n", "| message | entry |\n|---|---|"]
@@ -84,6 +103,33 @@ def text() -> str:
     return "\n".join(parts) + "\n"
 
 
+def evidence() -> str:
+    """The page that says how each text was obtained, by which a test holds the row that explains it."""
+    made, found = provoked(), sources()
+    rows = []
+    for path in sorted(_TEXTS.glob("*.txt")):
+        kind, where = ("provoked here", "") if path.stem in made else found[path.stem]
+        row = path.stem.partition(".")[0]
+        rows.append(f"| [{row}](../troubleshooting.md#{row}) | `{path.name}` | {kind} | {where} |")
+    count, real = len(rows), sum(path.stem in made for path in _TEXTS.glob("*.txt"))
+    head = _EVIDENCE.format(rows=len(FAILURES), texts=count, provoked=real)
+    return (
+        "\n".join([head, "| entry | text | obtained | from |", "|---|---|---|---|", *rows]) + "\n"
+    )
+
+
+def provoked() -> set[str]:
+    """The texts that a function of tests/support/provoke_failures.sh provokes."""
+    script = (_TESTS / "support" / "provoke_failures.sh").read_text()
+    return set(re.findall(r"^([a-z0-9]+-[a-z0-9.-]+)\(\) \{", script, re.MULTILINE))
+
+
+def sources() -> dict[str, tuple[str, str]]:
+    """The kind of the source of each other text, and where it is."""
+    rows = [line.split("\t") for line in (_TEXTS / "sources.tsv").read_text().splitlines()[1:]]
+    return {name: (kind, where) for name, kind, where in rows}
+
+
 def _looks_like(failure: Failure) -> str:
     """The line of the real program's text that the row finds."""
     names = sorted(_TEXTS.glob(f"{failure.id}.*"), key=lambda path: len(path.name))
@@ -93,4 +139,5 @@ def _looks_like(failure: Failure) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(text())
-    print(PAGE)
+    EVIDENCE.write_text(evidence())
+    print(PAGE, EVIDENCE)

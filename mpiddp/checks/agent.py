@@ -35,52 +35,8 @@ GPU_FIELDS = (
 _SIOCGIFMTU = 0x8921  # linux/sockios.h
 _MARK = ".mpiddp-doctor-"
 _MOST_ENTRIES = 10_000  # of a data folder
-_ROUND_S = 0.03
-
-# Run by the interpreter of the ranks, which may lack what it imports. The last line is the answer.
-_STACK = """
-import hashlib, importlib.util, json, os, platform
-found = {"python": platform.python_version()}
-def loaded(part):
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(None, 5)[5].strip() for line in maps if line.count("/")}
-    return ", ".join(sorted(path for path in paths if part in os.path.basename(path)))
-def attempt(name, read):
-    try:
-        found.update(read())
-    except ModuleNotFoundError as error:
-        is_itself = error.name == name
-        found[name] = "missing" if is_itself else "broken: %s" % error
-    except BaseException as error:
-        found[name] = "broken: %s" % (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-def mpi():
-    import mpi4py
-    mpi4py.rc.initialize = False
-    from mpi4py import MPI
-    version = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\\0 ")
-    return {"mpi4py": mpi4py.__version__, "mpi4py's MPI": version, "libmpi": loaded("libmpi.so")}
-def torch():
-    import torch
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
-    return {"torch": torch.__version__, "CUDA of torch": torch.version.cuda or "none",
-            "NCCL": ".".join(map(str, nccl)) or "not loaded", "libnccl": loaded("libnccl")}
-def package():
-    spec = importlib.util.find_spec("mpiddp")
-    if spec is None:
-        return {"mpiddp": "missing"}
-    digest, (folder,) = hashlib.sha256(), spec.submodule_search_locations
-    for at, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith((".py", ".ini")):
-                with open(os.path.join(at, name), "rb") as file:
-                    digest.update(name.encode() + b"\\0" + file.read())
-    return {"mpiddp": digest.hexdigest()[:12]}
-attempt("mpi4py", mpi)
-attempt("torch", torch)
-attempt("mpiddp", package)
-print(json.dumps(found))
-"""
+_ROUND_S = 0.002  # short: the best of many is undisturbed by what else runs
+_WRITTEN = 8 << 20  # bytes
 
 
 def main() -> None:
@@ -124,6 +80,7 @@ def facts(wanted: dict[str, Any], marks: list[str]) -> dict[str, Any]:
         "interfaces": [{**asdict(each), "mtu": _mtu(each.name)} for each in interfaces()],
         "names": resolved,
         "kernel": os.uname().release,
+        "ports": _port_range(),
         **process_facts(),
         "folders": folders,
         "files": {path: _hash(path) for path in wanted["files"]},
@@ -155,9 +112,9 @@ def process_facts() -> dict[str, Any]:
 
 
 def stack(wanted: dict[str, Any]) -> dict[str, str]:
-    """The versions that the interpreter of the ranks loads, and from where."""
+    """What the interpreter of the ranks loads, by the program that tells it, see `mpiddp.checks.stack`."""
     done = subprocess.run(
-        [wanted["python"], "-c", _STACK],
+        [wanted["python"], "-c", wanted["program"]],
         cwd="/",
         env={**os.environ, **wanted["env"]},
         stdin=subprocess.DEVNULL,
@@ -206,6 +163,16 @@ def _resolve(name: str) -> list[str]:
     except (OSError, UnicodeError):
         return []
     return sorted({str(each[4][0]) for each in found})
+
+
+def _port_range() -> list[int]:
+    """The first and the last port that the kernel gives to whoever asks for any."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            first, last = map(int, file.read().split())
+    except (OSError, ValueError):
+        return []
+    return [first, last]
 
 
 def _mtu(interface: str) -> int:
@@ -266,32 +233,37 @@ def _output(command: list[str]) -> str:
 
 
 def speed(folder: str | None) -> dict[str, float]:
-    """The host's speed in units a second: the best of a few short rounds.
+    """The host's speed, in products or bytes a second: the best of a few short rounds.
 
     Of the processor it is its own time: that is the speed of the machine, whoever else uses it.
     """
     size = 40
     rows = [[float(i * j % 7) for j in range(size)] for i in range(size)]
     columns = list(zip(*rows))
-    memory = bytearray(32 << 20)
+    memory = bytearray(b"\1") * (16 << 20)  # untouched pages of zeros would be one page
+    target = memoryview(bytearray(len(memory)))
 
     def product() -> None:
         [[sum(map(float.__mul__, row, column)) for column in columns] for row in rows]
 
+    def copy() -> None:
+        target[:] = memory
+
     found = {
-        "matrix product": _best(product, 5, time.thread_time),
-        "memory copy": _best(lambda: bytes(memory), 5, time.thread_time),
+        "matrix product": _best(product, 60, time.thread_time),
+        "memory copy": len(memory) * _best(copy, 30, time.thread_time),
     }
     if folder is not None:
-        path = os.path.join(folder, f"{_MARK}disk-{os.getpid()}")
+        # In a shared folder another host may have a process of the same number.
+        path = os.path.join(folder, f"{_MARK}disk-{socket.gethostname()}-{os.getpid()}")
 
         def write() -> None:
             with open(path, "wb") as file:
-                file.write(memory[: 8 << 20])
+                file.write(memory[:_WRITTEN])
                 os.fsync(file.fileno())
 
         try:
-            found["disk"] = _best(write, 3, time.perf_counter)
+            found["disk"] = _WRITTEN * _best(write, 5, time.perf_counter)
         finally:
             if os.path.exists(path):
                 os.unlink(path)

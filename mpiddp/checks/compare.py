@@ -15,13 +15,18 @@ from mpiddp.launch.preflight import by_value
 from mpiddp.text import all_of, counted, listed, shown, size_text
 
 Facts = Mapping[str, Mapping[str, Any]]
+Speeds = Mapping[
+    str, Mapping[str, float]
+]  # of each host's name: what was measured, the more the better
 
 LEAST_FILES = 1024  # open files of a rank: it has sockets to all others, and its loader's pipes
 LEAST_SHM = 512e6  # Docker's 64 MB do not hold the batches of a few workers
 LEAST_FREE, LITTLE_FREE = 100e6, 2e9  # bytes of a folder of runs: no checkpoint, few checkpoints
 MOST_SKEW_S = 2.0
 TOLERANCE = 0.10  # of the median, and one deviation of the others
-DISK_TOLERANCE = 0.50  # two writes to the same disk differ by more than 10 %
+NOISY_TOLERANCE = 0.50  # two writes to the same disk differ by more than 10 %
+_NOISY = ("disk", "link", "(gloo)")  # gloo shares the cores with whatever else runs
+LEAST_COMPARED = 3  # hosts: of two, either may be the odd one
 _PUSH = "copy it again: mpiddp hosts push"
 
 
@@ -211,12 +216,11 @@ def clocks(skews: Mapping[str, float]) -> list[Line]:
     return lines("clock", found, f"all within {MOST_SKEW_S:g} s")
 
 
-def slow_hosts(speeds: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, str], float]:
+def slow_hosts(speeds: Speeds) -> dict[tuple[str, str], float]:
     """(host, what) to its part of the median, where that is low beyond 10 % and one deviation."""
     found = {}
-    for what in dict.fromkeys(what for each in speeds.values() for what in each):
-        least = 1 - (DISK_TOLERANCE if what == "disk" else TOLERANCE)
-        values = {name: each[what] for name, each in speeds.items() if what in each}
+    for what, values in _by_figure(speeds).items():
+        least = 1 - (NOISY_TOLERANCE if what.endswith(_NOISY) else TOLERANCE)
         for name, value in values.items():
             others = [value for other, value in values.items() if other != name]
             usual = median(others) if len(others) > 1 else 0.0
@@ -225,10 +229,25 @@ def slow_hosts(speeds: Mapping[str, Mapping[str, float]]) -> dict[tuple[str, str
     return found
 
 
-def speeds(slow: Mapping[tuple[str, str], float]) -> list[Line]:
-    """The lines for what `slow_hosts` has found."""
-    found = [
+def speeds(found: Speeds) -> list[Line]:
+    """Which hosts are slow at what was measured."""
+    measured = _by_figure(found)
+    rows: list[Found] = [
         (WARN, f"{name} is slow: {what} at {100 * part:.0f} % of the others'", f"ssh {name} top")
-        for (name, what), part in slow.items()
+        for (name, what), part in slow_hosts(found).items()
     ]
-    return lines("speed", found, "no host is slow at matrix product, memory copy or disk")
+    if len(found) < LEAST_COMPARED:
+        fact = f"{counted(len(found), 'host')} cannot tell which one is slow: {LEAST_COMPARED} can"
+        rows.append((UNKNOWN, fact, ""))
+    for what, values in measured.items():
+        if missing := [name for name in found if name not in values]:
+            rows.append((UNKNOWN, f"{what} was not measured on {all_of(missing)}", ""))
+    return lines("speed", rows, f"no host is slow at {listed(list(measured))}")
+
+
+def _by_figure(speeds: Speeds) -> dict[str, dict[str, float]]:
+    """What was measured, to the figure of each host by its name."""
+    return {
+        what: {name: each[what] for name, each in speeds.items() if what in each}
+        for what in dict.fromkeys(what for each in speeds.values() for what in each)
+    }

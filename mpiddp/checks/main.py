@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.checks import compare
-from mpiddp.checks.examine import Wanted, examine
+from mpiddp.checks import compare, stack
+from mpiddp.checks.examine import LINK, Examined, Wanted, ask_stacks, examine
 from mpiddp.checks.hosts import Agents
 from mpiddp.checks.job import PROOF
 from mpiddp.checks.report import FAIL, OK, UNKNOWN, Line, as_json, text
@@ -31,7 +31,7 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.sockets import port_in
-from mpiddp.launch import plan, preflight
+from mpiddp.launch import plan, preflight, remembered
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.starters.command import RankStarter
@@ -40,7 +40,17 @@ from mpiddp.text import all_of, counted
 from mpiddp.world import leave_enclosing_job
 
 _JOB_S = 90.0
+_NEEDED = ("preflight", "ssh", "versions", "network", "ports")  # by the job
 _PACKAGES = ("torch", "mpi4py")  # that the preflight compares
+
+Figures = dict[str, dict[str, float]]  # of each host, by its name
+
+
+class _Job(NamedTuple):
+    """The small job's line, and what its ranks say of their processes by their own name of their host."""
+
+    line: Line
+    ranks: Mapping[str, dict[str, Any]]
 
 
 class _Quick(NamedTuple):
@@ -141,18 +151,58 @@ def _full(
 ) -> list[Line]:
     with Agents(hosts.usable, hosts.transport) as agents:  # they log in meanwhile
         quick = _quick(launch, hosts, starter)
-        lines, facts = examine(agents, _wanted(options, launch, hosts, starter, quick.infos))
+        wanted = _wanted(options, launch, hosts, starter, quick.infos)
+        found = examine(agents, wanted)
         lost = {h: each for h, each in agents.failures.items() if h not in quick.complaints}
-    lines = [
-        *quick.lines,
-        *(Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()),
-        *lines,
-    ]
-    if any(line.check in ("preflight", "versions") and line.status == FAIL for line in lines):
-        why = "not run: the preflight or the versions of a host have failed"
-        return [*lines, Line("job", UNKNOWN, why), *_processes(facts, {})]
-    line, ranks = _run_job(job)
-    return [*lines, line, *_processes(facts, ranks)]
+        lines = [
+            *quick.lines,
+            *(Line("ssh", FAIL, *_split(sentence)) for sentence in lost.values()),
+            *found.lines,
+        ]
+        done = _run_with(lines, job)
+        # The ranks have loaded torch already, which takes seconds.
+        stacks = {n: done.ranks.get(each["hostname"]) for n, each in found.facts.items()}
+        if found.facts and all(stacks.values()):
+            loaded = {name: rank["stack"] for name, rank in stacks.items() if rank}
+            lines += compare.stacks(loaded, wanted.known)
+        else:
+            lines += ask_stacks(agents, wanted, stack.HEAVY)
+    figures = _with_job(found, done.ranks)
+    if any(what not in found.figures[name] for name, what in compare.slow_hosts(figures)):
+        again = _run_job(job)  # another program may have disturbed one
+        figures = _best(figures, _with_job(found, again.ranks))
+    remembered.note_figures(launch.where, hosts, figures, compare.slow_hosts(figures))
+    named = {name: _without_link(each) for name, each in figures.items()}
+    speeds = compare.speeds(named) if found.facts else []
+    return [*lines, *speeds, done.line, *_processes(found.facts, done.ranks)]
+
+
+def _run_with(lines: Sequence[Line], job: Sequence[str]) -> _Job:
+    """Run the job, if what it needs has not failed."""
+    if failed := [line.check for line in lines if line.check in _NEEDED and line.status == FAIL]:
+        why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
+        return _Job(Line("job", UNKNOWN, why), {})
+    return _run_job(job)
+
+
+def _with_job(found: Examined, ranks: Mapping[str, Mapping[str, Any]]) -> Figures:
+    """The figures with those of the job."""
+    figures = {name: dict(each) for name, each in found.figures.items()}
+    for name, own in figures.items():
+        own |= ranks.get(found.facts[name]["hostname"], {}).get("figures", {})
+    return figures
+
+
+def _without_link(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures but that of the link, whose directions have lines of their own."""
+    return {what: value for what, value in figures.items() if what != LINK}
+
+
+def _best(figures: Figures, others: Figures) -> Figures:
+    return {
+        name: {what: max(value, others[name].get(what, 0.0)) for what, value in each.items()}
+        for name, each in figures.items()
+    }
 
 
 def _wanted(
@@ -190,8 +240,7 @@ def _files(folder: Path, script: str | None) -> tuple[str, ...]:
     return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
-def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, object]]]:
-    """The small job's line, and what its ranks say of their processes by the name of their host."""
+def _run_job(job: Sequence[str]) -> _Job:
     command = [sys.executable, "-m", "mpiddp", "launch", "--prefix", "never", *job]
     mend = shlex.join(["mpiddp", "launch", *job])
     try:
@@ -199,21 +248,22 @@ def _run_job(job: Sequence[str]) -> tuple[Line, dict[str, dict[str, object]]]:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_JOB_S
         )
     except subprocess.TimeoutExpired:
-        return Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {}
+        return _Job(Line("job", FAIL, f"no end in {_JOB_S:g} s", mend), {})
     proof = [line for line in done.stdout.splitlines() if line.startswith(PROOF)]
     if done.returncode != DONE or not proof:
         said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
         last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
-        return Line("job", FAIL, f"exit code {done.returncode}: {last}", mend), {}
+        return _Job(Line("job", FAIL, f"exit code {done.returncode}: {last}", mend), {})
     ranks = {rank["hostname"]: rank for rank in json.loads(proof[-1].removeprefix(PROOF))}
     if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
-        return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", mend), ranks
+        fact = f"an all-reduce has a wrong sum on {all_of(wrong)}"
+        return _Job(Line("job", FAIL, fact, mend), ranks)
     slowest = max(rank["seconds"] for rank in ranks.values())
     fact = f"an all-reduce of 16 MB is right on {counted(len(ranks), 'host')}, {slowest:.2f} s"
-    return Line("job", OK, fact), ranks
+    return _Job(Line("job", OK, fact), ranks)
 
 
-def _processes(facts: compare.Facts, ranks: dict[str, dict[str, object]]) -> list[Line]:
+def _processes(facts: compare.Facts, ranks: Mapping[str, dict[str, Any]]) -> list[Line]:
     """Limits as the ranks of the job have them; without a job, as a login over ssh has them."""
     named = {name: ranks.get(found["hostname"]) for name, found in facts.items()}
     if facts and all(named.values()):

@@ -15,13 +15,17 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 CONNECT_S = 3.0
 LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
 _MOST = 64 << 20
 _LONG_ENOUGH_S = 0.1
+_ROUND_TRIPS = 20
+_SEARCHED = 20  # ports, for one that is free
 _SIZE = struct.Struct(">Q")
 
 
@@ -31,13 +35,37 @@ class Listener:
     def __init__(self) -> None:
         self._secret = b""
 
-    def listen(self, address: str, secret: str, port: int = 0) -> int:
-        """Listen on one address. Returns the port. Raises OSError."""
+    def listen(
+        self, address: str, secret: str, port: int = 0, near: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Listen on one address: on any port, on `port` unless it is 0, on a free one from each of `near` on.
+
+        Returns the "port" that is any, the other "ports", and why `port` is "busy", "" if it is not. Raises
+        OSError.
+        """
         self._secret = bytes.fromhex(secret)
+        found: dict[str, Any] = {"port": self._listen(address, 0), "ports": [], "busy": ""}
+        if port:
+            try:
+                found["ports"].append(self._listen(address, port))
+            except OSError as error:
+                found["busy"] = error.strerror
+        for first in near:
+            for each in range(first, min(first + _SEARCHED, 1 << 16)):
+                with suppress(OSError):  # another program has it
+                    found["ports"].append(self._listen(address, each))
+                    break
+        return found
+
+    def _listen(self, address: str, port: int) -> int:
         listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(512)
+        try:
+            listener.bind((address, port))
+            listener.listen(512)
+        except OSError:
+            listener.close()
+            raise
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         return int(listener.getsockname()[1])
 
@@ -64,19 +92,31 @@ class Listener:
 
 
 def reach(wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Connect to all other hosts at once. For each name the latency, and this end's address, or the error."""
-    peers = wanted["peers"]
-    with ThreadPoolExecutor(max(1, min(64, len(peers)))) as threads:
-        answers = threads.map(lambda peer: _reach(peer, wanted["secret"]), peers)
-        return {peer["name"]: answer for peer, answer in zip(peers, answers)}
+    """Connect to all other hosts at once. For each name this end's address and a port, or the errors."""
+    peers, secret = wanted["peers"], wanted["secret"]
+    others = [(peer, port) for peer in peers for port in peer["ports"]]
+    with ThreadPoolExecutor(max(1, min(64, len(peers) + len(others)))) as threads:
+        answers = threads.map(lambda peer: _reach(peer, secret), peers)
+        errors = threads.map(lambda other: _error({**other[0], "port": other[1]}, secret), others)
+        found = {peer["name"]: answer for peer, answer in zip(peers, answers)}
+        for (peer, port), error in zip(others, errors):
+            answer = found[peer["name"]]
+            if error:
+                answer["closed"][port] = error
+            elif answer["error"]:  # this port is open, and the first one is not
+                closed = {**answer["closed"], peer["port"]: answer["error"]}
+                found[peer["name"]] = _reach({**peer, "port": port}, secret)
+                found[peer["name"]]["closed"] = closed
+    return found
 
 
 def _reach(peer: dict[str, Any], secret: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"error": "", "large": "", "latency_ms": 0.0, "source": ""}
+    port = peer["port"]
+    found: dict[str, Any] = {"error": "", "large": "", "source": "", "port": port, "closed": {}}
     try:
         with _connect(peer, secret) as connection:
             found["source"] = connection.getsockname()[0]
-            found["latency_ms"] = 1e3 * min(_send(connection, 1) for _ in range(5))
+            _send(connection, 1)
             try:
                 _send(connection, LARGE)
             except OSError as error:
@@ -86,14 +126,25 @@ def _reach(peer: dict[str, Any], secret: str) -> dict[str, Any]:
     return found
 
 
-def rate(wanted: dict[str, Any]) -> float:
-    """The bytes a second to another host. Raises OSError."""
+def _error(peer: dict[str, Any], secret: str) -> str:
+    """Why one port of another host cannot be used, "" if it can."""
+    try:
+        with _connect(peer, secret) as connection:
+            _send(connection, 1)
+    except OSError as error:
+        return _reason(error)
+    return ""
+
+
+def rate(wanted: dict[str, Any]) -> dict[str, float]:
+    """The bytes a second to another host, and the milliseconds of a round trip. Raises OSError."""
     with _connect(wanted["peer"], wanted["secret"]) as connection:
+        latency_s = min(_send(connection, 1) for _ in range(_ROUND_TRIPS))
         size = LARGE
         while True:
             seconds = _send(connection, size)
             if seconds >= _LONG_ENOUGH_S or size >= _MOST:
-                return size / seconds
+                return {"rate": size / seconds, "latency_ms": 1e3 * latency_s}
             size *= 4
 
 

@@ -3,6 +3,8 @@
 before = oom_kills(pid)
 …                                 # the processes that the group holds
 if oom_kills(pid).count > before.count: …
+
+It needs the standard library alone: the launcher sends it to the host of a rank that was killed.
 """
 
 from __future__ import annotations
@@ -30,20 +32,38 @@ def oom_kills(
     pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _MOUNT
 ) -> OomKills | None:
     """The kills of the process's own group, or None where the kernel does not tell."""
+    folder = group_of(pid, proc, mount)
+    return None if folder is None else kills_in(folder)
+
+
+def group_of(
+    pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _MOUNT
+) -> Path | None:
+    """The folder of the process's control group of memory, which outlives the process."""
     try:
-        groups = [
-            line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()
-        ]
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+        groups = [line.split(":", 2) for line in lines]
         for _, controllers, path in groups:
             if controllers == "memory":  # cgroup v1
-                folder = mount / "memory" / path.lstrip("/")
-                return _kills(folder, "memory.oom_control", "memory.limit_in_bytes")
+                return mount / "memory" / path.lstrip("/")
         for _, controllers, path in groups:
             if not controllers:  # cgroup v2
-                return _kills(mount / path.lstrip("/"), "memory.events", "memory.max")
+                return mount / path.lstrip("/")
     except (OSError, ValueError):
         pass
     return None
+
+
+def kills_in(folder: Path) -> OomKills | None:
+    """The kills of a group, or None where the kernel does not tell."""
+    try:
+        return _kills(folder, "memory.events", "memory.max")
+    except (OSError, ValueError):
+        pass
+    try:
+        return _kills(folder, "memory.oom_control", "memory.limit_in_bytes")
+    except (OSError, ValueError):
+        return None
 
 
 def _kills(folder: Path, events: str, limit: str) -> OomKills | None:

@@ -1,8 +1,10 @@
 """What earlier jobs have shown of each host: JSON lines beside the hostfile, or in the user's state folder.
 
     {"at": 1795329022.1, "job": "7c4f…", "hosts": ["gpu16", "gpu17"], "failed": {"gpu17": "rank 3 was …"}}
+    {"at": 1795329999.2, "figures": {"gpu17": {"disk": 1.2e8, "link": 9e8}}, "slow": {"gpu17": {"disk": 0.4}}}
 
-A line has the hosts that took part in an attempt, and those that ended it or did not answer its preflight.
+A line has the hosts that took part in an attempt, those that ended it or did not answer its preflight, and
+those that held the others up. `mpiddp doctor` adds what it has measured of each, and which were slow.
 Nothing depends on it: a folder that cannot be written and a disk that is full cost a line, and never a job.
 Hosts are named by their keys, see `Host.key`.
 """
@@ -25,7 +27,10 @@ from typing import Any
 from mpiddp.paths import read_limited
 from mpiddp.text import counted
 
+Figures = Mapping[str, Mapping[str, float]]  # of each host, by what they are of
+
 ENDING = ".history.jsonl"
+STEPS = "steps"  # the rank that held the others up is there
 MAX_BYTES = 1 << 18  # then the older half is dropped
 LAST_JOBS = 5  # that count
 FLAKY = 2  # so many failures among them are more than bad luck
@@ -44,6 +49,8 @@ class Event:
         job: equal in all lines of one launch, whose attempts count as one job.
         hosts: that took part.
         failed: a sentence for each host that ended the attempt, which is one of `hosts`, or did not answer.
+        slow: of each slow host, what it was slow at and its part of the others' speed. STEPS are of a job.
+        figures: of each host, what was measured, in bytes a second or matrix products a second.
         forgotten: of these hosts no earlier line counts.
     """
 
@@ -51,12 +58,22 @@ class Event:
     job: str = ""
     hosts: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
+    slow: Figures = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
     forgotten: tuple[str, ...] = ()
+
+    @property
+    def concerned(self) -> list[str]:
+        """All hosts of which it says something."""
+        return list(dict.fromkeys((*self.hosts, *self.failed, *self.slow, *self.figures)))
 
 
 @dataclass(frozen=True)
 class Record:
-    """The last jobs of a host. `reason` is that of its latest failure, "" for none."""
+    """The last jobs of a host. `reason` is that of its latest failure, "" for none.
+
+    `slow`: what it was slow at when that was measured last, and its part of the others' speed.
+    """
 
     host: str
     jobs: int
@@ -64,13 +81,35 @@ class Record:
     silent: int  # of these, in whose preflight it did not answer
     reason: str = ""
     failed_at: float = 0.0
+    slow: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_flaky(self) -> bool:
         return self.ended + self.silent >= FLAKY
 
     @property
+    def doubt(self) -> str:
+        """Why a job would do better without it; "" for no reason."""
+        if not self.is_flaky:
+            return f"is {self.slowness}" if self.slow else ""
+        return self.summary
+
+    @property
     def summary(self) -> str:
+        """ "ended 3 of its last 5 jobs; 14 % slower than the others"."""
+        return "; ".join(each for each in (self.jobs and self._ends, self.slowness) if each)
+
+    @property
+    def slowness(self) -> str:
+        """ "14 % slower than the others", at what it is slowest at; "" for none."""
+        if not self.slow:
+            return ""
+        what = min(self.slow, key=lambda each: self.slow[each])
+        where = "" if what == STEPS else f" ({what})"
+        return f"{100 * (1 - self.slow[what]):.0f} % slower than the others{where}"
+
+    @property
+    def _ends(self) -> str:
         """ "ended 3 of its last 5 jobs, and did not answer in 1"."""
         jobs = f"of its last {counted(self.jobs, 'job')}"
         if not self.silent:
@@ -90,22 +129,35 @@ class History:
     @property
     def hosts(self) -> list[str]:
         """All hosts, in the order in which they appear."""
-        return list(
-            dict.fromkeys(host for each in self.events for host in (*each.hosts, *each.failed))
-        )
+        return list(dict.fromkeys(host for each in self.events for host in each.concerned))
 
     def record(self, host: str) -> Record:
         """The record of a host. A job counts as its worst attempt."""
         jobs: dict[str, str] = {}
+        slow_in: dict[str, float] = {}  # the jobs that it has held up
+        slow: dict[str, float] = {}
         reason, failed_at = "", 0.0
         for event in self.of(host):
+            found = event.slow.get(host, {})
+            if host in event.figures:  # of no job
+                measured = event.figures[host]
+                slow = {what: part for what, part in slow.items() if what not in measured}
+                slow |= found
+                continue
+            if STEPS in found:
+                slow_in[event.job] = found[STEPS]
             end = jobs.pop(event.job, "well")  # the latest job is the last
             if host in event.failed:
                 reason, failed_at = event.failed[host], event.at
                 end = "ended" if host in event.hosts or end == "ended" else "silent"
             jobs[event.job] = end
-        ends = list(jobs.values())[-LAST_JOBS:]
-        return Record(host, len(ends), ends.count("ended"), ends.count("silent"), reason, failed_at)
+        last = list(jobs)[-LAST_JOBS:]
+        ends = [jobs[job] for job in last]
+        if held := [slow_in[job] for job in last if job in slow_in]:
+            slow[STEPS] = held[-1]
+        return Record(
+            host, len(ends), ends.count("ended"), ends.count("silent"), reason, failed_at, slow
+        )
 
     def of(self, host: str) -> list[Event]:
         """The events of a host that count."""
@@ -118,7 +170,7 @@ class History:
         for event in self.events:
             for host in event.forgotten:
                 found.pop(host, None)
-            for host in {*event.hosts, *event.failed} if event.at > since else ():
+            for host in event.concerned if event.at > since else ():
                 found.setdefault(host, []).append(event)
         return found
 
@@ -166,7 +218,10 @@ class Files:
     def append(self, event: Event) -> Path | None:
         """Append to the first file that can be written. Returns it, or None if no file can."""
         failed = {host: reason[:_LONGEST_REASON] for host, reason in event.failed.items()}
+        figures = {host: _rounded(each) for host, each in event.figures.items()}
+        slow = {host: _rounded(each) for host, each in event.slow.items()}
         facts = {**asdict(event), "at": round(event.at, 3), "failed": failed}
+        facts |= {"slow": slow, "figures": figures}
         line = json.dumps({name: fact for name, fact in facts.items() if fact}).encode() + b"\n"
         for path in (self.beside, self.state):
             if path is not None:
@@ -184,13 +239,29 @@ def parse(line: bytes) -> Event | None:
         facts = json.loads(line)
         hosts, forgotten = facts.get("hosts", []), facts.get("forgotten", [])
         failed = facts.get("failed", {})
-        event = Event(float(facts["at"]), facts.get("job", ""), (*hosts,), failed, (*forgotten,))
+        slow, figures = (_figures(facts.get(name, {})) for name in ("slow", "figures"))
+        job = facts.get("job", "")
+        event = Event(float(facts["at"]), job, (*hosts,), failed, slow, figures, (*forgotten,))
         words: list[Any] = [event.job, *hosts, *forgotten, *failed, *failed.values()]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     are_lists = isinstance(hosts, list) and isinstance(forgotten, list)
     is_event = are_lists and all(isinstance(word, str) for word in words)
     return event if is_event and 0 <= event.at < _LATEST else None
+
+
+def _figures(found: dict[str, dict[str, float]]) -> Figures:
+    """Raises ValueError, TypeError or AttributeError: these are no figures."""
+    figures = {
+        host: {what: float(value) for what, value in each.items()} for host, each in found.items()
+    }
+    if not all(0 <= value < float("inf") for each in figures.values() for value in each.values()):
+        raise ValueError(figures)
+    return figures
+
+
+def _rounded(figures: Mapping[str, float]) -> dict[str, float]:
+    return {what: float(f"{value:.4g}") for what, value in figures.items()}
 
 
 def _append(path: Path, line: bytes) -> None:

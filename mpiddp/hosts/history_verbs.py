@@ -13,13 +13,14 @@ import sys
 import time
 
 from mpiddp.errors import DONE, FAILED, UserError
-from mpiddp.hosts.history import Event, Files, History
-from mpiddp.text import align_columns, all_of, counted, escaped, listed
+from mpiddp.hosts.history import STEPS, Event, Files, History
+from mpiddp.text import align_columns, all_of, counted, escaped, listed, size_text
 
 VERBS = {
     "history": "Print what earlier jobs have shown of each host, or every event of one",
     "forget": "Let no earlier event of a host count, or of any host",
 }
+_LEAST_BYTES = 1e5  # a figure below is a number of matrix products
 _COLUMNS = ("host", "in the last jobs", "latest failure")
 
 
@@ -74,12 +75,26 @@ def _events(history: History, host: str) -> str:
     rows = []
     for event in history.of(host):
         reason = event.failed.get(host)
-        if reason is None:
+        if host in event.figures:
+            what = f"measured: {_figures(event, host)}"
+        elif reason is None:
             what = f"took part, with {counted(len(event.hosts) - 1, 'other host')}"
         else:
             what = f"{'ended the job' if host in event.hosts else 'did not answer'}: {reason}"
+        if STEPS in event.slow.get(host, {}):
+            what += f", and held them up: {100 * (1 - event.slow[host][STEPS]):.0f} % slower"
         rows.append((_time(event.at), escaped(what)))
     return align_columns(rows)
+
+
+def _figures(event: Event, host: str) -> str:
+    slow = event.slow.get(host, {})
+    found = []
+    for what, value in event.figures[host].items():
+        part = f" ({100 * slow[what]:.0f} % of the others')" if what in slow else ""
+        amount = size_text(value) if value >= _LEAST_BYTES else f"{value:.0f}"
+        found.append(f"{what} {amount}/s{part}")
+    return ", ".join(found)
 
 
 def _time(at: float) -> str:

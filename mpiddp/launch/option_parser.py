@@ -157,8 +157,8 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--avoid-flaky",
         action="store_true",
-        help="leave out hosts that failed in 2 of their last 5 jobs, as far as --min-hosts or --spares allow "
-        "it, else place ranks there last (see: mpiddp hosts history)",
+        help="leave out hosts that failed in 2 of their last 5 jobs, or were slow, as far as --min-hosts or "
+        "--spares allow it, else place ranks there last (see: mpiddp hosts history)",
     )
     add.add_argument(
         "--grow",

@@ -23,6 +23,7 @@ from mpiddp.launch import log
 from mpiddp.launch.network import find_network, requested_networks
 from mpiddp.launch.options import LaunchOptions, Where
 from mpiddp.launch.place import place, ranks_by_host, with_slots
+from mpiddp.launch.remembered import note_silent
 from mpiddp.launch.starters.command import JobNetwork, RankStarter, Request
 from mpiddp.launch.starters.environment import left_out_hint, parse_exports
 from mpiddp.launch.starters.table import check_mpi_args, find_starter
@@ -32,7 +33,6 @@ from mpiddp.launch.usable import (
     Past,
     has_fewer,
     keep_usable,
-    note_silent,
     of_earlier_jobs,
     wanted_hosts,
 )
@@ -98,7 +98,8 @@ def make_plan(
     past = past or of_earlier_jobs(options.where, named)
 
     checked = run_preflight(options, named, starter, env, past.proven)
-    note_silent(options.where, named, checked.silent)
+    if checked.silent:
+        note_silent(options.where, named, checked.silent)
     usable = keep_usable(named, checked, options.where, past)
     slots = with_slots(usable, checked.infos, options, exports)
     may_be_fewer = has_fewer(usable, named, options.where, past)

@@ -23,12 +23,13 @@ from mpiddp.launch.monitor.console import open_console
 from mpiddp.launch.monitor.ranks import NOTHING_ANNOUNCED, Announcement
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.plan import Plan, first_plan, make_plan, read_hosts
+from mpiddp.launch.remembered import Ended, key_of, note_attempt
 from mpiddp.launch.starters.command import Request
 from mpiddp.launch.supervise.attempt import Terms
 from mpiddp.launch.supervise.run import Outcome, run_attempt, with_settings
 from mpiddp.launch.supervise.signals import SignalQueue, queued_signals, stop_is_requested
 from mpiddp.launch.supervise.verdict import Stop
-from mpiddp.launch.usable import Past, key_of, note_attempt
+from mpiddp.launch.usable import Past
 from mpiddp.protocol.variables import ANNOUNCED, MAX_RESTARTS, RESTART_COUNT, RUN_DIR, RUN_ID
 from mpiddp.text import all_of
 
@@ -149,9 +150,8 @@ class _Job:
     def _remember(self, outcome: Outcome) -> None:
         """Write down how an attempt has ended. A host that ended two in a row is avoided from now on."""
         plan, host = self._plan, outcome.host_at_fault
-        fault = (host, outcome.sentence)
-        where, placed = self._options.where, plan.request.hosts
-        note_attempt(where, plan.named, placed, outcome.code, fault)
+        ended = Ended(outcome.code, host, outcome.sentence, outcome.slow_hosts)
+        note_attempt(self._options.where, plan.named, plan.request.hosts, ended)
         before, self._at_fault = self._at_fault, key_of(host, plan.named) if host else ""
         avoided = dict(plan.avoided)
         if host and self._at_fault == before:

@@ -64,6 +64,7 @@ UNIX = "unix:"  # prefix of an address that is a path
 
 # The messages that a rank may send, with their required fields and types.
 MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
+    # With `memory_group` and `oom_kills`, where the kernel tells: the control group's folder, and its count.
     "started": {"host": (str,), "pid": (int,)},
     "joining": {"timeout_s": (int, float)},
     "mpi_init": {"active": (bool,)},  # begins, or has succeeded

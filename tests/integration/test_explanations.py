@@ -37,16 +37,6 @@ NAMES = sorted(path.stem for path in TEXTS.glob("*.txt"))
 BY_ID = {failure.id: failure for failure in FAILURES}
 
 
-def sources() -> dict[str, list[str]]:
-    rows = [line.split("\t") for line in (TEXTS / "sources.tsv").read_text().splitlines()[1:]]
-    return {name: rest for name, *rest in rows}
-
-
-def provoked() -> set[str]:
-    script = (ROOT / "tests" / "support" / "provoke_failures.sh").read_text()
-    return set(re.findall(r"^([a-z0-9]+-[a-z0-9.-]+)\(\) \{", script, re.MULTILINE))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_the_real_program_is_explained(name: str) -> None:
     with (TEXTS / f"{name}.txt").open("rb") as file:
@@ -65,9 +55,10 @@ def test_every_row_has_such_a_text() -> None:
 
 
 def test_every_text_is_provoked_here_or_has_a_source() -> None:
-    assert set(sources()).isdisjoint(provoked())
-    assert set(NAMES) == set(sources()) | provoked()
-    assert {kind for kind, _ in sources().values()} <= {"source", "issue"}
+    sources, provoked = troubleshooting.sources(), troubleshooting.provoked()
+    assert set(sources).isdisjoint(provoked)
+    assert set(NAMES) == set(sources) | provoked
+    assert {kind for kind, _ in sources.values()} <= {"source", "issue"}
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.id)
@@ -442,6 +433,8 @@ def test_a_log_without_permission_is_refused(tmp_path: Path, command: Command) -
 def test_the_page_is_current() -> None:
     written = troubleshooting.PAGE.read_text()
     assert written == troubleshooting.text(), "Run: python -m docs.troubleshooting"
+    written = troubleshooting.EVIDENCE.read_text()
+    assert written == troubleshooting.evidence(), "Run: python -m docs.troubleshooting"
 
 
 def test_the_page_has_every_row_once_and_links_that_lead_there() -> None:

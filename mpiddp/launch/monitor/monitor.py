@@ -48,6 +48,12 @@ class Monitor:
             )
         return found
 
+    @property
+    def slow_hosts(self) -> dict[str, float]:
+        """The hosts of the ranks that held the others up for long, and their part of the others' speed."""
+        held = self._skew.named.items()
+        return {self._ranks.hosts[rank]: each.others_s / each.time.own_s for rank, each in held}
+
     def wants_stacks(self, now: float, silent_s: float) -> bool:
         """Whether the job is so quiet that the stacks of all ranks should be there for `look_at_stacks`.
 

@@ -123,7 +123,7 @@ class SkewWatch:
         self._look_at = now + WINDOW_S
         self._newest = 0  # the step at the last look
         self._in_a_row = 0
-        self._named: set[int] = set()
+        self.named: dict[int, Holder] = {}  # by their rank
         self.holder: Holder | None = None  # at the last look
 
     def look(self, now: float, paces: Mapping[int, Pace], newest: int) -> Holder | None:
@@ -139,9 +139,9 @@ class SkewWatch:
         is_same = found is not None and before is not None and found.rank == before.rank
         self._in_a_row = self._in_a_row + 1 if is_same else 1
         self.holder = found
-        if found is None or self._in_a_row < CHRONIC or found.rank in self._named:
+        if found is None or self._in_a_row < CHRONIC or found.rank in self.named:
             return None
-        self._named.add(found.rank)
+        self.named[found.rank] = found
         return found
 
 

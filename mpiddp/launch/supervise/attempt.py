@@ -94,6 +94,11 @@ class Attempt:
     def stop(self) -> StopRecord:
         return StopRecord(self._stop, self._limit, self._rank_failed)
 
+    @property
+    def slow_hosts(self) -> dict[str, float]:
+        """See `Monitor.slow_hosts`."""
+        return self._monitor.slow_hosts
+
     def on(self, event: Event) -> None:
         """React to an event as `_TABLE` says."""
         if action := self._TABLE[event][self._phase.value]:

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpiddp.doctor.memory import OomKills, oom_kills
 from mpiddp.errors import FAILED
-from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise.verdict import (
     FirstFailure,
     History,
     Verdict,
     host_at_fault,
-    host_of_killed,
     says_cause,
 )
-from mpiddp.text import size_text
 
 if TYPE_CHECKING:
     from mpiddp.doctor.explanations import Explanation
@@ -28,14 +24,15 @@ if TYPE_CHECKING:
 OF_THE_HOST = ("cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed")
 
 
-def look_into(
-    history: History, found: Verdict, tail: Tail, kills_before: OomKills | None
-) -> tuple[str, str]:
-    """The known cause of a failure, as a sentence, and the host that is at fault; "" for unknown."""
+def look_into(history: History, found: Verdict, tail: Tail, kill: str = "") -> tuple[str, str]:
+    """The known cause of a failure, as a sentence, and the host that is at fault; "" for unknown.
+
+    Args:
+        kill: of the kernel, for lack of memory, see `mpiddp.launch.supervise.kernel_kills`.
+    """
     if found.code != FAILED:
         return "", ""
-    killed_on = host_of_killed(history)
-    if killed_on and is_this_host(killed_on) and (kill := oom_sentence(kills_before, oom_kills())):
+    if kill:
         return kill, ""  # the job needs more memory than it was given
     host = host_at_fault(history)
     cause = None if says_cause(history) else known_cause(found.first, tail)
@@ -77,17 +74,3 @@ def known_cause(first: FirstFailure | None, tail: Tail) -> Explanation | None:
     found = explain([*own, *(line for each in lines.values() for line in each)])
     is_cause = found is not None and found.failure.weight in (Weight.CAUSE, Weight.SYMPTOM)
     return found if is_cause else None
-
-
-def oom_sentence(before: OomKills | None, after: OomKills | None) -> str:
-    """What the kernel's count says about the job; "" if it has killed nothing meanwhile."""
-    if before is None or after is None or after.count <= before.count:
-        return ""
-    count, limit = after.count - before.count, after.limit_bytes
-    killed = "a process" if count == 1 else f"{count} processes"
-    full = f"its control group's limit of {size_text(limit)}" if limit else "this host's memory"
-    return (
-        f"the kernel has killed {killed} here since the start, because {full} was reached (oom_kill). "
-        "Mend it: a smaller batch, fewer DataLoader workers, or more memory. "
-        "More: docs/troubleshooting.md#system-out-of-memory"
-    )

@@ -9,13 +9,12 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mpiddp.doctor.memory import oom_kills
-from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.monitor.console import Listener
@@ -26,6 +25,7 @@ from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
+from mpiddp.launch.supervise.kernel_kills import kernel_kill
 from mpiddp.launch.supervise.known_cause import look_into
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
 from mpiddp.launch.supervise.signals import (
@@ -58,6 +58,7 @@ class Outcome:
         made_steps: a rank has made a step.
         known_cause: a sentence to print below `sentence`, see `mpiddp.launch.supervise.known_cause`.
         host_at_fault: the host that has ended the attempt, by its name in the request; "" for none.
+        slow_hosts: those that held the others up for long, and their part of the others' speed.
     """
 
     code: int
@@ -68,6 +69,7 @@ class Outcome:
     made_steps: bool = False
     known_cause: str = ""
     host_at_fault: str = ""
+    slow_hosts: Mapping[str, float] = field(default_factory=dict)
 
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""
@@ -98,7 +100,6 @@ def run_attempt(
     """
     hosts = request.names_of_ranks
     ranks, job = Ranks(hosts), os.urandom(8).hex()
-    kills_before = oom_kills()
     with ExitStack() as stack:
         selector = stack.enter_context(AwakeSelector())
         stack.enter_context(terms.console.attending(selector))
@@ -122,7 +123,11 @@ def run_attempt(
         found = verdict(history)
         _settle(mpirun.output, found.is_complete, terms.options.output.log_dir)
         tail = mpirun.output.stderr if mpirun.output.is_finished(0.0) else Tail()
-        cause, at_fault = look_into(history, found, tail, kills_before)
+        kill = ""
+        if found.code == FAILED:
+            asks = not starter.kind.has_scheduler
+            kill = kernel_kill(history, request.hosts, request.job[0], asks=asks)
+        cause, at_fault = look_into(history, found, tail, kill)
     ranks.remove_error_files()
     if found.code not in (DONE, BAD_INPUT, STOPPED) and not starter.kind.has_scheduler:
         from mpiddp.launch.orphans import kill_orphans
@@ -139,6 +144,7 @@ def run_attempt(
         bool(ranks.steps),
         cause,
         at_fault,
+        run.attempt.slow_hosts,
     )
 
 

@@ -174,14 +174,14 @@ def says_cause(history: History) -> bool:
     return first is not None and (is_silent(first) or bool(_early_ends(history.ranks, first.at)))
 
 
-def host_of_killed(history: History) -> str:
-    """The host of the rank that failed first, if a signal may have ended it or a process of it; else ""."""
+def killed_first(history: History) -> int | None:
+    """The rank that failed first, if a signal may have ended it or a process of it; else None."""
     first = first_failure(history.ranks)
     if first is None or is_silent(first):
-        return ""
+        return None
     is_killed = first.kind == "lost" or first.facts["code"] == 128 + signal.SIGKILL
     is_killed = is_killed or "illed" in first.facts["error"]  # a worker of a DataLoader
-    return history.ranks.hosts[first.rank] if is_killed else ""
+    return first.rank if is_killed else None
 
 
 def signal_name(number: int) -> str:

@@ -76,7 +76,7 @@ def _connect(session: Session, world: World, server: Server) -> None:
     output = session.output = redirect_output(world, server)
     channel = session.channel = connect(server, world, session.stop.wakes)
     session.launcher = LauncherClient(channel, world, session.stop.request, session.exit_now)
-    session.send("started", host=world.hostname, pid=os.getpid())
+    session.send("started", host=world.hostname, pid=os.getpid(), **_memory_group())
     take_stdin(world, server)
     atexit.register(_report_success, session)  # before those of the script, so it runs after them
     leave_sigterm_to_rank()
@@ -84,6 +84,15 @@ def _connect(session: Session, world: World, server: Server) -> None:
         atexit.register(_drain, output)
     if output is not None and (log := output.log_to_named_folder()):
         session.send("log", path=str(log))
+
+
+def _memory_group() -> dict[str, object]:
+    """What tells the launcher later whether the kernel killed this rank for lack of memory."""
+    from mpiddp.doctor.memory import group_of, kills_in
+
+    folder = group_of()
+    kills = None if folder is None else kills_in(folder)
+    return {} if kills is None else {"memory_group": str(folder), "oom_kills": kills.count}
 
 
 def script_session() -> Session:

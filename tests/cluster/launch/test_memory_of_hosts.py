@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import cluster
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, cpus
 from tests.support.ranks import LAUNCH, ROOT
 
 # A broken machine: whatever rank is on node1 is killed.
@@ -89,6 +89,27 @@ def test_a_host_that_ends_jobs_is_left_out(hosts: Cluster, tmp_path: Path) -> No
         [*LAUNCH[:3], "hosts", "history", str(file)], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
     )
     assert "ended 3 of its last 4 jobs, and did not answer in 1" in done.stdout
+
+
+def test_a_kill_for_lack_of_memory_is_no_fault_of_its_host(hosts: Cluster) -> None:
+    """The host of the rank that is killed is not the launcher's: its control group is asked over ssh."""
+    memory = Path("/sys/fs/cgroup/memory")
+    if not (memory / "memory.limit_in_bytes").exists():
+        pytest.skip("needs the memory controller of cgroup v1")
+    file, script = hosts.shared / "small.txt", hosts.shared / "large.py"
+    file.write_text("node0 slots=1\nnode1 slots=1\n")
+    script.write_text("import os\nif os.environ['RANK'] == '1': bytearray(1 << 30)")
+    with cpus.grouped(hosts["node1"], memory) as group:
+        (group / "memory.limit_in_bytes").write_text(str(1 << 28))
+        command = [*LAUNCH, "--hostfile", str(file), str(script)]
+        done = hosts["node0"].run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "mpiddp: the kernel has killed a process on node1 since the start, because its control group's "
+        "limit of 268.4 MB was reached (oom_kill). Mend it: "
+    )
+    (record,) = (hosts.shared / "small.txt.history.jsonl").read_text().splitlines()
+    assert "failed" not in json.loads(record)
 
 
 def test_a_script_that_fails_is_no_fault_of_its_host(hosts: Cluster, tmp_path: Path) -> None:

@@ -39,16 +39,23 @@ def limited(host: Host, cores: float) -> Iterator[None]:
     """
     if reason := why_not():
         raise RuntimeError(reason)
-    group = _group(host)
-    group.mkdir(exist_ok=True)  # left by a killed process, and without processes
-    try:
+    with grouped(host, _CPU) as group:
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(round(cores * _PERIOD_US)))
         (group / "cpu.shares").write_text(str(_SHARES))
-        _move(_pids(host), group)
         yield
+
+
+@contextmanager
+def grouped(host: Host, controller: Path) -> Iterator[Path]:
+    """A control group of the host's processes, and of those that they start: its folder."""
+    group = _group(host, controller)
+    group.mkdir(exist_ok=True)  # left by a killed process, and without processes
+    try:
+        _move(_pids(host), group)
+        yield group
     finally:
-        _move(map(int, (group / "cgroup.procs").read_text().split()), _CPU)
+        _move(map(int, (group / "cgroup.procs").read_text().split()), controller)
         group.rmdir()
 
 
@@ -57,8 +64,8 @@ def within(host: Host, argv: Sequence[Arg]) -> list[Arg]:
     return ["sh", "-c", _JOIN, _group(host) / "cgroup.procs", *argv]
 
 
-def _group(host: Host) -> Path:
-    return _CPU / f"mpiddp-host-{host.pid}"
+def _group(host: Host, controller: Path = _CPU) -> Path:
+    return controller / f"mpiddp-host-{host.pid}"
 
 
 def _pids(host: Host) -> list[int]:

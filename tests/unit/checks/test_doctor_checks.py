@@ -40,6 +40,7 @@ HEALTHY = {
     "cores for a process": 8,
     "shm": {"total": 8_000_000_000, "free": 8_000_000_000},
     "infiniband": False,
+    "ports": [32768, 60999],
     "folders": {"run": {"path": "/r", "keeps": True, "error": "", "free": 10**12, "entries": ""}},
     "files": {"/w/train.py": "1f3a"},
     "gpus": {"each": [GPU], "users": [], "xids": []},
@@ -196,13 +197,24 @@ def test_a_clock_that_is_wrong() -> None:
 
 def test_a_slow_host() -> None:
     values = {"a": {"memory copy": 100.0}, "b": {"memory copy": 85.0}, "c": {"memory copy": 102.0}}
-    (line,) = compare.speeds(compare.slow_hosts(values))
+    (line,) = compare.speeds(values)
     assert line.fact == "b is slow: memory copy at 84 % of the others'"
     values["a"]["memory copy"], values["c"]["memory copy"] = (
         80.0,
         130.0,
     )  # the others differ as much
     assert compare.slow_hosts(values) == {}
+    (line,) = compare.speeds(values)
+    assert line == Line("speed", OK, "no host is slow at memory copy")
+
+
+def test_what_was_not_measured_is_unknown() -> None:
+    values = {name: {"disk": 1e8, "copy from host to device": 2e10} for name in "abc"}
+    del values["b"]["copy from host to device"]
+    (line,) = compare.speeds(values)
+    assert (line.status, line.fact) == (UNKNOWN, "copy from host to device was not measured on b")
+    (line,) = compare.speeds({"a": {"disk": 1e8}, "b": {"disk": 1e7}})
+    assert (line.status, line.fact) == (UNKNOWN, "2 hosts cannot tell which one is slow: 3 can")
 
 
 def answers(**errors: str) -> dict[str, dict[str, Any]]:
@@ -212,8 +224,8 @@ def answers(**errors: str) -> dict[str, dict[str, Any]]:
             there: {
                 "error": errors.get(here + there, ""),
                 "large": "",
-                "latency_ms": 0.1,
                 "source": ADDRESSES[here],
+                "closed": {},
             }
             for there in "abc"
             if there != here
@@ -222,26 +234,81 @@ def answers(**errors: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_all_pairs_of_hosts() -> None:
-    (line,) = links.reach(answers(), ADDRESSES)
-    assert line == Line("network", OK, "all 6 directions open, slowest round trip 0.10 ms")
-    (line,) = links.reach(answers(ba="no answer in 3 s"), ADDRESSES)
+def test_all_pairs_of_hosts(facts: dict[str, Any]) -> None:
+    def reach(found: dict[str, dict[str, Any]]) -> Line:
+        (line,) = links.reach(found, ADDRESSES, facts)
+        return line
+
+    assert reach(answers()) == Line("network", OK, "all 6 directions open, over eth0")
+    line = reach(answers(ba="no answer in 3 s"))
     assert line.fact == "b → a (10.0.0.1) fails: no answer in 3 s; a → b is open"
-    (line,) = links.reach(answers(ab="refused", cb="refused"), ADDRESSES)
+    line = reach(answers(ab="refused", cb="refused"))
     assert line.fact == "no other host reaches b (10.0.0.2): refused"
     large, other = answers(), answers()
     large["a"]["b"]["large"] = "no answer in 3 s"
     other["a"]["b"]["source"] = "172.17.0.1"
-    (line,) = links.reach(large, ADDRESSES)
+    line = reach(large)
     assert line.fact == "a → b carries small messages but no large ones (no answer in 3 s)"
-    (line,) = links.reach(other, ADDRESSES)
-    assert line.fact == "a → b takes 172.17.0.1, not the job's 10.0.0.1"
+    assert reach(other).fact == "a → b takes 172.17.0.1, not the job's 10.0.0.1"
+
+
+def test_ports_that_are_closed_or_taken(facts: dict[str, Any]) -> None:
+    listening = {
+        name: {"port": 40000, "ports": [29500, 32768, 60979], "busy": ""} for name in "abc"
+    }
+    found = answers(ca="no answer in 3 s")
+    (line,) = links.ports(found, listening, facts)
+    assert line == Line(
+        "ports", OK, "3 ports tried in each direction, among them of 32768 to 60999"
+    )
+    found["a"]["b"]["closed"] = {"60979": "no answer in 3 s", "32768": "no answer in 3 s"}
+    found["c"]["a"]["closed"] = {"32768": "no answer in 3 s"}  # as all of its ports are
+    listening["c"]["busy"] = "Address already in use"
+    busy, closed = links.ports(found, listening, facts)
+    assert (busy.status, busy.fact) == (
+        WARN,
+        "MASTER_PORT cannot be had on c: Address already in use",
+    )
+    assert (closed.status, closed.fact, closed.mend) == (
+        FAIL,
+        "a → b fails at 32768 and 60979, and not at other ports: no answer in 3 s",
+        "allow TCP from a on b at all of 32768 to 60999",
+    )
+
+
+def test_another_network_that_connects_no_hosts() -> None:
+    dead = {
+        here: {there: {**answer, "error": "no route"} for there, answer in each.items()}
+        for here, each in answers().items()
+    }
+    (line,) = links.second_networks(
+        {"10.1.0.0/24 (eth1)": dead, "10.2.0.0/24 (eth2)": answers()}, {"10.0.0.1"}
+    )
+    assert (line.status, line.fact) == (
+        WARN,
+        "the network 10.1.0.0/24 (eth1) connects no two hosts: no route",
+    )
+    (line,) = links.second_networks({"10.2.0.0/24 (eth2)": answers(ab="no route")}, {"10.0.0.1"})
+    assert line.status == OK
 
 
 def test_slow_links_and_other_mtus(facts: dict[str, Any]) -> None:
-    rates = {("a", "b"): 1e9, ("b", "a"): 1e9, ("a", "c"): 1e9, ("c", "a"): 2e8}
-    (line,) = links.rates(rates)
-    assert line.fact == "c → a carries 200.0 MB/s, the middle pair 1.0 GB/s"
+    pairs = {
+        (here, there): {"rate": 1e9, "latency_ms": 0.1}
+        for here in "abc"
+        for there in "abc"
+        if here != there
+    }
+    bandwidth, latency = links.rates(pairs)
+    assert (bandwidth.status, latency.status) == (OK, OK)
+    assert latency.fact == "0.10 to 0.10 ms for a round trip"
+    pairs["c", "a"] = {"rate": 2e8, "latency_ms": 0.4}
+    pairs["b", "a"] = {"rate": 1e9, "latency_ms": 1.4}
+    bandwidth, latency = links.rates(pairs)
+    assert bandwidth.fact == "c → a carries 200.0 MB/s, the middle pair 1.0 GB/s"
+    assert latency.fact == "b → a and back takes 1.40 ms, the middle pair 0.10 ms"
+    assert links.slow_pairs(pairs) == [("c", "a"), ("b", "a")]
+    assert links.of_host(pairs, "b") == 1e9
     facts["b"]["interfaces"][0]["mtu"] = 1500
     assert the_one(facts).fact == "the MTU is 1500 on b, 9000 on the other 2 hosts"
 

@@ -19,7 +19,7 @@ import pytest
 
 from mpiddp import cli
 from mpiddp.hosts.cluster import tree
-from mpiddp.hosts.history import ENDING, MAX_BYTES, Event, Files, History, Record, parse
+from mpiddp.hosts.history import ENDING, MAX_BYTES, STEPS, Event, Files, History, Record, parse
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
@@ -77,6 +77,43 @@ def test_the_last_jobs_of_a_host_count(events: list[Event], expected: tuple[int,
     record = History(tuple(events)).record("a")
     assert (record.jobs, record.ended, record.silent) == expected
     assert record.is_flaky == (expected[1] + expected[2] >= 2)
+
+
+def measured(number: int, **slow: float) -> Event:
+    """Figures of host a, with its part of the others' speed where it was slow."""
+    figures = {"a": {"disk": 1e8, "link": 1e9}}
+    return Event(NOW + number, slow={"a": slow} if slow else {}, figures=figures)
+
+
+def held(number: int, part: float) -> Event:
+    return Event(NOW + number, f"job{number}", ("a", "b"), slow={"a": {STEPS: part}})
+
+
+@pytest.mark.parametrize(
+    ("events", "doubt"),
+    [
+        ([measured(1)], ""),
+        ([measured(1, disk=0.4)], "is 60 % slower than the others (disk)"),
+        (
+            [measured(1, disk=0.4), job(2), measured(3, link=0.3)],
+            "is 70 % slower than the others (link)",
+        ),
+        ([measured(1, disk=0.4), measured(2)], ""),  # mended
+        ([held(1, 0.5), held(2, 0.86)], "is 14 % slower than the others"),
+        ([held(1, 0.5), measured(2)], "is 50 % slower than the others"),
+        ([held(1, 0.86), *(job(n) for n in range(2, 6))], "is 14 % slower than the others"),
+        ([held(1, 0.86), *(job(n) for n in range(2, 7))], ""),  # not in the last five
+        (
+            [job(1, failed="a"), job(2, failed="a"), held(3, 0.86)],
+            "ended 2 of its last 3 jobs; 14 % slower than the others",
+        ),
+        ([held(1, 0.86), Event(NOW + 2, forgotten=("a",))], ""),
+    ],
+)
+def test_a_slow_host_is_doubted_until_it_is_no_longer(events: list[Event], doubt: str) -> None:
+    history = History(tuple(events))
+    assert history.record("a").doubt == doubt
+    assert history.record("b").doubt == ""
 
 
 @pytest.mark.parametrize(
@@ -217,6 +254,8 @@ def test_a_launch_that_holds_the_file_delays_no_other(hostfile: Path) -> None:
         *(b'{"at": NaN}', b'{"at": 1e300}', b'{"at": -5}', b'{"at": 1, "hosts": "abc"}'),
         *(b'{"at": 1, "hosts": [1]}', b'{"at": 1, "failed": []}', b'{"at": 1, "job": []}'),
         *(b'{"at": 1, "failed": {"a": 1}}', b'{"at": 1, "forgotten": 3}', b"[" * 100_000),
+        *(b'{"at": 1, "slow": {"a": 1}}', b'{"at": 1, "figures": {"a": {"b": "x"}}}'),
+        *(b'{"at": 1, "slow": {"a": {"b": -1}}}', b'{"at": 1, "figures": {"a": {"b": NaN}}}'),
     ],
 )
 def test_a_line_that_is_no_event_is_skipped(line: bytes) -> None:
@@ -267,6 +306,29 @@ def test_history_and_forget(hostfile: Path, capsys: pytest.CaptureFixture[str]) 
     assert run("forget", str(hostfile))[1] == ["forgot b, \\x1b[2J."]
     assert run("history", str(hostfile))[:2] == (1, [f"nothing is known of any host in {beside}."])
     assert run("history", "b")[1] == ["nothing is known of a host b in any file."]
+
+
+def test_figures_are_written_and_shown(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = Event(
+        NOW,
+        slow={"a": {"disk": 0.41239}},
+        figures={"a": {"disk": 1.23456e8, "matrix product": 812.345}},
+    )
+    path = files(hostfile).append(event)
+    files(hostfile).append(held(1, 0.86))
+    assert path is not None
+    assert json.loads(path.read_text().splitlines()[0]) == {
+        "at": round(NOW, 3),
+        "slow": {"a": {"disk": 0.4124}},
+        "figures": {"a": {"disk": 123_500_000.0, "matrix product": 812.3}},
+    }
+    assert cli.main(["hosts", "history", str(hostfile), "a"]) == 0
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.endswith("  measured: disk 123.5 MB/s (41 % of the others'), matrix product 812/s")
+    assert second.endswith("  took part, with 1 other host, and held them up: 14 % slower")
+    assert cli.main(["hosts", "history", str(hostfile)]) == 0
+    row = capsys.readouterr().out.splitlines()[1]
+    assert "ended none of its last 1 job; 59 % slower than the others (disk)" in row
 
 
 def test_what_cannot_be_forgotten_is_an_error(

@@ -6,13 +6,18 @@ python -m pytest tests/unit/launch/test_known_cause.py
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from mpiddp.doctor.failures import FAILURES
 from mpiddp.doctor.memory import OomKills
+from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.streams.tail import Tail
-from mpiddp.launch.supervise.known_cause import OF_THE_HOST, known_cause, look_into, oom_sentence
+from mpiddp.launch.supervise import kernel_kills
+from mpiddp.launch.supervise.known_cause import OF_THE_HOST, known_cause, look_into
 from mpiddp.launch.supervise.verdict import FirstFailure, History, MpirunEnd, verdict
 from mpiddp.protocol.server import Message
 
@@ -84,7 +89,7 @@ def test_a_verdict_that_is_the_cause_needs_none(
     tail.add(MPIRUN, text)
     history = History(ranks, MpirunEnd("mpirun", 1))
     assert known_cause(None, tail) is not None
-    assert look_into(history, verdict(history), tail, None) == ("", at_fault)
+    assert look_into(history, verdict(history), tail) == ("", at_fault)
 
 
 def test_only_the_end_of_a_long_output_is_kept() -> None:
@@ -104,12 +109,33 @@ def test_rows_of_the_host_are_in_the_table() -> None:
 
 
 def test_the_kernels_count_is_said_if_it_has_grown() -> None:
-    before = OomKills(1, 32 << 30)
-    assert oom_sentence(before, before) == oom_sentence(None, before) == ""
-    assert oom_sentence(before, None) == ""
-    assert oom_sentence(before, OomKills(2, 32 << 30)).startswith(
+    assert kernel_kills.sentence(1, OomKills(1, 32 << 30), "here") == ""
+    assert kernel_kills.sentence(1, None, "here") == ""
+    assert kernel_kills.sentence(1, OomKills(2, 32 << 30), "here").startswith(
         "the kernel has killed a process here since the start, because its control group's limit of 34.4 GB "
         "was reached (oom_kill). Mend it: "
     )
-    several = oom_sentence(before, OomKills(4, None))
-    assert "killed 3 processes here since the start, because this host's memory was" in several
+    several = kernel_kills.sentence(1, OomKills(4, None), "on b")
+    assert "killed 3 processes on b since the start, because this host's memory was" in several
+
+
+def test_a_kill_of_the_kernel_is_the_cause_and_no_fault_of_its_host(tmp_path: Path) -> None:
+    """The rank's control group is asked, whatever the rank says of it is no path of ours."""
+    (tmp_path / "memory.events").write_text("oom 3\noom_kill 3\n")
+    (tmp_path / "memory.max").write_text("34359738368\n")
+    here = Hosts("list", (Host("localhost"),))
+    for told, is_named in (
+        ({"memory_group": str(tmp_path), "oom_kills": 2}, True),
+        ({"memory_group": str(tmp_path), "oom_kills": 3}, False),
+        ({"memory_group": str(tmp_path / "gone"), "oom_kills": 0}, False),
+        ({"memory_group": 7, "oom_kills": "x"}, False),
+        ({}, False),
+    ):
+        ranks = Ranks(("localhost",))
+        ranks.note(Message(0, "started", {"host": "a", "pid": 1, **told}, 1.0))
+        ranks.note(Message(0, "lost", {"silent": False}, 2.0))
+        history = History(ranks, MpirunEnd("mpirun", 1))
+        kill = kernel_kills.kernel_kill(history, here, sys.executable, asks=False)
+        assert bool(kill) == is_named, told
+        expected = (kill, "") if is_named else ("", "localhost")
+        assert look_into(history, verdict(history), Tail(), kill) == expected

@@ -20,10 +20,11 @@ import pytest
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.history import Event, Files
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch import usable
+from mpiddp.launch import remembered
 from mpiddp.launch.main import main
 from mpiddp.launch.options import Where, parse_options
-from mpiddp.launch.usable import Past, key_of, note_attempt, note_silent, of_earlier_jobs
+from mpiddp.launch.remembered import Ended, key_of, note_attempt, note_silent
+from mpiddp.launch.usable import Past, of_earlier_jobs
 from mpiddp.launch.variables import env_on_host, gpu_table
 from tests.support.an_mpirun import an_mpirun
 
@@ -205,11 +206,10 @@ def events(where: Where) -> list[Event]:
 def test_attempts_are_written_down(listed: tuple[Where, Hosts]) -> None:
     where, hosts = listed
     placed = Hosts("", (Host("A.invalid", ranks=1), Host(HERE, ranks=1)))
-    note_attempt(where, hosts, placed, DONE, ("", ""))
-    note_attempt(where, hosts, placed, FAILED, ("A.invalid", "its GPU is lost."))
+    note_attempt(where, hosts, placed, Ended(DONE))
+    note_attempt(where, hosts, placed, Ended(FAILED, "A.invalid", "its GPU is lost."))
     for code in (2, 130):  # the input, and the user
-        note_attempt(where, hosts, placed, code, ("A.invalid", "x"))
-    note_silent(where, hosts, {})
+        note_attempt(where, hosts, placed, Ended(code, "A.invalid", "x"))
     note_silent(where, hosts, {Host("b.invalid"): "b.invalid does not answer."})
     found = events(where)
     assert [tuple(each.hosts) for each in found] == [("a.invalid", "localhost")] * 2 + [()]
@@ -221,7 +221,7 @@ def test_attempts_are_written_down(listed: tuple[Where, Hosts]) -> None:
 def test_a_job_on_this_machine_has_no_memory(listed: tuple[Where, Hosts]) -> None:
     where, _ = listed
     alone = Hosts("", (Host("localhost"), Host("b.invalid", slots=0)))
-    note_attempt(where, alone, alone, FAILED, ("localhost", "x"))
+    note_attempt(where, alone, alone, Ended(FAILED, "localhost", "x"))
     note_silent(where, alone, {Host("localhost"): "x"})
     assert events(where) == []
     assert of_earlier_jobs(where, alone) == Past()
@@ -233,8 +233,8 @@ def test_flaky_hosts_are_named_or_avoided(
     where, hosts = listed
     assert of_earlier_jobs(where, hosts) == Past()
     for job in "abcd":
-        monkeypatch.setattr(usable, "_JOB", job)
-        note_attempt(where, hosts, hosts, FAILED, ("b.invalid", "it was lost."))
+        monkeypatch.setattr(remembered, "_JOB", job)
+        note_attempt(where, hosts, hosts, Ended(FAILED, "b.invalid", "it was lost."))
     past = of_earlier_jobs(where, hosts)
     assert (list(past.flaky), past.avoided) == (["b.invalid"], {})
     assert past.flaky["b.invalid"].startswith("b.invalid ")

@@ -11,7 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from mpiddp.launch.monitor.monitor import Monitor
+from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.monitor.skew import Pace, SkewWatch
+from mpiddp.launch.options import parse_options
+from mpiddp.protocol.server import Message
 from tests.support.channels import progress
 
 
@@ -70,6 +74,18 @@ def test_a_slow_rank_is_named_once_after_half_a_minute() -> None:
         "rank 2 holds the others up: it works for 100 ms in a step of 105 ms, 2.0 times as long as they do."
     ]
     assert job.steps(2000, [0.05, 0.05, 0.1, 0.04]) == []
+
+
+def test_the_host_of_such_a_rank_is_told_with_its_part_of_the_others_speed() -> None:
+    ranks = Ranks(("a", "b"))
+    monitor = Monitor(ranks, parse_options(["-m", "train"]), 0.0)
+    own_s = [0.0, 0.0]
+    for step in range(1, 101):
+        for rank, own in enumerate((0.8, 0.4)):
+            own_s[rank] += own
+            ranks.note(Message(rank, "progress", progress(step, own_s=own_s[rank]), float(step)))
+        monitor.look(float(step), float(step))
+    assert monitor.slow_hosts == {"a": pytest.approx(0.5)}
 
 
 def test_a_rank_whose_core_others_use_is_named_with_this_cause() -> None:

@@ -10,13 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.errors import UserError
+from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.launch import remembered
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import THIS_MACHINE, _check, read_hosts, working_folder
+from mpiddp.launch.remembered import Ended
 from mpiddp.launch.starters.command import RankStarter
 from mpiddp.launch.starters.table import STARTERS
-from mpiddp.launch.usable import Checked, Past, has_fewer, keep_usable, wanted_hosts
+from mpiddp.launch.usable import (
+    Checked,
+    Past,
+    has_fewer,
+    keep_usable,
+    of_earlier_jobs,
+    wanted_hosts,
+)
 
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
@@ -92,6 +101,31 @@ def test_an_avoided_host_is_left_out_or_placed_last(
     assert "".join(host.name for host in found.hosts) == expected
     said = "leaving out a host: b has failed." if expected == "ca" else "b has failed: placed last."
     assert capfd.readouterr().err == f"mpiddp: {said}\n"
+
+
+def test_a_host_that_held_a_job_up_is_said_and_placed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    named = Hosts("list", (Host("gpu16.invalid"), Host("GPU17.invalid"), Host("gpu18.invalid")))
+    ended = Ended(DONE, slow={"gpu17.invalid": 0.86})
+    remembered.note_attempt(where("-H", "x"), named, named, ended)
+    known = "GPU17.invalid is 14 % slower than the others"
+    for options, hint in (
+        ((), "--avoid-flaky does without it where it can"),
+        (("--avoid-flaky",), "placed last"),
+    ):
+        chosen = where("-H", "x", *options)
+        past = of_earlier_jobs(chosen, named)
+        kept = keep_usable(named, Checked(), chosen, past)
+        assert kept.hosts[-1].name == ("GPU17.invalid" if options else "gpu18.invalid")
+        assert capfd.readouterr().err == f"mpiddp: {known}: {hint}.\n"
+    figures = {host.name: {"steps": 1.0, "disk": 1e8} for host in named.hosts}
+    remembered.note_figures(where("-H", "x"), named, figures, {("gpu16.invalid", "disk"): 0.25})
+    assert of_earlier_jobs(where("-H", "x"), named).flaky == {
+        "gpu16.invalid": "gpu16.invalid is 75 % slower than the others (disk)",
+        "gpu17.invalid": known,
+    }
 
 
 def test_fewer_ranks_may_start_where_a_host_is_missing() -> None:

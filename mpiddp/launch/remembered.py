@@ -1,0 +1,96 @@
+"""What a job has shown of its hosts, written down for later jobs (mpiddp/hosts/history.py)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from mpiddp.errors import DONE, FAILED, STOPPED
+from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import is_this_host
+from mpiddp.launch.options import Where
+from mpiddp.launch.usable import history_files
+
+if TYPE_CHECKING:
+    from mpiddp.hosts.history import Event
+
+_JOB = os.urandom(4).hex()  # this launch
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt has ended. Hosts have the names that mpirun got.
+
+    host: the one that is at fault, "" for none; and the reason.
+    slow: the hosts that held the others up, and their part of the others' speed.
+    """
+
+    code: int
+    host: str = ""
+    reason: str = ""
+    slow: Mapping[str, float] = field(default_factory=dict)
+
+
+def note_silent(where: Where, named: Hosts, silent: Mapping[Host, str]) -> None:
+    """Write down the hosts that did not answer the preflight."""
+    files = history_files(where, named)
+    if files is not None:
+        files.append(_event((), {host.key: reason for host, reason in silent.items()}))
+
+
+def note_attempt(where: Where, named: Hosts, placed: Hosts, ended: Ended) -> None:
+    """Write down how an attempt has ended, unless its user or its input ended it.
+
+    Args:
+        placed: the hosts of its ranks, under the names that mpirun got.
+    """
+    files = history_files(where, named) if ended.code in (DONE, FAILED, STOPPED) else None
+    if files is None:
+        return
+    from mpiddp.hosts.history import STEPS
+
+    used = tuple(key_of(each.name, named) for each in placed.hosts)
+    failed = {key_of(ended.host, named): ended.reason} if ended.host else {}
+    slow = {key_of(name, named): {STEPS: part} for name, part in ended.slow.items()}
+    files.append(replace(_event(used, failed), slow=slow))
+
+
+def note_figures(
+    where: Where,
+    named: Hosts,
+    figures: Mapping[str, Mapping[str, float]],
+    slow: Mapping[tuple[str, str], float],
+) -> None:
+    """Write down what was measured of the hosts.
+
+    Args:
+        figures: by a host's name and what they are of.
+        slow: the part of the others' speed, by host and what it is slow at.
+    """
+    files = history_files(where, named) if figures else None
+    if files is None:
+        return
+    from mpiddp.hosts.history import Event
+
+    keys = {name: key_of(name, named) for name in figures}
+    found: dict[str, dict[str, float]] = {}
+    for (name, what), part in slow.items():
+        found.setdefault(keys[name], {})[what] = part
+    measured = {keys[name]: each for name, each in figures.items()}
+    files.append(Event(time.time(), slow=found, figures=measured))
+
+
+def key_of(name: str, named: Hosts) -> str:
+    """The key in the list of hosts of one that mpirun got as `name`: this machine under its own name."""
+    if is_this_host(name):
+        return next((host.key for host in named.hosts if is_this_host(host.name)), name.lower())
+    return name.lower()
+
+
+def _event(hosts: tuple[str, ...], failed: Mapping[str, str]) -> Event:
+    from mpiddp.hosts.history import Event
+
+    return Event(time.time(), _JOB, hosts, failed)
