@@ -8,7 +8,7 @@ NCCL use their core meanwhile, so all their own times are equal, and none is nam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -100,16 +100,33 @@ class Holder:
 
 def find_holder(paces: Mapping[int, Pace]) -> Holder | None:
     """The rank that makes the others wait in the latest steps, if there is one."""
-    times = {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
-    if len(times) < 2:
+    times = _step_times(paces)
+    if len(times) < 2 or not _are_together(times.values()):
         return None
     slowest = max(times, key=lambda rank: times[rank].own_s)
     time = times[slowest]
     others_s = median(each.own_s for rank, each in times.items() if rank != slowest)
-    step_s = [each.step_s for each in times.values()]
-    is_together = max(step_s) <= _MOST_SPREAD * min(step_s)
     is_late = time.own_s >= FACTOR * others_s and time.own_s >= _LEAST_SHARE * time.step_s
-    return Holder(slowest, time, others_s) if is_together and is_late else None
+    return Holder(slowest, time, others_s) if is_late else None
+
+
+def all_wait(paces: Mapping[int, Pace]) -> bool:
+    """Whether ranks that make their steps together all wait for most of a step."""
+    times = _step_times(paces)
+    return (
+        len(times) > 1
+        and _are_together(times.values())
+        and all(each.own_s < _LEAST_SHARE * each.step_s for each in times.values())
+    )
+
+
+def _step_times(paces: Mapping[int, Pace]) -> dict[int, StepTime]:
+    return {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
+
+
+def _are_together(times: Iterable[StepTime]) -> bool:
+    step_s = [each.step_s for each in times]
+    return max(step_s) <= _MOST_SPREAD * min(step_s)
 
 
 class SkewWatch:

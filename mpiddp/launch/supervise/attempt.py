@@ -6,6 +6,7 @@ and `mpiddp.launch.supervise.verdict` judges what has happened.
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import time
@@ -213,6 +214,8 @@ class Attempt:
             self._say_once(sentence)
         if self._monitor.wants_stacks(now, self._mpirun.output.idle_s):
             self._request_stacks(Event.HANG_STACKS)
+        if self._monitor.wants_look(now):
+            self._timers.after(random.uniform(0.0, 0.9 * CHECK_S), Event.LOOK)
         if self._mpirun.output.shows_status:
             attempt = self._terms.console.attempts
             self._mpirun.output.show_status(self._monitor.status_lines(attempt, now))
@@ -228,6 +231,13 @@ class Attempt:
         if sentences and self._when.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
+    def _look(self) -> None:
+        self._request_stacks(Event.LOOK_STACKS)
+
+    def _note_look(self) -> None:
+        for sentence in self._monitor.look_at_steps(self._timers.now()):
+            self._log(sentence)
+
     def _request_stacks(self, event: Event) -> None:
         self._stacks.request(event)
         if self._stacks.are_complete:
@@ -237,7 +247,8 @@ class Attempt:
         """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
         is_guess = self._when.hang_timeout_s is None
         self._stacks.interrupt(
-            but_for={Event.VIEW_STACKS} | ({Event.HANG_STACKS} if is_guess else set())
+            but_for={Event.VIEW_STACKS, Event.LOOK_STACKS}
+            | ({Event.HANG_STACKS} if is_guess else set())
         )
 
     def _report(self) -> None:
@@ -385,6 +396,8 @@ class Attempt:
         Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
         Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),
         Event.HANG_STACKS:   (__,          __,          _judge_stacks, __,        __,          __),
+        Event.LOOK:          (__,          __,          _look,       __,          __,          __),
+        Event.LOOK_STACKS:   (__,          __,          _note_look,  __,          __,          __),
         Event.VIEW_STACKS:   (_answer_viewers,) * len(Phase),
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
         Event.STACKS_OVER:   (_report,     _report,     _report,     _report,     _report,     _report),

@@ -13,7 +13,7 @@ import pytest
 from mpiddp.launch.monitor.hang import HangWatch
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.server import Message
-from tests.support.channels import progress
+from tests.support.channels import progress, stacks
 
 SITE = "/venv/lib/python3.11/site-packages"
 ALL_REDUCE = [
@@ -85,7 +85,7 @@ class Job:
                 self.looks += 1
                 self.ranks.forget_stacks()
                 for rank, frames in self.stacks.items():
-                    self.note(rank, "stacks", text=stack(frames), step=0, cpu_s=self.cpu_s[rank])
+                    self.note(rank, "stacks", **stacks(stack(frames), cpu_s=self.cpu_s[rank]))
                 said += " ".join(self.watch.look(self.now))
         return said
 
