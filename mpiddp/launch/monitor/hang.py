@@ -17,6 +17,9 @@ from mpiddp.launch.monitor.ranks import Ranks
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
+MOVING_FACTOR = (
+    10  # and ranks for which others wait may be busy in several lines: a loop, an evaluation
+)
 _BUSY = 0.2  # of a core
 _CHECK_S = 2.0  # more than between two calls of `is_due`
 _STEPS = 50  # whose median counts
@@ -114,11 +117,13 @@ class HangWatch:
 
     def _hang(self, first: _Look, last: _Look) -> bool:
         """Whether no rank has moved, and one that the others may wait for does nothing."""
-        if any(
-            first.places.get(rank, Place()).frames != at.frames for rank, at in last.places.items()
-        ):
-            return False
         outside = {rank: at for rank, at in last.places.items() if not at.waits}
+        has_moved = [
+            first.places.get(rank, Place()).frames != at.frames for rank, at in last.places.items()
+        ]
+        if any(has_moved):
+            is_long = last.at - self._quiet_since >= MOVING_FACTOR * self._patience_s
+            return is_long and 0 < len(outside) < len(last.places) and not self._ranks.saving
         if not (self._step or len(outside) < len(last.places)):
             return (
                 False  # a program that makes no steps, and in which nobody waits for another rank
