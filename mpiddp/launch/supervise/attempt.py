@@ -69,6 +69,7 @@ class Attempt:
     ) -> None:
         self._terms = terms
         self._when = terms.options.when
+        self._is_quiet = terms.options.output.quiet
         self.ranks = ranks
         self._server = server
         self._mpirun = mpirun
@@ -150,7 +151,7 @@ class Attempt:
     def on_found(self, found: Found) -> None:
         """A look for hosts that can join the job has found one, or a problem."""
         if found.problem:
-            self._say_once(found.problem)
+            self._log_once(found.problem)
         if found.host:
             self._found = found.host
             self.on(Event.HOST_FOUND)
@@ -168,12 +169,20 @@ class Attempt:
         self._terms.console.answer_all(self._monitor.stacks_facts())
 
     def _log(self, sentence: str) -> None:
+        if not self._is_quiet:
+            self._mpirun.output.log(sentence)
+
+    def _log_error(self, sentence: str) -> None:
         self._mpirun.output.log(sentence)
+
+    def _log_once(self, sentence: str) -> None:
+        if not self._is_quiet:
+            self._say_once(sentence)
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:
             self._said.add(sentence)
-            self._log(sentence)
+            self._log_error(sentence)
 
     # --- starting, joining ---
 
@@ -211,12 +220,12 @@ class Attempt:
             return
         now = self._timers.now()
         for sentence in self._monitor.look(now, now - self._joined_at):
-            self._say_once(sentence)
+            self._log_once(sentence)
         if self._monitor.wants_stacks(now, self._mpirun.output.idle_s):
             self._request_stacks(Event.HANG_STACKS)
         if self._monitor.wants_look(now):
             self._timers.after(random.uniform(0.0, 0.9 * CHECK_S), Event.LOOK)
-        if self._mpirun.output.shows_status:
+        if self._mpirun.output.shows_status and not self._is_quiet:
             attempt = self._terms.console.attempts
             self._mpirun.output.show_status(self._monitor.status_lines(attempt, now))
         self._timers.after(min(CHECK_S, self._when.hang_timeout_s or CHECK_S), Event.SEE_STEPS)
@@ -227,7 +236,7 @@ class Attempt:
             return
         sentences = self._monitor.look_at_stacks(self._timers.now())
         for sentence in sentences:
-            self._log(sentence)
+            self._log_error(sentence)
         if sentences and self._when.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
@@ -263,7 +272,7 @@ class Attempt:
         if self._stop or self.ranks.done or is_full or is_last_interval:
             return
         if why_not := self.ranks.why_not_resumable:
-            self._say_once(f"{self._found}, but {why_not}, so the job continues without a restart.")
+            self._log_once(f"{self._found}, but {why_not}, so the job continues without a restart.")
             return
         self._log(f"{self._found}: stopping to restart.")
         self._stop = Stop.TO_GROW
