@@ -29,6 +29,7 @@ COMPUTE_S = 0.005  # of a core, in each step of each rank
 SLOW_S = 0.2  # that a straggler takes longer
 NEVER_S = 1e6
 
+other_group: list[dist.ProcessGroup] = []  # of all ranks, too
 folder, trouble = Path(sys.argv[1]), sys.argv[2]
 
 
@@ -69,7 +70,7 @@ def read_pipe() -> None:
 
 
 def join_another_collective() -> None:
-    dist.all_reduce(torch.zeros(4))
+    dist.all_reduce(torch.zeros(4), group=other_group[0])
 
 
 def stop_process() -> None:
@@ -108,7 +109,7 @@ def write_to_disk() -> None:
         until = time.monotonic() + SLOW_S
         while time.monotonic() < until:
             file.seek(0)
-            file.write(bytes(1 << 20))
+            file.write(bytes(16 << 20))
             os.fsync(file.fileno())
 
 
@@ -162,6 +163,7 @@ def main() -> None:
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    other_group.append(dist.new_group())
     width = 512 if trouble == "link" else 64
     model = nn.Sequential(nn.Linear(64, width), nn.Linear(width, 512), nn.Linear(512, 4))
     if trouble == "hook" and rank == 1:

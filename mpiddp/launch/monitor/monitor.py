@@ -41,7 +41,7 @@ class Monitor:
         found = []
         newest_step = max((step for step, _ in ranks.steps.values()), default=0)
         if holder := self._skew.look(now, ranks.paces, newest_step):
-            found.append(holder.sentence(ranks.name(holder.rank)))
+            found.append(holder.sentence(ranks.names(holder.ranks)))
         is_silent = self._is_command and ranks.newest_step_at is None
         if timeout_s is not None and is_silent and running_s >= timeout_s:
             found.append(
@@ -87,7 +87,7 @@ class Monitor:
     def _holder(self) -> str:
         """Who holds the others up in the latest steps; "" if nobody does."""
         holder = self._skew.holder
-        return holder.sentence(self._ranks.name(holder.rank)) if holder else self._looks.holder
+        return holder.sentence(self._ranks.names(holder.ranks)) if holder else self._looks.holder
 
     def status_lines(self, attempt: int, now: float) -> list[str]:
         """What a terminal shows below the output, see `mpiddp.launch.monitor.status`."""
