@@ -21,53 +21,55 @@ REST_S, REST_OF_BLAMED_S = 60.0, 300.0
 PAUSE_S, PAUSE_STEPS = 3.0, 10  # without a step: the longer of these is a pause
 _LEAST, _MOST_OF_ANOTHER = 0.4, 0.1  # of a window's looks that blame the rank, and any other one
 _SHARE_AT_WORK = 4  # at most every fourth rank is, if the others wait for these
+_MOST_OF_ANOTHER_LINK = 0.7  # of the looks that blame the link of a host
 _LIKELY = 0.5  # of the looks that blame a rank, for its cause
 
 
 class _Window:
-    """What a number of looks have shown: the name and the place of each rank, or link, that one blames."""
+    """What a number of looks have shown.
+
+    Attributes:
+        blamed: the name and the place of each rank that a look blames.
+        ends: of each look at which all ranks wait while data wait to be sent: the addresses that all these
+            data go from or to.
+    """
 
     def __init__(self) -> None:
         self.looks = 0
-        self.blamed: list[tuple[str, Place | None]] = []
+        self.blamed: list[tuple[str, Place]] = []
+        self.ends: list[set[str]] = []
 
-    def add(self, places: Mapping[int, Place], ranks: Ranks) -> None:
+    def add(self, places: Mapping[int, Place], ranks: Ranks, host_of: dict[str, str]) -> None:
+        """Note a look. `host_of` has the hosts of the addresses that are known."""
         self.looks += 1
+        for rank, place in places.items():
+            host_of.update((own, ranks.host_of(rank)) for own, _ in place.unsent)
         at_work = [rank for rank, place in places.items() if not place.waits]
         if 0 < len(at_work) <= max(1, len(places) // _SHARE_AT_WORK) and len(places) > 1:
             self.blamed += [(ranks.name(rank), places[rank]) for rank in at_work]
-        elif not at_work and (link := _full_link(places, ranks)):
-            self.blamed.append((link, None))
+        full = [pair for place in places.values() for pair in place.unsent]
+        if full and not at_work:
+            self.ends.append(set.intersection(*map(set, full)))
 
-    @property
-    def culprit(self) -> str:
-        """The one that most looks blame, if they hardly blame another; else ""."""
+    def culprit(self, host_of: Mapping[str, str]) -> str:
+        """The rank, or the link, that most looks blame, if they hardly blame another; else ""."""
+        least = _LEAST * self.looks
         counts = Counter(name for name, _ in self.blamed).most_common(2)
-        if not counts or counts[0][1] < _LEAST * self.looks:
+        if counts and counts[0][1] >= least:
+            is_clear = len(counts) == 1 or counts[1][1] <= _MOST_OF_ANOTHER * self.looks
+            return counts[0][0] if is_clear else ""
+        ends = Counter(
+            host for each in self.ends for host in {host_of.get(end, end) for end in each}
+        )
+        most = max(ends.values(), default=0)
+        hosts = sorted(host for host, count in ends.items() if count > _MOST_OF_ANOTHER_LINK * most)
+        if most < least or not 0 < len(hosts) <= 2:
             return ""
-        is_clear = len(counts) == 1 or counts[1][1] <= _MOST_OF_ANOTHER * self.looks
-        return counts[0][0] if is_clear else ""
+        return f"the link {'between' if hosts[1:] else 'of'} {' and '.join(hosts)}"
 
 
-def _full_link(places: Mapping[int, Place], ranks: Ranks) -> str:
-    """The host, or the link, that all data pass which wait to be sent; "" if there is none."""
-    host_of = {own: ranks.host_of(rank) for rank, at in places.items() for own, _ in at.unsent}
-    links = [
-        {host_of.get(own, own), host_of.get(other, other)}
-        for place in places.values()
-        for own, other in place.unsent
-    ]
-    common = sorted(set.intersection(*links)) if links else []
-    return (
-        f"the link {'between' if len(common) > 1 else 'of'} {' and '.join(common)}"
-        if common
-        else ""
-    )
-
-
-def _what(blamed: Sequence[Place | None]) -> str:
-    """What the looks that blame one have shown, and the likely cause."""
-    places = [place for place in blamed if place is not None]
+def _what(places: Sequence[Place]) -> str:
+    """What the looks that blame one have shown, and the likely cause. A link has no places."""
     if not places:
         return "all ranks wait while data wait to be sent there. The likely cause is the network."
     [(where, _)] = Counter(place.text for place in places).most_common(1)
@@ -94,6 +96,7 @@ class LookWatch:
         self._ranks = ranks
         self.holder = self.pause = ""
         self._windows = [_Window()]
+        self._host_of: dict[str, str] = {}  # by address
         self._rests_until = 0.0
         self._named: set[str] = set()
         self._in_pause = _Window()
@@ -115,13 +118,13 @@ class LookWatch:
         places = places_of(self._ranks)
         self._note_steps()
         if self._is_pause(now):
-            self._in_pause.add(places, self._ranks)
+            self._in_pause.add(places, self._ranks, self._host_of)
             return []
-        self._windows[-1].add(places, self._ranks)
+        self._windows[-1].add(places, self._ranks, self._host_of)
         if self._windows[-1].looks < LOOKS:
             return []
-        culprit = self._windows[-1].culprit
-        if not culprit or culprit != self._windows[0].culprit:
+        culprit = self._windows[-1].culprit(self._host_of)
+        if not culprit or culprit != self._windows[0].culprit(self._host_of):
             self.holder = ""
         elif len(self._windows) < WINDOWS:
             self._windows.append(_Window())
@@ -138,7 +141,8 @@ class LookWatch:
     def _sentence(self, culprit: str) -> str:
         blamed = [at for window in self._windows for name, at in window.blamed if name == culprit]
         looks = sum(window.looks for window in self._windows)
-        return f"{culprit} holds the others up: in {len(blamed)} of {looks} looks, {_what(blamed)}"
+        found = len(blamed) or sum(len(window.ends) for window in self._windows)
+        return f"{culprit} holds the others up: in {found} of {looks} looks, {_what(blamed)}"
 
     def _is_pause(self, now: float) -> bool:
         if self._step_s is None or self._ranks.saving or self._ranks.done:
@@ -150,7 +154,7 @@ class LookWatch:
         if step <= self._step:
             return
         window, self._in_pause = self._in_pause, _Window()
-        if culprit := window.culprit:
+        if culprit := window.culprit(self._host_of):
             blamed = [place for name, place in window.blamed if name == culprit]
             self.pause = (
                 f"{culprit} held the others up once, for {duration(at - self._step_at)} after step "

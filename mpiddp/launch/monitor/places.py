@@ -59,7 +59,7 @@ class Place:
         if self.waits:
             function = next((name for name in called if name not in _WRAPPERS), function)
         what = f"{function} ({file.rpartition('/')[2]}:{line})"
-        return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':')}"
+        return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':,')}"
 
 
 def places_of(ranks: Ranks) -> dict[int, Place]:
