@@ -7,8 +7,22 @@ import os
 
 from mpiddp.text import escaped
 
+_is_quiet = False
+
+
+def be_quiet() -> None:
+    """From now on, `info` prints nothing (`--quiet`)."""
+    global _is_quiet
+    _is_quiet = True
+
 
 def info(sentence: str) -> None:
+    """Print a sentence on stderr, unless the launcher is to be quiet."""
+    if not _is_quiet:
+        error(sentence)
+
+
+def error(sentence: str) -> None:
     """Print a sentence on stderr. The job continues if the terminal is gone.
 
     It may quote a rank, which must neither control the terminal nor begin a line with "mpiddp: ".
@@ -19,6 +33,6 @@ def info(sentence: str) -> None:
 
 
 def line(sentence: str) -> bytes:
-    """The line that `info` prints."""
+    """The line that `error` prints."""
     text = escaped(sentence, keep="\n").replace("\n", "\n  ")
     return f"mpiddp: {text}\n".encode(errors="backslashreplace")

@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     open_closed_streams()
     is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
+    if options.output.quiet:
+        log.be_quiet()
     if not is_nested:
         _refuse_inside_a_rank(options.where, os.environ)
     # Imported here, so that --help and a wrong option answer at once.
@@ -77,7 +79,7 @@ def _push(hosts: Hosts, folder: str, where: Where) -> None:
     wanted = push.Options(tuple(push.default_folders(folder)), min_hosts=max(1, least))
     pushed = push.push(hosts.usable, wanted)
     for host, failure in pushed.failures.items():
-        log.info(f"not pushed to {host.name}: {failure}")
+        log.error(f"not pushed to {host.name}: {failure}")
     if pushed.sent:
         log.info("; ".join(push.summary(pushed, dry_run=False)))
 

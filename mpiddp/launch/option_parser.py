@@ -236,7 +236,14 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--report", action="store_true", help="print the host and device of every rank"
     )
-    add.add_argument(
+    either = add.add_mutually_exclusive_group()
+    either.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="of the launcher itself, print errors only: no hints, no status",
+    )
+    either.add_argument(
         "-v", "--verbose", action="store_true", help="print each choice and its reason"
     )
 

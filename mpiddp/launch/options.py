@@ -136,6 +136,7 @@ class OutputOptions:
     log_ranks: str
     prefix: str  # "auto", "always" or "never"
     log_dir: str | None
+    quiet: bool  # of the launcher itself, errors alone
 
     def has_prefix(self, world_size: int) -> bool:
         return self.prefix == "always" or (self.prefix == "auto" and world_size > 1)

@@ -208,7 +208,7 @@ class _Job:
         try:
             self._plan = self._next_plan()
         except (UserError, JobFailed) as error:  # the hosts of before have just worked
-            log.info(str(error))
+            log.error(str(error))
         if self._must_stop():
             return _interrupted(is_saved=self._is_saved)
         if self._plan.request.world_size > before.request.world_size:
@@ -224,7 +224,7 @@ class _Job:
         self._before_growth = None
         self._stop_growing(outcome.sentence)
         if outcome.known_cause:
-            log.info(outcome.known_cause)
+            log.error(outcome.known_cause)
         if self._must_stop():
             return _interrupted(is_saved=self._is_saved)
         self._plan = plan
@@ -249,7 +249,7 @@ class _Job:
         try:
             named = read_hosts(self._options.where, os.environ)
         except (UserError, JobFailed) as error:
-            log.info(ignored(error))
+            log.error(ignored(error))
             named = self._named
         try:
             plan = make_plan(self._options, os.environ, named, self._past)
@@ -260,7 +260,7 @@ class _Job:
                 plan = make_plan(self._options, os.environ, self._named, self._past)
             except (UserError, JobFailed):
                 raise error from None
-            log.info(ignored(error))
+            log.error(ignored(error))
             return plan
         self._named = named
         return plan
@@ -303,7 +303,7 @@ def _is_interrupted_without_folder(signals: SignalQueue) -> bool:
         except OSError as error:
             if not says_so:
                 says_so = True
-                log.info(f"the working folder is away ({error.strerror}); waiting for it …")
+                log.error(f"the working folder is away ({error.strerror}); waiting for it …")
         if stop_is_requested(signals, within_s=FIRST_PAUSE_S):
             return True
     return False

@@ -41,6 +41,7 @@ CONFIRM_EVERY, UNCONFIRMED_LIMIT = 60, 240
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 # What a script says of its training: values, and characters of a name or a text of them.
 MOST_SHOWN, LONGEST_SHOWN = 16, 64
+MOST_UNSENT = 16  # connections of a rank
 LARGEST_WHOLE = (1 << 63) - 1
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 
@@ -88,7 +89,15 @@ MESSAGES: dict[str, dict[str, tuple[type, ...]]] = {
         "memory": (int,),
     },
     "saving": {"active": (bool,)},  # begins, or has ended
-    "stacks": {"text": (str,), "step": (int,), "cpu_s": (int, float)},
+    # `state` of the main thread, as in /proc, and `unsent`: both addresses of each connection whose data wait
+    # for the network, this rank's first.
+    "stacks": {
+        "text": (str,),
+        "step": (int,),
+        "cpu_s": (int, float),
+        "state": (str,),
+        "unsent": (list,),
+    },
     "stopped": {},
     "failed": {
         "code": (int,),
@@ -130,6 +139,10 @@ def is_short(name: str, value: object) -> bool:
     return type(value) is float or (type(value) is str and len(value) <= LONGEST_SHOWN)
 
 
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(each) is str for each in value)
+
+
 def is_argument(text: str) -> bool:
     """Whether a program can get `text` as an argument."""
     try:
@@ -144,6 +157,8 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
         return False
     if kind == "progress":
         return is_shown_of_training(facts.get("shown", {}))
+    if kind == "stacks":
+        return all(map(_is_pair, facts["unsent"]))
     if kind == "joining":
         return bool(0 < facts["timeout_s"] < MAX_TIMEOUT_S)
     if kind == "run_dir":

@@ -5,7 +5,7 @@ All that stands in a run's files is data. `text` escapes it, and only this modul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 # The colour of each run: Okabe and Ito's, which colour-blind readers can distinguish as well.
@@ -46,7 +46,8 @@ ul { padding-left: 20px; }
 .legend { list-style: none; padding: 0; }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; }
 .quiet, footer { color: var(--quiet); }
-summary { cursor: pointer; }
+summary { cursor: pointer; padding: 4px 0; }
+pre { overflow-x: auto; font-size: 13px; margin: 4px 0; }
 footer { margin: 40px 0 8px; font-size: 13px; }
 """
 
@@ -73,6 +74,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
     thead = f"<thead><tr>{top}</tr></thead>" if head else ""
     return f'<div class="scroll"><table>{thead}<tbody>{lines}</tbody></table></div>'
+
+
+def by_run(rows: Mapping[str, Sequence[str]]) -> str:
+    """A row for each name, with a column for each run."""
+    num_runs = max(map(len, rows.values()), default=0)
+    head = ("", *map(letter, range(num_runs))) if num_runs > 1 else ()
+    return table(head, [(name, *cells) for name, cells in rows.items()])
+
+
+def details(summary: str, content: str) -> str:
+    """Content that unfolds."""
+    return f"<details><summary>{text(summary)}</summary>{content}</details>"
+
+
+def pre(lines: str) -> str:
+    """A text of many lines as it is."""
+    return f"<pre>{text(lines)}</pre>"
 
 
 def _cell(content: str) -> str:

@@ -43,6 +43,7 @@ class Run:
     starts: list[Start]
     ranks: list[RankFiles]
     notes: list[str]
+    start_record: dict[str, Any]  # of its newest start: command, versions, git, environment
 
     @property
     def name(self) -> str:
@@ -119,7 +120,13 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
         state = {"done": "stopped", "failed": "failed"}.get(starts[-1].outcome, "died")
     else:
         state = "ended"
-    return Run(folder, state, config, summary, curves, saves, starts, ranks, notes)
+    start = {} if only_end else _newest_start(run, notes)
+    return Run(folder, state, config, summary, curves, saves, starts, ranks, notes, start)
+
+
+def _newest_start(run: RunDir, notes: list[str]) -> dict[str, Any]:
+    files = sorted((run.path / "starts").glob("start_*.json"))
+    return _json(files[-1], notes) if files else {}
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:

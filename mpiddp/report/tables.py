@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from mpiddp.report.history import nearest_first
-from mpiddp.report.html import items, letter, table
+from mpiddp.report.html import by_run, details, items, letter, table
 from mpiddp.report.rank_files import Failure
 from mpiddp.report.read import UNKNOWN, Run
 from mpiddp.text import counted, duration, listed
@@ -35,7 +35,7 @@ def facts(runs: Sequence[Run]) -> str:
         "step time p95": [run.shown("{:.4f} s", "step_time_p95_s") for run in runs],
         "saves kept": [listed([f"{s.step:,}" for s in run.saves]) or UNKNOWN for run in runs],
     }
-    return _by_run({name: cells for name, cells in rows.items() if set(cells) != {UNKNOWN}})
+    return by_run({name: cells for name, cells in rows.items() if set(cells) != {UNKNOWN}})
 
 
 def failures(runs: Sequence[Run]) -> str:
@@ -101,20 +101,13 @@ def settings(runs: Sequence[Run]) -> str:
     rows = {name: [str(run.config.get(name, UNKNOWN)) for run in runs] for name in names}
     if len(runs) == 1:
         what = counted(len(rows), "setting")
-        return f"<details><summary>{what}</summary>{_by_run(rows)}</details>" if rows else ""
+        return details(what, by_run(rows)) if rows else ""
     differ = {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
-    return _by_run(differ) or ("<p>None.</p>" if names else "")
+    return by_run(differ) or ("<p>None.</p>" if names else "")
 
 
 def date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _by_run(rows: dict[str, list[str]]) -> str:
-    """A row for each name, with a column for each run."""
-    num_runs = max(map(len, rows.values()), default=0)
-    head = ("", *map(letter, range(num_runs))) if num_runs > 1 else ()
-    return table(head, [(name, *cells) for name, cells in rows.items()])
 
 
 def _placement(run: Run) -> str:

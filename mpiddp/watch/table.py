@@ -88,7 +88,8 @@ def head_lines(facts: Facts) -> list[str]:
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]
-    return [", ".join(parts), *([_text(facts["holder"])] if "holder" in facts else [])]
+    said = [_text(facts[name]) for name in ("holder", "pause") if name in facts]
+    return [", ".join(parts), *said]
 
 
 def rank_lines(ranks: Sequence[Facts], gpus: Mapping[int, str]) -> list[str]:

@@ -21,6 +21,11 @@ def progress(step: int, *, own_s: float = 0.0, queued_s: float = 0.0) -> dict[st
     return {"step": step, "own_s": own_s, "queued_s": queued_s, "cpu_s": own_s, "memory": 1 << 30}
 
 
+def stacks(text: str, **facts: object) -> dict[str, object]:
+    """The facts of a message "stacks"."""
+    return {"text": text, "step": 0, "cpu_s": 0.0, "state": "S", "unsent": [], **facts}
+
+
 def member(server: Server, rank: int, world_size: int) -> JobChannel:
     """A rank, whose messages a thread reads."""
     world = World(rank, world_size, rank, world_size)

@@ -6,61 +6,29 @@ the ranks may move on. Each look costs a rank a few milliseconds.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from mpiddp.launch.monitor.ranks import Ranks, main_frames
+from mpiddp.launch.monitor.places import Place, place_of, places_of, places_sentence
+from mpiddp.launch.monitor.ranks import Ranks
 
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these; steps are median ones
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may stay in one line for so much longer
+MOVING_FACTOR = (
+    10  # and ranks for which others wait may be busy in several lines: a loop, an evaluation
+)
 _BUSY = 0.2  # of a core
 _CHECK_S = 2.0  # more than between two calls of `is_due`
 _STEPS = 50  # whose median counts
-_NAMED = 4  # ranks of one place
-_LONGEST_CODE = 60  # characters
-
-# The innermost frame of a rank that waits for others: torch, inside a collective or a backward pass, and not
-# where it loads data.
-_WAITS = re.compile(r"/torch/(?!utils/data/)")
-_OF_LIBRARIES = re.compile(r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/")
-_LINE = re.compile(r"line (\d+), in (.*)")
-_WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the main thread of a rank is. Without frames, the rank does not answer."""
-
-    frames: tuple[tuple[str, str, str], ...] = ()
-    cpu_s: float = 0.0  # that the rank and the processes below it have used
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is inside torch, where ranks wait for each other."""
-        return bool(self.frames) and bool(_WAITS.search(self.frames[-1][0]))
-
-    @property
-    def text(self) -> str:
-        """For a sentence: "all_reduce (train.py:88)", or "load (data.py:40): f = open(path)"."""
-        own = [n for n, frame in enumerate(self.frames) if not _OF_LIBRARIES.search(frame[0])]
-        at = own[-1] if own else len(self.frames) - 1
-        file, where, code = self.frames[at]
-        line, function = _line_of(where)
-        called = [_line_of(frame[1])[1] for frame in self.frames[at + 1 :]]
-        if self.waits:
-            function = next((name for name in called if name not in _WRAPPERS), function)
-        what = f"{function} ({file.rpartition('/')[2]}:{line})"
-        return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':')}"
 
 
 @dataclass(frozen=True)
 class _Look:
     at: float
-    places: Mapping[int, _Place]  # of the ranks that have not ended
+    places: Mapping[int, Place]  # of the ranks that have not ended
 
 
 class HangWatch:
@@ -117,8 +85,7 @@ class HangWatch:
         if self._timeout_s is not None and self._due_at is not None:
             has_moved = ranks.newest_step_at != self._due_at
             return [] if has_moved else stuck_sentences(ranks, self._timeout_s)
-        left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
-        places = {rank: _place(ranks.stacks.get(rank)) for rank in left}
+        places = places_of(ranks)
         first, last = self._first, _Look(now, places)
         if first is None:
             self._first, self._look_at = last, now + BETWEEN_LOOKS_S
@@ -133,7 +100,7 @@ class HangWatch:
             if self._step
             else "no rank has made a step or printed anything"
         )
-        return [f"{step} for {now - self._quiet_since:.0f} s: {_sentence(ranks, places)}"]
+        return [f"{step} for {now - self._quiet_since:.0f} s: {places_sentence(ranks, places)}"]
 
     @property
     def _patience_s(self) -> float:
@@ -150,11 +117,13 @@ class HangWatch:
 
     def _hang(self, first: _Look, last: _Look) -> bool:
         """Whether no rank has moved, and one that the others may wait for does nothing."""
-        if any(
-            first.places.get(rank, _Place()).frames != at.frames for rank, at in last.places.items()
-        ):
-            return False
         outside = {rank: at for rank, at in last.places.items() if not at.waits}
+        has_moved = [
+            first.places.get(rank, Place()).frames != at.frames for rank, at in last.places.items()
+        ]
+        if any(has_moved):
+            is_long = last.at - self._quiet_since >= MOVING_FACTOR * self._patience_s
+            return is_long and 0 < len(outside) < len(last.places) and not self._ranks.saving
         if not (self._step or len(outside) < len(last.places)):
             return (
                 False  # a program that makes no steps, and in which nobody waits for another rank
@@ -168,46 +137,7 @@ class HangWatch:
 
 def stacks_sentence(ranks: Ranks) -> str:
     """Where the ranks that have not ended are, by the stacks that they have sent."""
-    left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
-    return _sentence(ranks, {rank: _place(ranks.stacks.get(rank)) for rank in left})
-
-
-def _place(stacks: Mapping[str, object] | None) -> _Place:
-    if stacks is None:
-        return _Place()
-    return _Place(tuple(main_frames(str(stacks["text"]))), float(str(stacks["cpu_s"])))
-
-
-def _line_of(where: str) -> tuple[str, str]:
-    """The number and the function of "line 3, in work"."""
-    found = _LINE.match(where)
-    return (found[1], found[2]) if found else ("?", where)
-
-
-def _sentence(ranks: Ranks, places: Mapping[int, _Place]) -> str:
-    """ "15 ranks wait in all_reduce (train.py:88); rank 11 on gpu03 is in load (data.py:40): open(path)."."""
-    groups: dict[tuple[bool, bool, str], list[int]] = {}
-    for rank, place in places.items():
-        key = (not place.waits, bool(place.frames), place.text if place.frames else "")
-        groups.setdefault(key, []).append(rank)
-    clauses = []
-    for (is_outside, answers, text), members in sorted(
-        groups.items(), key=lambda group: (group[0][0], -len(group[1]))
-    ):
-        is_one = len(members) == 1
-        who = (
-            f"{len(members)} ranks"
-            if len(members) > _NAMED
-            else ", ".join(map(ranks.name, members))
-        )
-        if not answers:
-            do = "does not answer" if is_one else "do not answer"
-            clauses.append(f"{who} {do}: stopped, or stuck in native code")
-        elif is_outside:
-            clauses.append(f"{who} {'is' if is_one else 'are'} in {text}")
-        else:
-            clauses.append(f"{who} {'waits' if is_one else 'wait'} in {text}")
-    return "; ".join(clauses) + "."
+    return places_sentence(ranks, places_of(ranks))
 
 
 def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
@@ -221,7 +151,7 @@ def stuck_sentences(ranks: Ranks, timeout_s: float) -> list[str]:
     furthest = max(steps.values(), default=0)
     mute = [rank for rank in left if rank not in steps]
     behind = [rank for rank, step in steps.items() if step < furthest]
-    outside = [rank for rank in steps if not _waits(ranks.stacks[rank]["text"])]
+    outside = [rank for rank in steps if not place_of(ranks.stacks[rank]["text"]).waits]
     # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
     others = f"the others wait at step {furthest}" if steps and len(left) > 1 else ""
     found = []
@@ -244,8 +174,3 @@ def _mute(ranks: Ranks, rank: int, others: str) -> str:
         f": native code holds its Python interpreter.{others} Its Python stack follows, innermost call "
         f"first.\n{ranks.frames[rank].rstrip()}"
     )
-
-
-def _waits(text: str) -> bool:
-    """Whether the main thread is inside torch."""
-    return _Place(tuple(main_frames(text))).waits

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpiddp.launch.monitor.console import job_facts
 from mpiddp.launch.monitor.hang import HangWatch, stacks_sentence
+from mpiddp.launch.monitor.looks import LookWatch
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.monitor.skew import SkewWatch
 from mpiddp.launch.monitor.status import status_lines
@@ -28,6 +29,7 @@ class Monitor:
         self._hang_timeout_s = options.when.hang_timeout_s
         self._hangs = HangWatch(ranks, now, self._hang_timeout_s)
         self._skew = SkewWatch(now)
+        self._looks = LookWatch(ranks)
 
     def look(self, now: float, running_s: float) -> list[str]:
         """Sentences about steps that are slow, or cannot be watched. Call this about once a second.
@@ -39,7 +41,7 @@ class Monitor:
         found = []
         newest_step = max((step for step, _ in ranks.steps.values()), default=0)
         if holder := self._skew.look(now, ranks.paces, newest_step):
-            found.append(holder.sentence(ranks.name(holder.rank)))
+            found.append(holder.sentence(ranks.names(holder.ranks)))
         is_silent = self._is_command and ranks.newest_step_at is None
         if timeout_s is not None and is_silent and running_s >= timeout_s:
             found.append(
@@ -66,6 +68,14 @@ class Monitor:
         """Sentences that say who waits where, if the ranks hang; else none."""
         return self._hangs.look(now)
 
+    def wants_look(self, now: float) -> bool:
+        """Whether the stacks of all ranks should be there for `look_at_steps`, at a random moment."""
+        return self._looks.is_due(now)
+
+    def look_at_steps(self, now: float) -> list[str]:
+        """Sentences that say who holds the others up without using a core; else none."""
+        return self._looks.look(now)
+
     def job_facts(self, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
         """The state of the job for a viewer.
 
@@ -73,13 +83,21 @@ class Monitor:
             latest: the end of what each rank has written.
         """
         facts = job_facts(self._ranks, latest, now)
-        if holder := self._skew.holder:
-            facts["holder"] = holder.sentence(self._ranks.name(holder.rank))
+        if sentence := self._holder:
+            facts["holder"] = sentence
+        if self._looks.pause:
+            facts["pause"] = self._looks.pause
         return facts
+
+    @property
+    def _holder(self) -> str:
+        """Who holds the others up in the latest steps; "" if nobody does."""
+        holder = self._skew.holder
+        return holder.sentence(self._ranks.names(holder.ranks)) if holder else self._looks.holder
 
     def status_lines(self, attempt: int, now: float) -> list[str]:
         """What a terminal shows below the output, see `mpiddp.launch.monitor.status`."""
-        return status_lines(self._ranks, attempt, now)
+        return status_lines(self._ranks, attempt, self._holder, now)
 
     def stacks_facts(self) -> dict[str, Any]:
         """The stacks that the ranks have sent, for a viewer, and a sentence about them."""

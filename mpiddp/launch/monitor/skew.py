@@ -1,4 +1,4 @@
-"""How fast each rank makes its steps, and whether one of them holds the others up.
+"""How fast each rank makes its steps, and which of them hold the others up.
 
 A rank's own time is that in which the thread that makes its steps ran, or could run and waited for a core.
 The rest of a step it waits: for other ranks, for data, for a disk or a GPU. Ranks that wait for a GPU or in
@@ -8,14 +8,15 @@ NCCL use their core meanwhile, so all their own times are equal, and none is nam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
 WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
 CHRONIC = 3  # windows in a row that name the same rank
-FACTOR = 1.3  # of the others' own time
+FACTOR, FACTOR_OF_SEVERAL = 1.3, 2.0  # of the others' own time
+_MOST_LATE = 2 / 3  # of all ranks
 _LEAST_SHARE = 0.5  # of a step: if the rank is faster, something else takes the time
 _MOST_SPREAD = 1.2  # of the times of a step: ranks that differ more do not wait for each other
 _QUEUED_SHARE = 0.3  # of the rank's own time, so that its host is the likely cause
@@ -78,42 +79,67 @@ class Pace:
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank that holds the others up, its seconds in a step, and the others' median."""
+    """The ranks that hold the others up, the slowest first, its seconds in a step, and the others' median."""
 
-    rank: int
+    ranks: tuple[int, ...]
     time: StepTime
     others_s: float
 
-    def sentence(self, name: str) -> str:
-        """The rank is `name`."""
+    def sentence(self, names: str) -> str:
+        """The ranks are `names`."""
         times = self.time.own_s / max(self.others_s, 1e-9)
         factor = f"{times:.1f} times" if times < 100 else "over 100 times"
         cause = ""
+        is_one = len(self.ranks) == 1
+        who, holds = ("it works", "holds") if is_one else ("each works", "hold")
         if self.time.queued_s > _QUEUED_SHARE * self.time.own_s:
             share = self.time.queued_s / self.time.own_s
             cause = f" In {share:.0%} of it, other processes have its core."
         return (
-            f"{name} holds the others up: it works for {seconds(self.time.own_s)} in a step of "
+            f"{names} {holds} the others up: {who} for {seconds(self.time.own_s)} in a step of "
             f"{seconds(self.time.step_s)}, {factor} as long as they do.{cause}"
         )
 
 
 def find_holder(paces: Mapping[int, Pace]) -> Holder | None:
-    """The rank that makes the others wait in the latest steps, if there is one."""
-    times = {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
-    if len(times) < 2:
+    """The ranks that make the others wait in the latest steps, if there are some."""
+    times = _step_times(paces)
+    if len(times) < 2 or not _are_together(times.values()):
         return None
-    slowest = max(times, key=lambda rank: times[rank].own_s)
-    time = times[slowest]
-    others_s = median(each.own_s for rank, each in times.items() if rank != slowest)
-    step_s = [each.step_s for each in times.values()]
-    is_together = max(step_s) <= _MOST_SPREAD * min(step_s)
-    is_late = time.own_s >= FACTOR * others_s and time.own_s >= _LEAST_SHARE * time.step_s
-    return Holder(slowest, time, others_s) if is_together and is_late else None
+    by_time = sorted(times, key=lambda rank: times[rank].own_s, reverse=True)
+    time = times[by_time[0]]
+    if time.own_s < _LEAST_SHARE * time.step_s:
+        return None
+    late = [rank for rank in by_time if times[rank].own_s * FACTOR > time.own_s]
+    for number, factor in ((len(late), FACTOR_OF_SEVERAL), (1, FACTOR)):
+        if number <= _MOST_LATE * len(times):
+            others_s = median(times[rank].own_s for rank in by_time[number:])
+            if time.own_s >= factor * others_s:
+                return Holder(tuple(by_time[:number]), time, others_s)
+    return None
+
+
+def all_wait(paces: Mapping[int, Pace]) -> bool:
+    """Whether ranks that make their steps together all wait for most of a step."""
+    times = _step_times(paces)
+    return (
+        len(times) > 1
+        and _are_together(times.values())
+        and all(each.own_s < _LEAST_SHARE * each.step_s for each in times.values())
+    )
+
+
+def _step_times(paces: Mapping[int, Pace]) -> dict[int, StepTime]:
+    return {rank: time for rank, pace in paces.items() if (time := pace.step_time) is not None}
+
+
+def _are_together(times: Iterable[StepTime]) -> bool:
+    step_s = [each.step_s for each in times]
+    return max(step_s) <= _MOST_SPREAD * min(step_s)
 
 
 class SkewWatch:
-    """Names a rank that holds the others up for long, once. Times are of the caller's clock, in seconds.
+    """Names ranks that hold the others up for long, each once. Times are of the caller's clock, in seconds.
 
     Args:
         now: when the attempt began.
@@ -123,11 +149,12 @@ class SkewWatch:
         self._look_at = now + WINDOW_S
         self._newest = 0  # the step at the last look
         self._in_a_row = 0
-        self.named: dict[int, Holder] = {}  # by their rank
+        self._late: set[int] = set()  # in all windows of the row
+        self.named: dict[int, Holder] = {}  # by their ranks
         self.holder: Holder | None = None  # at the last look
 
     def look(self, now: float, paces: Mapping[int, Pace], newest: int) -> Holder | None:
-        """The rank to name now, if there is one. Call this about once a second.
+        """The ranks to name now, if there are some. Call this about once a second.
 
         Args:
             newest: the newest step of any rank.
@@ -135,13 +162,17 @@ class SkewWatch:
         if now < self._look_at or newest == self._newest:
             return None
         self._look_at, self._newest = now + WINDOW_S, newest
-        found, before = find_holder(paces), self.holder
-        is_same = found is not None and before is not None and found.rank == before.rank
-        self._in_a_row = self._in_a_row + 1 if is_same else 1
-        self.holder = found
-        if found is None or self._in_a_row < CHRONIC or found.rank in self.named:
+        self.holder = find_holder(paces)
+        late = set(self.holder.ranks) if self.holder else set()
+        is_same = bool(late & self._late)
+        self._in_a_row, self._late = (
+            (self._in_a_row + 1, late & self._late) if is_same else (1, late)
+        )
+        if self.holder is None or self._in_a_row < CHRONIC or self._late <= self.named.keys():
             return None
-        self.named[found.rank] = found
+        ranks = tuple(rank for rank in self.holder.ranks if rank in self._late)
+        found = replace(self.holder, ranks=ranks)
+        self.named |= dict.fromkeys(ranks, found)
         return found
 
 

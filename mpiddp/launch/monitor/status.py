@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from mpiddp.launch.monitor.ranks import Ranks
-from mpiddp.launch.monitor.skew import find_holder
 from mpiddp.text import counted, duration, escaped, size_text
 
 
-def status_lines(ranks: Ranks, attempt: int, now: float) -> list[str]:
-    """The lines of the status; none before the first step. Times are of the caller's clock, in seconds."""
+def status_lines(ranks: Ranks, attempt: int, holder: str, now: float) -> list[str]:
+    """The lines of the status; none before the first step. Times are of the caller's clock, in seconds.
+
+    Args:
+        holder: a sentence about who holds the others up; "" if nobody does.
+    """
     if not ranks.steps:
         return []
-    return [_training(ranks), _machines(ranks, attempt, now)]
+    return [_training(ranks), _machines(ranks, attempt, holder, now)]
 
 
 def _training(ranks: Ranks) -> str:
@@ -32,14 +35,14 @@ def _training(ranks: Ranks) -> str:
     return escaped("  ".join(parts))
 
 
-def _machines(ranks: Ranks, attempt: int, now: float) -> str:
+def _machines(ranks: Ranks, attempt: int, holder: str, now: float) -> str:
     hosts = len(set(ranks.hosts))
     parts = [f"{counted(ranks.world_size, 'rank')} on {counted(hosts, 'host')}"]
     if attempt > 1:
         parts.append(f"attempt {attempt}")
     parts.append(f"{size_text(max(pace.memory for pace in ranks.paces.values()))} a rank")
-    if holder := find_holder(ranks.paces):
-        parts.append(f"{ranks.name(holder.rank)} holds the others up")
+    if holder:
+        parts.append(holder.partition(":")[0])
     if ranks.saving:
         parts.append("saving")
     elif ranks.last_saved_at:

@@ -213,7 +213,7 @@ class Screen:
     def _complain(self, reason: str) -> None:
         if not self._has_complained:
             self._has_complained = True
-            log.info(f"{self._name}: {reason}. The job continues, and its output there is lost.")
+            log.error(f"{self._name}: {reason}. The job continues, and its output there is lost.")
 
 
 def _prefixed(lines: bytes, source: Source) -> bytes:

@@ -6,6 +6,7 @@ and `mpiddp.launch.supervise.verdict` judges what has happened.
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import time
@@ -68,6 +69,7 @@ class Attempt:
     ) -> None:
         self._terms = terms
         self._when = terms.options.when
+        self._is_quiet = terms.options.output.quiet
         self.ranks = ranks
         self._server = server
         self._mpirun = mpirun
@@ -154,7 +156,7 @@ class Attempt:
     def on_found(self, found: Found) -> None:
         """A look for hosts that can join the job has found one, or a problem."""
         if found.problem:
-            self._say_once(found.problem)
+            self._log_once(found.problem)
         if found.host:
             self._found = found.host
             self.on(Event.HOST_FOUND)
@@ -172,12 +174,20 @@ class Attempt:
         self._terms.console.answer_all(self._monitor.stacks_facts())
 
     def _log(self, sentence: str) -> None:
+        if not self._is_quiet:
+            self._mpirun.output.log(sentence)
+
+    def _log_error(self, sentence: str) -> None:
         self._mpirun.output.log(sentence)
+
+    def _log_once(self, sentence: str) -> None:
+        if not self._is_quiet:
+            self._say_once(sentence)
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:
             self._said.add(sentence)
-            self._log(sentence)
+            self._log_error(sentence)
 
     # --- starting, joining ---
 
@@ -215,10 +225,12 @@ class Attempt:
             return
         now = self._timers.now()
         for sentence in self._monitor.look(now, now - self._joined_at):
-            self._say_once(sentence)
+            self._log_once(sentence)
         if self._monitor.wants_stacks(now, self._mpirun.output.idle_s):
             self._request_stacks(Event.HANG_STACKS)
-        if self._mpirun.output.shows_status:
+        if self._monitor.wants_look(now):
+            self._timers.after(random.uniform(0.0, 0.9 * CHECK_S), Event.LOOK)
+        if self._mpirun.output.shows_status and not self._is_quiet:
             attempt = self._terms.console.attempts
             self._mpirun.output.show_status(self._monitor.status_lines(attempt, now))
         self._timers.after(min(CHECK_S, self._when.hang_timeout_s or CHECK_S), Event.SEE_STEPS)
@@ -229,9 +241,16 @@ class Attempt:
             return
         sentences = self._monitor.look_at_stacks(self._timers.now())
         for sentence in sentences:
-            self._log(sentence)
+            self._log_error(sentence)
         if sentences and self._when.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
+
+    def _look(self) -> None:
+        self._request_stacks(Event.LOOK_STACKS)
+
+    def _note_look(self) -> None:
+        for sentence in self._monitor.look_at_steps(self._timers.now()):
+            self._log(sentence)
 
     def _request_stacks(self, event: Event) -> None:
         self._stacks.request(event)
@@ -242,7 +261,8 @@ class Attempt:
         """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
         is_guess = self._when.hang_timeout_s is None
         self._stacks.interrupt(
-            but_for={Event.VIEW_STACKS} | ({Event.HANG_STACKS} if is_guess else set())
+            but_for={Event.VIEW_STACKS, Event.LOOK_STACKS}
+            | ({Event.HANG_STACKS} if is_guess else set())
         )
 
     def _report(self) -> None:
@@ -257,7 +277,7 @@ class Attempt:
         if self._stop or self.ranks.done or is_full or is_last_interval:
             return
         if why_not := self.ranks.why_not_resumable:
-            self._say_once(f"{self._found}, but {why_not}, so the job continues without a restart.")
+            self._log_once(f"{self._found}, but {why_not}, so the job continues without a restart.")
             return
         self._log(f"{self._found}: stopping to restart.")
         self._stop = Stop.TO_GROW
@@ -390,6 +410,8 @@ class Attempt:
         Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
         Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),
         Event.HANG_STACKS:   (__,          __,          _judge_stacks, __,        __,          __),
+        Event.LOOK:          (__,          __,          _look,       __,          __,          __),
+        Event.LOOK_STACKS:   (__,          __,          _note_look,  __,          __,          __),
         Event.VIEW_STACKS:   (_answer_viewers,) * len(Phase),
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),
         Event.STACKS_OVER:   (_report,     _report,     _report,     _report,     _report,     _report),

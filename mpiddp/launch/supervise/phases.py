@@ -34,6 +34,8 @@ class Event(Enum):
     JOIN_STACKS = auto()  # all stacks are there, for the report of the ranks that have not joined
     SEE_STEPS = auto()
     HANG_STACKS = auto()  # all stacks are there, for a look at a quiet job
+    LOOK = auto()  # at the stacks of ranks that make steps
+    LOOK_STACKS = auto()  # all stacks are there, for such a look
     VIEW_STACKS = auto()  # all stacks are there, for a viewer
     STACKS_LATE = auto()
     STACKS_OVER = auto()

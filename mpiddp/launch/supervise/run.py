@@ -73,9 +73,10 @@ class Outcome:
 
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""
+        say = log.info if self.code in (DONE, STOPPED) else log.error
         for sentence in (self.sentence, self.known_cause):
             if sentence:
-                log.info(sentence)
+                say(sentence)
 
     @property
     def resumes(self) -> bool:
@@ -298,4 +299,4 @@ def _settle(output: JobOutput, is_said: bool, log_dir: str | None) -> None:
             with path.open("ab") as file:
                 file.write(left_out)
         except OSError as error:
-            log.info(f"--log-dir: {path} cannot be written: {error.strerror}.")
+            log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -116,10 +115,9 @@ class LauncherClient:
             self.send("exited" if is_early else "done")
 
     def _send_stacks(self) -> None:
-        from mpiddp.hosts.processes import processor_time  # few ranks need it
+        from mpiddp.runtime.launcher.stacks import look  # few ranks need it
 
-        text, cpu_s = _stacks()[-TEXT_LIMIT:], processor_time(os.getpid())
-        self.send("stacks", text=text, step=self.step, cpu_s=cpu_s)
+        self.send("stacks", step=self.step, **look())
 
     def _listen(self) -> None:
         with contextlib.suppress(LookupError, ValueError, TypeError):  # it is not the launcher
@@ -157,16 +155,3 @@ def _read(path: str) -> bytes:
         return os.read(file, 256)
     finally:
         os.close(file)
-
-
-def _stacks() -> str:
-    """The Python stacks of all threads of this process except this one."""
-    import traceback  # takes 5 ms, and few ranks need it
-
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts = []
-    for ident, frame in sys._current_frames().items():
-        if ident != threading.get_ident():
-            lines = "".join(traceback.format_stack(frame))
-            texts.append(f"thread {names.get(ident, ident)}:\n{lines}")
-    return "\n".join(texts)

@@ -71,3 +71,16 @@ def test_no_value_of_a_variable_is_printed(tmp_path: Any) -> None:
     # The shell that the command is pasted into has B.
     assert re.search(r"^A=… (?!.* B=).*mpirun .* -x A -x B ", dry.stdout)
     assert "… stands for values that are never printed here. Fill in: A\n" in dry.stderr
+
+
+def test_a_quiet_launcher_prints_its_errors_alone(tmp_path: Any) -> None:
+    fails = script(tmp_path, 'import os\nprint("hi", flush=True)\nraise SystemExit(3)')
+    arguments = ("-n", "1", "--max-restarts", "1", fails)  # no host is named, which has a hint
+    verdict = r"mpiddp: rank 0 on \S+ failed first: exit code 3\.|mpiddp: rank 0 on \S+ ended .*"
+    quiet = launch("--quiet", *arguments)
+    assert (quiet.returncode, quiet.stdout) == (1, "hi\nhi\n")
+    assert all(re.match(verdict, line) for line in own_lines(quiet.stderr)), quiet.stderr
+    assert len(own_lines(quiet.stderr)) == 2  # of each attempt
+    stops = script(tmp_path, "raise SystemExit(75)")
+    assert launch("-q", "-n", "1", stops).stderr == ""
+    assert "not allowed with" in launch("-q", "-v", "-n", "1", stops).stderr

@@ -31,7 +31,7 @@ from mpiddp.protocol.channel import (
 from mpiddp.protocol.messages import CONFIRM_EVERY, LINE_LIMIT, UNIX, UNPROVED_LINE_LIMIT, URGENT
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from tests.support.channels import progress
+from tests.support.channels import progress, stacks
 
 LIMIT_S = 60.0
 
@@ -222,8 +222,8 @@ def test_a_rank_that_breaks_the_protocol_is_lost(server: Server, rank: Client, l
 
 def test_a_line_may_be_long_once_the_rank_is_known(server: Server, rank: Client) -> None:
     text = "x" * (4 * UNPROVED_LINE_LIMIT)
-    rank.send("stacks", text=text, step=1, cpu_s=0.5)
-    assert server.await_messages(1)[0].facts == {"text": text, "step": 1, "cpu_s": 0.5}
+    rank.send("stacks", **stacks(text))
+    assert server.await_messages(1)[0].facts == stacks(text)
 
 
 def test_what_the_launcher_asks_of_a_rank(server: Server, rank: Client) -> None:

@@ -13,7 +13,7 @@ import pytest
 from mpiddp.launch.monitor.hang import HangWatch
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.protocol.server import Message
-from tests.support.channels import progress
+from tests.support.channels import progress, stacks
 
 SITE = "/venv/lib/python3.11/site-packages"
 ALL_REDUCE = [
@@ -85,7 +85,7 @@ class Job:
                 self.looks += 1
                 self.ranks.forget_stacks()
                 for rank, frames in self.stacks.items():
-                    self.note(rank, "stacks", text=stack(frames), step=0, cpu_s=self.cpu_s[rank])
+                    self.note(rank, "stacks", **stacks(stack(frames), cpu_s=self.cpu_s[rank]))
                 said += " ".join(self.watch.look(self.now))
         return said
 
@@ -172,6 +172,20 @@ def test_a_rank_that_computes_for_ever_in_one_line_is_named_later() -> None:
     job.stacks, job.busy = {0: OPENS, 1: ALL_REDUCE}, {0}
     assert job.after(290) == ""
     assert "rank 0 on a is in load" in job.after(100)
+
+
+def test_a_rank_that_loops_for_ever_over_several_lines_is_named_later_still() -> None:
+    job, said = Job(2), ""
+    job.steps(50, every_s=0.5)
+    job.stacks, job.busy = {1: ALL_REDUCE}, {0}
+    for second in range(700):
+        assert not said or second > 600
+        line = second % 7
+        job.stacks[0] = [("/home/me/train.py", line, "wait", f"line_{line}()")]
+        said += job.after(1)
+    assert (
+        ": rank 1 on b waits in all_reduce (train.py:88); rank 0 on a is in wait (train.py:" in said
+    )
 
 
 def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed() -> None:

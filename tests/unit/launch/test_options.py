@@ -62,7 +62,7 @@ DEFAULTS = LaunchOptions(
         save_grace_s=600.0,
         hang_timeout_s=None,
     ),
-    output=OutputOptions(log_ranks="default", prefix="auto", log_dir=None),
+    output=OutputOptions(log_ranks="default", prefix="auto", log_dir=None, quiet=False),
     dry_run=False,
     report=False,
     verbose=False,
@@ -253,19 +253,19 @@ def test_the_command_of_a_script(tmp_path: Path) -> None:
     ],
 )
 def test_when_lines_have_a_prefix(prefix: str, world_size: int, has: bool) -> None:
-    assert OutputOptions("all", prefix, None).has_prefix(world_size) is has
+    assert OutputOptions("all", prefix, None, quiet=False).has_prefix(world_size) is has
 
 
 def test_the_ranks_that_are_shown_are_there() -> None:
     for fine in ("all", "none", "default", "0,3"):
-        OutputOptions(fine, "auto", None).check_log_ranks(4)
+        OutputOptions(fine, "auto", None, quiet=False).check_log_ranks(4)
     with pytest.raises(UserError) as error:
-        OutputOptions("0,4,9", "auto", None).check_log_ranks(4)
+        OutputOptions("0,4,9", "auto", None, quiet=False).check_log_ranks(4)
     assert str(error.value) == (
         "--log-ranks 0,4,9: there is no rank 4, 9; the job has ranks 0 to 3."
     )
     with pytest.raises(UserError, match="there is no rank 1; the job has rank 0 only"):
-        OutputOptions("1", "auto", None).check_log_ranks(1)
+        OutputOptions("1", "auto", None, quiet=False).check_log_ranks(1)
 
 
 def test_what_names_hosts_and_ranks() -> None:

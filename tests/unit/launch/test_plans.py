@@ -1,6 +1,6 @@
 """Plans as a dry run prints them: hosts, ranks, variables and flags, for one mpirun that starts nothing.
 
-Tests mpiddp/launch/main.py, plan.py, variables.py and usable.py.
+Tests mpiddp/launch/main.py, plan.py, variables.py, usable.py and remembered.py.
 python -m pytest tests/unit/launch/test_plans.py
 """
 

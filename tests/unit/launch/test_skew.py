@@ -7,6 +7,7 @@ python -m pytest tests/unit/launch/test_skew.py
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -16,6 +17,7 @@ from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.monitor.skew import Pace, SkewWatch
 from mpiddp.launch.options import parse_options
 from mpiddp.protocol.server import Message
+from mpiddp.text import listed
 from tests.support.channels import progress
 
 
@@ -63,7 +65,9 @@ class Job:
             while self._looked_at + 1 <= self.now:
                 self._looked_at += 1
                 if holder := self.watch.look(self._looked_at, self.paces, self.step):
-                    self.said.append(holder.sentence(f"rank {holder.rank}"))
+                    self.said.append(
+                        holder.sentence(listed([f"rank {rank}" for rank in holder.ranks]))
+                    )
         return self.said
 
 
@@ -93,6 +97,22 @@ def test_a_rank_whose_core_others_use_is_named_with_this_cause() -> None:
         "rank 0 holds the others up: it works for 2.0 s in a step of 2.1 s, over 100 times as long as they "
         "do. In 50% of it, other processes have its core."
     ]
+
+
+def test_ranks_that_share_a_core_are_named_together() -> None:
+    """Now one of them is the slowest, now the other."""
+    job = Job(3)
+    for step in range(2000):
+        own_s = [0.02, 0.1, 0.1]
+        own_s[1 + step // 100 % 2] = 0.105
+        if said := job.steps(1, own_s, queued={1: 0.5, 2: 0.5}):
+            break
+    assert re.fullmatch(
+        r"rank [12](, | and )rank [12] hold the others up: each works for 10\d ms in a step of 110 ms, "
+        r"5\.\d times as long as they do\. In 50% of it, other processes have its core\.",
+        said[0],
+    )
+    assert job.steps(2000, [0.02, 0.1, 0.1]) == []
 
 
 @pytest.mark.parametrize(

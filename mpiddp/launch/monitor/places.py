@@ -1,0 +1,116 @@
+"""Where the main thread of a rank is, by its stack, and how a sentence says it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpiddp.launch.monitor.ranks import Ranks, main_frames
+
+_NAMED = 4  # ranks of one place
+_LONGEST_CODE = 60  # characters
+
+# A rank waits for others in torch, inside a collective or a backward pass, or where mpiddp's ranks agree. It
+# does not where torch loads data or reads a file.
+_WAITS = re.compile(r"/torch/")
+_AGREES = re.compile(r"/mpiddp/runtime/job/")
+_DATA = re.compile(r"/torch/utils/data/|/mpiddp/train/data/")
+_FILES = re.compile(r"/torch/serialization\.py$")
+_OF_LIBRARIES = re.compile(
+    r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/|/mpiddp/runtime/"
+)
+_LINE = re.compile(r"line (\d+), in (.*)")
+_WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the main thread of a rank is. Without frames, the rank does not answer."""
+
+    frames: tuple[tuple[str, str, str], ...] = ()
+    cpu_s: float = 0.0  # that the rank and the processes below it have used
+    is_in_disk: bool = False  # the kernel waits for a disk, or a network file system
+    unsent: frozenset[tuple[str, str]] = frozenset()  # own and other address of full connections
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks, or computes within torch."""
+        files = [frame[0] for frame in self.frames]
+        if any(_DATA.search(file) or _FILES.search(file) for file in files):
+            return False
+        return any(map(_WAITS.search, files[-1:])) or any(map(_AGREES.search, files[-3:]))
+
+    @property
+    def loads_data(self) -> bool:
+        return any(_DATA.search(frame[0]) for frame in self.frames)
+
+    @property
+    def text(self) -> str:
+        """For a sentence: "all_reduce (train.py:88)", or "load (data.py:40): f = open(path)"."""
+        if not self.frames:
+            return ""
+        own = [n for n, frame in enumerate(self.frames) if not _OF_LIBRARIES.search(frame[0])]
+        at = own[-1] if own else len(self.frames) - 1
+        file, where, code = self.frames[at]
+        line, function = _line_of(where)
+        called = [_line_of(frame[1])[1] for frame in self.frames[at + 1 :]]
+        if self.waits:
+            function = next((name for name in called if name not in _WRAPPERS), function)
+        what = f"{function} ({file.rpartition('/')[2]}:{line})"
+        return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':,')}"
+
+
+def places_of(ranks: Ranks) -> dict[int, Place]:
+    """The places of the ranks that have not ended, by the stacks that they have sent."""
+    left = [rank for rank in range(ranks.world_size) if rank not in ranks.done]
+    return {rank: _place(ranks.stacks.get(rank)) for rank in left}
+
+
+def place_of(text: str) -> Place:
+    """The place by the stacks of a rank."""
+    return Place(tuple(main_frames(text)))
+
+
+def _place(stacks: Mapping[str, Any] | None) -> Place:
+    if stacks is None:
+        return Place()
+    return Place(
+        tuple(main_frames(stacks["text"])),
+        stacks["cpu_s"],
+        stacks["state"] == "D",
+        frozenset((own, other) for own, other in stacks["unsent"]),
+    )
+
+
+def _line_of(where: str) -> tuple[str, str]:
+    """The number and the function of "line 3, in work"."""
+    found = _LINE.match(where)
+    return (found[1], found[2]) if found else ("?", where)
+
+
+def places_sentence(ranks: Ranks, places: Mapping[int, Place]) -> str:
+    """ "15 ranks wait in all_reduce (train.py:88); rank 11 on gpu03 is in load (data.py:40): open(path)."."""
+    groups: dict[tuple[bool, bool, str], list[int]] = {}
+    for rank, place in places.items():
+        key = (not place.waits, bool(place.frames), place.text)
+        groups.setdefault(key, []).append(rank)
+    clauses = []
+    for (is_outside, answers, text), members in sorted(
+        groups.items(), key=lambda group: (group[0][0], -len(group[1]))
+    ):
+        is_one = len(members) == 1
+        who = (
+            f"{len(members)} ranks"
+            if len(members) > _NAMED
+            else ", ".join(map(ranks.name, members))
+        )
+        if not answers:
+            do = "does not answer" if is_one else "do not answer"
+            clauses.append(f"{who} {do}: stopped, or stuck in native code")
+        elif is_outside:
+            clauses.append(f"{who} {'is' if is_one else 'are'} in {text}")
+        else:
+            clauses.append(f"{who} {'waits' if is_one else 'wait'} in {text}")
+    return "; ".join(clauses) + "."
