@@ -67,8 +67,11 @@ def cause_of(fault: Fault, whole: Rehearsal, other: Rehearsal) -> str:
     return ""
 
 
-def state_cause(ours: Recording, theirs: Recording) -> str:
-    """The first state of rank 0, or of another, that is not what it was at the step of the resume."""
+def state_cause(ours: Recording, theirs: Recording, *, repeats: bool) -> str:
+    """The first state of rank 0, or of another, that is not what it was at the step of the resume.
+
+    `repeats`: whether two undisturbed runs agree. If not, they have other samples and random numbers anyway.
+    """
     for number, (whole, rank) in enumerate(zip(ours.ranks, theirs.ranks, strict=False)):
         at, last = rank.last_resume, rank.attempts[-1]
         if at is None or last.first is None or at + 1 >= len(whole.steps) or not last.steps:
@@ -84,9 +87,9 @@ def state_cause(ours: Recording, theirs: Recording) -> str:
                 "the model's buffers, such as BatchNorm's statistics, are not in the checkpoint: save "
                 "model.state_dict() and not its parameters alone"
             )
-        if sorted(now["samples"]) != sorted(then["samples"]):
+        if repeats and sorted(now["samples"]) != sorted(then["samples"]):
             return _order_cause(whole, at, now)
-        if now["random"] != then["random"]:
+        if repeats and now["random"] != then["random"]:
             return (
                 "the random numbers after the resume are not those that would have come: save and restore "
                 "torch.get_rng_state(), and those of random and numpy, for each rank"
@@ -138,7 +141,7 @@ def _failed_resume(fault: Fault, other: Rehearsal) -> str:
     how = f"the resumed run ended with code {code}: {error}"
     if "Weights only load failed" in other.said[-1]:
         return f"{how}: save tensors, numbers and strings alone, or name your classes to torch.load"
-    if fault.act == "kill in save" or fault.act == "full in save":
+    if fault.is_of_save:
         return f"the checkpoint is torn ({error}): write into a file beside it, then os.replace"
     if fault.harm is not None and _DAMAGED.search(other.said[-1]):
         return f"{how}: keep two checkpoints, and use the older one if the newest cannot be read"
