@@ -45,7 +45,9 @@ def cause_of(fault: Fault, whole: Rehearsal, other: Rehearsal) -> str:
             "the signal ended a DataLoader worker before its rank could save: leave SIGTERM alone in "
             "worker_init_fn, and let the rank decide"
         )
-    if not ours.saves and theirs.resumed_from == 0:
+    # A script whose first weights are others each time resumes from no known step, also if it begins anew.
+    begins_anew = theirs.resumed_from == 0 or (theirs.resumed_from is None and not whole.files)
+    if not ours.saves and begins_anew:
         return f"no checkpoint was written within {ours.length} steps: nothing survives"
     points = [rank.last_resume for rank in theirs.ranks]
     if not fault.changes_ranks and len(points) > 1 and len(set(points)) > 1:

@@ -106,8 +106,18 @@ for _ in range(4):
 """
 
 
-def test_a_script_that_is_too_short_and_never_saves(tmp_path: Path) -> None:
-    done = drill("-n", "1", "--only", "none", "--steps", "9", script(tmp_path, SHORT))
-    assert done.returncode == 0, done.stderr
-    assert "the script ends after 4 steps, before --steps 9\n" in done.stderr
-    assert "the undisturbed run never called torch.save\n" in done.stderr
+def test_a_script_that_lacks_everything(tmp_path: Path) -> None:
+    """It takes no folder, is too short, never saves, and begins with other weights each time."""
+    only = ("--only", "kill,full", "--steps", "9", "--json")
+    done = drill("-n", "1", *only, script(tmp_path, SHORT))
+    assert done.returncode == 1, done.stderr
+    sentences = (
+        "no argument has {out}, so each run has an empty working folder",
+        "the script ends after 4 steps, before --steps 9\n",
+        "the undisturbed run never called torch.save\n",
+        "the script is not deterministic: two runs differ from step 0 on. A resumed run may differ as much",
+    )
+    assert all(sentence in done.stderr for sentence in sentences), done.stderr
+    found = results(done)
+    assert found["kill"]["cause"] == "no checkpoint was written within 4 steps: nothing survives"
+    assert found["full"]["cause"] == "left out: the script never calls torch.save"

@@ -61,7 +61,7 @@ RIGHT = {
     ),
     "accelerate": Right((f"{FOLDER}/accelerated.py", "{out}"), "accelerate"),
     "snapshot": Right((f"{FOLDER}/snapshot.py", "{out}"), faults="kill"),
-    "plain": Right((SCRIPT, "{out}"), faults="kill,kill-in-save,full,hang,launcher,sigterm,timeout"),
+    "plain": Right((SCRIPT, "{out}"), faults="kill,kill-in-save,full,hang,launcher,timeout"),
 }  # fmt: skip
 
 
