@@ -127,7 +127,6 @@ def cut_own_link(seconds: float) -> None:
     Raises:
         OSError: as for `cut_link`.
     """
-    cut_link()
     mend = "; ".join(shlex.join(_rule("del", family, 0)) for family in _FAMILIES)
     subprocess.Popen(
         ["setsid", "--fork", "sh", "-c", f"sleep {seconds}; {mend}"],
@@ -136,6 +135,7 @@ def cut_own_link(seconds: float) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ).wait()
+    cut_link()  # last: a cut that nobody mends would stay
 
 
 def _rule(verb: str, family: str, process: int) -> list[str]:

@@ -10,6 +10,7 @@ import argparse
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -39,10 +40,7 @@ def main(argv: list[str]) -> int:
     options, command = _parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its run too
     seed = options.seed if options.seed is not None else random.randrange(1000)
-    # Several hosts share the working folder, as their ranks read the script there.
-    beside = Path.cwd() if command.size.spare else None
-    work = Path(options.work or tempfile.mkdtemp(prefix="mpiddp-drill-", dir=beside)).absolute()
-    _new_folder(work)
+    work = _new_folder(options.work, has_hosts=bool(command.size.spare))
     stage = Stage(command, work, options.steps, seed)
     results = []
     for result in _drill(stage, options):
@@ -106,7 +104,8 @@ def _why_not(fault: Fault, command: Command, reference: Rehearsal, left_s: float
     """Why a fault cannot be had here; "" if it can."""
     if left_s < 2 * reference.seconds:
         return "--budget has too little time left"
-    if fault.needs_hosts and not command.size.spare:
+    elsewhere = reference.recording.ranks_beside(socket.gethostname())
+    if fault.needs_hosts and not (command.size.spare and elsewhere):
         return "it needs two hosts"
     if fault.changes_ranks and command.size.ranks < 2:
         return "it needs two ranks"
@@ -184,13 +183,22 @@ def _faults(text: str) -> tuple[Fault, ...]:
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 
-def _new_folder(work: Path) -> None:
+def _new_folder(named: str | None, *, has_hosts: bool) -> Path:
+    """The folder that the user names, else a temporary one. Several hosts share the working folder."""
+    beside = Path.cwd() if has_hosts else None
+    work = Path(named).absolute() if named else None
     try:
+        if work is None:
+            return Path(tempfile.mkdtemp(prefix="mpiddp-drill-", dir=beside))
         work.mkdir(parents=True, exist_ok=True)
         if any(work.iterdir()):
             raise UserError(f"--work {work} is not empty. Name a new folder.")
     except OSError as error:
-        raise UserError(f"--work {work} cannot be written: {error.strerror}.") from None
+        place = work or beside or tempfile.gettempdir()
+        raise UserError(
+            f"{place} cannot be written: {error.strerror}. Name a new folder: --work DIR"
+        ) from None
+    return work
 
 
 def _say(sentence: str) -> None:
