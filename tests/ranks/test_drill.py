@@ -96,6 +96,16 @@ def test_bad_input(sentence: str) -> None:
     assert sentence in done.stderr
 
 
+def test_a_budget_that_is_too_short() -> None:
+    done = drill("-n", "1", "--budget", "1s", "--json", SCRIPT, "{out}")
+    assert done.returncode == 1, done.stderr
+    ((name, result),) = results(done).items()
+    assert (name, result["codes"]) == ("none", [None])
+    assert result["cause"].startswith(
+        "the undisturbed run did not end within --budget: end it after"
+    )
+
+
 SHORT = """
 import torch
 layer = torch.nn.Linear(1, 1)
