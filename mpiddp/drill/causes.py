@@ -14,6 +14,7 @@ _DAMAGED = re.compile(
     r"unexpected EOF|is truncated|zip archive"
 )
 _ERROR = re.compile(r"^(?:\[rank \d+[^\]]*\] )?((?:[\w.]+\.)?\w*(?:Error|Exception): .*)", re.M)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PHRASE_LENGTH = 160
 
 
@@ -151,7 +152,7 @@ def _failed_resume(fault: Fault, other: Rehearsal) -> str:
 
 
 def last_error(other: Rehearsal) -> str:
-    said = other.said[-1]
+    said = _COLOUR.sub("", other.said[-1])
     lines = [line for line in said.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("mpiddp: ")]
     errors = _ERROR.findall(said) or ours or lines[-1:]

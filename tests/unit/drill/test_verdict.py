@@ -6,6 +6,8 @@ python -m pytest tests/unit/drill/test_verdict.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mpiddp.drill.faults import FAULTS
@@ -61,3 +63,13 @@ def test_runs_that_agree_up_to_the_fault() -> None:
     assert first_difference(WHOLE, other) is None
     result = judge(KILL, WHOLE, other, lambda: WHOLE)
     assert (result.passed, result.difference, result.steps_lost) == (True, 0.0, 1)
+
+
+def test_an_error_in_colour() -> None:
+    """torch prints some of its errors in bold."""
+    said = ["", "_pickle.UnpicklingError: Weights only load failed. \x1b[1mdo those steps\x1b[0m"]
+    other = replace(rehearsal(attempt(0, 3, 1.0), attempt(2, 4, 1.0)), codes=[1, 1], said=said)
+    cause = judge(KILL, WHOLE, other, lambda: WHOLE).cause
+    assert cause.startswith(
+        "the resumed run ended with code 1: _pickle.UnpicklingError: Weights only load failed. do those"
+    )
