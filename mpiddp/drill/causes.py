@@ -7,7 +7,7 @@ import re
 from mpiddp.drill.faults import Fault
 from mpiddp.drill.records import History, Recording, State
 from mpiddp.drill.rehearse import Rehearsal
-from mpiddp.errors import DONE
+from mpiddp.errors import BAD_INPUT, DONE
 
 _DAMAGED = re.compile(
     r"PytorchStreamReader|failed finding central directory|EOFError|UnpicklingError: (pickle|invalid)|"
@@ -155,6 +155,9 @@ def last_error(other: Rehearsal) -> str:
     said = _COLOUR.sub("", other.said[-1])
     lines = [line for line in said.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("mpiddp: ")]
+    others = [line for line in lines if line not in ours]
+    if other.codes[-1] == BAD_INPUT:
+        ours = others[-1:]  # a rank refuses its input; what the launcher said before is no error
     errors = _ERROR.findall(said) or ours or lines[-1:]
     text = (errors or ["it printed no error"])[0].removeprefix("mpiddp: ").strip()
     return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

@@ -1,7 +1,7 @@
 """Verdicts about scripts whose undisturbed runs differ, from records alone.
 
 Tests mpiddp/drill/verdict.py.
-python -m pytest tests/unit/drill/test_verdict.py
+python -m pytest tests/unit/drill/test_drill_verdict.py
 """
 
 from __future__ import annotations
@@ -73,3 +73,10 @@ def test_an_error_in_colour() -> None:
     assert cause.startswith(
         "the resumed run ended with code 1: _pickle.UnpicklingError: Weights only load failed. do those"
     )
+
+
+def test_an_input_that_a_resume_refuses() -> None:
+    said = ["", "mpiddp: no hosts given: using this machine\nthe checkpoint has other options.\n"]
+    other = replace(rehearsal(attempt(0, 3, 1.0), attempt(2, 4, 1.0)), codes=[1, 2], said=said)
+    cause = judge(KILL, WHOLE, other, lambda: WHOLE).cause
+    assert cause == "the resumed run ended with code 2: the checkpoint has other options."

@@ -1,7 +1,7 @@
 """The options for fewer ranks and fewer hosts.
 
 Tests mpiddp/drill/command.py.
-python -m pytest tests/unit/drill/test_command.py
+python -m pytest tests/unit/drill/test_drill_size.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The time that each command of a drill gets.
 
 Tests mpiddp/drill/main.py.
-python -m pytest tests/unit/drill/test_budget.py
+python -m pytest tests/unit/drill/test_drill_budget.py
 """
 
 from __future__ import annotations
