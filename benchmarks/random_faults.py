@@ -25,13 +25,23 @@ from typing import Any
 
 import mpiddp
 from benchmarks.faults.job import Job, start
-from benchmarks.faults.random_jobs import CHILD, GROUP, OUTPUT, STEPS, Fault, Plan, draw_plan
+from benchmarks.faults.random_jobs import (
+    CHILD,
+    GROUP,
+    OUTPUT,
+    STEPS,
+    STOPPED_BRIEFLY,
+    Fault,
+    Plan,
+    draw_plan,
+)
 from benchmarks.faults.stops import TEE, last_step
 from benchmarks.harness import OPENMPI5
 from benchmarks.harness import start as start_script
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.options import picked
 from mpiddp.bench.report import markdown
+from mpiddp.drill import injectors
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.protocol.messages import OUTPUT_PROCESS
 from tests.support import cluster
@@ -124,18 +134,20 @@ def inject(job: Job, fault: Fault) -> bool:
             time.sleep(fault.after_s)
     except TimeoutError:
         return False
-    sign = "-" if fault.target == GROUP else ""  # as a terminal signals it
-    victims = [(host, f"{sign}{each.pid}") for host, each in processes(job)[fault.target]]
+    victims = processes(job)[fault.target]
     if not victims:
         return False
-    host, pid_on_host = victims[int(fault.which * len(victims))]
-    first, _, then = fault.signal.partition("+")
-    sent = host.run(["kill", f"-{first}", "--", pid_on_host]).returncode == 0
-    if then:
-        time.sleep(fault.stopped_s)
-        host.run(["kill", f"-{then}", "--", pid_on_host])
-        job.launcher.send_signal(signal.SIGCONT)  # nsenter stops with its program
-    return sent
+    host, each = victims[int(fault.which * len(victims))]
+    try:
+        victim = host.pid_here(each.pid)
+    except LookupError:
+        return False
+    if fault.signal == STOPPED_BRIEFLY:
+        job.stop_for(fault.stopped_s, victim, is_group=fault.target == GROUP)
+        return True
+    send = injectors.send_to_group if fault.target == GROUP else injectors.send
+    send(getattr(signal, f"SIG{fault.signal}"), victim)
+    return True
 
 
 def run(number: int, each: Plan, hosts: Cluster, right: Any) -> Result:

@@ -10,6 +10,7 @@ by the wall time of the command.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 from benchmarks.harness import start
 from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
 from mpiddp.bench.options import picked, seconds
+from mpiddp.drill import injectors
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.ranks import ROOT
@@ -133,16 +135,18 @@ def _kill(command: str) -> Callable[[Host], bool]:
     def inject(host: Host) -> bool:
         for process in host.processes():
             if re.match(command, process.command):
-                return host.run(["kill", "-KILL", str(process.pid)]).returncode == 0
+                with contextlib.suppress(LookupError):  # it has just ended
+                    injectors.kill(host.pid_here(process.pid))
+                    return True
         return False
 
     return inject
 
 
 def _cut(host: Host) -> bool:
-    host.link("down")
+    injectors.cut_link(host.pid)
     time.sleep(CUT_S)
-    host.link("up")
+    injectors.mend_link(host.pid)
     return True
 
 

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # others have finished.
 LONGEST_FIRST = """
     drill supervision launch launchers run training sharded_hosts frameworks gpt stop series
-    restarts restarts_on_hosts growth launch_push own_script script_checkpoints cifar10_learns
+    restarts restarts_on_hosts drill_on_hosts growth launch_push own_script script_checkpoints cifar10_learns
     command output_on_hosts spawn signals gpu_kit resume training_input exactly_once
     launch_hosts users_and_ports slurm_example unmodified_hangs divergence reference_benchmark
     without_launcher determinism silent_ends slurm_job network_of_a_job replicas joining

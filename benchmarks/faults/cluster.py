@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from benchmarks.faults.foreign_clients import connect_to_control_channel, connect_to_store
 from benchmarks.faults.job import EXIT_S, HOSTS, Job, launch
 from benchmarks.faults.table import Run
+from mpiddp.drill import injectors
 from tests.support.cluster import Cluster, proc
-from tests.support.cluster.host import configure
 from tests.support.mpis import PACKAGES
 from tests.support.ranks import ROOT
 
@@ -36,6 +36,8 @@ RESTARTS = "mpiddp: restarting on"
 @dataclass(frozen=True)
 class Fault:
     """Rank 1 performs `act` on itself (see tests/jobs/faulty.py), unless `do` acts from outside.
+
+    The acts, and what `do` injects, are those of mpiddp/drill/injectors.py.
 
     message: a pattern for the launcher's line about the fault; "" if it must print none.
     code: the launcher's exit code without a restart. With a restart it must be 0.
@@ -126,36 +128,39 @@ def _kill(host: str, commands: dict[str, str]) -> Callable[[Job], None]:
 
     def do(job: Job) -> None:
         pid = job.pid_of(host, commands[job.starter])
-        job.hosts[host].run(["kill", "-KILL", str(pid)], check=True)
+        injectors.kill(job.hosts[host].pid_here(pid))
 
     return do
 
 
 def _kill_host(job: Job) -> None:
-    pid = job.hosts["node1"].pid
-    proc.kill_and_wait(pid, proc.start_time(pid))
+    host = job.hosts["node1"].pid
+    started = proc.start_time(host)
+    injectors.kill(host)
+    while proc.is_running(host, started):
+        time.sleep(0.01)
 
 
-def _change_link(change: str) -> Callable[[Job], None]:
-    """Change node1's port of the switch (`ip link set`)."""
+def _cut(job: Job) -> None:
+    injectors.cut_link(job.hosts["node1"].pid)
 
-    def do(job: Job) -> None:
-        host = job.hosts["node1"]
-        configure(host.hub_pid, [f"link set {host.port} {change}"])
 
-    return do
+def _mend(job: Job) -> None:
+    injectors.mend_link(job.hosts["node1"].pid)
 
 
 def _cut_briefly(job: Job) -> None:
-    _change_link("down")(job)
+    _cut(job)
     time.sleep(CUT_S)
-    _change_link("up")(job)
+    _mend(job)
 
 
-def _stop_briefly(job: Job) -> None:
-    job.launcher.send_signal(signal.SIGSTOP)
-    time.sleep(STOPPED_S)
-    job.launcher.send_signal(signal.SIGCONT)
+def _pull_plug(job: Job) -> None:
+    job.hosts["node1"].link("down")
+
+
+def _put_plug(job: Job) -> None:
+    job.hosts["node1"].link("up")
 
 
 def _verdict(how: str) -> str:
@@ -234,7 +239,7 @@ FAULTS = (
         "SIGTERM, and a save longer than `--grace`",
         "mpiddp: rank 1 on node1 is still saving; waiting for at most 600 s",
         act="slow stop",
-        do=lambda job: job.launcher.send_signal(signal.SIGTERM),
+        do=lambda job: injectors.send(signal.SIGTERM, job.command_pid()),
         options=("--grace", "1"),
         code=75,
     ),
@@ -244,21 +249,29 @@ FAULTS = (
         do=_kill("node1", DAEMONS),
     ),
     Fault("mpirun: kill -9", "mpiddp: .*was killed by SIGKILL", do=_kill("node0", MPIRUNS)),
-    Fault("the launcher: kill -9", do=lambda job: job.launcher.kill(), code=-signal.SIGKILL),
-    Fault("the launcher: stopped for 15 s", do=_stop_briefly, code=0),
+    Fault(
+        "the launcher: kill -9",
+        do=lambda job: injectors.kill(job.command_pid()),
+        code=-signal.SIGKILL,
+    ),
+    Fault(
+        "the launcher: stopped for 15 s",
+        do=lambda job: job.stop_for(STOPPED_S, job.command_pid()),
+        code=0,
+    ),
     Fault(
         "a host's link cut",
         LOST,
-        do=_change_link("down"),
-        undo=_change_link("up"),
+        do=_pull_plug,
+        undo=_put_plug,
         options=TWO_HOSTS,
     ),
     Fault("a host's link cut for 3 s", do=_cut_briefly, code=0),
     Fault(
         "packets of a host vanish",
         LOST,
-        do=_change_link("nomaster"),
-        undo=_change_link("master switch"),
+        do=_cut,
+        undo=_mend,
         options=TWO_HOSTS,
     ),
     Fault(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 from benchmarks.harness import mpirun_of
 from mpiddp.checkpoints import directory
+from mpiddp.drill import injectors
 from tests.support.cluster import Cluster, Program
 from tests.support.cluster.host import Process
 from tests.support.ranks import ROOT
@@ -84,6 +86,14 @@ class Job:
     def wait_for_step(self, number: int) -> None:
         self.wait_until(lambda: any(s.number >= number for s in self.steps()), f"step {number}")
 
+    def stop_for(self, seconds: float, process: int, *, is_group: bool = False) -> None:
+        """Stop a process of the job for some time, or its process group, as Ctrl-Z does."""
+        send = injectors.send_to_group if is_group else injectors.send
+        send(signal.SIGSTOP, process)
+        time.sleep(seconds)
+        send(signal.SIGCONT, process)
+        self.launcher.send_signal(signal.SIGCONT)  # nsenter stops with its program
+
     def pid_of(self, host: str, command: str) -> int:
         """The pid of the oldest process of a host whose command line matches the pattern `command`.
 
@@ -93,6 +103,12 @@ class Job:
             if re.match(command, process.command):
                 return process.pid
         raise LookupError(f"no process on {host} matches {command}")
+
+    def command_pid(self) -> int:
+        """The pid on this machine of the command that was started, which leads its process group."""
+        pid = self.launcher.inner_pid()
+        assert pid is not None, "the job has ended"
+        return pid
 
     def end(self, timeout_s: float = END_TIMEOUT_S) -> int | None:
         """Wait for the launcher. Return its exit code, or None if it had to be killed after this time."""

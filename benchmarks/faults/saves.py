@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.faults.job import launch
 from benchmarks.faults.table import Run, Tally
 from mpiddp.checkpoints import directory
-from mpiddp.drill.faults import Damage
-from mpiddp.drill.injectors import damage, flip_bit, tear
+from mpiddp.drill import injectors
+from mpiddp.drill.injectors import Damage, damage, fill_disk, flip_bit, tear
 from tests.support.cluster import Cluster, Host
 from tests.support.ranks import ROOT, clean_env
 
@@ -92,13 +92,10 @@ class _Filler:
         self._is_full.wait()
 
     def _fill(self) -> None:
-        with self._file.open("wb", buffering=0) as file:
-            while not self._over.is_set():
-                try:
-                    file.write(bytes(65536))
-                except OSError:
-                    self._is_full.set()
-                    time.sleep(0.001)
+        while not self._over.is_set():  # a failed save gives its space back
+            fill_disk(self._file)
+            self._is_full.set()
+            time.sleep(0.001)
 
     def remove(self) -> None:
         self._over.set()
@@ -163,7 +160,7 @@ def measure(fault: DiskFault, hosts: Cluster, starter: str, number: int) -> Run:
         if warns:
             job.wait_until(lambda: job.newest_checkpoint() > kept, "another checkpoint")
             resumed_at = time.time()
-            job.launcher.send_signal(signal.SIGTERM)
+            injectors.send(signal.SIGTERM, job.command_pid())
         code = job.end()
         ended_at = time.time()
         assert job.newest_checkpoint() >= kept > 0

@@ -13,10 +13,10 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from signal import Signals
 
 from benchmarks.faults.job import END_TIMEOUT_S, HOSTS, Job, Line, launch
 from benchmarks.faults.table import Run
+from mpiddp.drill import injectors
 from tests.support.cluster import Cluster
 
 STEPS = 60
@@ -50,26 +50,17 @@ class Request:
     arch: str = "resnet20"
 
 
-def _send(*signals: Signals) -> Callable[[Job], None]:
+def _send(*signals: int) -> Callable[[Job], None]:
     def act(job: Job) -> None:
         for index, each in enumerate(signals):
             time.sleep(BETWEEN_S if index else 0.0)
-            job.launcher.send_signal(each)
+            injectors.send(each, job.command_pid())
 
     return act
 
 
-def _send_to_host(job: Job) -> None:
-    """SIGTERM to every process of the job on node0, as systemd sends it."""
-    host = job.hosts["node0"]
-    pids = [str(each.pid) for each in host.processes() if not each.command.startswith("sshd")]
-    host.run(["kill", "-TERM", *pids])
-
-
-def _send_to_group(job: Job) -> None:
-    """SIGINT to the process group of the pipeline, as a terminal sends it."""
-    host = job.hosts["node0"]
-    host.run(["kill", "-INT", "--", f"-{job.pid_of('node0', 'bash -c trap')}"], check=True)
+def _on_command(inject: Callable[[int], None]) -> Callable[[Job], None]:
+    return lambda job: inject(job.command_pid())
 
 
 def _start_again(job: Job) -> None:
@@ -101,8 +92,13 @@ REQUESTS = (
         _is_saving("SIGTERM"),
         around=("timeout", "1000"),
     ),
-    Request("SIGTERM to every process of a host", _send_to_host, 75, _is_saving("SIGTERM")),
-    Request("Ctrl-C with `2>&1 \\| tee log`", _send_to_group, 75, "", around=TEE),
+    Request(
+        "SIGTERM to every process of a host",
+        _on_command(injectors.to_all),
+        75,
+        _is_saving("SIGTERM"),
+    ),
+    Request("Ctrl-C with `2>&1 \\| tee log`", _on_command(injectors.ctrl_c), 75, "", around=TEE),
     Request("a second run into the folder", _start_again, 0, "second run: code 2", steps=500),
 )
 

@@ -7,13 +7,14 @@ import re
 from mpiddp.drill.faults import Fault
 from mpiddp.drill.records import History, Recording, State
 from mpiddp.drill.rehearse import Rehearsal
-from mpiddp.errors import DONE
+from mpiddp.errors import BAD_INPUT, DONE
 
 _DAMAGED = re.compile(
     r"PytorchStreamReader|failed finding central directory|EOFError|UnpicklingError: (pickle|invalid)|"
     r"unexpected EOF|is truncated|zip archive"
 )
 _ERROR = re.compile(r"^(?:\[rank \d+[^\]]*\] )?((?:[\w.]+\.)?\w*(?:Error|Exception): .*)", re.M)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PHRASE_LENGTH = 160
 
 
@@ -45,7 +46,9 @@ def cause_of(fault: Fault, whole: Rehearsal, other: Rehearsal) -> str:
             "the signal ended a DataLoader worker before its rank could save: leave SIGTERM alone in "
             "worker_init_fn, and let the rank decide"
         )
-    if not ours.saves and theirs.resumed_from == 0:
+    # A script whose first weights are others each time resumes from no known step, also if it begins anew.
+    begins_anew = theirs.resumed_from == 0 or (theirs.resumed_from is None and not whole.files)
+    if not ours.saves and begins_anew:
         return f"no checkpoint was written within {ours.length} steps: nothing survives"
     points = [rank.last_resume for rank in theirs.ranks]
     if not fault.changes_ranks and len(points) > 1 and len(set(points)) > 1:
@@ -67,8 +70,11 @@ def cause_of(fault: Fault, whole: Rehearsal, other: Rehearsal) -> str:
     return ""
 
 
-def state_cause(ours: Recording, theirs: Recording) -> str:
-    """The first state of rank 0, or of another, that is not what it was at the step of the resume."""
+def state_cause(ours: Recording, theirs: Recording, *, repeats: bool) -> str:
+    """The first state of rank 0, or of another, that is not what it was at the step of the resume.
+
+    `repeats`: whether two undisturbed runs agree. If not, they have other samples and random numbers anyway.
+    """
     for number, (whole, rank) in enumerate(zip(ours.ranks, theirs.ranks, strict=False)):
         at, last = rank.last_resume, rank.attempts[-1]
         if at is None or last.first is None or at + 1 >= len(whole.steps) or not last.steps:
@@ -84,9 +90,9 @@ def state_cause(ours: Recording, theirs: Recording) -> str:
                 "the model's buffers, such as BatchNorm's statistics, are not in the checkpoint: save "
                 "model.state_dict() and not its parameters alone"
             )
-        if sorted(now["samples"]) != sorted(then["samples"]):
+        if repeats and sorted(now["samples"]) != sorted(then["samples"]):
             return _order_cause(whole, at, now)
-        if now["random"] != then["random"]:
+        if repeats and now["random"] != then["random"]:
             return (
                 "the random numbers after the resume are not those that would have come: save and restore "
                 "torch.get_rng_state(), and those of random and numpy, for each rank"
@@ -138,7 +144,7 @@ def _failed_resume(fault: Fault, other: Rehearsal) -> str:
     how = f"the resumed run ended with code {code}: {error}"
     if "Weights only load failed" in other.said[-1]:
         return f"{how}: save tensors, numbers and strings alone, or name your classes to torch.load"
-    if fault.act == "kill in save" or fault.act == "full in save":
+    if fault.is_of_save:
         return f"the checkpoint is torn ({error}): write into a file beside it, then os.replace"
     if fault.harm is not None and _DAMAGED.search(other.said[-1]):
         return f"{how}: keep two checkpoints, and use the older one if the newest cannot be read"
@@ -146,9 +152,12 @@ def _failed_resume(fault: Fault, other: Rehearsal) -> str:
 
 
 def last_error(other: Rehearsal) -> str:
-    said = other.said[-1]
+    said = _COLOUR.sub("", other.said[-1])
     lines = [line for line in said.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("mpiddp: ")]
+    others = [line for line in lines if line not in ours]
+    if other.codes[-1] == BAD_INPUT:
+        ours = others[-1:]  # a rank refuses its input; what the launcher said before is no error
     errors = _ERROR.findall(said) or ours or lines[-1:]
     text = (errors or ["it printed no error"])[0].removeprefix("mpiddp: ").strip()
     return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

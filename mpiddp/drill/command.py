@@ -11,11 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 
 OUT = "{out}"  # in an argument of the script: the folder of the run
 _RESUME = re.compile("mpiddp: to resume: mpiddp (.*)")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many ranks take part, or fewer: without one of them, or without a host.
+
+    spare: the last host that is not this one, "" if there is none. spare_ranks: those on it.
+    counted: whether the user has named the number of ranks. excluded: the hosts that the user leaves out.
+    """
+
+    ranks: int
+    spare: str
+    spare_ranks: int
+    counted: bool
+    excluded: str
+
+    def fewer(self, ranks: int, hosts: int) -> tuple[int, list[str]]:
+        """The number of ranks without these, and the options of `mpiddp launch` for that."""
+        if hosts:
+            number = self.ranks - self.spare_ranks
+            excluded = ",".join(filter(None, (self.excluded, self.spare)))
+            return number, ["--exclude", excluded, *(["-n", str(number)] if self.counted else [])]
+        return self.ranks - ranks, ["-n", str(self.ranks - ranks)] if ranks else []
 
 
 @dataclass(frozen=True)
@@ -25,23 +49,22 @@ class Command:
     options: tuple[str, ...]
     job: tuple[str, ...]
     is_module: bool
-    ranks: int
+    size: Size
 
     @property
     def names_folder(self) -> bool:
         return any(OUT in argument for argument in self.job)
 
-    def arguments(self, out: Path, ranks: int | None = None, hang_s: int = 0) -> list[str]:
-        """The arguments of `mpiddp` for a run in `out`. Options that the user gave take precedence.
+    def arguments(self, out: Path, size: Sequence[str] = (), hang_s: int = 0) -> list[str]:
+        """The arguments of `mpiddp` for a run in `out`.
 
         Args:
-            ranks: their number, if it is another one.
-            hang_s: for --hang-timeout; 0 for none.
+            size: the options for another number of ranks or hosts.
+            hang_s: for --hang-timeout, unless the user gave one; 0 for none.
         """
         own = ["--hang-timeout", str(hang_s)] if hang_s else []
-        number = ["-n", str(ranks)] if ranks and ranks != self.ranks else []
         job = [argument.replace(OUT, str(out)) for argument in self.job]
-        return ["launch", *own, *self.options, *number, *["-m"] * self.is_module, *job]
+        return ["launch", *own, *self.options, *size, *["-m"] * self.is_module, *job]
 
     def resume(self, printed: str, otherwise: list[str]) -> list[str]:
         """The command that the launcher has printed, or the same one again."""
@@ -74,12 +97,21 @@ def read_command(argv: Sequence[str], job: Sequence[str], *, is_module: bool) ->
         )
     if options.dry_run:
         raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")
-    ranks = make_plan(options, os.environ).request.world_size
+    placed = make_plan(options, os.environ).request.hosts
+    others = [host for host in placed.hosts if not is_this_host(host.name)]
+    spare = others[-1] if others and len(placed.hosts) > 1 else None
+    size = Size(
+        placed.world_size,
+        spare=spare.name if spare else "",
+        spare_ranks=spare.ranks if spare else 0,
+        counted=options.where.n is not None,
+        excluded=options.where.exclude or "",
+    )
     own = argv[: len(argv) - len(job) - is_module]  # without the -m
     script, *rest = job
     if not is_module:
         script = os.path.abspath(script)  # noqa: PTH100 - a link stays a link
-    return Command(tuple(own), (script, *rest), is_module, ranks)
+    return Command(tuple(own), (script, *rest), is_module, size)
 
 
 def program(arguments: Sequence[str]) -> list[str]:

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpiddp.drill import injectors
-
-Damage = Callable[[bytearray, random.Random], None]
 
 
 @dataclass(frozen=True)
 class Fault:
     """One fault, and how the run goes on after it.
 
-    act: what a rank does to itself (`injectors.Plan.act`). send: the signal from outside, with act "hold".
+    act: what a rank does to itself (`plan.Plan.act`). send: the signal from outside, with act "hold".
     harm: what happens to the newest checkpoint before the resume.
-    before, after: ranks fewer than asked for, in the run that the fault hits and in its resume.
+    before, after: ranks fewer than asked for, in the run that the fault hits and in its resume; with
+        `of_hosts`, hosts fewer.
     """
 
     name: str
     title: str
     act: str = "kill"
     send: Callable[[int], None] | None = None
-    harm: Damage | None = None
+    harm: injectors.Damage | None = None
     before: int = 0
     after: int = 0
+    of_hosts: bool = False
 
     @property
     def changes_ranks(self) -> bool:
         return self.before != self.after
+
+    @property
+    def needs_hosts(self) -> bool:
+        return self.of_hosts or self.act == "link"
+
+    @property
+    def is_of_save(self) -> bool:
+        return self.act.endswith(" in save")
 
     @property
     def is_request(self) -> bool:
@@ -49,7 +56,10 @@ FAULTS = (
     Fault("flip", "one bit of the newest checkpoint flipped", harm=injectors.flip_bit),
     Fault("fewer", "one rank fewer after a kill", after=1),
     Fault("more", "one rank more after a kill", before=1),
+    Fault("host-fewer", "one host fewer after a kill", after=1, of_hosts=True),
+    Fault("host-more", "one host more after a kill", before=1, of_hosts=True),
+    Fault("link", "a host's link cut", "link"),
     Fault("hang", "a rank hangs", "hang"),
-    Fault("launcher", "the launcher killed", "hold", injectors.kill_launcher),
+    Fault("launcher", "the launcher killed", "hold", injectors.kill),
 )
 NAMES = tuple(fault.name for fault in FAULTS)

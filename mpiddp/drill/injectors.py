@@ -1,148 +1,155 @@
-"""The faults: what hits a rank from within, the job from outside, and its files afterwards.
+"""The faults themselves: what hits a rank from within, processes and links from outside, disks and files.
 
-benchmarks/faults and benchmarks/soak damage files with the same functions.
+The drill, benchmarks/faults, benchmarks/random_faults and benchmarks/soak inject the same ones. Pids are
+those of this machine, also for processes in containers or in the namespaces of test hosts.
 """
 
 from __future__ import annotations
 
-import errno
-import json
+import contextlib
+import ctypes
 import os
 import random
+import resource
+import shlex
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpiddp.hosts.processes import descendants, signal_all
 
-SETTLE_S = 0.5  # before a fault: a save that runs beside the training may end
-HELD_S = 60.0  # a rank waits at most so long for the signal from outside
-SLOW_S = 0.05  # a step after that signal, so that a script of a few milliseconds does not end first
-_FIRED, _REACHED, _SENT = "fired", "reached", "sent"
+Damage = Callable[[bytearray, random.Random], None]
+LINK_S = 20.0  # a cut lasts longer than the 12 s after which the launcher gives a silent host up
+_FAMILIES = ("-4", "-6")
+_CHUNK = 1 << 16
+_TEXT = (".json", ".jsonl", ".log", ".txt", ".csv", ".yaml", ".out", ".err")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the ranks of one rehearsal do to themselves, and when.
-
-    act: "", "kill", "hang", "hold" for a signal from outside, "kill in save" or "full in save".
-    last: the step after which the script ends; 0 for where it ends by itself.
-    """
-
-    act: str = ""
-    rank: int = 0
-    step: int = 0
-    last: int = 0
-
-    @property
-    def is_of_save(self) -> bool:
-        return self.act.endswith(" in save")
-
-    def write(self, folder: Path) -> None:
-        (folder / "plan.json").write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, folder: Path) -> Plan:
-        return cls(**json.loads((folder / "plan.json").read_text()))
+def _raise() -> None:
+    raise RuntimeError("on purpose")
 
 
-def act_in_step(plan: Plan, folder: Path, rank: int, step: int) -> None:
-    """Do what the plan says after this step of this rank. An act happens once in all attempts."""
-    if plan.act == "hold":
-        _hold(plan, folder, rank, step)
-        return
-    is_here = plan.act in ("kill", "hang") and (plan.rank, plan.step) == (rank, step)
-    if not is_here or (folder / _FIRED).exists():
-        return
-    time.sleep(SETTLE_S)
-    _fire(folder)
-    if plan.act == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+def _hang() -> None:
     while True:
         time.sleep(1)
 
 
-def act_in_save(
-    plan: Plan,
-    folder: Path,
-    rank: int,
-    step: int,
-    write: Callable[[bytes], object] | None,
-    data: bytes,
-) -> None:
-    """In the first save of this rank from the step of the plan on: write a half, then fail or die."""
-    if write is None or rank != plan.rank or step < plan.step:
-        return
-    if plan.act == "kill in save" and not (folder / _FIRED).exists():
-        write(data[: len(data) // 2])
-        _fire(folder)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if plan.act == "full in save" and not (folder / _SENT).exists():
-        write(data[: len(data) // 2])
-        _fire(folder)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
 
 
-def _hold(plan: Plan, folder: Path, rank: int, step: int) -> None:
-    """Wait for the signal from outside, and make the later steps of this attempt slow."""
-    sent = folder / _SENT
-    if step > plan.step and (folder / _FIRED).exists() and not (folder / "resumed").exists():
-        time.sleep(SLOW_S)
-    if step != plan.step or sent.exists():
-        return
-    time.sleep(SETTLE_S)
-    (folder / f"{_REACHED}_{rank}").touch()
-    deadline = time.monotonic() + HELD_S
-    while not sent.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+def _hold_the_interpreter() -> None:
+    """Native code that deadlocks and holds the GIL."""
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
-def _fire(folder: Path) -> None:
-    (folder / _FIRED).write_text(str(time.time()))
+def _crash() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)
 
 
-def has_fired(folder: Path) -> bool:
-    return (folder / _FIRED).exists()
+# What a rank does to itself.
+ACTS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "crash": _crash,
+    "raise": _raise,
+    "exit 3": lambda: sys.exit(3),
+    "_exit(0)": lambda: os._exit(0),
+    "_exit(3)": lambda: os._exit(3),
+    "hang": _hang,
+    "deadlock": _deadlock,
+    "hold the interpreter": _hold_the_interpreter,
+}
 
 
-def may_go_on(folder: Path) -> None:
-    """Before a resume: the disk has space again, and no step is slow."""
-    (folder / _SENT).touch()
-    (folder / "resumed").touch()
+def send(number: int, *pids: int) -> None:
+    """Send a signal to these processes. Those that have ended are passed over."""
+    signal_all(lambda: pids, number)
 
 
-def send_when_held(folder: Path, ranks: int, launcher: int, send: Callable[[int], None]) -> bool:
-    """Send the signal once all ranks hold. Return False while they do not."""
-    if has_fired(folder):
-        return True
-    if not all((folder / f"{_REACHED}_{rank}").exists() for rank in range(ranks)):
-        return False
-    _fire(folder)
-    send(launcher)
-    time.sleep(0.2)  # the launcher, and a worker that dies of it, are seen before the next step
-    (folder / _SENT).touch()
-    return True
+def send_to_group(number: int, leader: int) -> None:
+    """Send a signal to the process group of `leader`, as a terminal and `timeout` do."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(leader, number)
 
 
 def to_all(launcher: int) -> None:
-    """SIGTERM to every process of the job on this host, as a scheduler sends it."""
+    """SIGTERM to every process of the job on this host, as a scheduler and systemd send it."""
     signal_all(lambda: {launcher: "", **descendants(launcher)}, signal.SIGTERM)
 
 
 def ctrl_c(launcher: int) -> None:
-    """SIGINT to the process group of the launcher, as a terminal sends it."""
-    os.killpg(launcher, signal.SIGINT)
+    send_to_group(signal.SIGINT, launcher)
 
 
 def time_limit(launcher: int) -> None:
-    """SIGTERM to the process group of the launcher, as `timeout` sends it."""
-    os.killpg(launcher, signal.SIGTERM)
+    send_to_group(signal.SIGTERM, launcher)
 
 
-def kill_launcher(launcher: int) -> None:
-    os.kill(launcher, signal.SIGKILL)
+def kill(process: int) -> None:
+    send(signal.SIGKILL, process)
+
+
+def cut_link(process: int = 0) -> None:
+    """Let every packet that the host of a process sends vanish; 0 for this host. It needs root there.
+
+    A rule of routing does it. Setting the interface down would lose the routes that lead through it.
+
+    Raises:
+        OSError: the host has no `ip`, or this user may not use it.
+    """
+    for family in _FAMILIES:
+        ran = subprocess.run(_rule("add", family, process), capture_output=True, text=True)
+        if ran.returncode != 0 and family == "-4":  # a host may do without IPv6
+            raise PermissionError(f"ip rule add: {ran.stderr.strip()}")
+
+
+def mend_link(process: int = 0) -> None:
+    """Undo `cut_link`."""
+    for family in _FAMILIES:
+        subprocess.run(_rule("del", family, process), capture_output=True)
+
+
+def cut_own_link(seconds: float) -> None:
+    """Cut this host off for some time. A process that outlives the job mends the link.
+
+    It reads no file meanwhile, because the file server is cut off as well.
+
+    Raises:
+        OSError: as for `cut_link`.
+    """
+    mend = "; ".join(shlex.join(_rule("del", family, 0)) for family in _FAMILIES)
+    subprocess.Popen(
+        ["setsid", "--fork", "sh", "-c", f"sleep {seconds}; {mend}"],
+        env={"PATH": os.defpath + ":/sbin:/usr/sbin"},  # without the marks of the job
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ).wait()
+    cut_link()  # last: a cut that nobody mends would stay
+
+
+def _rule(verb: str, family: str, process: int) -> list[str]:
+    enter = ["nsenter", f"--target={process}", "--net"] if process else []
+    return [*enter, "ip", family, "rule", verb, "pref", "1", "blackhole"]
+
+
+def fill_disk(filler: Path, leave: int = 0) -> None:
+    """Write into `filler` until its disk is full, then give `leave` bytes back."""
+    with filler.open("ab", buffering=0) as file:
+        with contextlib.suppress(OSError):  # it is full
+            while file.write(bytes(_CHUNK)):
+                pass
+        file.truncate(max(0, file.tell() - leave))
 
 
 def flip_bit(data: bytearray, rng: random.Random) -> None:
@@ -154,7 +161,7 @@ def tear(data: bytearray, rng: random.Random) -> None:
     del data[rng.choice((0, len(data) - 1, rng.randrange(len(data)))) :]
 
 
-def damage(file: Path, how: Callable[[bytearray, random.Random], None], rng: random.Random) -> None:
+def damage(file: Path, how: Damage, rng: random.Random) -> None:
     """Change the bytes of a file in place."""
     data = bytearray(file.read_bytes())
     how(data, rng)
@@ -163,9 +170,8 @@ def damage(file: Path, how: Callable[[bytearray, random.Random], None], rng: ran
 
 def newest_save(folder: Path) -> Path | None:
     """The weights of the newest checkpoint: the largest of the files written with the newest one."""
-    text = (".json", ".jsonl", ".log", ".txt", ".csv", ".yaml", ".out", ".err")
     found = [each for each in folder.rglob("*") if each.is_file() and not each.is_symlink()]
-    files = [(each, each.stat()) for each in found if each.suffix not in text]
+    files = [(each, each.stat()) for each in found if each.suffix not in _TEXT]
     files = [(file, stat) for file, stat in files if stat.st_size >= 64]
     if not files:
         return None

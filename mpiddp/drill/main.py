@@ -10,10 +10,11 @@ import argparse
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,10 +23,12 @@ from mpiddp.drill import report
 from mpiddp.drill.command import OUT, Command, read_command
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.rehearse import Rehearsal, Stage
-from mpiddp.drill.verdict import Result, judge, judge_undisturbed
+from mpiddp.drill.verdict import Result, first_difference, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.launch.option_parser import option_parser
 from mpiddp.text import counted, did_you_mean
+
+_OVERHEAD_S = 30.0  # of a command beside its steps, on a loaded machine
 
 
 def main(argv: list[str]) -> int:
@@ -37,14 +40,12 @@ def main(argv: list[str]) -> int:
     options, command = _parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its run too
     seed = options.seed if options.seed is not None else random.randrange(1000)
-    work = Path(options.work or tempfile.mkdtemp(prefix="mpiddp-drill-")).absolute()
-    _new_folder(work)
-    deadline = time.monotonic() + options.budget
-    stage = Stage(command, work, options.steps, deadline)
+    work = _new_folder(options.work, has_hosts=bool(command.size.spare))
+    stage = Stage(command, work, options.steps, seed)
     results = []
-    for result in _drill(stage, options, seed):
+    for result in _drill(stage, options):
         results.append(result)
-        _say(report.line(result))
+        _say(f"{len(results)}/{len(options.only) + 1} {report.line(result)}")
     print(report.as_json(results) if options.json else report.table(results))
     failed = any(result.passed is False for result in results)
     if failed or options.work:
@@ -54,14 +55,15 @@ def main(argv: list[str]) -> int:
     return FAILED if failed else DONE
 
 
-def _drill(stage: Stage, options: argparse.Namespace, seed: int) -> Iterator[Result]:
-    command = stage.command
+def _drill(stage: Stage, options: argparse.Namespace) -> Iterator[Result]:
+    command, faults = stage.command, options.only
+    deadline = time.monotonic() + options.budget
     if not command.names_folder:
         _say(
             f"no argument has {OUT}, so each run has an empty working folder; relative paths of data are not "
             "found there"
         )
-    reference = stage.undisturbed("undisturbed")
+    reference = stage.undisturbed("undisturbed", options.budget)
     first = judge_undisturbed(reference)
     yield first
     steps, saves = reference.recording.length, len(reference.recording.saved_steps)
@@ -73,30 +75,49 @@ def _drill(stage: Stage, options: argparse.Namespace, seed: int) -> Iterator[Res
         _say(
             f"the script ends after {reference.recording.length} steps, before --steps {options.steps}"
         )
-    if len(reference.recording.ranks) < command.ranks:
-        _say(
-            f"only {counted(len(reference.recording.ranks), 'rank')} of {command.ranks} left records: --work "
-            "must name a folder that all hosts see"
-        )
     if not reference.recording.saves:
         _say("the undisturbed run never called torch.save")
 
     @cache
     def again() -> Rehearsal:
-        return stage.undisturbed("undisturbed_again")
+        return stage.undisturbed("undisturbed_again", max(1.0, deadline - time.monotonic()))
 
-    for fault in options.only:
-        yield _one(fault, stage, reference, again, seed)
+    repeats = True
+    for number, fault in enumerate(faults):
+        left_s = deadline - time.monotonic()
+        if why := _why_not(fault, command, reference, left_s):
+            yield Result(fault.name, None, f"left out: {why}")
+            continue
+        limit_s = _limit_s(left_s, len(faults) - number, reference.seconds)
+        other = stage.disturbed(fault, reference, limit_s)
+        step = None if fault.before else first_difference(reference, other)
+        if repeats and step is not None:
+            repeats = False
+            _say(
+                f"the script is not deterministic: two runs differ from step {step} on. A resumed run may "
+                "differ as much; samples and random numbers are not compared"
+            )
+        yield judge(fault, reference, other, again)
 
 
-def _one(
-    fault: Fault, stage: Stage, reference: Rehearsal, again: Callable[[], Rehearsal], seed: int
-) -> Result:
-    if stage.seconds_left < 2 * reference.seconds:
-        return Result(fault.name, None, "left out: --budget has too little time left")
-    if fault.changes_ranks and stage.command.ranks < 2:
-        return Result(fault.name, None, "left out: it needs two ranks")
-    return judge(fault, reference, stage.disturbed(fault, reference, seed), again)
+def _why_not(fault: Fault, command: Command, reference: Rehearsal, left_s: float) -> str:
+    """Why a fault cannot be had here; "" if it can."""
+    if left_s < 2 * reference.seconds:
+        return "--budget has too little time left"
+    elsewhere = reference.recording.ranks_beside(socket.gethostname())
+    if fault.needs_hosts and not (command.size.spare and elsewhere):
+        return "it needs two hosts"
+    if fault.changes_ranks and command.size.ranks < 2:
+        return "it needs two ranks"
+    if fault.is_of_save and not reference.recording.saves:
+        return "the script never calls torch.save"
+    return ""
+
+
+def _limit_s(left_s: float, faults: int, undisturbed_s: float) -> float:
+    """The time of a command: the fault's share of what is left, yet enough to resume, and not far more."""
+    enough_s = 2 * undisturbed_s + _OVERHEAD_S
+    return min(left_s, max(left_s / faults, enough_s), enough_s + 2 * _OVERHEAD_S)
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
@@ -132,7 +153,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=duration,
         default=3600.0,
         metavar="TIME",
-        help="begin no fault after this time: 90s, 10m, 1h (default: 1h)",
+        help="time of all faults, of which each has its share: 90s, 10m, 1h (default: 1h)",
     )
     add.add_argument(
         "--only",
@@ -147,7 +168,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "--work",
         metavar="DIR",
-        help="a new folder for the runs, which all hosts see (default: a temporary one)",
+        help="a new folder for the runs, which all hosts see (default: a temporary one, with several hosts "
+        "in the working folder)",
     )
     add.add_argument("--json", action="store_true", help="print the results as JSON")
 
@@ -161,13 +183,22 @@ def _faults(text: str) -> tuple[Fault, ...]:
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 
-def _new_folder(work: Path) -> None:
+def _new_folder(named: str | None, *, has_hosts: bool) -> Path:
+    """The folder that the user names, else a temporary one. Several hosts share the working folder."""
+    beside = Path.cwd() if has_hosts else None
+    work = Path(named).absolute() if named else None
     try:
+        if work is None:
+            return Path(tempfile.mkdtemp(prefix="mpiddp-drill-", dir=beside))
         work.mkdir(parents=True, exist_ok=True)
         if any(work.iterdir()):
             raise UserError(f"--work {work} is not empty. Name a new folder.")
     except OSError as error:
-        raise UserError(f"--work {work} cannot be written: {error.strerror}.") from None
+        place = work or beside or tempfile.gettempdir()
+        raise UserError(
+            f"{place} cannot be written: {error.strerror}. Name a new folder: --work DIR"
+        ) from None
+    return work
 
 
 def _say(sentence: str) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,14 +30,20 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mpiddp.drill.injectors import Plan, act_in_save, act_in_step
+from mpiddp.drill.plan import Plan, act_in_save, act_in_step
 from mpiddp.drill.records import position
+from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
 
 
 def observe() -> None:
     """Record this rank from now on. The rank has joined, and its script has not begun."""
     folder = Path(os.environ[DRILL])
+    if not (folder / "plan.json").is_file():
+        raise UserError(
+            f"mpiddp drill: {socket.gethostname()} does not see {folder}. Name a new folder that all hosts "
+            "share: --work DIR"
+        )
     observer = _Observer(folder, int(os.environ["RANK"]), Plan.read(folder))
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
@@ -57,7 +64,7 @@ class _Observer:
         name = f"rank_{rank}_{time.time_ns()}.jsonl"
         self._file = (folder / name).open("w", buffering=1)
         world = int(os.environ["WORLD_SIZE"])
-        self._write(kind="start", rank=rank, world=world, at=time.time())
+        self._write(kind="start", rank=rank, world=world, host=socket.gethostname(), at=time.time())
 
     def watch_model(self) -> None:
         """Remember the outermost module of the first forward pass, and its buffers before that."""

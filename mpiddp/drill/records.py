@@ -18,7 +18,7 @@ class Attempt:
     """One process of a rank, from its start to its end. `first`: the state before its first step."""
 
     rank: int
-    world: int
+    host: str
     at: float
     first: State | None
     steps: list[State]
@@ -92,6 +92,10 @@ class Recording:
         saves = [save["step"] for rank in self.ranks for save in rank.attempts[0].saves]
         return [step for step in saves if step < self.reached]
 
+    def ranks_beside(self, host: str) -> list[int]:
+        """The ranks that run on other hosts."""
+        return [n for n, rank in enumerate(self.ranks) if rank.attempts[0].host != host]
+
     @property
     def longest_step_s(self) -> float:
         times = [step["at"] for step in self.ranks[0].steps[1:]] if self.ranks else []
@@ -144,5 +148,5 @@ def _read_attempt(file: Path) -> Attempt | None:
         by_kind[event["kind"]].append(event)
     first = by_kind["first"][0] if by_kind["first"] else None
     return Attempt(
-        start["rank"], start["world"], start["at"], first, by_kind["step"], by_kind["save"]
+        start["rank"], start["host"], start["at"], first, by_kind["step"], by_kind["save"]
     )

@@ -22,8 +22,9 @@ def line(result: Result) -> str:
 
 def table(results: Sequence[Result]) -> str:
     rows = [_HEAD, *(_row(each) for each in results)]
-    causes = [f"{each.fault}: {each.cause}." for each in results if each.cause]
-    return "\n".join([align_columns(rows, right=range(3, 6)), *causes])
+    said = [(each.fault, text) for each in results for text in (each.cause, each.note) if text]
+    sentences = [f"{fault}: {text}." for fault, text in said]
+    return "\n".join([align_columns(rows, right=range(3, 6)), *sentences])
 
 
 def as_json(results: Sequence[Result]) -> str:

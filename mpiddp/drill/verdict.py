@@ -20,7 +20,10 @@ from mpiddp.errors import DONE
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `passed` is None if the fault did not occur. `difference`: 0.0 for equal bits."""
+    """One row of the table. `passed` is None if the fault did not occur. `difference`: 0.0 for equal bits.
+
+    note: how the fault was made, if another way than usual.
+    """
 
     fault: str
     passed: bool | None
@@ -34,6 +37,7 @@ class Result:
     left: int = 0
     files_left: int = 0
     seconds_lost: float | None = None
+    note: str = ""
 
 
 def judge(
@@ -42,18 +46,18 @@ def judge(
     """Compare a disturbed run with the undisturbed one. `again` makes a second undisturbed run."""
     if not other.fired:
         why = "the script ended before" if other.codes[-1] == DONE else last_error(other)
-        if fault.act.endswith("in save") and not whole.recording.saves:
-            why = "no call of torch.save was seen"
+        why = other.note or why
         return Result(fault.name, None, f"did not occur: {why}", tuple(other.codes))
     ours, theirs = whole.recording, other.recording
     cause = cause_of(fault, whole, other)
     difference = None if fault.changes_ranks else _difference(ours, theirs)
     if not cause and not fault.changes_ranks and difference != 0.0:
-        cause = UNNOTICED if fault.harm else state_cause(ours, theirs)
+        repeats = first_difference(whole, other) is None
+        cause = UNNOTICED if fault.harm and repeats else state_cause(ours, theirs, repeats=repeats)
         # A script whose undisturbed runs differ as much is not to blame.
         allowed = 0.0 if cause or difference is None else _difference(ours, again().recording)
         if not cause and (difference is None or not allowed or difference > 4 * allowed):
-            cause = _unequal(ours, theirs)
+            cause = _unequal(ours, theirs, difference, allowed)
     extra, missing = theirs.samples() - ours.samples(), ours.samples() - theirs.samples()
     at = theirs.resumed_from
     return Result(
@@ -69,6 +73,7 @@ def judge(
         left=other.left,
         files_left=len(_patterns(other) - _patterns(whole)),
         seconds_lost=other.seconds - whole.seconds,
+        note=other.note,
     )
 
 
@@ -76,7 +81,11 @@ def judge_undisturbed(whole: Rehearsal) -> Result:
     """Whether the script can be drilled at all, and what shows without a fault."""
     recording = whole.recording
     cause = ""
-    if whole.codes[-1] != DONE:
+    if whole.codes[-1] is None:
+        cause = (
+            "the undisturbed run did not end within --budget: end it after fewer steps, --steps N"
+        )
+    elif whole.codes[-1] != DONE:
         cause = f"the undisturbed run ended with code {whole.codes[-1]}: {last_error(whole)}"
     elif not recording.length:
         cause = "no step of a torch optimizer was seen"
@@ -85,9 +94,26 @@ def judge_undisturbed(whole: Rehearsal) -> Result:
     return Result("none", not cause, cause, tuple(whole.codes), left=whole.left)
 
 
-def _unequal(ours: Recording, theirs: Recording) -> str:
+def first_difference(whole: Rehearsal, other: Rehearsal) -> int | None:
+    """The first step before the fault whose weights are not those of the undisturbed run; None if all are."""
+    ours, theirs = whole.recording.ranks, other.recording.ranks
+    if not theirs or len(theirs[0].attempts) == 0:
+        return None
+    attempt = theirs[0].attempts[0]
+    pairs = zip(ours[0].steps, [*filter(None, [attempt.first]), *attempt.steps], strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a["weights"] != b["weights"]), None)
+
+
+def _unequal(
+    ours: Recording, theirs: Recording, difference: float | None, allowed: float | None
+) -> str:
     if ours.length != theirs.length:
         return f"the resumed run ended after step {theirs.length}, the undisturbed one after {ours.length}"
+    if difference and allowed:
+        return (
+            f"the weights at the end differ by {difference:.1e}, those of two undisturbed runs by "
+            f"{allowed:.1e}"
+        )
     pairs = zip(ours.ranks[0].steps, theirs.ranks[0].steps, strict=True)
     first = next((n for n, (a, b) in enumerate(pairs) if a["weights"] != b["weights"]), ours.length)
     return f"the weights differ from step {first} on, by a cause that was not recorded"

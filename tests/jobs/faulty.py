@@ -4,20 +4,17 @@ Its first attempt causes a fault.
 
     mpiddp launch -H node0,node1,node2 tests/jobs/faulty.py FOLDER STEPS ACT STEP
 
-ACT is the fault of rank 1 at STEP. FOLDER then has: checkpoints/, steps (a line for each step: its time,
-the step from which the attempt resumed, its number), fault (the time of the fault) and store (the address
-of rank 0's store). The job has no model, because importing torch.optim takes seconds.
+ACT is the fault of rank 1 at STEP (see mpiddp/drill/injectors.py). FOLDER then has: checkpoints/, steps (a
+line for each step: its time, the step from which the attempt resumed, its number), fault (the time of the
+fault) and store (the address of rank 0's store). The job has no model, because importing torch.optim takes
+seconds.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
-import resource
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +24,7 @@ import torch.distributed as dist
 
 import mpiddp
 from mpiddp.checkpoints import directory
+from mpiddp.drill.injectors import ACTS
 from mpiddp.runtime.job import session
 
 SAVE_EVERY = 10
@@ -35,43 +33,8 @@ ANSWER_S = 2.0
 SLOW_SAVE_S = 3.0
 
 
-def deadlock() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def crash() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ctypes.string_at(0)
-
-
-def hold_the_interpreter() -> None:
-    """Native code that deadlocks and holds the GIL."""
-    mutex = ctypes.create_string_buffer(64)
-    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-
-
-def raise_an_error() -> None:
-    raise RuntimeError("on purpose")
-
-
-ACTS = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exit 3": lambda: sys.exit(3),
-    "raise": raise_an_error,
-    "_exit(0)": lambda: os._exit(0),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "deadlock": deadlock,
-    "hold the interpreter": hold_the_interpreter,
-    "crash": crash,
-    "no answer": lambda: time.sleep(1000),
-}
-AT_EXIT = {
-    "late kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "late _exit(3)": lambda: os._exit(3),
-}
+NO_ANSWER = "no answer"
+LATE = "late "  # before an act that happens at the end, in a handler of atexit
 
 
 def main(folder: Path, steps: int, act: str, act_at: int) -> int:
@@ -85,15 +48,15 @@ def main(folder: Path, steps: int, act: str, act_at: int) -> int:
             how()
 
         def fail_at(step: int) -> None:
-            if is_faulty and step == act_at and act in ACTS:
-                fail(ACTS[act])
-            if act == "no answer" and step == act_at and is_first_attempt:
+            if is_faulty and step == act_at and (act in ACTS or act == NO_ANSWER):
+                fail(ACTS["hang" if act == NO_ANSWER else act])
+            if act == NO_ANSWER and step == act_at and is_first_attempt:
                 coordinator = session.current().coordinator
                 assert coordinator is not None
                 coordinator.all_gather_json(None, timeout_s=ANSWER_S)
 
-        if is_faulty and act in AT_EXIT:
-            atexit.register(fail, AT_EXIT[act])
+        if is_faulty and act.startswith(LATE):
+            atexit.register(fail, ACTS[act.removeprefix(LATE)])
 
         if world.rank == 0:
             address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]

@@ -38,13 +38,16 @@ def build() -> nn.Module:
 
 
 def save() -> None:
+    states: list[Any] = [torch.get_rng_state()] * world
+    if world > 1:
+        dist.all_gather_object(states, torch.get_rng_state())
     if defect == "never" or (rank != 0 and defect != "all ranks"):
         return
     state = {
         "model": net.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-        "random": torch.get_rng_state(),
+        "random": states,
         **progress,
     }
     if defect == "weights_only":
@@ -74,7 +77,7 @@ def load() -> dict[str, Any] | None:
     if defect == "scheduler":
         optimizer.param_groups[0]["lr"] = 0.1
     if defect != "random":
-        torch.set_rng_state(saved["random"])
+        torch.set_rng_state(saved["random"][rank % len(saved["random"])])
     return saved
 
 

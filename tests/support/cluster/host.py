@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -159,6 +161,21 @@ class Host:
                 name, parent = head.partition("(")[2], int(tail.split()[1])
                 found.append(Process(int(entry.name), text, name, parent))
         return sorted(found)
+
+    def pid_here(self, pid: int) -> int:
+        """The pid on this machine of a process of this host.
+
+        Raises:
+            LookupError: it has ended.
+        """
+        own = Path(f"/proc/{self.pid}/ns/pid").readlink()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                if Path(entry, "ns/pid").readlink() == own:
+                    numbers = re.search(r"^NSpid:\t(.*)$", (entry / "status").read_text(), re.M)
+                    if numbers and int(numbers[1].split()[-1]) == pid:
+                        return int(entry.name)
+        raise LookupError(f"{self.name} has no process {pid}")
 
     def kill_processes(self) -> list[Process]:
         """Kill the processes that `processes` lists, wait until they have ended, and return them."""

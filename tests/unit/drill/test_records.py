@@ -24,5 +24,5 @@ from mpiddp.drill.records import Attempt, History, Recording
     ],
 )
 def test_the_steps_of_the_saves(files: list[int], saves: list[int]) -> None:
-    attempt = Attempt(0, 1, 0.0, None, [], [{"step": step} for step in files])
+    attempt = Attempt(0, "node0", 0.0, None, [], [{"step": step} for step in files])
     assert Recording([History([attempt])]).saved_steps == saves

@@ -1,0 +1,58 @@
+"""A drill over several hosts: one host more, and a host's link cut.
+
+Tests mpiddp/drill/command.py, and the link of mpiddp/drill/injectors.py.
+python -m pytest tests/cluster/train/test_drill_on_hosts.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import cluster
+from tests.support.cluster import Cluster
+from tests.support.drills import SCRIPT
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT
+
+ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with cluster.up_or_skip(2) as standing:
+        yield standing
+
+
+def drill(hosts: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
+    hostfile = hosts.shared / "hosts.txt"
+    hostfile.write_text("node0 slots=1\nnode1 slots=1\n")
+    where = ("--hostfile", str(hostfile))
+    command = [sys.executable, "-m", "mpiddp", "drill", *options, *where]
+    command += [str(ROOT / SCRIPT), "{out}"]
+    return hosts["node0"].run(command, cwd=hosts.shared, env=ENV, timeout_s=4 * PATIENCE_S)
+
+
+def test_one_host_more_and_a_link_that_is_cut(hosts: Cluster) -> None:
+    done = drill(hosts, "--only", "host-more,link", "--seed", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    more, link = json.loads(done.stdout)[1:]
+    assert (more["codes"], link["codes"]) == ([1, 0], [1, 0])
+    assert (link["difference"], link["never"], link["twice"]) == (0.0, 0, 0)
+    rules = hosts["node1"].run(["ip", "rule"], check=True).stdout
+    assert "blackhole" not in rules
+    # Its runs were in the working folder, and no host is blamed for the faults.
+    assert [path.name for path in hosts.shared.iterdir()] == ["hosts.txt"]
+
+
+def test_hosts_that_do_not_share_the_folder(hosts: Cluster, tmp_path: Path) -> None:
+    """/run is another one on each host. The undisturbed run says so, and nothing else is tried."""
+    done = drill(hosts, "--work", "/run/of-the-drill", "--only", "kill")
+    assert done.returncode == 1, done.stderr
+    assert "does not see /run/of-the-drill" in done.stdout
+    assert "kill" not in done.stdout
