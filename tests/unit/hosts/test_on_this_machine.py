@@ -27,6 +27,7 @@ from mpiddp.hosts.ssh import NO_PROGRAM, Answer, run_on_hosts, shell_command
 from mpiddp.hosts.transport import QRSH, Transport
 from mpiddp.launch.orphans import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
+from tests.support.patience import PATIENCE_S
 
 HERE = Host("localhost")
 # A transport whose hosts are all this machine: the shell gets the host's name as $0, and the line as $1.
@@ -161,7 +162,7 @@ def test_processes_of_the_job_alone_are_killed(capfd: pytest.CaptureFixture[str]
     finally:
         for each in (ours, other):
             each.kill()
-            each.wait()
+            each.wait(PATIENCE_S)
 
 
 def test_a_process_and_what_it_has_started() -> None:

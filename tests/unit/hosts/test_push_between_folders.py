@@ -23,6 +23,7 @@ from mpiddp.hosts.cluster.pull import Source
 from mpiddp.hosts.cluster.push import Options, Pushed, read_content
 from mpiddp.hosts.cluster.transfer import START, Failed, Peer
 from mpiddp.hosts.hostfile import Host
+from tests.support.patience import PATIENCE_S
 
 HERE = "work/project"  # the same path on every host, whose working folders differ
 
@@ -169,7 +170,7 @@ def test_a_push_that_broke_off_continues(hosts: Path) -> None:
         fan_out.transfer.send_file(HERE, row, target.peer.write, lambda count: None)
     target.peer._flush()
     target.peer._in.close()  # the connection ends
-    target.peer.process.wait()
+    target.peer.process.wait(PATIENCE_S)
     target.peer.close()
     there = hosts / "node1" / HERE
     assert files_of(there) == {}  # nothing has its place yet
