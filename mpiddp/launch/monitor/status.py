@@ -7,6 +7,9 @@ from typing import Any
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.text import counted, duration, escaped, size_text
 
+# What people look at first, as a narrow terminal cuts the rest.
+_FIRST = ("epoch", "train_loss", "loss", "test_accuracy", "accuracy", "lr")
+
 
 def status_lines(ranks: Ranks, attempt: int, holder: str, now: float) -> list[str]:
     """The lines of the status; none before the first step. Times are of the caller's clock, in seconds.
@@ -31,7 +34,8 @@ def _training(ranks: Ranks) -> str:
         parts.append(f"{1 / step_s:.3g} steps/s")
         if has_total and step < total:
             parts.append(f"{duration((total - step) * step_s)} left")
-    parts += [f"{name} {_value(value)}" for name, value in shown.items()]
+    names = sorted(shown, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    parts += [f"{name} {_value(shown[name])}" for name in names]
     return escaped("  ".join(parts))
 
 

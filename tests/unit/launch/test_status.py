@@ -69,3 +69,12 @@ def test_only_few_numbers_and_short_texts_are_shown() -> None:
     ]
     for shown in wrong:
         assert not is_valid("progress", {**progress(1), "shown": shown}), shown
+
+
+def test_loss_accuracy_and_lr_come_first() -> None:
+    ranks = Ranks(["a"])
+    report(ranks, 0, 1, 0.0, epoch=2, step_time_s=0.1, lr=0.5, train_loss=1.5)
+    report(ranks, 0, 2, 1.0, test_accuracy=0.9)
+    assert status_lines(ranks, 1, "", 1.0)[0].endswith(
+        "  epoch 2  train_loss 1.5  test_accuracy 0.9  lr 0.5  step_time_s 0.1"
+    )

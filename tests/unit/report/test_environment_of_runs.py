@@ -1,7 +1,7 @@
 """What `mpiddp report` shows of where runs ran, and what differs between them.
 
 Tests mpiddp/report/environment.py.
-python -m pytest tests/unit/report/test_environment.py
+python -m pytest tests/unit/report/test_environment_of_runs.py
 """
 
 from __future__ import annotations
