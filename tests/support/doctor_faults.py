@@ -474,9 +474,8 @@ LIST = (
     ),
     Fault(
         "large packets lost",
-        r"network fail node0 → node1 carries small messages but no large ones \(no answer in 3 s\)",
-        on("node0", filtered, NO_LARGE_TO_NODE1),
-        also=("preflight fail ", "ssh fail "),
+        r"network fail node2 → node1 carries small messages but no large ones \(no answer in 3 s\)",
+        on("node2", filtered, NO_LARGE_TO_NODE1),
     ),
     Fault(
         "blackholed route",
