@@ -81,6 +81,7 @@ def facts(wanted: dict[str, Any], marks: list[str]) -> dict[str, Any]:
         "names": resolved,
         "kernel": os.uname().release,
         "ports": _port_range(),
+        "load": os.getloadavg()[0],
         **process_facts(),
         "folders": folders,
         "files": {path: _hash(path) for path in wanted["files"]},

@@ -25,7 +25,9 @@ LEAST_FREE, LITTLE_FREE = 100e6, 2e9  # bytes of a folder of runs: no checkpoint
 MOST_SKEW_S = 2.0
 TOLERANCE = 0.10  # of the median, and one deviation of the others
 NOISY_TOLERANCE = 0.50  # two writes to the same disk differ by more than 10 %
-_NOISY = ("disk", "link", "(gloo)")  # gloo shares the cores with whatever else runs
+GLOO = "(gloo)"
+_NOISY = ("disk", "link", GLOO)  # gloo shares the cores with whatever else runs
+_MOST_LOAD = 0.5  # of the cores, before the doctor's own work
 LEAST_COMPARED = 3  # hosts: of two, either may be the odd one
 _PUSH = "copy it again: mpiddp hosts push"
 
@@ -243,6 +245,22 @@ def speeds(found: Speeds) -> list[Line]:
         if missing := [name for name in found if name not in values]:
             rows.append((UNKNOWN, f"{what} was not measured on {all_of(missing)}", ""))
     return lines("speed", rows, f"no host is slow at {listed(list(measured))}")
+
+
+def busy(facts: Facts) -> dict[str, str]:
+    """The hosts whose cores other programs use: an all-reduce on their cores tells nothing of them."""
+    return {
+        name: f"{name} (load {found['load']:.1f} on {counted(found['cores'], 'core')})"
+        for name, found in facts.items()
+        if found["load"] > _MOST_LOAD * found["cores"]
+    }
+
+
+def unjudged(facts: Facts) -> list[Line]:
+    """A line if all-reduces of gloo were not compared."""
+    hosts = list(busy(facts).values())
+    fact = f"all-reduces of gloo are not compared: other programs run on {listed(hosts, most=3)}"
+    return [Line("speed", UNKNOWN, fact)] if hosts else []
 
 
 def _by_figure(speeds: Speeds) -> dict[str, dict[str, float]]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,9 +23,10 @@ from mpiddp.checks.stack import HEAVY, stack
 
 PROOF = "mpiddp-doctor "
 COUNT = 4 << 20  # floats: 16 MB
-# A measurement on a CPU is short and often repeated: the best is undisturbed by what else runs.
+# On a CPU a repetition is short: the best of many is undisturbed by what else runs.
 _COUNTS = {"gloo": 1 << 18, "nccl": COUNT}
-_REPEATS = {"gloo": 60, "nccl": 5}
+_LEAST_REPEATS, _MOST_REPEATS = 3, 60
+_LONGEST_S = 1.0  # of the repetitions of one measurement
 _PARTNERS = 3  # a host whose partner is slow has others
 _JOIN_S = 20.0
 
@@ -46,7 +48,9 @@ def main() -> None:
     dist.all_reduce(values)
     wrong = int((values != size * (size + 1) / 2).sum())
     seconds = time.perf_counter() - began
-    figures = _figures(values.is_cuda, rank, size)
+    slowest = torch.tensor([seconds], device=device)  # all repeat a measurement equally often
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    figures = _figures(values.is_cuda, rank, size, slowest.item() / COUNT)
     own = {
         "hostname": socket.gethostname(),
         "wrong": wrong,
@@ -60,24 +64,30 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _figures(is_cuda: bool, rank: int, size: int) -> dict[str, float]:
-    """Bytes a second. What this host cannot measure is missing, and is then said to be unknown."""
+def _figures(is_cuda: bool, rank: int, size: int, slowest_s: float) -> dict[str, float]:
+    """Bytes a second. What this host cannot measure is missing, and is then said to be unknown.
+
+    Args:
+        slowest_s: the seconds of a float in an all-reduce of all hosts.
+    """
     import torch
     import torch.distributed as dist
 
     backend = "nccl" if is_cuda else "gloo"
     values = torch.zeros(_COUNTS[backend], device="cuda" if is_cuda else "cpu")
+    most = int(_LONGEST_S / (slowest_s * _COUNTS[backend]))
+    repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, most))
     found = {}
-    if (across := _across(values, rank, size)) is not None:
+    if (across := _across(values, repeats, rank, size)) is not None:
         found[f"all-reduce with other hosts ({backend})"] = across
     dist.barrier()  # what a host measures alone must not disturb the others' all-reduces
-    alone: dict[str, Callable[[Any], float | None]] = {
+    alone: dict[str, Callable[[Any, int], float | None]] = {
         f"all-reduce within the host ({backend})": _within,
         "copy from host to device": _to_device,
     }
     for what, measure in alone.items():
         try:
-            figure = measure(values)
+            figure = measure(values, repeats)
         except RuntimeError:  # of NCCL, gloo or CUDA
             continue
         if figure is not None:
@@ -85,7 +95,7 @@ def _figures(is_cuda: bool, rank: int, size: int) -> dict[str, float]:
     return found
 
 
-def _across(values: Any, rank: int, size: int) -> float | None:
+def _across(values: Any, repeats: int, rank: int, size: int) -> float | None:
     """The best of all-reduces with one other rank at a time: a slow one is slow with all of them."""
     import torch.distributed as dist
 
@@ -95,11 +105,12 @@ def _across(values: Any, rank: int, size: int) -> float | None:
         for pair in pairs:
             if rank in pair:
                 group = dist.new_group(sorted(pair), use_local_synchronization=True)
-                best.append(_rate(values, lambda: dist.all_reduce(values, group=group)))  # noqa: B023
+                work = partial(dist.all_reduce, values, group=group)
+                best.append(_rate(values, repeats, work))
     return max(best, default=None)
 
 
-def _within(values: Any) -> float | None:
+def _within(values: Any, repeats: int) -> float | None:
     """An all-reduce of all GPUs of this process, or of two members in threads; None with one GPU."""
     import torch
     import torch.distributed as dist
@@ -107,34 +118,35 @@ def _within(values: Any) -> float | None:
     if values.is_cuda:
         count = torch.cuda.device_count()
         copies = [torch.zeros_like(values, device=f"cuda:{number}") for number in range(count)]
-        return _rate(values, lambda: torch.cuda.nccl.all_reduce(copies)) if count > 1 else None
+        work = partial(torch.cuda.nccl.all_reduce, copies)
+        return _rate(values, repeats, work) if count > 1 else None
     store, limit = dist.HashStore(), timedelta(seconds=_JOIN_S)
 
     def member(number: int) -> float:
         group: Any = dist.ProcessGroupGloo(store, number, 2, timeout=limit)
         own = torch.zeros_like(values)
-        return _rate(own, lambda: group.allreduce([own]).wait())
+        return _rate(own, repeats, lambda: group.allreduce([own]).wait())
 
     with ThreadPoolExecutor(2) as threads:
         return max(threads.map(member, range(2)))
 
 
-def _to_device(values: Any) -> float | None:
+def _to_device(values: Any, repeats: int) -> float | None:
     """A copy of pinned memory to the GPU; None without a GPU."""
     import torch
 
     if not values.is_cuda:
         return None
     pinned = torch.zeros(values.shape, pin_memory=True)
-    return _rate(values, lambda: values.copy_(pinned, non_blocking=True))
+    return _rate(values, repeats, lambda: values.copy_(pinned, non_blocking=True))
 
 
-def _rate(values: Any, work: Callable[[], object]) -> float:
-    """The bytes of `values` a second, in the best repetition. All members repeat it equally often."""
+def _rate(values: Any, repeats: int, work: Callable[[], object]) -> float:
+    """The bytes of `values` a second, in the best repetition."""
     import torch
 
     times: list[float] = []
-    for _ in range(_REPEATS["nccl" if values.is_cuda else "gloo"]):
+    for _ in range(repeats):
         began = time.perf_counter()
         work()
         if values.is_cuda:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.checks import compare, stack
+from mpiddp.checks.compare import GLOO
 from mpiddp.checks.examine import LINK, Examined, Wanted, ask_stacks, examine
 from mpiddp.checks.hosts import Agents
 from mpiddp.checks.job import PROOF
@@ -174,6 +175,7 @@ def _full(
     remembered.note_figures(launch.where, hosts, figures, compare.slow_hosts(figures))
     named = {name: _without_link(each) for name, each in figures.items()}
     speeds = compare.speeds(named) if found.facts else []
+    speeds += compare.unjudged(found.facts) if done.ranks else []
     return [*lines, *speeds, done.line, *_processes(found.facts, done.ranks)]
 
 
@@ -188,8 +190,10 @@ def _run_with(lines: Sequence[Line], job: Sequence[str]) -> _Job:
 def _with_job(found: Examined, ranks: Mapping[str, Mapping[str, Any]]) -> Figures:
     """The figures with those of the job."""
     figures = {name: dict(each) for name, each in found.figures.items()}
+    is_judged = not compare.busy(found.facts)
     for name, own in figures.items():
-        own |= ranks.get(found.facts[name]["hostname"], {}).get("figures", {})
+        measured = ranks.get(found.facts[name]["hostname"], {}).get("figures", {})
+        own |= {w: value for w, value in measured.items() if is_judged or not w.endswith(GLOO)}
     return figures
 
 

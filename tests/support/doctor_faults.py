@@ -72,6 +72,7 @@ int fsync(int file) {
 }
 """
 
+OF_THIS_MACHINE = "no Xid was sought|all-reduces of gloo are not compared"
 Inject = Callable[[Cluster], AbstractContextManager[object]]
 
 
@@ -117,8 +118,8 @@ def doctor(
     done = hosts["node0"].run(command, cwd=WORK, env=env, timeout_s=2 * PATIENCE_S)
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)
-    # Whether the kernel's log may be read depends on this machine.
-    lines = [line for line in result["lines"] if "no Xid was sought" not in line["fact"]]
+    # Whether the kernel's log may be read depends on this machine, and so does what else uses its cores.
+    lines = [line for line in result["lines"] if not re.search(OF_THIS_MACHINE, line["fact"])]
     said = [f"{line['check']} {line['status']} {line['fact']} → {line['mend']}" for line in lines]
     wrong = [line for line, each in zip(said, lines, strict=True) if each["status"] != "ok"]
     return done.returncode, result["seconds"], wrong
@@ -473,9 +474,8 @@ LIST = (
     ),
     Fault(
         "large packets lost",
-        r"network fail node0 → node1 carries small messages but no large ones \(no answer in 3 s\)",
-        on("node0", filtered, NO_LARGE_TO_NODE1),
-        also=("preflight fail ", "ssh fail "),
+        r"network fail node2 → node1 carries small messages but no large ones \(no answer in 3 s\)",
+        on("node2", filtered, NO_LARGE_TO_NODE1),
     ),
     Fault(
         "blackholed route",

@@ -31,7 +31,7 @@ LAUNCHER = sorted(
         "*.py",
     )
     for path in PACKAGE.glob(part)
-    if path.name not in ("__init__.py", "__main__.py", "cli.py", "job.py")
+    if path.name not in ("__init__.py", "__main__.py", "cli.py", "job.py", "stack.py")
 )
 LIGHT_MODULES = (
     "mpiddp",

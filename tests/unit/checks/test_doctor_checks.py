@@ -41,6 +41,7 @@ HEALTHY = {
     "shm": {"total": 8_000_000_000, "free": 8_000_000_000},
     "infiniband": False,
     "ports": [32768, 60999],
+    "load": 0.3,
     "folders": {"run": {"path": "/r", "keeps": True, "error": "", "free": 10**12, "entries": ""}},
     "files": {"/w/train.py": "1f3a"},
     "gpus": {"each": [GPU], "users": [], "xids": []},
@@ -206,6 +207,17 @@ def test_a_slow_host() -> None:
     assert compare.slow_hosts(values) == {}
     (line,) = compare.speeds(values)
     assert line == Line("speed", OK, "no host is slow at memory copy")
+
+
+def test_all_reduces_of_busy_hosts_are_not_compared(facts: dict[str, Any]) -> None:
+    assert compare.busy(facts) == {}
+    assert compare.unjudged(facts) == []
+    facts["b"]["load"] = 7.0
+    (line,) = compare.unjudged(facts)
+    assert (line.status, line.fact) == (
+        UNKNOWN,
+        "all-reduces of gloo are not compared: other programs run on b (load 7.0 on 8 cores)",
+    )
 
 
 def test_what_was_not_measured_is_unknown() -> None:
