@@ -16,6 +16,10 @@ def be_quiet() -> None:
     _is_quiet = True
 
 
+def is_quiet() -> bool:
+    return _is_quiet
+
+
 def info(sentence: str) -> None:
     """Print a sentence on stderr, unless the launcher is to be quiet."""
     if not _is_quiet:

@@ -104,7 +104,7 @@ class LookWatch:
         self._step_s: float | None = None  # a usual one
 
     def is_due(self, now: float) -> bool:
-        """Whether to look at the stacks at a random moment of the next second. Call this once a second."""
+        """Whether to look at the stacks now. Call this about once a second, at random moments."""
         self._note_steps()
         if self._is_pause(now):
             return self._in_pause.looks < LOOKS

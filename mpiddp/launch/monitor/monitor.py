@@ -69,7 +69,7 @@ class Monitor:
         return self._hangs.look(now)
 
     def wants_look(self, now: float) -> bool:
-        """Whether the stacks of all ranks should be there for `look_at_steps`, at a random moment."""
+        """Whether the stacks of all ranks should be there for `look_at_steps`. Ask at random moments."""
         return self._looks.is_due(now)
 
     def look_at_steps(self, now: float) -> list[str]:

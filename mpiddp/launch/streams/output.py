@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mpiddp.launch import log
 from mpiddp.launch.streams.screen import Screen, Source
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.protocol.messages import FRAME, LONGEST_LINE, STREAMS, is_shown
@@ -148,14 +149,16 @@ class JobOutput:
         source = Source(rank, prefix if self._has_prefix else b"")
         self.copies[stream - 1].add(_Connection(connection, source))
 
-    def log(self, sentence: str) -> None:
-        """Print a sentence of the launcher on stderr, on a line of its own."""
-        self._screens[2].log(sentence)
+    def log(self, sentence: str, *, is_error: bool) -> None:
+        """Print a sentence of the launcher on stderr, on a line of its own. `--quiet` leaves errors alone."""
+        if is_error or not log.is_quiet():
+            self._screens[2].log(sentence)
 
     @property
     def shows_status(self) -> bool:
         """Whether stdout and stderr are one terminal, which has room for a status."""
-        return self._screens[1] is self._screens[2] and self._screens[2].columns > 0
+        is_one = self._screens[1] is self._screens[2]
+        return is_one and self._screens[2].columns > 0 and not log.is_quiet()
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others there."""

@@ -69,7 +69,6 @@ class Attempt:
     ) -> None:
         self._terms = terms
         self._when = terms.options.when
-        self._is_quiet = terms.options.output.quiet
         self.ranks = ranks
         self._server = server
         self._mpirun = mpirun
@@ -83,10 +82,10 @@ class Attempt:
         self._rank_failed = False  # after the user's request
         self._join_timeout_s = 0.0
         self._stacks = StackRequests(ranks, server)
-        self._monitor = Monitor(ranks, terms.options, self._timers.now())
+        self.monitor = Monitor(ranks, terms.options, self._timers.now())
         self._joined_at = 0.0
         self._found = ""  # a host that can join, and how
-        self._said: set[str] = set()  # what is said only once
+        self._said: set[str] = set()
         self.ended_because = ""  # the reason, if this launcher has ended the job as one that failed
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (terms.options.how.timeout_s or 0))
         if not mpirun.starter.kind.has_scheduler:  # srun may wait for other job steps to end
@@ -95,11 +94,6 @@ class Attempt:
     @property
     def stop(self) -> StopRecord:
         return StopRecord(self._stop, self._limit, self._rank_failed)
-
-    @property
-    def slow_hosts(self) -> dict[str, float]:
-        """See `Monitor.slow_hosts`."""
-        return self._monitor.slow_hosts
 
     def on(self, event: Event) -> None:
         """React to an event as `_TABLE` says."""
@@ -147,16 +141,17 @@ class Attempt:
 
     def on_full(self, error: str) -> None:
         """The ranks' connections wait, for want of files or memory."""
-        self._say_once(
+        self._log(
             f"ranks cannot connect: {error}. They can as soon as there is room. A job needs three open files "
-            "for each rank (ulimit -n)."
+            "for each rank (ulimit -n).",
+            is_error=True,
         )
         self._timers.after(ACCEPT_AGAIN_S, Event.ACCEPT_AGAIN)
 
     def on_found(self, found: Found) -> None:
         """A look for hosts that can join the job has found one, or a problem."""
         if found.problem:
-            self._log_once(found.problem)
+            self._log(found.problem)
         if found.host:
             self._found = found.host
             self.on(Event.HOST_FOUND)
@@ -167,27 +162,17 @@ class Attempt:
             self._terms.console.let_wait(viewer)
             self._request_stacks(Event.VIEW_STACKS)
             return
-        facts = self._monitor.job_facts(self._mpirun.output.latest, self._timers.now())
+        facts = self.monitor.job_facts(self._mpirun.output.latest, self._timers.now())
         self._terms.console.answer(viewer, {**facts, "phase": self._phase.name.lower()})
 
     def _answer_viewers(self) -> None:
-        self._terms.console.answer_all(self._monitor.stacks_facts())
+        self._terms.console.answer_all(self.monitor.stacks_facts())
 
-    def _log(self, sentence: str) -> None:
-        if not self._is_quiet:
-            self._mpirun.output.log(sentence)
-
-    def _log_error(self, sentence: str) -> None:
-        self._mpirun.output.log(sentence)
-
-    def _log_once(self, sentence: str) -> None:
-        if not self._is_quiet:
-            self._say_once(sentence)
-
-    def _say_once(self, sentence: str) -> None:
+    def _log(self, sentence: str, *, is_error: bool = False) -> None:
+        """Print a sentence, at most once in an attempt."""
         if sentence not in self._said:
             self._said.add(sentence)
-            self._log_error(sentence)
+            self._mpirun.output.log(sentence, is_error=is_error)
 
     # --- starting, joining ---
 
@@ -224,32 +209,31 @@ class Attempt:
         if self.ranks.all_done:
             return
         now = self._timers.now()
-        for sentence in self._monitor.look(now, now - self._joined_at):
-            self._log_once(sentence)
-        if self._monitor.wants_stacks(now, self._mpirun.output.idle_s):
+        for sentence in self.monitor.look(now, now - self._joined_at):
+            self._log(sentence)
+        if self.monitor.wants_stacks(now, self._mpirun.output.idle_s):
             self._request_stacks(Event.HANG_STACKS)
-        if self._monitor.wants_look(now):
-            self._timers.after(random.uniform(0.0, 0.9 * CHECK_S), Event.LOOK)
-        if self._mpirun.output.shows_status and not self._is_quiet:
+        if self.monitor.wants_look(now):
+            self._request_stacks(Event.LOOK_STACKS)
+        if self._mpirun.output.shows_status:
             attempt = self._terms.console.attempts
-            self._mpirun.output.show_status(self._monitor.status_lines(attempt, now))
-        self._timers.after(min(CHECK_S, self._when.hang_timeout_s or CHECK_S), Event.SEE_STEPS)
+            self._mpirun.output.show_status(self.monitor.status_lines(attempt, now))
+        longest = min(CHECK_S, self._when.hang_timeout_s or CHECK_S)
+        # At random moments, which fall on all parts of a step.
+        self._timers.after(random.uniform(longest / 2, longest), Event.SEE_STEPS)
 
     def _judge_stacks(self) -> None:
         """Say who hangs. With --hang-timeout, this ends the job."""
         if self.ranks.all_done:
             return
-        sentences = self._monitor.look_at_stacks(self._timers.now())
+        sentences = self.monitor.look_at_stacks(self._timers.now())
         for sentence in sentences:
-            self._log_error(sentence)
+            self._log(sentence, is_error=True)
         if sentences and self._when.hang_timeout_s is not None:
             self._end_job("the job hung and was stopped.")
 
-    def _look(self) -> None:
-        self._request_stacks(Event.LOOK_STACKS)
-
     def _note_look(self) -> None:
-        for sentence in self._monitor.look_at_steps(self._timers.now()):
+        for sentence in self.monitor.look_at_steps(self._timers.now()):
             self._log(sentence)
 
     def _request_stacks(self, event: Event) -> None:
@@ -260,10 +244,8 @@ class Attempt:
     def _interrupt(self) -> None:
         """Press ranks that do not answer, if their stacks are for a verdict: one may only be slow."""
         is_guess = self._when.hang_timeout_s is None
-        self._stacks.interrupt(
-            but_for={Event.VIEW_STACKS, Event.LOOK_STACKS}
-            | ({Event.HANG_STACKS} if is_guess else set())
-        )
+        guesses = {Event.HANG_STACKS} if is_guess else set()
+        self._stacks.interrupt(but_for={Event.VIEW_STACKS, Event.LOOK_STACKS} | guesses)
 
     def _report(self) -> None:
         for event in self._stacks.take():
@@ -277,7 +259,7 @@ class Attempt:
         if self._stop or self.ranks.done or is_full or is_last_interval:
             return
         if why_not := self.ranks.why_not_resumable:
-            self._log_once(f"{self._found}, but {why_not}, so the job continues without a restart.")
+            self._log(f"{self._found}, but {why_not}, so the job continues without a restart.")
             return
         self._log(f"{self._found}: stopping to restart.")
         self._stop = Stop.TO_GROW
@@ -410,7 +392,6 @@ class Attempt:
         Event.JOIN_STACKS:   (_not_joined, _not_joined, __,          __,          __,          __),
         Event.SEE_STEPS:     (__,          __,          _see_steps,  __,          __,          __),
         Event.HANG_STACKS:   (__,          __,          _judge_stacks, __,        __,          __),
-        Event.LOOK:          (__,          __,          _look,       __,          __,          __),
         Event.LOOK_STACKS:   (__,          __,          _note_look,  __,          __,          __),
         Event.VIEW_STACKS:   (_answer_viewers,) * len(Phase),
         Event.STACKS_LATE:   (_interrupt,  _interrupt,  _interrupt,  __,          __,          __),

@@ -34,8 +34,7 @@ class Event(Enum):
     JOIN_STACKS = auto()  # all stacks are there, for the report of the ranks that have not joined
     SEE_STEPS = auto()
     HANG_STACKS = auto()  # all stacks are there, for a look at a quiet job
-    LOOK = auto()  # at the stacks of ranks that make steps
-    LOOK_STACKS = auto()  # all stacks are there, for such a look
+    LOOK_STACKS = auto()  # all stacks are there, for a look at ranks that make steps
     VIEW_STACKS = auto()  # all stacks are there, for a viewer
     STACKS_LATE = auto()
     STACKS_OVER = auto()

@@ -145,7 +145,7 @@ def run_attempt(
         bool(ranks.steps),
         cause,
         at_fault,
-        run.attempt.slow_hosts,
+        run.attempt.monitor.slow_hosts,
     )
 
 
@@ -187,7 +187,8 @@ class _Run:
         if left := self._mpirun.end_orphans(0.0 if self._is_killed else ORPHANS_S):
             processes = ", ".join(map(str, left))
             self._output.log(
-                f"processes {processes} cannot be killed: they are blocked in the kernel."
+                f"processes {processes} cannot be killed: they are blocked in the kernel.",
+                is_error=True,
             )
         self._receive_last_output()
         self._mpirun.reap_adopted()
@@ -254,7 +255,8 @@ class _Run:
         while late := self._awaited(self._output.open_ranks):
             if self._output.idle_s > OUTPUT_S:
                 self._output.log(
-                    f"the last output of {late} has not arrived; it may be missing here."
+                    f"the last output of {late} has not arrived; it may be missing here.",
+                    is_error=True,
                 )
                 break
             if self._is_killed and time.monotonic() > began_at + KILLED_S:

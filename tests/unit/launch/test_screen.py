@@ -271,7 +271,7 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     pairs[2][0].close()
     while outputs.open_ranks and time.monotonic() < deadline:
         time.sleep(0.01)
-    outputs.log("a sentence.")
+    outputs.log("a sentence.", is_error=True)
     for pipe in ours:
         os.close(pipe)
     outputs.finish()
