@@ -28,7 +28,7 @@ from mpiddp import cli
 from mpiddp.arguments import VERBS
 from mpiddp.doctor.explanations import explain, explain_all, explain_file
 from mpiddp.doctor.failures import FAILURES, PROGRAMS, Weight
-from mpiddp.doctor.memory import OomKills, oom_kills
+from mpiddp.hosts.memory import OomKills, group_of, kills_in
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, run_program
 
@@ -303,7 +303,8 @@ def test_a_real_kill_in_a_group_with_little_memory_is_counted() -> None:
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "-9\n"
-            assert oom_kills(process.pid) == OomKills(count=1, limit_bytes=64 << 20)
+            assert group_of(process.pid) == group
+            assert kills_in(group) == OomKills(count=1, limit_bytes=64 << 20)
             process.communicate(timeout=PATIENCE_S)
     finally:
         group.rmdir()
@@ -323,16 +324,21 @@ def cgroup2(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def oom_kills(pid: int, files: Path) -> OomKills | None:
+    group = group_of(pid, proc=files, mount=files)
+    return None if group is None else kills_in(group)
+
+
 def test_cgroup_v2_counts_kills_and_has_a_limit(cgroup2: Path) -> None:
-    assert oom_kills(42, proc=cgroup2, mount=cgroup2) == OomKills(2, 32 << 30)
+    assert oom_kills(42, cgroup2) == OomKills(2, 32 << 30)
     (cgroup2 / "user.slice" / "job-7.scope" / "memory.max").write_text("max\n")
-    assert oom_kills(42, proc=cgroup2, mount=cgroup2) == OomKills(2, None)
-    assert oom_kills(43, proc=cgroup2, mount=cgroup2) is None
+    assert oom_kills(42, cgroup2) == OomKills(2, None)
+    assert oom_kills(43, cgroup2) is None
 
 
 def test_a_group_without_counts_is_unknown(cgroup2: Path) -> None:
     (cgroup2 / "user.slice" / "job-7.scope" / "memory.events").write_text("not these words\n")
-    assert oom_kills(42, proc=cgroup2, mount=cgroup2) is None
+    assert oom_kills(42, cgroup2) is None
 
 
 # ---- the command

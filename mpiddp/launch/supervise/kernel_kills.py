@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mpiddp.doctor import memory
-from mpiddp.doctor.memory import OomKills, kills_in
+from mpiddp.hosts import memory
 from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.memory import OomKills, kills_in
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.sources import program_with
 from mpiddp.hosts.ssh import run_on_hosts

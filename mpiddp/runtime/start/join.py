@@ -25,8 +25,7 @@ from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.launcher.connected import script_session
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.rendezvous.meet import meet, meet_as_child
-from mpiddp.runtime.start.environment import export
-from mpiddp.runtime.start.process import limit_threads
+from mpiddp.runtime.start.process import export, limit_threads
 from mpiddp.world import World, is_joined
 
 
@@ -37,7 +36,7 @@ def join(
     """Join the ranks. They leave together at the end of the body.
 
     Then os.environ holds the variables that scripts find under torchrun, see
-    `mpiddp.runtime.start.environment`. A child process of a rank joins the children of the other ranks.
+    `mpiddp.runtime.start.process`. A child process of a rank joins the children of the other ranks.
 
     Args:
         world: the world of this process; by default read from the environment.

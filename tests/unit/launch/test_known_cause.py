@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.doctor.failures import FAILURES
-from mpiddp.doctor.memory import OomKills
 from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.memory import OomKills
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise import kernel_kills

@@ -1,10 +1,7 @@
-"""How often the kernel killed a process of this control group because its memory limit was reached.
+"""How often the kernel has killed a process of a control group because its memory limit was reached.
 
-before = oom_kills(pid)
-…                                 # the processes that the group holds
-if oom_kills(pid).count > before.count: …
-
-It needs the standard library alone: the launcher sends it to the host of a rank that was killed.
+A rank tells its group and the group's count when it starts. The launcher sends this source to the host of a
+rank that was killed, and compares.
 """
 
 from __future__ import annotations
@@ -26,14 +23,6 @@ class OomKills:
 
     count: int
     limit_bytes: int | None
-
-
-def oom_kills(
-    pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _MOUNT
-) -> OomKills | None:
-    """The kills of the process's own group, or None where the kernel does not tell."""
-    folder = group_of(pid, proc, mount)
-    return None if folder is None else kills_in(folder)
 
 
 def group_of(
