@@ -25,7 +25,6 @@ from mpiddp.launch.streams.output import JobOutput
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise.attempt import Attempt, Terms
 from mpiddp.launch.supervise.control import ControlServer
-from mpiddp.launch.supervise.kernel_kills import kernel_kill
 from mpiddp.launch.supervise.known_cause import look_into
 from mpiddp.launch.supervise.mpirun import MpirunProcess, started
 from mpiddp.launch.supervise.signals import (
@@ -126,6 +125,10 @@ def run_attempt(
         tail = mpirun.output.stderr if mpirun.output.is_finished(0.0) else Tail()
         kill = ""
         if found.code == FAILED:
+            from mpiddp.launch.supervise.kernel_kills import (
+                kernel_kill,
+            )  # a success pays for none of it
+
             asks = not starter.kind.has_scheduler
             kill = kernel_kill(history, request.hosts, request.job[0], asks=asks)
         cause, at_fault = look_into(history, found, tail, kill)

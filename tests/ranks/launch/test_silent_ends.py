@@ -54,8 +54,8 @@ def test_ranks_that_all_end_by_os_exit_0_are_a_success(tmp_path: Path, text: str
     job = script(tmp_path, text)
     theirs = torchrun(2, job)
     ours = launch(*by(mpi, job))
-    assert (ours.returncode, seen(ours.stdout)) == (theirs.returncode, seen(theirs.stdout))
     assert theirs.returncode == 0, theirs.stderr
+    assert (ours.returncode, seen(ours.stdout)) == (0, seen(theirs.stdout)), ours.stderr
     assert "mpiddp: " not in ours.stderr
 
 
