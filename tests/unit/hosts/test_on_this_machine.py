@@ -142,23 +142,23 @@ def test_a_host_is_asked_until_it_answers(
 def test_processes_of_the_job_alone_are_killed(capfd: pytest.CaptureFixture[str]) -> None:
     ours, other = (
         subprocess.Popen(["sleep", "1000"], env={**os.environ, "MPIDDP_JOB": job})
-        for job in ("job-1", "job-2")
+        for job in (f"1-{os.getpid()}", f"2-{os.getpid()}")
     )
     try:
         far = Host("far.invalid")
-        kill_orphans([HERE, far], "job-1", sys.executable, SHELL)
+        kill_orphans([HERE, far], f"1-{os.getpid()}", sys.executable, SHELL)
         assert ours.wait(60) == -signal.SIGKILL
         assert other.poll() is None
         text = "mpiddp: killed leftover processes of the job on far.invalid: 1.\n"
         assert capfd.readouterr().err == text
-        kill_orphans([far], "job-1", sys.executable, SHELL)
+        kill_orphans([far], f"1-{os.getpid()}", sys.executable, SHELL)
         assert capfd.readouterr().err == ""
-        kill_orphans([far], "job-2", "/no/such/python", SHELL)
+        kill_orphans([far], f"2-{os.getpid()}", "/no/such/python", SHELL)
         assert capfd.readouterr().err == (
             "mpiddp: far.invalid cannot be reached, so no leftover process was killed there; "
             "its ranks end by themselves.\n"
         )
-        kill_orphans([HERE], "job-2", sys.executable, SHELL)  # the launcher ends its own
+        kill_orphans([HERE], f"2-{os.getpid()}", sys.executable, SHELL)  # the launcher ends its own
         assert other.poll() is None
     finally:
         for each in (ours, other):

@@ -58,20 +58,23 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(os, "pidfd_open", refuse)
 
 
+JOB = f"a{os.getpid()}"  # other tests of this machine may run at the same time
+
+
 @pytest.mark.usefixtures("_kernel")
 def test_only_processes_of_the_job_are_killed(start: Start) -> None:
-    of_job, other = start("a1"), start("a11")
-    assert kill_marked(b"MPIDDP_JOB=a1") == [of_job.pid]
+    of_job, other = start(JOB), start(f"{JOB}1")
+    assert kill_marked(f"MPIDDP_JOB={JOB}".encode()) == [of_job.pid]
     assert of_job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     assert other.poll() is None
-    assert kill_marked(b"MPIDDP_JOB=a1") == []
+    assert kill_marked(f"MPIDDP_JOB={JOB}".encode()) == []
 
 
 def test_the_program_for_other_hosts_kills_and_prints(start: Start) -> None:
-    of_job, other = start("b2"), start("")
+    of_job, other = start(JOB), start("")
     done = subprocess.run(
         [sys.executable, "-I"],
-        input=remote_program("b2"),
+        input=remote_program(JOB),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
