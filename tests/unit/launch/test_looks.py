@@ -25,7 +25,12 @@ READS: Frames = [
 ]
 AGREES: Frames = [
     ("/home/me/train.py", 20, "main", "mpiddp.should_stop()"),
-    ("/work/mpiddp/runtime/job/channel.py", 99, "gather", "answer = self._answers.get()"),
+    (
+        "/venv/lib/python3.11/site-packages/mpiddp/runtime/job/channel.py",
+        99,
+        "gather",
+        "answer = self._answers.get()",
+    ),
 ]
 
 
