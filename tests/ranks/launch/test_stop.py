@@ -313,10 +313,20 @@ def test_the_other_ranks_stop_after_one_rank_has_finished(tmp_path: Path) -> Non
 
 
 def test_stop_after_does_not_repeat_a_stop_in_progress(tmp_path: Path) -> None:
-    options = [*LONG_GRACE, "--stop-after", "10", "-H", "localhost:1"]
-    with piped([*LAUNCH, *options, script(tmp_path, WITHOUT_SUPPORT), "12"]) as job:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "ready\n"
-        job.send_signal(signal.SIGTERM)
-        stdout, _ = job.communicate(timeout=PATIENCE_S)
-    assert stdout == "received SIGTERM\nwrote\n"
+    for stop_after_s in (
+        10,
+        40,
+        160,
+    ):  # counted from the launch, and a slow machine needs seconds for it
+        at = time.monotonic() + stop_after_s
+        options = [*LONG_GRACE, "--stop-after", str(stop_after_s), "-H", "localhost:1"]
+        wait = str(stop_after_s + 2)
+        with piped([*LAUNCH, *options, script(tmp_path, WITHOUT_SUPPORT), wait]) as job:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "ready\n"
+            if is_in_time := time.monotonic() < at - 5:
+                job.send_signal(signal.SIGTERM)
+            stdout, stderr = job.communicate(timeout=PATIENCE_S)
+        if is_in_time:
+            break
+    assert stdout == "received SIGTERM\nwrote\n", stderr
