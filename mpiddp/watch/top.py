@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import termios
+import textwrap
 import threading
 import tty
 from collections.abc import Iterator
@@ -22,9 +23,10 @@ from mpiddp.watch.table import COLUMNS, Facts, head_lines, hosts_of, rank_lines,
 
 _EVERY_S, _GPUS_EVERY_S = 1.0, 5.0
 _KEYS = "q: quit  s: sort  h: host  a rank's number and Enter: its stack"
-# A screen of its own, without a cursor, and with lines that are cut at the right margin.
+# A screen of its own, without a cursor, and with lines that the terminal does not wrap.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
-_HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+# A line is erased before it is written: after a full one, the cursor is still on its last character.
+_HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
 
 
 def main(argv: list[str]) -> int:
@@ -87,7 +89,7 @@ class _Top:
         try:
             while True:
                 self._facts = self._job.now()
-                _show(self._lines())
+                _show(*self._lines())
                 keys = _keys(_EVERY_S)
                 if "q" in keys:
                     return f"job {self._job.title} goes on."
@@ -96,10 +98,10 @@ class _Top:
         except UserError as error:
             return str(error)
 
-    def _lines(self) -> list[str]:
+    def _lines(self) -> tuple[list[str], list[str]]:
         shown = f"sorted by {self._sort}, {self._host or 'all hosts'}  {_KEYS} {self._typed}"
         ranks = shown_ranks(self._facts, self._sort, self._host)
-        return [*head_lines(self._facts), shown, "", *rank_lines(ranks, self._gpus)]
+        return [*head_lines(self._facts), shown], ["", *rank_lines(ranks, self._gpus)]
 
     def _press(self, key: str) -> None:
         if key == "s":
@@ -112,7 +114,9 @@ class _Top:
             self._typed += key
         elif key in ("\n", "\r") and self._typed:
             rank, self._typed = int(self._typed[:9]), ""
-            _show([*stacks_text(self._job, rank).split("\n"), "", "any key: back"])
+            sentence, _, stacks = stacks_text(self._job, rank).partition("\n\n")
+            main_thread = stacks.partition("\n\n")[0].split("\n")
+            _show([sentence, "any key: back"], ["", *main_thread], shows_end=True)
             _keys(None)
 
     def _ask_gpus(self) -> None:
@@ -125,12 +129,21 @@ def _next(values: list[str], value: str) -> str:
     return values[(values.index(value) + 1) % len(values)] if value in values else values[0]
 
 
-def _show(lines: list[str]) -> None:
-    """Fill the terminal, as large as it is now."""
+def _show(prose: list[str], table: list[str], *, shows_end: bool = False) -> None:
+    """Fill the terminal, as large as it is now: prose is wrapped, and a table's lines are cut.
+
+    Args:
+        shows_end: of a table with too many lines, show the last ones.
+    """
     tty.setcbreak(0)  # again, because a shell changes it after Ctrl-Z
     size = shutil.get_terminal_size()
-    text = f"{_END_OF_LINE}\r\n".join(line[: size.columns] for line in lines[: size.lines])
-    print(f"{_HOME}{text}{_END_OF_LINE}{_END_OF_SCREEN}", end="", flush=True)
+    wrapped = [part for line in prose for part in textwrap.wrap(line, size.columns) or [""]]
+    room = max(size.lines - len(wrapped), 0)
+    kept = table[max(len(table) - room, 0) :] if shows_end else table[:room]
+    lines = [*wrapped[: size.lines], *(line[: size.columns] for line in kept)]
+    text = "\r\n".join(f"{_ERASE_LINE}{line}" for line in lines)
+    below = f"\r\n{_END_OF_SCREEN}" if len(lines) < size.lines else ""
+    print(f"{_HOME}{text}{below}", end="", flush=True)
 
 
 def _keys(within_s: float | None) -> str:

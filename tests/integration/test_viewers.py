@@ -31,6 +31,8 @@ from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp
 
 PID = str(os.getpid())  # of the launcher, which is this process
+# Of rank 1: more lines than a terminal, and another thread.
+STACK = "\n".join(["thread MainThread:", "line 1\x1b", *(f"line {n}" for n in range(2, 41))])
 
 
 @pytest.fixture(name="folder")
@@ -46,7 +48,10 @@ def serving(console: Console) -> Iterator[None]:
     for rank in (0, 1):
         ranks.note(Message(rank, "progress", progress(5 + rank), 1.0))
     facts = job_facts(ranks, {0: b"loss 0.5\n"}, 2.0) | {"phase": "running"}
-    answers = {JOB: facts, STACKS: {"sentence": "both wait.", "stacks": {1: "line 1\x1b"}}}
+    answers = {
+        JOB: facts,
+        STACKS: {"sentence": "both wait.", "stacks": {1: f"{STACK}\n\nthread 2:"}},
+    }
     is_over = threading.Event()
 
     def run() -> None:
@@ -81,7 +86,10 @@ def test_a_job_is_listed_and_its_ranks_are_shown(job: Path) -> None:
     assert shown[0].startswith(f"train.py (pid {PID}), running, 2 ranks on 2 hosts, step 6, -,")
     assert [row.split()[:4] for row in shown[2:]] == [["1", "b", "starting", "6"]]
     stacks = mpiddp("stacks", PID, "--rank", "1")
-    assert (stacks.stdout, stacks.stderr) == ("both wait.\n\nline 1\\x1b\n", "")
+    assert (stacks.stdout, stacks.stderr) == (
+        f"both wait.\n\n{STACK}\n\nthread 2:\n".replace("\x1b", "\\x1b"),
+        "",
+    )
     assert mpiddp("stacks", PID, "--rank", "7").stdout.endswith("rank 7 has sent no stack.\n")
 
 
@@ -178,17 +186,22 @@ def test_top_is_redrawn_until_q(job: Path) -> None:
         os.close(its_end)
         screen = b""
 
-        def until(text: bytes) -> None:
+        def until(text: bytes) -> bytes:
+            """What is shown up to the text."""
             nonlocal screen
             while text not in screen:
                 screen += os.read(terminal, 4096)
-            screen = b""
+            shown, screen = screen, b""
+            return shown
 
         until(b"sorted by rank, all hosts")
         os.write(terminal, b"sh")
         until(b"sorted by host, a ")
         os.write(terminal, b"12\x7f\n")
-        until(b"both wait.")
+        stack = until(b"line 40")
+        assert b"both wait." in stack
+        assert b"line 30" in stack
+        assert b"thread MainThread" not in stack, "the beginning of a long stack"
         os.write(terminal, b"x")
         until(b"sorted by host")
         os.write(terminal, b"q")

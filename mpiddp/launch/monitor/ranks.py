@@ -268,6 +268,5 @@ def _last_line(ranks: Ranks, rank: int) -> str:
 
 def main_frames(text: str) -> list[tuple[str, str, str]]:
     """The main thread's frames, outermost first: file, "line 3, in work", and that line's code."""
-    # It comes last, so it remains when the text is truncated.
     main = text.rpartition("thread MainThread:\n")[2].partition("\nthread ")[0]
     return _FRAME.findall(main)

@@ -114,6 +114,7 @@ def test_a_job_is_watched_and_stopped_from_another_process(tmp_path: Path) -> No
         until(lambda: bool(is_in_load.search(view("stacks", pid)[0])))
         text = "\n".join(view("stacks", pid, "--rank", "1"))
         assert 'script.py", line 6, in load' in text
+        assert text.index("thread MainThread:") < text.index("thread mpiddp-takeover:")
         (tmp_path / "pipe").write_text("")
 
         assert view("stop", pid) == [f"job {pid} (script.py) is requested to stop."]
