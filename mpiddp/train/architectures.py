@@ -2,6 +2,9 @@
 
 resnet18 to resnet152 are table 1 of He et al., "Deep Residual Learning for Image Recognition" (2015);
 resnet20 to resnet110 are section 4.2's family for 32×32 images, whose shortcuts have no parameters.
+wide_resnet14_2 is of this family too, with fewer blocks, twice the channels (Zagoruyko and Komodakis, "Wide
+Residual Networks", 2016), and half the height and width from the first convolution on. A CPU computes many
+channels of small images faster than few of large ones: docs/evidence/accuracy.md has the figures.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ class Architecture:
     stem: str
     num_classes: int
     pad_shortcuts: bool
+    optimizer: str = "sgd"  # the default of --optimizer
 
 
 def _imagenet(block: Block, *depths: int) -> Architecture:
@@ -43,4 +47,7 @@ ARCHITECTURES = {
     "resnet44": _cifar(7),
     "resnet56": _cifar(9),
     "resnet110": _cifar(18),
+    "wide_resnet14_2": Architecture(
+        "basic", (2, 2, 2), (32, 64, 128), "half", 10, pad_shortcuts=True, optimizer="muon"
+    ),
 }

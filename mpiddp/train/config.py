@@ -13,9 +13,12 @@ from typing import Any
 
 from mpiddp.errors import UserError
 from mpiddp.text import counted
+from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.option_parser import options_of
 from mpiddp.train.options import ON_CPU, ON_GPU, TrainOptions
 from mpiddp.world import World
+
+_WITHOUT = {"low_res_epochs": 0, "optimizer": "sgd"}  # what the versions without an option did
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,8 @@ class TrainConfig(TrainOptions):
     batch_size: int
     global_batch_size: int
     epochs: int
+    low_res_epochs: int
+    optimizer: str
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,10 +56,11 @@ def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[Chang
     Paths, the split of the same global batch, settings that change weights by rounding at most, and
     intervals of logging and saving are none of them.
     """
+    before = {**_WITHOUT, **saved}
     return [
-        Change(name, saved.get(name), getattr(config, name), about.fixed)
+        Change(name, before.get(name), getattr(config, name), about.fixed)
         for name, about in options_of(TrainOptions).items()
-        if (about.noted or about.fixed) and saved.get(name) != getattr(config, name)
+        if (about.noted or about.fixed) and before.get(name) != getattr(config, name)
     ]
 
 
@@ -74,14 +80,22 @@ def resolve_defaults(
             f"--warmup-epochs {options.warmup_epochs:g} is more than --epochs {epochs}: "
             "the learning rate would never reach its peak."
         )
+    low_res_epochs = options.low_res_epochs
+    if low_res_epochs is None:
+        low_res_epochs = round(defaults.low_res * epochs)
+    arch = options.arch or defaults.arch
+    is_usual = not on_gpu and options.parallel == "ddp" and options.amp != "fp16"
+    optimizer = options.optimizer or (ARCHITECTURES[arch].optimizer if is_usual else "sgd")
     amp = options.amp
     if amp == "auto":
         amp = "bf16" if has_bf16 else "off"
     resolved = {
-        "arch": options.arch or defaults.arch,
+        "arch": arch,
         "batch_size": batch_size,
         "global_batch_size": global_batch_size,
         "epochs": epochs,
+        "low_res_epochs": low_res_epochs,
+        "optimizer": optimizer,
         "amp": amp,
         # fully_shard accepts contiguous parameters only.
         "channels_last": options.channels_last and options.parallel == "ddp",

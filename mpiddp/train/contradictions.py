@@ -42,6 +42,10 @@ def _refuse_with_shards(options: Namespace) -> None:
             f"--grad-compression {options.grad_compression} is a hook of DistributedDataParallel, "
             f"which {sharded} replaces. Leave one out."
         )
+    if options.optimizer == "muon":
+        raise UserError(
+            f"--optimizer muon needs whole convolutions, which {sharded} does not have. Leave one out."
+        )
     if options.sync_bn:
         raise UserError(f"--sync-bn and {sharded} are mutually exclusive. Leave one out.")
     if options.check_divergence and options.parallel == "fsdp":

@@ -18,8 +18,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from mpiddp.checkpoints.state import Unreadable, load_tensors
 from mpiddp.errors import UserError
 from mpiddp.paths import cause_of
+from mpiddp.train.architectures import ARCHITECTURES
 from mpiddp.train.config import TrainConfig
 from mpiddp.train.data.dataset import Batch, Data
+from mpiddp.train.muon import Muon
 from mpiddp.train.order import Step
 from mpiddp.train.parallel import is_sharded, reducing
 from mpiddp.train.resnet import ARCHS
@@ -33,7 +35,7 @@ class TrainState:
     """Everything that a step changes: the model, its optimizer and the gradient scaler of fp16."""
 
     model: nn.Module
-    optimizer: torch.optim.SGD
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
 
 
@@ -46,7 +48,9 @@ def build_model(config: TrainConfig, data: Data) -> nn.Module:
     channels, height, _ = data.shape
     stem = config.stem
     if stem == "auto":
-        stem = "cifar" if height < SMALL_IMAGE else "imagenet"
+        own = ARCHITECTURES[config.arch].stem
+        small = own if own != "imagenet" else "cifar"
+        stem = small if height < SMALL_IMAGE else "imagenet"
     torch.manual_seed(config.seed)
     model: nn.Module = ARCHS[config.arch](
         num_classes=data.num_classes, stem=stem, in_channels=channels
@@ -131,10 +135,19 @@ def choose_kernels(config: TrainConfig) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.SGD:
-    """SGD with Nesterov momentum; weight decay on convolutions and the last layer's matrix only."""
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """That of --optimizer. Weight decay is on convolutions and the last layer's matrix only.
+
+    Muon leaves the first convolution, whose filters are few and small, to SGD.
+    """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]  # BatchNorm and biases
+    if config.optimizer == "muon":
+        hidden = [p for p in matrices[1:] if p.ndim == 4]
+        ends = [p for p in matrices if not any(p is each for each in hidden)]
+        decayed = {"params": ends, "weight_decay": config.weight_decay}
+        others = (decayed, {"params": vectors, "weight_decay": 0.0})
+        return Muon(hidden, others, lr=config.lr, momentum=config.momentum)
     optimizer = torch.optim.SGD(
         [
             {"params": matrices, "weight_decay": config.weight_decay},

@@ -23,6 +23,7 @@ from mpiddp.train.checkpoint import Progress, exiting_together
 from mpiddp.train.config import TrainConfig, resume_args
 from mpiddp.train.copies import Copies
 from mpiddp.train.data.dataset import Data
+from mpiddp.train.data.low_resolution import at_low_resolution
 from mpiddp.train.data.prefetch import prefetched
 from mpiddp.train.divergence import refuse_divergence
 from mpiddp.train.engine import TrainState, build_optimizer, build_scaler, to_device, train_step
@@ -78,6 +79,8 @@ def train(
         steps = list(plan.order.steps(epoch, progress.position))
         order = [numbers for step in steps for numbers in step.micro_batches]
         batches = prefetched(data.train.batches(order, epoch=epoch), device)
+        if epoch < config.low_res_epochs:
+            batches = at_low_resolution(batches)
         loss_sum, num_images = torch.zeros((), device=device), 0
         per_rank_log.epoch_begins(epoch)
         timer.resume()

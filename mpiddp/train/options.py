@@ -28,6 +28,7 @@ from mpiddp.train.option_parser import (
 from mpiddp.train.schedule import SCHEDULES
 from mpiddp.train.sinks import SINKS
 
+OPTIMIZERS = ("sgd", "muon")
 COMPRESSIONS = ("off", "bf16", "fp16", "powersgd")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
 
@@ -41,10 +42,11 @@ class DeviceDefaults:
     arch: str
     batch_size: int  # images per rank and backward pass
     epochs: int
+    low_res: float  # the share of the epochs that are trained on smaller images
 
 
-ON_CPU = DeviceDefaults("resnet20", batch_size=64, epochs=4)  # small and quick
-ON_GPU = DeviceDefaults("resnet18", batch_size=256, epochs=30)
+ON_CPU = DeviceDefaults("wide_resnet14_2", batch_size=64, epochs=8, low_res=0.5)  # small and quick
+ON_GPU = DeviceDefaults("resnet18", batch_size=256, epochs=30, low_res=0.0)
 
 # Why a resume may not change an option: it would change what the steps of the checkpoint have done.
 _OTHER_TENSORS = "its tensors have other shapes"
@@ -65,8 +67,8 @@ class TrainOptions:
     )
     stem: str = option(
         "model",
-        "auto: cifar for images under 64 pixels",
-        choices=("auto", "imagenet", "cifar"),
+        "auto: imagenet for images of 64 pixels or more, else that of the architecture",
+        choices=("auto", "imagenet", "cifar", "half"),
         default="auto",
         fixed=_OTHER_TENSORS,
     )
@@ -137,6 +139,14 @@ class TrainOptions:
         of_steps=False,
         fixed=_OTHER_STEPS,
     )
+    low_res_epochs: int | None = option(
+        "schedule",
+        "train the first epochs on images of 3/4 of the height and width, in half the time "
+        f"(default: {ON_CPU.low_res:g} of the epochs on CPUs, none on GPUs)",
+        type=whole(0),
+        metavar="EPOCHS",
+        noted=True,
+    )
     lr: float = option(
         "schedule",
         "peak learning rate for a global batch of 256; scales with the batch",
@@ -162,7 +172,7 @@ class TrainOptions:
     )
     momentum: float = option(
         "schedule",
-        "Nesterov momentum; 0 is plain SGD",
+        "Nesterov momentum of SGD; 0 for none",
         type=number(0, 1),
         default=0.9,
         noted=True,
@@ -180,6 +190,13 @@ class TrainOptions:
         type=number(0, 1),
         default=0.0,
         noted=True,
+    )
+    optimizer: str | None = option(
+        "schedule",
+        "sgd, or muon: orthogonal updates of the convolutions (default: "
+        f"muon for {ON_CPU.arch} on CPUs, else sgd)",
+        choices=OPTIMIZERS,
+        fixed="its optimizer has another state",
     )
     clip_grad_norm: float | None = option(
         "schedule",

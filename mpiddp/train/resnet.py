@@ -17,6 +17,9 @@ from mpiddp.train.architectures import ARCHITECTURES, Architecture
 __all__ = ["ARCHS", "build_resnet"]
 
 
+STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "half": (3, 2)}  # size and stride of the convolution
+
+
 def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, size, stride, padding=size // 2, bias=False)
 
@@ -92,7 +95,7 @@ class ResNet(nn.Module):
         widths: channels of each stage before the block's expansion.
         num_classes: number of logits.
         stem: "imagenet" is a 7×7 convolution of stride 2 and a pool (H and W shrink to a quarter);
-            "cifar" a 3×3 convolution that keeps the size, for images of about 32×32.
+            "cifar" a 3×3 convolution that keeps the size, for images of about 32×32; "half" one of stride 2.
         in_channels: channels of an image.
         pad_shortcuts: a shortcut that changes the shape has no parameters (option A of He et al.), instead of
             a 1×1 convolution (option B).
@@ -113,9 +116,9 @@ class ResNet(nn.Module):
         pad_shortcuts: bool = False,
     ):
         super().__init__()
-        if stem not in ("imagenet", "cifar"):
-            raise ValueError(f'stem="{stem}" is neither "imagenet" nor "cifar"')
-        size, stride = (7, 2) if stem == "imagenet" else (3, 1)
+        if stem not in STEMS:
+            raise ValueError(f'stem="{stem}" is none of {", ".join(STEMS)}')
+        size, stride = STEMS[stem]
         self.conv1 = _conv(in_channels, widths[0], size, stride)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.pool = nn.MaxPool2d(3, 2, padding=1) if stem == "imagenet" else nn.Identity()
@@ -160,7 +163,8 @@ def build_resnet(
             `ARCHS` have it already.
         num_classes: number of logits; None for those of the data set that it was made for.
         stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
-            "cifar" for about 32×32: a 3×3 convolution. None for that of its own data set.
+            "cifar" for about 32×32: a 3×3 convolution. "half": a 3×3 convolution of stride 2. None for that
+            of its own data set.
         in_channels: channels of an image.
 
     Returns:
@@ -191,5 +195,5 @@ ARCHS = {name: partial(build_resnet, each) for name, each in ARCHITECTURES.items
 
 resnet18, 34, 50, 101 and 152 have torchvision's names and shapes, so its checkpoints load. resnet20, 32, 44,
 56 and 110 are the family for 32×32 images in section 4.2 of He et al., "Deep Residual Learning for Image
-Recognition" (2015).
+Recognition" (2015). wide_resnet14_2 is the quickest of them, see `mpiddp.train.architectures`.
 """

@@ -138,8 +138,14 @@ def test_both_batch_sizes() -> None:
 
 def test_defaults_on_cpu_and_gpu() -> None:
     cpu, gpu = configured(), configured(on_gpu=True, bf16=True, ranks=8)
-    assert (cpu.arch, cpu.amp, cpu.batch_size) == ("resnet20", "off", 64)
+    assert (cpu.arch, cpu.amp, cpu.batch_size) == ("wide_resnet14_2", "off", 64)
     assert (gpu.arch, gpu.amp, gpu.batch_size) == ("resnet18", "bf16", 256)
+    assert (cpu.epochs, cpu.low_res_epochs, cpu.optimizer) == (8, 4, "muon")
+    assert (gpu.epochs, gpu.low_res_epochs, gpu.optimizer) == (30, 0, "sgd")
+    assert configured("--epochs=2").low_res_epochs == 1
+    assert configured("--epochs=2", "--low-res-epochs=2").low_res_epochs == 2
+    for other in ("--arch=resnet20", "--parallel=fsdp", "--amp=fp16"):
+        assert configured(other).optimizer == "sgd"
     assert gpu.global_batch_size == 2048
     assert configured(bf16=True).amp == "bf16"
     assert configured("--amp=fp16", bf16=True).amp == "fp16"
@@ -256,6 +262,7 @@ def test_every_difference_is_listed_and_those_of_past_steps_are_refused() -> Non
     assert changes(saved(before), after) == [
         "--keep-tail False, now True (its steps and epochs are counted in other sizes)",
         "--epochs 4, now 8",
+        "--low-res-epochs 2, now 4",
         "--lr 0.1, now 0.2",
     ]
     assert changes(saved(configured(ranks=2)), configured()) == [
@@ -267,18 +274,23 @@ def test_what_a_resume_may_change() -> None:
     options = options_of(TrainOptions)
     assert {name for name, about in options.items() if about.fixed} == {
         "arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "keep_tail",
-        "steps_per_epoch", "seed",
+        "steps_per_epoch", "seed", "optimizer",
     }  # fmt: skip
     assert {name for name, about in options.items() if about.noted} == {
-        "epochs", "lr", "lr_scaling", "schedule", "warmup_epochs", "momentum", "weight_decay",
-        "label_smoothing", "sync_bn", "amp", "grad_compression", "clip_grad_norm",
+        "epochs", "low_res_epochs", "lr", "lr_scaling", "schedule", "warmup_epochs", "momentum",
+        "weight_decay", "label_smoothing", "sync_bn", "amp", "grad_compression", "clip_grad_norm",
     }  # fmt: skip
 
 
-def test_a_config_from_before_clipping_is_no_difference() -> None:
-    older = saved(configured())
-    del older["clip_grad_norm"], older["parallel"]
-    assert changes(older, configured()) == []
+def test_a_config_from_before_an_option_is_that_of_its_first_value() -> None:
+    then = ("--arch=resnet20", "--low-res-epochs=0")
+    older = saved(configured(*then))
+    del older["clip_grad_norm"], older["parallel"], older["low_res_epochs"], older["optimizer"]
+    assert changes(older, configured(*then)) == []
+    assert changes(older, configured("--arch=resnet20", "--optimizer=muon")) == [
+        "--low-res-epochs 0, now 4",
+        "--optimizer sgd, now muon (its optimizer has another state)",
+    ]
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
@@ -290,6 +302,10 @@ def test_what_shards_do_not_have_is_refused(parallel: str) -> None:
     )
     assert f"which --parallel {parallel} replaces" in refusal("--grad-compression=bf16", sharded)
     assert "mutually exclusive" in refusal("--sync-bn", sharded)
+    assert refusal("--optimizer=muon", sharded) == (
+        "--optimizer muon needs whole convolutions, which "
+        f"--parallel {parallel} does not have. Leave one out."
+    )
     if parallel == "fsdp":
         assert refusal("--check-divergence=9", sharded).startswith(
             "--check-divergence has nothing to compare with --parallel fsdp: each rank has its own shard "

@@ -70,7 +70,7 @@ def test_cifar_models_have_the_sizes_of_the_paper(arch: str) -> None:
 
 @pytest.mark.parametrize(
     ("stem", "image_size", "last_map"),
-    [("imagenet", 224, 7), ("cifar", 32, 4), ("imagenet", 64, 2)],
+    [("imagenet", 224, 7), ("cifar", 32, 4), ("imagenet", 64, 2), ("half", 32, 2), ("half", 24, 2)],
 )
 def test_stems(stem: str, image_size: int, last_map: int) -> None:
     model = build("resnet18", stem=stem, num_classes=7)
@@ -83,7 +83,7 @@ def test_stems(stem: str, image_size: int, last_map: int) -> None:
 
 
 def test_an_unknown_stem_is_refused() -> None:
-    with pytest.raises(ValueError, match='stem="mnist" is neither "imagenet" nor "cifar"'):
+    with pytest.raises(ValueError, match='stem="mnist" is none of imagenet, cifar, half'):
         build("resnet18", stem="mnist")
 
 

@@ -30,7 +30,9 @@ def test_computes_in_bf16_agrees_with_torch() -> None:
 
 def test_weight_decay_excludes_batch_norm_and_biases() -> None:
     model = ARCHS["resnet20"]()
-    decayed, excluded = build_optimizer(model, configured("--weight-decay=0.1")).param_groups
+    decayed, excluded = build_optimizer(
+        model, configured("--weight-decay=0.1", "--optimizer=sgd")
+    ).param_groups
     assert (decayed["weight_decay"], excluded["weight_decay"]) == (0.1, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert len(decayed["params"]) + len(excluded["params"]) == len(names)

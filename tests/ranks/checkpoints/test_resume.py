@@ -51,6 +51,7 @@ def steps_recorded(run: Path) -> list[int]:
     [
         (1, ["--amp=off", "--use-syn", "--batch-size=4", "--steps-per-epoch=4"], 8),
         (2, ["--amp=bf16", "--batch-size=3", "--grad-accum-steps=2", "--keep-tail"], 6),
+        (3, ["--optimizer=muon", "--batch-size=3", "--check-divergence=1"], 4),
         # DDP regroups gradients after the first step, and the order of three summands changes the sum.
         (3, ["--batch-size=4", "--no-channels-last"], 4),
         # One rank has all of the tail.
