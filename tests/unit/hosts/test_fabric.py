@@ -6,13 +6,16 @@ python -m pytest tests/unit/hosts/test_fabric.py
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpiddp.hosts.cluster.network import differences, report
+from mpiddp.errors import UserError
+from mpiddp.hosts.cluster.network import ask, differences, report
 from mpiddp.hosts.fabric import devices, links, nccl_choice
+from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 
 
@@ -119,3 +122,23 @@ def test_what_differs(tmp_path: Path) -> None:
         "node[1-2]: NCCL would take eth0, gloo lo; mpiddp sets eth0"
         in report({"node1": usual, "node2": usual}).splitlines()
     )
+
+
+def test_each_host_is_asked_for_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = ask([Host("localhost")])
+    assert found["localhost"].keys() == {"links", "devices", "nccl", "gloo", "mpiddp"}
+    assert report(found).endswith("\nnothing differs between the hosts")
+    python3 = tmp_path / "python3"
+    python3.write_text("#!/bin/sh\necho mpiddp-network; echo worn out >&2; exit 3\n")
+    python3.chmod(0o755)
+    with pytest.raises(UserError) as raised:
+        ask([Host("localhost"), Host("127.0.0.1")])
+    assert str(raised.value) == "\n".join(
+        f"ssh {name} failed: worn out. Try: ssh {name} true" for name in ("localhost", "127.0.0.1")
+    )
+    python3.rename(tmp_path / "python2")
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"^localhost: python3 is missing there\.$"):
+        ask([Host("localhost")])

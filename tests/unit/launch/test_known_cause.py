@@ -14,6 +14,7 @@ import pytest
 from mpiddp.doctor.failures import FAILURES
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.memory import OomKills
+from mpiddp.hosts.transport import Transport
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise import kernel_kills
@@ -139,3 +140,39 @@ def test_a_kill_of_the_kernel_is_the_cause_and_no_fault_of_its_host(tmp_path: Pa
         assert bool(kill) == is_named, told
         expected = (kill, "") if is_named else ("", "localhost")
         assert look_into(history, verdict(history), Tail(), kill) == expected
+
+
+@pytest.mark.parametrize(
+    ("asks", "agent", "words"),
+    [
+        (True, "sh", "the kernel has killed 2 processes on far.invalid since the start, "),
+        (False, "sh", ""),
+        (True, "no-such-program", ""),
+    ],
+)
+def test_a_kill_of_the_kernel_on_another_host(
+    tmp_path: Path, asks: bool, agent: str, words: str
+) -> None:
+    """The host's shell may print lines of its own."""
+    (tmp_path / "memory.events").write_text("oom_kill 5\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    shell = Transport("shell", (agent, "-c", 'echo welcome; eval "$1"; echo bye'), "rsh")
+    hosts = Hosts("list", (Host("near.invalid"), Host("far.invalid")), transport=shell)
+    ranks = Ranks(("near.invalid", "far.invalid"))
+    told = {"memory_group": str(tmp_path), "oom_kills": 3}
+    ranks.note(Message(1, "started", {"host": "f", "pid": 1, **told}, 1.0))
+    ranks.note(Message(1, "lost", {"silent": False}, 2.0))
+    history = History(ranks, MpirunEnd("mpirun", 1))
+    kill = kernel_kills.kernel_kill(history, hosts, sys.executable, asks=asks)
+    assert kill.startswith(words)
+    assert bool(kill) == bool(words)
+
+
+def test_nobody_is_asked_for_a_rank_that_no_signal_has_ended() -> None:
+    history = History(Ranks(("localhost",)), MpirunEnd("mpirun", 1))
+    here = Hosts("list", (Host("localhost"),))
+    assert kernel_kills.kernel_kill(history, here, sys.executable, asks=True) == ""
+    assert look_into(history, verdict(History(Ranks(("a",)), MpirunEnd("mpirun", 0))), Tail()) == (
+        "",
+        "",
+    )
