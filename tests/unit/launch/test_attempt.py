@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from mpiddp.launch.grow import Found
 from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.options import When, parse_options
 from mpiddp.launch.starters.command import RankStarter
@@ -34,6 +35,7 @@ from mpiddp.protocol.channel import RANK, encode, member_proof
 from mpiddp.protocol.messages import UNIX
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.protocol.viewers import JOB, STACKS
 from tests.support.channels import progress
 
 LIMIT_S = 60.0
@@ -297,3 +299,98 @@ def test_ranks_that_cannot_connect_are_accepted_again(
         job.attempt.on_full("Too many open files")
     assert capfd.readouterr().err.count("ranks cannot connect: Too many open files.") == 1
     job.until(Event.ACCEPT_AGAIN)
+
+
+# --- growth ---
+
+
+def resumable(jobs: list[Job], when: When = NO_LIMITS, max_ranks: int | None = None) -> Job:
+    """Ranks that can stop, save and resume."""
+    job = started(jobs, when)
+    job.join()
+    job.say(0, "supports_stop")
+    job.say(1, "supports_stop")
+    announced = {"resume_args": ["--resume"], "global_batch_size": None, "max_ranks": max_ranks}
+    job.say(0, "announce", **announced)
+    return job
+
+
+def test_a_job_that_would_lose_work_does_not_grow(
+    jobs: list[Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = started(jobs)
+    job.join()
+    job.attempt.on_found(Found("c can join", ""))
+    job.say(0, "supports_stop")
+    job.say(1, "supports_stop")
+    job.attempt.on_found(Found("c can join", "hosts.txt:3: no host."))
+    assert job.attempt.stop == StopRecord()
+    assert capfd.readouterr().err.splitlines() == [
+        "mpiddp: c can join, but not every rank has called mpiddp.should_stop(), so the job continues "
+        "without a restart.",
+        "mpiddp: hosts.txt:3: no host.",
+        "mpiddp: c can join, but the script has announced nothing that resumes it (mpiddp.announce), so the "
+        "job continues without a restart.",
+    ]
+
+
+@pytest.mark.parametrize(("max_ranks", "grows"), [(None, True), (3, True), (2, False)])
+def test_a_job_grows_up_to_the_ranks_that_it_can_use(
+    jobs: list[Job], capfd: pytest.CaptureFixture[str], max_ranks: int | None, grows: bool
+) -> None:
+    job = resumable(jobs, max_ranks=max_ranks)
+    job.attempt.on_found(Found("c can join", ""))
+    assert (job.attempt.stop.by is Stop.TO_GROW) == grows
+    assert ("c can join: stopping to restart." in capfd.readouterr().err) == grows
+
+
+def test_a_job_that_ends_soon_does_not_grow(jobs: list[Job]) -> None:
+    job = resumable(jobs, replace(NO_LIMITS, grow_s=100.0))
+    job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 50)
+    job.attempt.on_found(Found("c can join", ""))
+    assert job.attempt.stop == StopRecord()
+    job.attempt._terms = replace(job.attempt._terms, stop_at=time.monotonic() + 150)
+    job.say(0, "done")
+    job.attempt.on_found(Found("c can join", ""))
+    assert job.attempt.stop == StopRecord()
+
+
+def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
+    job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
+    job.attempt.on_found(Found("c can join", ""))
+    assert Event.SEE_GRACE not in job.timers  # a step may take long
+    job.say(0, "stopped", step=3)
+    job.say(0, "exited")
+    job.until(Event.SEE_GRACE)
+    late = "rank 1 on b had not stopped 0.01 s after the request (--grace)"
+    assert job.attempt.stop == StopRecord(Stop.TO_GROW, late)
+    assert job.attempt.ended_because == f"{late}."
+
+
+# --- viewers ---
+
+
+def test_a_viewer_gets_the_phase_and_the_stacks_of_the_ranks(jobs: list[Job]) -> None:
+    job = started(jobs)
+    assert ask(job, JOB)["phase"] == "starting"
+    job.join()
+    found = ask(job, JOB)
+    assert (found["phase"], [each["host"] for each in found["ranks"]]) == ("running", ["a", "b"])
+    stacks = ask(job, STACKS)  # no rank is connected that could send one
+    assert stacks["stacks"] == {}
+    assert stacks["sentence"] != ""
+    job.attempt.request_stop("SIGINT")
+    assert ask(job, JOB)["phase"] == "ending"
+
+
+def ask(job: Job, want: str) -> dict[str, Any]:
+    """What a viewer gets."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        job.attempt.on_viewer(ours, want)
+        theirs.settimeout(LIMIT_S)
+        _, (file,), *_ = socket.recv_fds(theirs, 10, 1)
+        with os.fdopen(file, "rb") as answer:
+            answer.seek(0)
+            facts: dict[str, Any] = json.loads(answer.read())
+            return facts
