@@ -106,10 +106,12 @@ IPS = ["10.0.0.4", "10.0.0.5"]
         ({"HYDRA_HOST_FILE": "intel_hostfile"}, "the hostfile of HYDRA_HOST_FILE", PODS, [2, 2]),
         (SKYPILOT, "the SkyPilot task", IPS, [4, 4]),
         (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, "the SkyPilot task", IPS, [None, None]),
+        ({name: SKYPILOT[name] for name in SKYPILOT if name != "SKYPILOT_NODE_RANK"},
+         "the SkyPilot task", IPS, [4, 4]),
         (AZURE, "the Azure Batch task", IPS, [None, None]),
         (AZURE_ML, "the Azure Batch task", ["node-0", "node-1"], [None, None]),
     ],
-)
+)  # fmt: skip
 def test_the_hosts_and_slots_of_an_allocation(
     in_folder: Path, env: Env, source: str, names: list[str], slots: list[int | None]
 ) -> None:

@@ -70,6 +70,7 @@ def test_devices_of_a_host(tmp_path: Path) -> None:
         (["lo", "docker0", "eth0", "eth1"], "eth0"),
         (["lo", "eth0", "ib0"], "ib0"),
         (["lo", "docker0"], "docker0"),
+        (["virbr0", "eth0"], "eth0"),
         (["lo"], "lo"),
         ([], "nothing"),
     ],

@@ -19,7 +19,7 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts import fabric, main
-from mpiddp.hosts.cluster import keys
+from mpiddp.hosts.cluster import keys, run_agent
 from mpiddp.hosts.cluster.run import Outcome, _outcome, run
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface, interfaces
@@ -212,8 +212,40 @@ def test_a_command_on_every_host(
     assert capfd.readouterr() == ("localhost: out\n", "localhost: exit code 4\n")
     assert verb(tmp_path, "run", "--", "no-such-program") == 1
     assert "no-such-program: No such file or directory" in capfd.readouterr().err
+    options = ("--timeout", "90s", "--parallel", "1")
+    assert verb(tmp_path, "run", *options, "--", "echo", "--timeout") == 0
+    assert capfd.readouterr() == ("localhost: --timeout\n", "")
     with pytest.raises(UserError, match="no command"):
         verb(tmp_path, "run")
+
+
+AGENT = Path(run_agent.__file__)
+
+
+@pytest.mark.parametrize(
+    ("command", "stdout", "stderr", "code"),
+    [
+        (["pwd"], "{home}\n", "", 0),
+        (["sh", "-c", "kill -9 $$"], "", "", 137),
+        (["sh", "-c", "read line"], "", "", 1),  # stdin has nothing for it
+        (["./no-such-program"], "", "./no-such-program: No such file or directory\n", 127),
+    ],
+)
+def test_a_command_in_the_home_folder(
+    tmp_path: Path, command: list[str], stdout: str, stderr: str, code: int
+) -> None:
+    """Of a host that lacks the folder. The program is what `mpiddp hosts run` sends."""
+    call = f"main('proof', {str(tmp_path / 'none')!r}, {command!r})\n"
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=AGENT.read_text() + call,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.stdout == "proof\n" + stdout.format(home=tmp_path)
+    assert (done.stderr, done.returncode) == (stderr, code)
 
 
 def test_a_command_that_does_not_end(tmp_path: Path) -> None:

@@ -194,9 +194,17 @@ def test_from_four_hosts_on_those_that_have_it_pass_it_on(
     hosts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fan_out, "TREE_BYTES", 1000)
+    connected: list[str] = []
+
+    def counted_shell(host: Host, line: str) -> list[str]:
+        connected.append(host.name)
+        return shell(hosts, host, line)
+
+    monkeypatch.setattr(fan_out, "shell_command", counted_shell)
     write(Path(HERE), a="1" * 1000)
     names = [f"node{index}" for index in range(4)]
     done = send(names)
+    assert len(connected) > len(names)
     assert (sorted(host.name for host in done.done), done.failures) == (names, {})
     assert done.sent == 4000
     assert all(files_of(hosts / name / HERE) == files_of(Path(HERE)) for name in names)
@@ -346,6 +354,16 @@ def test_what_is_left_out(hosts: Path) -> None:
     with_data = read_content(Options((HERE,), left_out=("runs",)))
     assert with_data.header["trees"][0]["names"] == [".git", "a", "data", "lib", "x.history.jsonl"]
     assert [row[0] for row in with_data.rows[0]] == [".git", "a", "data", "data/x", "lib", "lib/a"]
+
+
+def test_the_python_of_an_environment_is_pushed_if_asked_for(hosts: Path) -> None:
+    python = hosts / "uv" / "bin" / "python3.12"
+    write(python.parent, **{"python3.12": ""})
+    Path(HERE, "python").symlink_to(python)
+    for with_python, folders in ((False, [HERE]), (True, [HERE, str(hosts / "uv")])):
+        header = read_content(Options((HERE,), with_python=with_python)).header
+        assert [tree["folder"] for tree in header["trees"]] == folders
+        assert bool(header["needs"]) != with_python
 
 
 def test_folders_that_cannot_be_pushed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

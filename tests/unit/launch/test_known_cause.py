@@ -19,7 +19,13 @@ from mpiddp.launch.monitor.ranks import Ranks
 from mpiddp.launch.streams.tail import Tail
 from mpiddp.launch.supervise import kernel_kills
 from mpiddp.launch.supervise.known_cause import OF_THE_HOST, known_cause, look_into
-from mpiddp.launch.supervise.verdict import FirstFailure, History, MpirunEnd, verdict
+from mpiddp.launch.supervise.verdict import (
+    FirstFailure,
+    History,
+    MpirunEnd,
+    killed_first,
+    verdict,
+)
 from mpiddp.protocol.server import Message
 
 MPIRUN = -1
@@ -176,3 +182,40 @@ def test_nobody_is_asked_for_a_rank_that_no_signal_has_ended() -> None:
         "",
         "",
     )
+
+
+def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
+    failure = {"code": 1, "error": "", "traceback": False, "first": True, "is_verdict": False}
+    for text, row, host in (
+        (OUT_OF_MEMORY, "cuda-out-of-memory", ""),
+        (b"CUDA error: uncorrectable ECC error encountered\n", "cuda-hardware", "b"),
+        (b"nothing that is known\n", "", ""),
+    ):
+        ranks, tail = Ranks(("a", "b")), Tail()
+        ranks.note(Message(1, "failed", failure, 1.0))
+        tail.add(1, text)
+        history = History(ranks, MpirunEnd("mpirun", 1))
+        sentence, at_fault = look_into(history, verdict(history), tail)
+        assert at_fault == host, row
+        if row:
+            assert sentence.startswith(f'"{text.decode().strip()}" has a known cause. ')
+            assert sentence.endswith(f" More: docs/troubleshooting.md#{row}")
+        else:
+            assert sentence == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "is_killed"),
+    [
+        (137, "", True),
+        (136, "", False),
+        (1, "DataLoader worker (pid 7) is killed by signal: Killed.", True),
+        (1, "ValueError", False),
+    ],
+)
+def test_ranks_that_the_kernel_may_have_killed(code: int, error: str, is_killed: bool) -> None:
+    ranks = Ranks(("a", "b"))
+    facts = {"code": code, "error": error, "traceback": False, "first": True, "is_verdict": False}
+    ranks.note(Message(1, "failed", facts, 1.0))
+    history = History(ranks, MpirunEnd("mpirun", 1))
+    assert killed_first(history) == (1 if is_killed else None)

@@ -88,3 +88,11 @@ def test_text_that_is_no_row_of_options(text: str, sentence: str) -> None:
     with pytest.raises(UserError) as error:
         parse_mpi_args([text])
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])
+def test_each_option_that_sets_a_parameter_of_open_mpi(option: str) -> None:
+    arguments = parse_mpi_args([f"{option} oob_tcp_keepalive_time 9 --tag pml"])
+    argv = MPIS["openmpi5"].compose(replace(REQUEST, mpi_args=arguments)).argv
+    assert argv.count("oob_tcp_keepalive_time") == 1
+    assert argv.count("pml") == 2  # as the value of another option it replaces nothing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import termios
 import time
 from collections.abc import Iterator
 
@@ -297,3 +298,20 @@ def test_a_connection_that_breaks_the_protocol_is_closed() -> None:
     outputs.finish()
     assert outputs.is_finished(60)
     outputs.settle(is_said=True)
+
+
+@pytest.mark.parametrize(("term", "is_shown"), [("xterm", True), ("dumb", False), (None, False)])
+def test_a_status_needs_a_terminal_that_can_move_its_cursor(
+    monkeypatch: pytest.MonkeyPatch, term: str | None, is_shown: bool
+) -> None:
+    monkeypatch.delenv("TERM", raising=False)
+    if term is not None:
+        monkeypatch.setenv("TERM", term)
+    reader = Reader(is_shared=True, is_terminal=True)
+    termios.tcsetwinsize(reader.reader, (24, 80))
+    assert reader.screen.columns == (80 if is_shown else 0)
+    reader.screen.show_status(["step 1"])
+    assert (b"step 1" in reader.seen()) == is_shown
+    reader.screen.close()
+    assert reader.screen.columns == 0
+    os.close(reader.reader)

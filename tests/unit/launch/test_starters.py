@@ -147,6 +147,7 @@ def test_variables_are_passed_by_name_without_their_values(mpi: str, flag: str) 
         ("mpich", "core", "-bind-to core"),
         ("intelmpi", "none", "-genv I_MPI_PIN 0"),
         ("intelmpi", "core", "-genv I_MPI_PIN_DOMAIN core"),
+        ("intelmpi", "numa", "-genv I_MPI_PIN_DOMAIN numa"),
         ("slurm", "numa", "--cpu-bind=ldoms"),
     ],
 )
