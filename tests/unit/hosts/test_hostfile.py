@@ -505,3 +505,13 @@ def test_the_hostfiles_of_this_repository(name: str, slots: int) -> None:
     hosts = read_hostfile(HOSTFILES / name)
     assert hosts.total_slots == slots
     assert main.main(["check", str(HOSTFILES / name), "--mpi", "openmpi"]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["check", "--keep", "f"], ["push", "f", "--dry"], ["convert", "f", "--t", "slurm"]],
+)
+def test_an_option_is_written_out(arguments: list[str]) -> None:
+    with pytest.raises((UserError, SystemExit)) as raised:
+        main.main(arguments)
+    assert "not found" not in str(raised.value)

@@ -101,6 +101,17 @@ def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
     assert ranks(placed(parse_host_list("localhost"), {})) == [count]
 
 
+def test_the_tool_of_a_vendor_is_on_the_path_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_tool(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", os.defpath)
+    options = parse_options(["-H", "x", __file__])
+    for path, slots in ((f"{tmp_path}:{os.defpath}", 2), (os.defpath, 1)):
+        found = with_slots(parse_host_list("localhost"), {}, options, {"PATH": path})
+        assert [host.slots for host in found.hosts] == [slots]
+
+
 def test_too_few_gpus_on_one_of_several_hosts(capfd: pytest.CaptureFixture[str]) -> None:
     """A job that uses GPUs is refused. If the launcher cannot know, it prints a note."""
     hosts = parse_host_list("localhost:1,far.invalid:4")
