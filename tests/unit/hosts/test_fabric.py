@@ -125,6 +125,19 @@ def test_what_differs(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_not_known_of_a_link_is_a_dash() -> None:
+    link = {"name": "eth1", "address": None, "speed": None, "mtu": None, "state": ""}
+    device = {"name": "mlx5_0:1", "kind": "RoCE", "rate": "", "state": "", "interface": ""}
+    choices = {"nccl": "eth1", "gloo": "lo", "mpiddp": "nothing"}
+    assert report({"node1": {"links": [link], "devices": [device], **choices}}).splitlines() == [
+        "host   link      address  speed  MTU  state",
+        "node1  eth1      -        -      -    -",
+        "node1  mlx5_0:1  -        -      -    -, RoCE",
+        "node1: NCCL would take eth1, gloo lo; mpiddp sets nothing",
+        "nothing differs between the hosts",
+    ]
+
+
 def test_each_host_is_asked_for_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = ask([Host("localhost")])

@@ -221,3 +221,15 @@ def test_this_machine_needs_no_key(tmp_path: Path, capfd: pytest.CaptureFixture[
         "Host \n    ProxyJump me@localhost:22\n"
     )
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("id_")] == []
+
+
+def test_a_host_that_ssh_does_not_reach(capfd: pytest.CaptureFixture[str]) -> None:
+    with Path("config").open("a") as config:
+        config.write("  ProxyCommand false\n")
+    far = Host("a.invalid")
+    with pytest.raises(UserError, match=r"^ssh a\.invalid failed: "):
+        keys.open_logins([Host("localhost"), far], None)
+    assert keys.reached([Host("localhost"), far], None) == {
+        "localhost": ["a.invalid"],
+        "a.invalid": [],
+    }
