@@ -17,6 +17,7 @@ from mpiddp.hosts.formats import MPI_NAMES, MpiName
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.main import main as hosts_main
 from mpiddp.hosts.schedulers import SCHEDULERS, find_allocation, grants_hosts
+from mpiddp.hosts.slurm import expand_nodelist
 from tests.support.allocations import (
     AZURE,
     DRY_RUNS,
@@ -316,3 +317,13 @@ def test_a_slurm_job_in_pods_is_one_allocation() -> None:
 
 def test_the_page_has_the_dry_run_of_each_environment() -> None:
     assert documented_dry_runs().keys() == DRY_RUNS.keys()
+
+
+@pytest.mark.parametrize("length", [253, 254])
+def test_a_name_of_slurm_is_no_longer_than_a_host_can_have(length: int) -> None:
+    name = "n" * length
+    if length == 253:
+        assert expand_nodelist(f"{name}[1-2]") == [f"{name}1", f"{name}2"]
+        return
+    with pytest.raises(ValueError, match=r"^a name of more than 253 characters$"):
+        expand_nodelist(f"{name}[1-2]")

@@ -364,6 +364,7 @@ def test_the_python_of_an_environment_is_pushed_if_asked_for(hosts: Path) -> Non
         header = read_content(Options((HERE,), with_python=with_python)).header
         assert [tree["folder"] for tree in header["trees"]] == folders
         assert bool(header["needs"]) != with_python
+    assert read_content(Options((HERE,))).header["needs"] != []  # nobody has asked
 
 
 def test_folders_that_cannot_be_pushed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

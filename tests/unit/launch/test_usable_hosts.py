@@ -248,3 +248,17 @@ def test_hosts_that_have_answered_and_those_that_have_not() -> None:
     checked = Checked({A: None, B: None}, {B: "b is broken.", C: "c is silent."})  # type: ignore[dict-item]
     assert checked.faultless == {A: None}
     assert checked.silent == {C: "c is silent."}
+
+
+@pytest.mark.parametrize(
+    ("slots", "min_ranks", "is_left_out"),
+    [(4, 4, True), (4, 5, False), (None, 1, False), (None, 5, False)],
+)
+def test_an_avoided_host_is_left_out_if_the_other_has_slots_enough(
+    slots: int | None, min_ranks: int, is_left_out: bool
+) -> None:
+    """Without a count of its slots, nobody knows."""
+    hosts = Hosts("file", (Host("a", slots=slots), Host("b", slots=4)))
+    past = Past(avoided={"b": "b has failed"}, enough=2)
+    found = keep_usable(hosts, Checked(), where("--min-ranks", str(min_ranks)), past)
+    assert ([host.name for host in found.hosts] == ["a"]) == is_left_out
