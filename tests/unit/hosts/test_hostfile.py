@@ -507,6 +507,16 @@ def test_the_hostfiles_of_this_repository(name: str, slots: int) -> None:
     assert main.main(["check", str(HOSTFILES / name), "--mpi", "openmpi"]) == 0
 
 
+def test_names_with_the_same_short_form_need_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("a.x.org slots=1\na.y.org slots=1\n")
+    with pytest.raises(UserError, match="--keep-fqdn"):
+        main.main(["check", str(tmp_path / "hosts")])
+    assert main.main(["check", "--keep-fqdn", str(tmp_path / "hosts")]) == 0
+    assert "2 hosts, 2 slots" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["check", "--keep", "f"], ["push", "f", "--dry"], ["convert", "f", "--t", "slurm"]],

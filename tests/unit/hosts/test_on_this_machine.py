@@ -219,6 +219,14 @@ def test_a_command_on_every_host(
         verb(tmp_path, "run")
 
 
+def test_the_links_of_every_host(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert verb(tmp_path, "check", "--network") == 0
+    out = capfd.readouterr().out
+    assert out.startswith("host")
+    assert "\nlocalhost: NCCL would take " in out
+    assert out.endswith("\nnothing differs between the hosts\n")
+
+
 AGENT = Path(run_agent.__file__)
 
 
