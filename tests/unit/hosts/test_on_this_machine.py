@@ -193,6 +193,42 @@ def test_a_process_and_what_it_has_started() -> None:
         shell.stdout.close()
 
 
+FAMILY = """
+import os, signal, subprocess, sys
+from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end
+adopt_orphans()
+shell = subprocess.run(["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"], capture_output=True, timeout=60)
+orphan = int(shell.stdout)
+status = open(f"/proc/{orphan}/stat").read().rpartition(")")[2].split()
+print(int(status[1]) == os.getpid())
+os.kill(orphan, signal.SIGKILL)
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                         preexec_fn=lambda: signal_at_parents_end(signal.SIGTERM))
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_orphans_are_adopted_and_no_child_outlives_its_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAMILY], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    is_adopted, pid = done.stdout.split()
+    assert (is_adopted, done.returncode) == ("True", -signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while runs(int(pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """Whether it has not ended. Nobody may have collected it yet."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # --- mpiddp hosts run ---
 
 
