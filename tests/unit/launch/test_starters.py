@@ -390,3 +390,10 @@ def test_srun_gets_the_cores_of_a_task() -> None:
     request = replace(UNEQUAL, env={"SLURM_CPUS_PER_TASK": "7"})
     assert "--cpus-per-task=7" in argv_of("slurm", request)
     assert not any("cpus-per-task" in each for each in argv_of("slurm", UNEQUAL))
+
+
+def test_whether_env_can_shield_a_program_from_sigterm() -> None:
+    done = subprocess.run(
+        ["env", "--ignore-signal=TERM", "true"], stderr=subprocess.DEVNULL, timeout=60
+    )
+    assert can_shield() == (done.returncode == 0)
